@@ -1,0 +1,1 @@
+"""Fill your GPU to the brim, never over it."""

@@ -1,0 +1,102 @@
+"""Every error brimful raises on purpose.
+
+* BrimfulError
+  + UsageError (also ValueError)       what was asked cannot be meant: exit status 2
+    - SizeError                        a size that is none
+    - UnknownNameError                 no such device, model, optimizer …; says the nearest
+    - BatchError                       a batch that cannot be split or resized
+    - LossError                        a loss that is no scalar or has no gradient
+  + CaptureError                       the step cannot be run on fake tensors
+  + InfeasibleError                    nothing fits the budget; says by how much and what would
+  + TrainingError
+    - NonFiniteError                   the loss or a gradient is NaN or infinite
+    - RunDirectoryError                the run directory cannot be used
+    - SaveError                        a file could not be written; what was there before stays
+
+A message says what was asked, what was found, why, and the nearest way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BrimfulError(Exception):
+    """The root of the tree."""
+
+
+class UsageError(BrimfulError, ValueError):
+    """An argument that cannot be meant."""
+
+
+class SizeError(UsageError):
+    """A size that is none."""
+
+
+class UnknownNameError(UsageError):
+    """A name that is not in its table.
+
+    Args:
+        kind: What was asked for: "device", "model", …
+        name: The name asked for.
+        known: All names of the table.
+        hint: What else could be given, as a full sentence.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        names = sorted(known)
+        lowered = {candidate.lower(): candidate for candidate in names}
+        close = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)
+        nearest = [lowered[match] for match in close]
+        said = f"Nearest: {', '.join(nearest)}." if nearest else f"Known: {', '.join(names)}."
+        super().__init__(f"unknown {kind} {name!r}. {said}" + (f" {hint}" if hint else ""))
+        self.nearest = tuple(nearest)
+
+
+class BatchError(UsageError):
+    """A batch that cannot be split or resized."""
+
+
+class LossError(UsageError):
+    """A loss that is no scalar or has no gradient."""
+
+
+class CaptureError(BrimfulError):
+    """The step cannot be run on fake tensors."""
+
+
+class InfeasibleError(BrimfulError):
+    """Nothing that is permitted fits the budget.
+
+    Args:
+        message: What was asked, what was found, why, and the nearest way out.
+        budget_bytes: What was permitted.
+        smallest_peak_bytes: The smallest predicted peak found, in the same measure as the budget.
+    """
+
+    def __init__(self, message: str, *, budget_bytes: int, smallest_peak_bytes: int) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
+        self.smallest_peak_bytes = smallest_peak_bytes
+
+    @property
+    def shortfall_bytes(self) -> int:
+        """By how much the smallest plan is over the budget."""
+        return self.smallest_peak_bytes - self.budget_bytes
+
+
+class TrainingError(BrimfulError):
+    """Training stopped; the message says where the last good weights are."""
+
+
+class NonFiniteError(TrainingError):
+    """The loss or a gradient is NaN or infinite."""
+
+
+class RunDirectoryError(TrainingError):
+    """The run directory cannot be used."""
+
+
+class SaveError(TrainingError):
+    """A file could not be written; what was there before stays."""

@@ -1,0 +1,112 @@
+"""How a job is trained: the one record that planning chooses, capture predicts and training obeys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from brimful.errors import UsageError
+
+
+class Precision(StrEnum):
+    """Number format of the forward and backward pass; parameters stay float32.
+
+    FP16 and BF16 run under autocast; FP16 adds loss scaling. TF32 only changes how matmuls round.
+    """
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @property
+    def autocast_dtype(self) -> str | None:
+        """Name of the torch dtype autocast uses; None without autocast."""
+        return {Precision.FP16: "float16", Precision.BF16: "bfloat16"}.get(self)
+
+
+class Action(StrEnum):
+    """What becomes of a unit's saved tensors between its forward and its backward."""
+
+    KEEP = "keep"
+    RECOMPUTE = "recompute"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitAction:
+    """The action for one unit."""
+
+    fqn: str
+    """Dotted path of the unit's module."""
+    action: Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How one optimizer step is carried out.
+
+    `micro_batch_size × gradient_accumulation_steps` samples make one optimizer step of one process;
+    with data-parallel ranks, times the ranks. Their product, the global batch, is the user's.
+    """
+
+    micro_batch_size: int
+    """Samples in one forward and backward pass."""
+    gradient_accumulation_steps: int = 1
+    """Forward and backward passes per optimizer step."""
+    precision: Precision = Precision.FP32
+    optimizer: str | None = None
+    """Name of the optimizer that replaces the job's own; None keeps the job's own."""
+    units: tuple[UnitAction, ...] = ()
+    """Actions by unit, in execution order; a module that is not named is kept."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per optimizer step of one process."""
+        return self.micro_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def recomputed(self) -> tuple[str, ...]:
+        """Paths of the units that are recomputed."""
+        return tuple(unit.fqn for unit in self.units if unit.action is Action.RECOMPUTE)
+
+    def with_micro_batch_size(self, micro_batch_size: int) -> Settings:
+        """The same global batch in other micro-batches.
+
+        Raises:
+            UsageError: `micro_batch_size` does not divide the global batch.
+        """
+        steps, rest = divmod(self.global_batch_size, micro_batch_size)
+        if rest:
+            raise UsageError(
+                f"micro_batch_size {micro_batch_size} does not divide the global batch size "
+                f"{self.global_batch_size}."
+            )
+        return replace(self, micro_batch_size=micro_batch_size, gradient_accumulation_steps=steps)
+
+
+def settings_to_json(settings: Settings) -> dict[str, Any]:
+    """Settings as a JSON object with the record's own names."""
+    return {
+        "precision": str(settings.precision),
+        "micro_batch_size": settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
+        "optimizer": settings.optimizer,
+        "units": [{"fqn": unit.fqn, "action": str(unit.action)} for unit in settings.units],
+    }
+
+
+def settings_from_json(document: dict[str, Any]) -> Settings:
+    """The settings that `settings_to_json` wrote."""
+    return Settings(
+        precision=Precision(document["precision"]),
+        micro_batch_size=document["micro_batch_size"],
+        gradient_accumulation_steps=document["gradient_accumulation_steps"],
+        optimizer=document["optimizer"],
+        units=tuple(UnitAction(fqn=unit["fqn"], action=Action(unit["action"])) for unit in document["units"]),
+    )

@@ -1,0 +1,275 @@
+"""What one training step does, op by op: the record that capture makes and everything else reads.
+
+A trace knows nothing of torch: it can be saved, compared, scaled to another batch size and planned for a
+GPU that is not there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from brimful.errors import UsageError
+from brimful.settings import Settings, settings_from_json, settings_to_json
+
+TRACE_VERSION = 1
+
+
+class Phase(StrEnum):
+    """Part of the step an op runs in."""
+
+    SETUP = "setup"
+    """Before the first step: parameters, buffers and, where it is created early, optimizer state."""
+    FORWARD = "forward"
+    """The model and its loss."""
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    """Unscaling, clipping, the optimizer's step, clearing gradients."""
+
+
+class Category(StrEnum):
+    """What a block of memory holds."""
+
+    PARAMETERS = "parameters"
+    """Parameters and buffers."""
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer_state"
+    SAVED_TENSORS = "saved_tensors"
+    """What a forward pass leaves for backward."""
+    INPUTS = "inputs"
+    TEMPORARIES = "temporaries"
+    """Everything else: freed in the phase that made it; library workspaces too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One kernel call. Ops that only make views are left out."""
+
+    name: str
+    """Name with overload, such as "aten.mm.default"."""
+    module: str
+    """`fqn` of the module whose forward ran it, or whose forward made the node whose backward runs it."""
+    phase: Phase
+    step: int
+    """Optimizer step, from 0."""
+    micro_batch: int
+    """Micro-batch within the step, from 0; the last one's index in the optimizer phase."""
+    flops: int
+    """Floating-point operations of matmuls, convolutions and attention; 0 for others."""
+    read_bytes: int
+    written_bytes: int
+    dtype: str
+    """Type the arithmetic is done in, such as "float32"."""
+    recomputed: bool = False
+    """Runs a second time, during backward, because the first result was not kept."""
+    random: bool = False
+    """Draws from the random number generator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One block of memory, shared by all tensors that view it."""
+
+    size_bytes: int
+    """Bytes asked for, before the allocator rounds."""
+    category: Category
+    op: int | None
+    """Index of the op that made it; None for parameters, inputs and workspaces."""
+    label: str
+    """What it is: a parameter's name, the op that made it, a workspace's name."""
+
+
+class EventKind(StrEnum):
+    """What happens to a storage."""
+
+    ALLOCATE = "allocate"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One allocation or release, in the order they happen."""
+
+    kind: EventKind
+    storage: int
+    """Index into `Trace.storages`."""
+    op: int
+    """Index of the latest op begun: the one that allocates, or after which it is released; -1 in setup."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """A rule by which the trace was made to say what the target device does, not what this one would do."""
+
+    name: str
+    source: str
+    """Where the rule is from."""
+    occurrences: int
+    changed_bytes: int
+    """Sum over its occurrences of bytes allocated more (positive) or less; None of it need be at the peak."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Some training steps of one job under some settings."""
+
+    job: str
+    settings: Settings
+    device_kind: str
+    """"cuda" or "cpu": whose decisions the ops follow."""
+    torch_version: str
+    captured_steps: int
+    captured_micro_batches: int
+    """Micro-batches captured per step; the last one stands for all further ones."""
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    events: tuple[Event, ...]
+    module_classes: tuple[tuple[str, str], ...]
+    """(`fqn`, class name) of every module that ran, in the order of first call; ("", …) is the model."""
+    corrections: tuple[Correction, ...] = ()
+    uncertain_ops: tuple[str, ...] = ()
+    """Ops whose memory or time is not known well, by name, and why."""
+    parameter_count: int = 0
+    trainable_parameter_count: int = 0
+
+    def has_same_shape_as(self, other: Trace) -> bool:
+        """Whether both run the same ops and make the same storages, whatever their sizes."""
+        return (
+            len(self.ops) == len(other.ops)
+            and len(self.storages) == len(other.storages)
+            and len(self.events) == len(other.events)
+            and all(a == b for a, b in zip(self.events, other.events, strict=True))
+            and all(
+                (a.name, a.module, a.phase, a.recomputed) == (b.name, b.module, b.phase, b.recomputed)
+                for a, b in zip(self.ops, other.ops, strict=True)
+            )
+        )
+
+    def at_micro_batch_size(self, other: Trace, micro_batch_size: int) -> Trace:
+        """This trace at another micro-batch size, through the line through `self` and `other`.
+
+        Bytes and FLOPs of an op are affine in the micro-batch as long as the ops stay the same, so two
+        captures tell every size.
+
+        Args:
+            other: The same job under the same settings at another micro-batch size.
+            micro_batch_size: Samples in one forward and backward pass.
+
+        Raises:
+            UsageError: The two traces run different ops, or have the same micro-batch size.
+        """
+        small, large = self.settings.micro_batch_size, other.settings.micro_batch_size
+        if small == large or not self.has_same_shape_as(other):
+            raise UsageError(
+                f"cannot scale {self.job!r} from micro-batches of {small} and {large} samples: "
+                "the captures run different ops, or have one size."
+            )
+
+        def line(at_small: int, at_large: int) -> int:
+            rise = (at_large - at_small) * (micro_batch_size - small)
+            return at_small + rise // (large - small)
+
+        ops = tuple(
+            replace(
+                a,
+                flops=line(a.flops, b.flops),
+                read_bytes=line(a.read_bytes, b.read_bytes),
+                written_bytes=line(a.written_bytes, b.written_bytes),
+            )
+            for a, b in zip(self.ops, other.ops, strict=True)
+        )
+        storages = tuple(
+            replace(a, size_bytes=line(a.size_bytes, b.size_bytes))
+            for a, b in zip(self.storages, other.storages, strict=True)
+        )
+        corrections = tuple(
+            replace(a, changed_bytes=line(a.changed_bytes, b.changed_bytes))
+            for a, b in zip(self.corrections, other.corrections, strict=False)
+        )
+        return replace(
+            self,
+            settings=replace(self.settings, micro_batch_size=micro_batch_size),
+            ops=ops,
+            storages=storages,
+            corrections=corrections,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the trace as JSON, gzipped if the name ends in ".gz"."""
+        text = json.dumps(self.to_json(), separators=(",", ":")).encode()
+        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+
+    @classmethod
+    def load(cls, path: Path) -> Trace:
+        """The trace that `save` wrote.
+
+        Raises:
+            UsageError: The file is no trace of this version.
+        """
+        raw = path.read_bytes()
+        try:
+            document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+            version = document["brimful_trace"]
+        except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
+            raise UsageError(f"{path} is no brimful trace: {error}") from error
+        if version != TRACE_VERSION:
+            raise UsageError(f"{path} is a trace of version {version}; this brimful reads {TRACE_VERSION}.")
+        return cls.from_json(document)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON document; ops, storages and events are tables of rows to keep it small."""
+        document: dict[str, Any] = {"brimful_trace": TRACE_VERSION}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in _TABLES:
+                value = _to_table(value, _TABLES[field.name])
+            elif field.name == "settings":
+                value = settings_to_json(value)
+            document[field.name] = value
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Trace:
+        """The trace that `to_json` wrote."""
+        values = {field.name: document[field.name] for field in fields(cls)}
+        for name, row in _TABLES.items():
+            values[name] = _from_table(values[name], row)
+        values["settings"] = settings_from_json(values["settings"])
+        values["module_classes"] = tuple((fqn, name) for fqn, name in values["module_classes"])
+        values["uncertain_ops"] = tuple(values["uncertain_ops"])
+        return cls(**values)
+
+
+_TABLES: dict[str, type[Any]] = {
+    "ops": Op,
+    "storages": Storage,
+    "events": Event,
+    "corrections": Correction,
+}
+_ENUMS: dict[str, type[StrEnum]] = {"phase": Phase, "category": Category, "kind": EventKind}
+
+
+def _to_table(records: tuple[Any, ...], row: type[Any]) -> dict[str, Any]:
+    columns = [field.name for field in fields(row)]
+    return {
+        "columns": columns,
+        "rows": [[getattr(record, column) for column in columns] for record in records],
+    }
+
+
+def _from_table(table: dict[str, Any], row: type[Any]) -> tuple[Any, ...]:
+    columns = table["columns"]
+    enums = [_ENUMS.get(column) for column in columns]
+    return tuple(
+        row(
+            **{
+                column: value if enum is None else enum(value)
+                for column, enum, value in zip(columns, enums, values, strict=True)
+            }
+        )
+        for values in table["rows"]
+    )

@@ -1,0 +1,88 @@
+"""Bytes and seconds at the edge: parsing what people write, writing what people read.
+
+Inside brimful there are only bytes (`int`) and seconds (`float`). GiB means 2**30, GB means 10**9.
+"""
+
+from __future__ import annotations
+
+import re
+
+from brimful.errors import SizeError
+
+KIB = 1 << 10
+MIB = 1 << 20
+GIB = 1 << 30
+
+_UNIT_BYTES = {
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes meant by `text`.
+
+    Args:
+        text: A number with a unit, such as `"11GiB"` or `"512 MB"`; an `int` is bytes already.
+
+    Returns:
+        A positive number of bytes.
+
+    Raises:
+        SizeError: `text` is no size, has no unit, or is not positive.
+    """
+    if isinstance(text, int):
+        size_bytes = text
+    else:
+        match = _SIZE.fullmatch(text)
+        unit = match.group(2).lower() if match else ""
+        if match is None:
+            raise SizeError(f"{text!r} is no size. Write a number and a unit, such as 11GiB or 800MiB.")
+        if unit not in _UNIT_BYTES:
+            number = match.group(1)
+            found = "no unit" if not unit else f"the unit {match.group(2)!r}"
+            raise SizeError(
+                f"{text!r} has {found}. Write {number}GiB ({number} × 2**30 bytes) "
+                f"or {number}GB ({number} × 10**9 bytes)."
+            )
+        size_bytes = int(float(match.group(1)) * _UNIT_BYTES[unit])
+    if size_bytes <= 0:
+        raise SizeError(f"{text!r} is not a positive size.")
+    return size_bytes
+
+
+def format_bytes(size_bytes: int) -> str:
+    """`size_bytes` for a reader, in the binary unit that keeps three digits: "21.3 GiB"."""
+    magnitude = abs(size_bytes)
+    for unit_bytes, unit in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if magnitude >= unit_bytes:
+            value = size_bytes / unit_bytes
+            return f"{value:.0f} {unit}" if abs(value) >= 100 else f"{value:.3g} {unit}"
+    return f"{size_bytes} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` for a reader: "812 ms", "3.42 s", "2 h 05 min"."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.3g} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes = round(seconds / 60)
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def format_rate(per_second: float) -> str:
+    """A rate for a reader, three digits: "34.1/s", "1820/s"."""
+    return f"{per_second:.0f}/s" if per_second >= 100 else f"{per_second:.3g}/s"
