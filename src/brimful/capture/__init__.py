@@ -1,1 +1,5 @@
-"""."""
+"""One training step on fake tensors → Trace: no GPU, no weights, seconds."""
+
+from brimful.capture.step import capture_step
+
+__all__ = ["capture_step"]

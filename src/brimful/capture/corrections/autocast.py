@@ -1,0 +1,61 @@
+"""Autocast on CUDA runs norms, softmax, sums and powers in float32; the CPU's lists leave them in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.base import Rule
+
+_FLOAT32_OPS = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
+    "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "nll_loss",
+    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "kl_div", "logsumexp",
+    "binary_cross_entropy_with_logits", "softmax.int", "log_softmax.int", "cumsum", "cumprod", "prod",
+    "prod.dim_int", "sum", "sum.dim_IntList", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim",
+)  # fmt: skip
+"""Source: torch aten/src/ATen/autocast_mode.h, fp32 and fp32_set_opt_dtype lists (checked: 2.13)."""
+
+
+class CudaAutocastLists(Rule):
+    """Register CUDA's float32 list for the CPU's autocast while the capture runs."""
+
+    name = "autocast_lists"
+    source = "torch aten/src/ATen/autocast_mode.h (checked: 2.13)"
+
+    def applies(self) -> bool:
+        """Only under autocast."""
+        return super().applies() and self.settings.precision.autocast_dtype is not None
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The kernels are registered while the context is open, and gone after it."""
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            for name in _FLOAT32_OPS:
+                packet, _, overload = name.partition(".")
+                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                library.impl(name, self._in_float32(op), "AutocastCPU", allow_override=True)
+            yield
+        finally:
+            library._destroy()
+
+    def _in_float32(self, op: Any) -> Any:
+        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+                return op(*(self._to_float32(arg) for arg in args), **kwargs)
+
+        return run
+
+    def _to_float32(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+            self.count(value.numel() * 4)
+            return value.float()
+        return value

@@ -1,0 +1,116 @@
+"""The protocol of a correction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from brimful.hardware import Device
+from brimful.settings import Settings
+from brimful.trace import Correction
+
+Target = Device
+"""The device whose decisions the capture should follow."""
+
+
+@dataclass
+class Rule:
+    """One thing that CUDA decides otherwise than the CPU.
+
+    A rule replaces torch functions, watches ops, or opens a context around the capture. It counts what it
+    changed, so that a result can list its contribution.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    watches_ops: ClassVar[bool] = False
+
+    target: Target
+    settings: Settings
+    occurrences: int = 0
+    changed_bytes: int = 0
+
+    def applies(self) -> bool:
+        """Whether the target decides otherwise under these settings."""
+        return self.target.kind == "cuda"
+
+    def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+        """Torch functions and what stands in for them."""
+        return {}
+
+    def context(self) -> AbstractContextManager[object]:
+        """A context that is open during the capture."""
+        return nullcontext()
+
+    def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
+        """Called before each op if `watches_ops`."""
+
+    def count(self, changed_bytes: int) -> None:
+        """Note one occurrence and the bytes it allocates more (positive) or less."""
+        self.occurrences += 1
+        self.changed_bytes += changed_bytes
+
+    def record(self) -> Correction:
+        """What the rule did."""
+        return Correction(
+            name=self.name,
+            source=self.source,
+            occurrences=self.occurrences,
+            changed_bytes=self.changed_bytes,
+        )
+
+
+class CorrectedFunctions(TorchFunctionMode):
+    """Calls the functions of the rules instead of torch's, in backward too.
+
+    A function mode is out of force inside `Tensor.backward`; a recomputation there would choose other ops than
+    the forward did. So backward runs under the mode once more.
+    """
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        super().__init__()
+        self._stand_ins = {
+            function: stand_in for rule in rules for function, stand_in in rule.functions().items()
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            return self._backward(*args, **kwargs)
+        stand_in = self._stand_ins.get(func)
+        return (stand_in or func)(*args, **kwargs)
+
+    def _backward(
+        self,
+        tensors: Any,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+        grad_tensors: Any = None,
+        **_unused: Any,
+    ) -> None:
+        roots = tuple(tensors) if isinstance(tensors, (tuple, list)) else (tensors,)
+        given = gradient if gradient is not None else grad_tensors
+        if given is None:
+            given = tuple(torch.ones_like(root) for root in roots)
+        elif isinstance(given, torch.Tensor):
+            given = (given,)
+        wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        with self:
+            torch.autograd.graph._engine_run_backward(
+                roots,
+                tuple(given),
+                create_graph if retain_graph is None else retain_graph,
+                create_graph,
+                wanted,
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )

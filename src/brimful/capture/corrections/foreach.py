@@ -1,0 +1,50 @@
+"""Optimizers work on all parameters at once on CUDA, with temporaries the size of all parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim import optimizer as optimizer_module
+from torch.utils import _foreach_utils
+
+from brimful.capture.corrections.base import Rule
+
+_NAME = "_get_foreach_kernels_supported_devices"
+
+
+class ForeachOptimizers(Rule):
+    """Let each optimizer choose as if the CPU were CUDA; what was chosen by hand stays.
+
+    The rule itself stays torch's: `_default_to_fused_or_foreach` asks this list of devices. Adafactor and Muon
+    do not ask, on CUDA either.
+    """
+
+    name = "foreach_optimizer"
+    source = "torch/optim/optimizer.py, _default_to_fused_or_foreach (checked: 2.13)"
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Torch's list of devices names the CPU too while the context is open."""
+        devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
+        modules = [module for module in (optimizer_module, _foreach_utils) if hasattr(module, _NAME)]
+        before = [getattr(module, _NAME) for module in modules]
+        try:
+            for module in modules:
+                setattr(module, _NAME, lambda: devices)
+            yield
+        finally:
+            for module, function in zip(modules, before, strict=True):
+                setattr(module, _NAME, function)
+
+    watches_ops = True
+
+    def before_op(
+        self, recorder: object, func: object, args: tuple[object, ...], *, in_backward: bool
+    ) -> None:
+        """Count the temporaries that whole lists make."""
+        if func is torch.ops.aten._foreach_sqrt.default:
+            (tensors,) = args
+            assert isinstance(tensors, (list, tuple))
+            self.count(sum(tensor.numel() * tensor.element_size() for tensor in tensors))

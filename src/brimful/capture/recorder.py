@@ -1,0 +1,260 @@
+"""Records every op and every block of memory of code that runs under it.
+
+A dispatch mode sees each op below autograd. A storage is known by its address while it lives; its finalizer
+fires when the last owner, Python's or autograd's, drops it. So saved tensors, views, in-place ops, stolen
+gradients and recomputation come out right without being modelled.
+
+Private torch APIs used here: `UntypedStorage._cdata` (checked: torch 2.13, 2.11).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brimful.capture.corrections.base import Rule
+from brimful.capture.flops import count_flops
+from brimful.capture.modules import OPTIMIZER, ModuleCalls
+from brimful.trace import Category, Event, EventKind, Op, Phase, Storage
+
+aten = torch.ops.aten
+
+_WITHOUT_COST = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.default})
+"""Ops that neither make a storage nor read one, beside those whose schema says they return a view."""
+_WITHOUT_WRITE = frozenset(
+    {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
+)
+_GATHERS = frozenset(
+    {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
+)
+"""Ops that read of their first argument only as much as they return."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OpInfo:
+    name: str
+    is_question: bool
+    """Asks a tensor for its device, say; does nothing."""
+    is_view: bool
+    is_random: bool
+
+
+class Recorder(TorchDispatchMode):
+    """Records ops, storages and events while it is entered.
+
+    Args:
+        modules: Says which module an op belongs to.
+        rules: Corrections that look at ops.
+    """
+
+    def __init__(self, modules: ModuleCalls, rules: Iterable[Rule] = ()) -> None:
+        super().__init__()
+        self._modules = modules
+        self._rules = [rule for rule in rules if rule.watches_ops]
+        self._infos: dict[Any, _OpInfo] = {}
+        self._live: dict[int, int] = {}
+        """Index of the live storage at an address."""
+        self._phase = Phase.SETUP
+        self._step = 0
+        self._micro_batch = 0
+        self.ops: list[Op] = []
+        self.events: list[tuple[bool, int, int]] = []
+        """(is allocation, storage, op)."""
+        self.sizes: list[int] = []
+        self.labels: list[str] = []
+        self.makers: list[int | None] = []
+        self.marked: dict[int, Category] = {}
+        self.uncertain: dict[str, None] = {}
+        self.item_value: float = 1.0
+        """What reading a number from a fake tensor gives."""
+
+    def at(self, phase: Phase, micro_batch: int, step: int | None = None) -> None:
+        """Say which part of which step the following ops belong to."""
+        self._phase, self._micro_batch = phase, micro_batch
+        self._step = self._step if step is None else step
+
+    def mark(self, tensors: Iterable[Tensor], category: Category, labels: Iterable[str] = ()) -> None:
+        """Say what tensors hold; those not known yet are taken as allocated now."""
+        names = iter(labels)
+        for tensor in tensors:
+            label = next(names, str(category))
+            index = self._see(tensor, None, label)
+            if index is not None:
+                self.marked[index] = category
+
+    def allocate_block(self, size_bytes: int, label: str) -> int:
+        """Record a block that no tensor stands for, such as a library's workspace; its index."""
+        index = self._new_storage(size_bytes, len(self.ops) - 1 if self.ops else None, label)
+        return index
+
+    def release_early(self, tensor: Tensor) -> int:
+        """Record that the storage of a tensor is free from now on; its bytes, 0 if it was so already."""
+        index = self._live.pop(tensor.untyped_storage()._cdata, None)
+        if index is None:
+            return 0
+        self.events.append((False, index, len(self.ops) - 1))
+        return self.sizes[index]
+
+    def storages(self) -> tuple[Storage, ...]:
+        """All blocks seen, with what they hold."""
+        freed_in = {index: op for is_allocation, index, op in self.events if not is_allocation}
+        return tuple(
+            Storage(
+                size_bytes=size_bytes,
+                category=self._category(index, maker, freed_in.get(index)),
+                op=maker,
+                label=label,
+            )
+            for index, (size_bytes, maker, label) in enumerate(
+                zip(self.sizes, self.makers, self.labels, strict=True)
+            )
+        )
+
+    def event_records(self) -> tuple[Event, ...]:
+        """All allocations and releases, in order."""
+        kinds = (EventKind.FREE, EventKind.ALLOCATE)
+        return tuple(
+            Event(kind=kinds[is_allocation], storage=storage, op=op)
+            for is_allocation, storage, op in self.events
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = _describe(func)
+        if info.is_question:
+            return func(*args, **kwargs)
+        for rule in self._rules:
+            rule.before_op(self, func, args, in_backward=self._phase is Phase.BACKWARD)
+        try:
+            out = func(*args, **kwargs)
+        except DataDependentOutputException:
+            if func is not aten._local_scalar_dense.default:
+                raise
+            if self._phase is not Phase.OPTIMIZER:
+                self.uncertain.setdefault(f"a number read from a tensor in {self._modules.owner()!r}")
+            return self.item_value
+        if not info.is_view:
+            outputs = list(_tensors_in(out))
+            self.ops.append(self._op(info, func, args, kwargs, out, outputs))
+            for tensor in outputs:
+                self._see(tensor, len(self.ops) - 1, info.name)
+        return out
+
+    def _op(
+        self,
+        info: _OpInfo,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        outputs: list[Tensor],
+    ) -> Op:
+        inputs = list(_tensors_in((args, kwargs)))
+        written = 0 if func in _WITHOUT_WRITE else sum(map(_view_bytes, outputs))
+        if func in _GATHERS:
+            read = written + sum(map(_view_bytes, inputs[1:]))
+        elif func in _WITHOUT_WRITE:
+            read = 0
+        else:
+            read = sum(map(_view_bytes, inputs))
+        in_optimizer = self._phase is Phase.OPTIMIZER or self._phase is Phase.SETUP
+        main = max(inputs or outputs, key=_view_bytes, default=None)
+        return Op(
+            name=info.name,
+            module=OPTIMIZER if in_optimizer else self._modules.owner(),
+            phase=self._phase,
+            step=self._step,
+            micro_batch=self._micro_batch,
+            flops=count_flops(func, args, kwargs, out),
+            read_bytes=read,
+            written_bytes=written,
+            dtype="" if main is None else str(main.dtype).removeprefix("torch."),
+            # Backward itself runs without gradients; what runs with them runs a second time.
+            recomputed=self._phase is Phase.BACKWARD and torch.is_grad_enabled(),
+            random=info.is_random,
+        )
+
+    def _see(self, tensor: Tensor, maker: int | None, label: str) -> int | None:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # sparse and other layouts without one storage
+            self.uncertain.setdefault(f"a {tensor.layout} tensor made by {label}")
+            return None
+        address = storage._cdata
+        index = self._live.get(address)
+        if index is not None:
+            if self.sizes[index] == storage.nbytes():
+                return index
+            self.events.append((False, index, len(self.ops) - 1))  # resized: another block from now on
+            maker, label = self.makers[index], self.labels[index]
+        fresh = self._new_storage(storage.nbytes(), maker, label)
+        if index is None:
+            weakref.finalize(storage, self._freed, address).atexit = False
+        elif index in self.marked:
+            self.marked[fresh] = self.marked[index]
+        self._live[address] = fresh
+        return fresh
+
+    def _new_storage(self, size_bytes: int, maker: int | None, label: str) -> int:
+        index = len(self.sizes)
+        self.sizes.append(size_bytes)
+        self.makers.append(maker)
+        self.labels.append(label)
+        self.events.append((True, index, len(self.ops) - 1))
+        return index
+
+    def _freed(self, address: int) -> None:
+        index = self._live.pop(address, None)
+        if index is not None:
+            self.events.append((False, index, len(self.ops) - 1))
+
+    def _category(self, index: int, maker: int | None, freed_in: int | None) -> Category:
+        if index in self.marked:
+            return self.marked[index]
+        if maker is None or self.ops[maker].phase is not Phase.FORWARD:
+            return Category.TEMPORARIES
+        if freed_in is None or self.ops[freed_in].phase is not Phase.FORWARD:
+            return Category.SAVED_TENSORS
+        return Category.TEMPORARIES
+
+
+def _describe(func: Any) -> _OpInfo:
+    returns = func._schema.returns
+    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return _OpInfo(
+        name=str(func),
+        is_question=func.namespace in ("prim", "profiler"),
+        is_view=is_view or func in _WITHOUT_COST,
+        # Fused attention is tagged as random even where it draws nothing, so the tag alone is not believed.
+        is_random=torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func),
+    )
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors_in(item)
+
+
+def _view_bytes(tensor: Tensor) -> int:
+    """Bytes a kernel touches for a tensor; an expanded one is no larger than what it views."""
+    own = tensor.numel() * tensor.element_size()
+    if tensor.layout is not torch.strided:
+        return own
+    return min(own, tensor.untyped_storage().nbytes())

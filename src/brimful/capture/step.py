@@ -1,0 +1,185 @@
+"""One training step on fake tensors → `Trace`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from brimful.applying import apply_units
+from brimful.batches import make_batch, map_tensors
+from brimful.capture.corrections import RULES, CorrectedFunctions, Rule
+from brimful.capture.fakes import build_fake_model, fakes_in_lists, to_fake
+from brimful.capture.modules import ModuleCalls
+from brimful.capture.recorder import Recorder
+from brimful.errors import BrimfulError, CaptureError
+from brimful.hardware import Device
+from brimful.job import Batch, Job
+from brimful.optimizers import make_optimizer
+from brimful.settings import Settings
+from brimful.step import make_scaler, run_step
+from brimful.trace import Category, Phase, Trace
+
+DISTINCT_MICRO_BATCHES = 2
+"""The first micro-batch makes the gradients, the second adds to them; all further ones repeat the second."""
+
+
+def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2) -> Trace:
+    """Run training steps on fake tensors and record what they do.
+
+    No weights are made and no GPU is needed. Optimizer state is created before the first step, so that every
+    step is a steady one; more steps only add to the history that the allocator has seen.
+
+    Args:
+        job: Its model, loss, batch and optimizer are used as they are.
+        settings: Their unit actions are applied to the model.
+        device: The device whose decisions are followed.
+        steps: Optimizer steps to run, at least 1.
+
+    Returns:
+        The trace. Of the micro-batches of a step it has at most two.
+
+    Raises:
+        CaptureError: The step cannot be run on fake tensors; the message says where it stopped.
+        BrimfulError: The job is wrong in another way: its loss, its batch, its model.
+    """
+    rules = [rule for make in RULES if (rule := make(target=device, settings=settings)).applies()]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _told_clearly(job, settings), _without_garbage_collection():
+        batch = map_tensors(make_batch(job, settings.micro_batch_size), lambda t: to_fake(t, mode))
+        model = build_fake_model(job, mode)
+        applied = apply_units(model, settings)
+        modules = ModuleCalls(model)
+        recorder = Recorder(modules, rules)
+        with ExitStack() as stack:
+            for rule in rules:
+                stack.enter_context(rule.context())
+            stack.enter_context(fakes_in_lists())
+            stack.enter_context(modules.follow())
+            stack.enter_context(mode)
+            stack.enter_context(CorrectedFunctions(rules))
+            stack.enter_context(recorder)
+            _run(job, settings, model, batch, recorder, steps)
+        trace = Trace(
+            job=job.name,
+            settings=settings,
+            device_kind=device.kind,
+            torch_version=torch.__version__,
+            captured_steps=steps,
+            captured_micro_batches=_captured_micro_batches(settings),
+            ops=tuple(recorder.ops),
+            storages=recorder.storages(),
+            events=recorder.event_records(),
+            module_classes=modules.classes,
+            corrections=tuple(rule.record() for rule in rules),
+            uncertain_ops=tuple(recorder.uncertain),
+            parameter_count=sum(p.numel() for p in model.parameters()),
+            trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        )
+        applied.remove()
+    return trace
+
+
+def _captured_micro_batches(settings: Settings) -> int:
+    return min(settings.gradient_accumulation_steps, DISTINCT_MICRO_BATCHES)
+
+
+def _run(
+    job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder, steps: int
+) -> None:
+    parameters = dict(model.named_parameters())
+    recorder.mark(parameters.values(), Category.PARAMETERS, parameters)
+    buffers = dict(model.named_buffers())
+    recorder.mark(buffers.values(), Category.PARAMETERS, buffers)
+    optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
+    scaler = make_scaler(settings.precision, "cpu")
+    _create_optimizer_state(optimizer, recorder)
+    count = _captured_micro_batches(settings)
+
+    def move(host_batch: Batch) -> Batch:
+        moved = map_tensors(host_batch, torch.empty_like)
+        recorder.mark(_tensors_in(moved), Category.INPUTS)
+        return moved
+
+    def observe(phase: Phase, micro_batch: int) -> None:
+        if phase is Phase.OPTIMIZER:
+            _mark_gradients(model, recorder)
+        recorder.item_value = 0.0 if phase is Phase.OPTIMIZER else 1.0
+        recorder.at(phase, micro_batch)
+
+    # The scaler reads whether a gradient overflowed (0: none did); optimizers read their step count (1).
+    optimizer.register_step_pre_hook(lambda *_: setattr(recorder, "item_value", 1.0))
+    for step in range(steps):
+        recorder.at(Phase.FORWARD, 0, step)
+        run_step(
+            model=model,
+            loss=job.loss,
+            optimizer=optimizer,
+            micro_batches=[batch] * count,
+            weights=[1 / settings.gradient_accumulation_steps] * count,
+            precision=settings.precision,
+            scaler=scaler,
+            observe=observe,
+            move=move,
+        )
+        _mark_state(optimizer, recorder)
+
+
+def _create_optimizer_state(optimizer: Optimizer, recorder: Recorder) -> None:
+    """Let the optimizer make its state by one step with gradients that are never written."""
+    recorder.at(Phase.SETUP, 0)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    _mark_state(optimizer, recorder)
+
+
+def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    recorder.mark(gradients.values(), Category.GRADIENTS, gradients)
+
+
+def _mark_state(optimizer: Optimizer, recorder: Recorder) -> None:
+    recorder.mark(
+        (value for state in optimizer.state.values() for value in _tensors_in(state)),
+        Category.OPTIMIZER_STATE,
+    )
+
+
+def _tensors_in(nest: object) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(nest, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collect reference cycles before and after, not at moments that depend on what else the process does."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def _told_clearly(job: Job, settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except BrimfulError:
+        raise
+    except Exception as error:
+        raise CaptureError(
+            f"one step of {job.name!r} cannot be run on fake tensors "
+            f"(micro_batch_size={settings.micro_batch_size}): {type(error).__name__}: {error}"
+        ) from error

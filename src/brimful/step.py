@@ -1,0 +1,183 @@
+"""One optimizer step: the code that capture predicts, measuring measures and training runs.
+
+The order is: for each micro-batch (autocast → loss × weight → scale → backward), then once: unscale, clip,
+check, step, update the scale, clear the gradients. The sum of the weighted losses is the mean over the global
+batch, whatever the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from brimful.errors import LossError
+from brimful.job import Batch
+from brimful.settings import Precision
+from brimful.trace import Phase
+
+Observer = Callable[[Phase, int], None]
+"""Called with the phase and the micro-batch as each begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one optimizer step came to."""
+
+    loss: Tensor
+    """Scalar: the mean over the global batch, before the update."""
+    gradient_norm: Tensor
+    """Scalar: 2-norm of all gradients of the global batch, before clipping."""
+    updated: bool
+    """False if `before_update` declined or the scaler skipped the update."""
+
+
+def run_step(
+    *,
+    model: nn.Module,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    optimizer: Optimizer,
+    micro_batches: Sequence[Batch],
+    weights: Sequence[float],
+    precision: Precision,
+    scaler: GradScaler | None = None,
+    max_gradient_norm: float | None = None,
+    before_update: Callable[[Tensor, Tensor], bool] | None = None,
+    observe: Observer | None = None,
+    move: Callable[[Batch], Batch] = lambda batch: batch,
+) -> StepOutcome:
+    """Run one optimizer step over the micro-batches of a global batch.
+
+    Args:
+        model: In training mode, on its device.
+        loss: `loss(model, batch)`, a scalar: the mean over a micro-batch.
+        optimizer: Holds the parameters of `model`; its gradients are clear.
+        micro_batches: The global batch in parts.
+        weights: Share of each micro-batch in the global mean; they sum to 1.
+        precision: FP16 and BF16 run forward under autocast.
+        scaler: Scales the loss under FP16; None otherwise.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        before_update: Called with loss and gradient norm; returning False leaves the parameters as they are.
+        observe: Told of each phase.
+        move: Brings a micro-batch to the device just before it is used.
+
+    Returns:
+        The loss and gradient norm of the global batch.
+
+    Raises:
+        LossError: The loss is no scalar tensor or has no gradient.
+    """
+    tell = observe or (lambda _phase, _micro_batch: None)
+    total: Tensor | None = None
+    for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+        tell(Phase.FORWARD, index)
+        part = _forward(model, loss, move(micro_batch), weight, precision)
+        tell(Phase.BACKWARD, index)
+        (scaler.scale(part) if scaler is not None else part).backward()
+        total = part.detach() if total is None else total + part.detach()
+        del part
+    assert total is not None
+    tell(Phase.OPTIMIZER, len(micro_batches) - 1)
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    gradient_norm = _clip(optimizer, max_gradient_norm)
+    updated = before_update is None or before_update(total, gradient_norm)
+    if updated:
+        updated = _update(optimizer, scaler)
+    optimizer.zero_grad(set_to_none=True)
+    return StepOutcome(loss=total, gradient_norm=gradient_norm, updated=updated)
+
+
+def _forward(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    batch: Batch,
+    weight: float,
+    precision: Precision,
+) -> Tensor:
+    with autocast(model, precision):
+        value = loss(model, batch)
+    check_loss(value)
+    # A weight of exactly 1 is left out, so that one whole batch runs the plain step, bit for bit.
+    return value if weight == 1.0 else value * weight
+
+
+def check_loss(value: Any) -> None:
+    """Check that a loss can be trained on.
+
+    Raises:
+        LossError: It is no tensor, no scalar, or has no gradient.
+    """
+    if not isinstance(value, Tensor):
+        raise LossError(
+            f"the loss is a {type(value).__name__}, not a tensor. Return the scalar itself: for a "
+            "Transformers model, `model(**batch).loss`."
+        )
+    if value.numel() != 1:
+        raise LossError(
+            f"the loss has shape {tuple(value.shape)}; it must be a scalar. Reduce it: `loss.mean()`."
+        )
+    if not value.requires_grad:
+        raise LossError(
+            "the loss has no gradient. It was computed under no_grad, detached, or from frozen "
+            "parameters only."
+        )
+
+
+def autocast(model: nn.Module, precision: Precision) -> torch.autocast:
+    """The autocast context of `precision` on the device of `model`; it does nothing for FP32 and TF32."""
+    dtype = precision.autocast_dtype
+    return torch.autocast(
+        device_of(model).type,
+        dtype=getattr(torch, dtype) if dtype else None,
+        enabled=dtype is not None,
+    )
+
+
+@contextmanager
+def matmul_precision(precision: Precision) -> Iterator[None]:
+    """Let float32 matmuls and convolutions use TF32 only if `precision` is TF32."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = precision is Precision.TF32
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter or buffer is; the CPU if it has none."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def make_scaler(precision: Precision, device_type: str) -> GradScaler | None:
+    """The loss scaler that FP16 needs; None for other precisions."""
+    return GradScaler(device_type) if precision is Precision.FP16 else None
+
+
+def _clip(optimizer: Optimizer, max_norm: float | None) -> Tensor:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def _update(optimizer: Optimizer, scaler: GradScaler | None) -> bool:
+    if scaler is None:
+        optimizer.step()
+        return True
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return bool(scaler.get_scale() >= scale)  # the scale falls when, and only when, the step was skipped
+
