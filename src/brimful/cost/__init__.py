@@ -1,1 +1,10 @@
-"""."""
+"""Seconds: what the ops of a trace take on a device.
+
+A roofline for each op, with the time to launch it as the floor.
+"""
+
+from brimful.cost.regions import region_seconds
+from brimful.cost.roofline import op_seconds
+from brimful.cost.step import StepTime, step_seconds
+
+__all__ = ["StepTime", "op_seconds", "region_seconds", "step_seconds"]

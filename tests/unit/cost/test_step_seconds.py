@@ -1,0 +1,130 @@
+"""The time of a step: which ops of a trace count, how often, and what recomputed regions add."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from brimful.cost import StepTime, region_seconds, step_seconds
+from brimful.hardware import Device, find_device
+from brimful.settings import Action, Settings, UnitAction
+from brimful.trace import Op, Phase, Trace
+
+# Round figures: one byte is a second, and launching is free.
+CPU = replace(find_device("cpu"), memory_bandwidth_bytes_per_second=1.0, launch_seconds=1e-12)
+GPU = find_device("A100 80GB SXM")
+
+
+def op(
+    phase: Phase,
+    read_bytes: int,
+    *,
+    step: int = 1,
+    micro_batch: int = 0,
+    recomputed: bool = False,
+    flops: int = 0,
+    dtype: str = "float32",
+) -> Op:
+    return Op(
+        name="aten.op",
+        module="m",
+        phase=phase,
+        step=step,
+        micro_batch=micro_batch,
+        flops=flops,
+        read_bytes=read_bytes,
+        written_bytes=0,
+        dtype=dtype,
+        recomputed=recomputed,
+    )
+
+
+def trace(*ops: Op, accumulation: int = 1, captured: int = 1, recomputed_units: int = 0) -> Trace:
+    units = tuple(UnitAction(fqn=f"u{i}", action=Action.RECOMPUTE) for i in range(recomputed_units))
+    return Trace(
+        job="hand-written",
+        settings=Settings(micro_batch_size=1, gradient_accumulation_steps=accumulation, units=units),
+        device_kind="cuda",
+        torch_version="2.13.0",
+        captured_steps=2,
+        captured_micro_batches=captured,
+        ops=ops,
+        storages=(),
+        events=(),
+        module_classes=(),
+    )
+
+
+def test_only_the_last_captured_step_is_timed_phase_by_phase() -> None:
+    predicted = step_seconds(
+        trace(
+            op(Phase.SETUP, 1000, step=0),
+            op(Phase.FORWARD, 1000, step=0),
+            op(Phase.OPTIMIZER, 1000, step=0),
+            op(Phase.FORWARD, 1),
+            op(Phase.BACKWARD, 2),
+            op(Phase.BACKWARD, 3, recomputed=True),
+            op(Phase.OPTIMIZER, 4),
+        ),
+        CPU,
+    )
+    assert (predicted.forward_seconds, predicted.backward_seconds) == pytest.approx((1, 2))
+    assert (predicted.recompute_seconds, predicted.optimizer_seconds) == pytest.approx((3, 4))
+    assert predicted.total_seconds == pytest.approx(10)
+
+
+def test_the_last_captured_micro_batch_stands_for_the_further_ones() -> None:
+    ops = (
+        op(Phase.FORWARD, 1, micro_batch=0),
+        op(Phase.BACKWARD, 10, micro_batch=0),
+        op(Phase.FORWARD, 2, micro_batch=1),
+        op(Phase.BACKWARD, 20, micro_batch=1),
+        op(Phase.OPTIMIZER, 100, micro_batch=1),
+    )
+    predicted = step_seconds(trace(*ops, accumulation=8, captured=2), CPU)
+    assert predicted.forward_seconds == pytest.approx(1 + 7 * 2)
+    assert predicted.backward_seconds == pytest.approx(10 + 7 * 20)
+    assert predicted.optimizer_seconds == pytest.approx(100)
+
+
+def test_on_a_cpu_every_recomputed_region_of_every_micro_batch_adds_its_dispatch() -> None:
+    predicted = step_seconds(trace(op(Phase.FORWARD, 1), accumulation=4, recomputed_units=3), CPU)
+    assert predicted.recompute_seconds == pytest.approx(12 * region_seconds(CPU))
+
+
+@pytest.mark.parametrize(("kernel_seconds", "hidden"), [(0.0, False), (1.0, True)])
+def test_on_a_gpu_long_kernels_hide_the_dispatch_of_regions(kernel_seconds: float, hidden: bool) -> None:
+    read_bytes = int(kernel_seconds * GPU.memory_bandwidth_bytes_per_second)
+    predicted = step_seconds(trace(op(Phase.FORWARD, read_bytes), recomputed_units=3), GPU)
+    assert predicted.recompute_seconds == pytest.approx(0.0 if hidden else 3 * region_seconds(GPU))
+
+
+def test_arithmetic_in_a_type_without_a_rate_is_named() -> None:
+    predicted = step_seconds(trace(op(Phase.FORWARD, 8, flops=10**9, dtype="float64")), GPU)
+    assert predicted.dtypes_at_fp32_rate == ("float64",)
+    assert step_seconds(trace(op(Phase.FORWARD, 8, flops=10**9)), GPU).dtypes_at_fp32_rate == ()
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=["cpu", "cuda"])
+def test_recomputing_and_more_micro_batches_never_make_a_step_faster(device: Device) -> None:
+    ops = (op(Phase.FORWARD, 10**9), op(Phase.BACKWARD, 2 * 10**9))
+    plain = step_seconds(trace(*ops), device).total_seconds
+    again = op(Phase.BACKWARD, 10**9, recomputed=True)
+    assert step_seconds(trace(*ops, again, recomputed_units=1), device).total_seconds > plain
+    assert step_seconds(trace(*ops, accumulation=2), device).total_seconds > plain
+
+
+def test_an_empty_step_takes_no_time() -> None:
+    assert step_seconds(trace(), GPU) == StepTime(
+        forward_seconds=0, backward_seconds=0, recompute_seconds=0, optimizer_seconds=0
+    )
+
+
+def test_a_trace_of_25000_ops_is_timed_in_a_tenth_of_a_second() -> None:
+    long = trace(*[op(Phase.FORWARD, 10**6, flops=10**9)] * 25_000)
+    durations = []
+    for _ in range(3):
+        start = time.perf_counter()
+        step_seconds(long, GPU)
+        durations.append(time.perf_counter() - start)
+    assert min(durations) < 0.1
