@@ -1,0 +1,45 @@
+"""Checks of the options that built-in models take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from brimful.errors import UsageError
+
+
+def check_range(model: str, option: str, value: Any, least: int, most: int | None = None) -> None:
+    """Refuse an option that is no whole number in a range.
+
+    Args:
+        model: The model's name, for the message.
+        option: The option's name, for the message.
+        value: What was given.
+        least: The smallest that can be meant.
+        most: The largest; None if there is none.
+
+    Raises:
+        UsageError: The value cannot be meant; says what can.
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if whole and value >= least and (most is None or value <= most):
+        return
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise UsageError(f"{model} takes a whole number {bounds} as {option}, not {value!r}.")
+
+
+def check_multiple(model: str, option: str, value: Any, divisor: int) -> None:
+    """Refuse an option that is no positive multiple of a number.
+
+    Args:
+        model: The model's name, for the message.
+        option: The option's name, for the message.
+        value: What was given.
+        divisor: What must divide it.
+
+    Raises:
+        UsageError: The value cannot be meant; says the nearest that can.
+    """
+    check_range(model, option, value, divisor)
+    if value % divisor:
+        nearest = round(value / divisor) * divisor
+        raise UsageError(f"{model} takes a multiple of {divisor} as {option}, not {value}; {nearest} would do.")

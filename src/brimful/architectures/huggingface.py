@@ -1,0 +1,81 @@
+"""Building a model class of transformers from published hyper-parameters, with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from brimful.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from brimful.job import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A published model: its classes in transformers and its hyper-parameters."""
+
+    config_class: str
+    model_class: str
+    config: dict[str, Any]
+    """Every hyper-parameter that sizes a tensor or changes an operation, by transformers' name."""
+    causal: bool = False
+    """Whether a token attends to those before it only."""
+
+
+def build_model(name: str, published: Published, **changes: Any) -> nn.Module:
+    """A published model with random weights; nothing is looked up or downloaded.
+
+    Args:
+        name: What error messages call it.
+        published: Its classes and hyper-parameters.
+        **changes: Hyper-parameters that take the place of published ones; None leaves one as published.
+
+    Returns:
+        The model in float32, in training mode, with sdpa attention.
+
+    Raises:
+        UsageError: transformers is not installed.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            f'{name} is built with transformers, which is not installed: pip install "brimful[hf]".'
+        ) from error
+
+    changed = {option: value for option, value in changes.items() if value is not None}
+    config = getattr(transformers, published.config_class)(
+        **(published.config | changed),
+        attn_implementation=_register_unmasked_sdpa() if published.causal else "sdpa",
+    )
+    model: nn.Module = getattr(transformers, published.model_class)(config)
+    return model
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss that the model computes itself when it is given labels."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _register_unmasked_sdpa() -> str:
+    """Register transformers' own sdpa attention under a name for which no mask is made; returns the name.
+
+    Under the name "sdpa", a causal model reads from its position ids, with an `.all()` in Python, whether a
+    row holds several packed sequences, and leaves the mask out if none does. On fake tensors it does not
+    ask but builds a mask of (B, 1, T, T), which then rules out flash attention: what is captured would be
+    another program. Without a mask the model calls `scaled_dot_product_attention(…, is_causal=True)` on
+    real and on fake tensors. It is right only for batches without padding and packing, as ours are.
+
+    Source: transformers.masking_utils, `find_packed_sequence_indices`, `_preprocess_mask_arguments`
+    (checked: 5.23).
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    name = "sdpa_without_mask"
+    AttentionInterface.register(name, sdpa_attention_forward)
+    return name
