@@ -51,7 +51,10 @@ def build_model(name: str, published: Published, **changes: Any) -> nn.Module:
         **(published.config | changed),
         attn_implementation=_register_unmasked_sdpa() if published.causal else "sdpa",
     )
-    model: nn.Module = getattr(transformers, published.model_class)(config)
+    model: Any = getattr(transformers, published.model_class)(config)
+    if published.causal:
+        # what transformers falls back to, with a warning, as "GPT2LMHeadModel" does not name its loss
+        model.loss_type = "ForCausalLM"
     return model
 
 

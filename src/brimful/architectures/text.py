@@ -106,7 +106,6 @@ def _gpt2(layers: int, width: int, heads: int) -> Published:
             "layer_norm_epsilon": 1e-5,
             "tie_word_embeddings": True,
             "use_cache": False,
-            "loss_type": "ForCausalLM",  # else transformers guesses it from the class name, with a warning
         },
     )
 
