@@ -1,0 +1,248 @@
+"""What a trace takes of a device's memory: its peaks, where they are, and who holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from brimful.errors import UsageError
+from brimful.timeline.allocator import DEFAULT_ALLOCATOR, AllocatorSettings, CachingAllocator
+from brimful.timeline.liveness import LiveProfile, live_profile, profile_of_levels, rounding_bytes_of
+from brimful.timeline.pools import SEGMENT_ROUNDING_BYTES
+from brimful.trace import Category, EventKind, Phase, Trace
+
+LARGEST_STORAGES = 20
+"""How many of the storages live at the peak a prediction names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStorage:
+    """A storage live at the peak."""
+
+    label: str
+    category: Category
+    module: str | None
+    """`fqn` of the module whose op made it; None for parameters, inputs and workspaces."""
+    held_bytes: int
+    """The whole block it holds: its size, rounded up, with what was too small to be cut off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAllocation:
+    """The first request that a device of the given capacity cannot meet."""
+
+    op: str | None
+    """Name of the latest op begun; None in setup."""
+    module: str | None
+    """`fqn` of that op's module; None in setup."""
+    phase: Phase
+    step: int
+    label: str
+    """What the memory was for."""
+    requested_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPrediction:
+    """The memory that a trace takes on a device.
+
+    All peaks are of the steps run to their end: within the capacity where they fit, else without any limit.
+    """
+
+    allocator: AllocatorSettings
+    capacity_bytes: int | None
+    """What the allocator could reserve; None is without limit."""
+    peak_allocated_bytes: int
+    """The most held by live storages, in whole blocks."""
+    peak_reserved_bytes: int
+    """The most held in segments; on a CPU, which caches nothing, what is allocated."""
+    first_step_peak_allocated_bytes: int
+    """The peak of setup and the first optimizer step, in which gradients and optimizer state are made."""
+    steady_peak_allocated_bytes: int
+    """The peak within the last captured step, which stands for all further ones."""
+    cache_flushes: int
+    """How often the allocator has to give back its whole cache to fit; each stalls the device."""
+    out_of_memory_at: FailedAllocation | None
+    """Where the steps fail at the capacity; None if they fit."""
+    peak_op: str | None
+    """Name of the latest op begun at the peak of allocated bytes; None in setup."""
+    peak_module: str | None
+    """`fqn` of that op's module; None in setup."""
+    peak_phase: Phase
+    peak_step: int
+    breakdown: tuple[tuple[Category, int], ...]
+    """Bytes held at that peak by category, each storage with its whole block; they sum to the peak."""
+    largest: tuple[HeldStorage, ...]
+    """The storages that hold most at that peak, at most 20, largest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Replay:
+    """The allocations of a trace, played on one device."""
+
+    profile: LiveProfile
+    """Allocated bytes after each event that succeeded."""
+    peak_reserved_bytes: int
+    cache_flushes: int
+    out_of_memory_at: FailedAllocation | None
+    """The request that ended the replay; None if it ran to the end."""
+
+
+def predict_memory(
+    trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR, capacity_bytes: int | None = None
+) -> MemoryPrediction:
+    """The memory that a trace takes on its kind of device.
+
+    Args:
+        trace: Some training steps.
+        allocator: The CUDA allocator's settings; nothing to a CPU.
+        capacity_bytes: What the allocator can reserve: on CUDA the device's memory less the context and what
+            others hold. None is without limit. Near it the CUDA allocator gives back its cache, so it reserves
+            less than it would without.
+
+    Returns:
+        The peaks, what holds them, and where the steps run out of memory if they do.
+
+    Raises:
+        UsageError: The trace allocates nothing, or its kind of device is unknown.
+    """
+    if not trace.events:
+        raise UsageError(f"the trace of {trace.job!r} allocates nothing, so it has no peak. Capture it again.")
+    limited = replay_allocations(trace, allocator=allocator, capacity_bytes=capacity_bytes)
+    fits = limited.out_of_memory_at is None
+    finished = limited if fits else replay_allocations(trace, allocator=allocator)
+    profile = finished.profile
+    peak_op = profile.op_at(profile.peak_position)
+    return MemoryPrediction(
+        allocator=allocator,
+        capacity_bytes=capacity_bytes,
+        peak_allocated_bytes=profile.peak_bytes,
+        peak_reserved_bytes=finished.peak_reserved_bytes,
+        first_step_peak_allocated_bytes=profile.peak_bytes_in_step(0),
+        steady_peak_allocated_bytes=profile.peak_bytes_in_step(profile.last_step),
+        cache_flushes=finished.cache_flushes,
+        out_of_memory_at=limited.out_of_memory_at,
+        peak_op=peak_op.name if peak_op else None,
+        peak_module=peak_op.module if peak_op else None,
+        peak_phase=peak_op.phase if peak_op else Phase.SETUP,
+        peak_step=peak_op.step if peak_op else 0,
+        breakdown=profile.breakdown_at(profile.peak_position),
+        largest=_largest_storages(profile, profile.peak_position),
+    )
+
+
+def smallest_surviving_capacity_bytes(
+    trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR
+) -> int | None:
+    """The smallest capacity at which a trace still runs, below its peak reserved bytes by what flushing saves.
+
+    It is found by bisection over some ten replays, so it takes that much longer than `predict_memory`. A larger
+    capacity need not be survived too, as flushing changes where blocks lie; this one is, and 2 MiB less is not.
+
+    Args:
+        trace: Some training steps.
+        allocator: The CUDA allocator's settings.
+
+    Returns:
+        A multiple of 2 MiB, as segments are; None for a CPU, which caches nothing.
+    """
+    rounding_bytes = rounding_bytes_of(trace.device_kind)
+    if trace.device_kind != "cuda":
+        return None
+    page_bytes = SEGMENT_ROUNDING_BYTES
+    too_few_pages = (live_profile(trace, rounding_bytes).peak_bytes - 1) // page_bytes
+    enough_pages = replay_allocations(trace, allocator=allocator).peak_reserved_bytes // page_bytes
+    while enough_pages - too_few_pages > 1:
+        pages = (too_few_pages + enough_pages) // 2
+        tried = replay_allocations(trace, allocator=allocator, capacity_bytes=pages * page_bytes)
+        if tried.out_of_memory_at is None:
+            enough_pages = pages
+        else:
+            too_few_pages = pages
+    return enough_pages * page_bytes
+
+
+def replay_allocations(
+    trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR, capacity_bytes: int | None = None
+) -> Replay:
+    """Play a trace's allocations on its kind of device until the end or the first request that fails.
+
+    Args:
+        trace: Some training steps.
+        allocator: The CUDA allocator's settings; nothing to a CPU.
+        capacity_bytes: What the allocator can reserve; None is without limit.
+
+    Returns:
+        Allocated bytes over the events, and what came of the cache.
+
+    Raises:
+        UnknownNameError: The trace's kind of device is unknown.
+    """
+    rounding_bytes = rounding_bytes_of(trace.device_kind)
+    if trace.device_kind == "cuda":
+        return _replay_cached(trace, CachingAllocator(allocator, capacity_bytes))
+    return _replay_uncached(live_profile(trace, rounding_bytes), capacity_bytes)
+
+
+def _replay_cached(trace: Trace, allocator: CachingAllocator) -> Replay:
+    """Replay through the caching allocator: a storage holds the block it is given."""
+    sizes = [storage.size_bytes for storage in trace.storages]
+    levels: list[int] = []
+    failed = None
+    for position, event in enumerate(trace.events):
+        storage = event.storage
+        if event.kind is EventKind.FREE:
+            allocator.free(storage)
+        elif allocator.allocate(storage, sizes[storage]) is not None:
+            failed = _failed_allocation(trace, position)
+            break
+        levels.append(allocator.allocated_bytes)
+    return Replay(
+        profile=profile_of_levels(trace, levels),
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        cache_flushes=allocator.cache_flushes,
+        out_of_memory_at=failed,
+    )
+
+
+def _replay_uncached(profile: LiveProfile, capacity_bytes: int | None) -> Replay:
+    """Replay where each storage holds what it asked for and gives it back at once."""
+    failed = None
+    if capacity_bytes is not None and profile.peak_bytes > capacity_bytes:
+        position = int(np.argmax(profile.live_bytes > capacity_bytes))
+        failed = _failed_allocation(profile.trace, position)
+        profile = profile_of_levels(profile.trace, profile.live_bytes[:position])
+    return Replay(
+        profile=profile, peak_reserved_bytes=profile.peak_bytes, cache_flushes=0, out_of_memory_at=failed
+    )
+
+
+def _failed_allocation(trace: Trace, position: int) -> FailedAllocation:
+    event = trace.events[position]
+    storage = trace.storages[event.storage]
+    op = trace.ops[event.op] if event.op >= 0 else None
+    return FailedAllocation(
+        op=op.name if op else None,
+        module=op.module if op else None,
+        phase=op.phase if op else Phase.SETUP,
+        step=op.step if op else 0,
+        label=storage.label,
+        requested_bytes=storage.size_bytes,
+    )
+
+
+def _largest_storages(profile: LiveProfile, position: int) -> tuple[HeldStorage, ...]:
+    """The storages that hold most at a position, largest first, older first where equal."""
+    held = sorted(profile.held_bytes_at(position).items(), key=lambda item: -item[1])
+    return tuple(_held_storage(profile.trace, *item) for item in held[:LARGEST_STORAGES])
+
+
+def _held_storage(trace: Trace, index: int, held_bytes: int) -> HeldStorage:
+    storage = trace.storages[index]
+    return HeldStorage(
+        label=storage.label,
+        category=storage.category,
+        module=None if storage.op is None else trace.ops[storage.op].module,
+        held_bytes=held_bytes,
+    )
