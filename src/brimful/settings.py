@@ -34,11 +34,33 @@ class Action(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A run of consecutive children of a plain `Sequential`: a unit where no single module is one.
+
+    Written `parent[first..last]` with the names of its first and last child.
+    """
+
+    parent: str
+    first: str
+    last: str
+
+    def __str__(self) -> str:
+        return f"{self.parent}[{self.first}..{self.last}]"
+
+    @classmethod
+    def parse(cls, fqn: str) -> Span | None:
+        """The run that `fqn` names; None if it names a module."""
+        parent, bracket, inside = fqn.partition("[")
+        first, dots, last = inside.rstrip("]").partition("..")
+        return cls(parent=parent, first=first, last=last) if bracket and dots else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAction:
     """The action for one unit."""
 
     fqn: str
-    """Dotted path of the unit's module."""
+    """Dotted path of the unit's module, or a `Span`."""
     action: Action
 
 
@@ -74,6 +96,22 @@ class Settings:
     def recomputed(self) -> tuple[str, ...]:
         """Paths of the units that are recomputed."""
         return tuple(unit.fqn for unit in self.units if unit.action is Action.RECOMPUTE)
+
+    def describe(self) -> str:
+        """The settings in a line: "bf16, micro-batch 4 × 8, 12 of 24 units recomputed"."""
+        parts = [str(self.precision), f"micro-batch {self.micro_batch_size}"]
+        if self.gradient_accumulation_steps > 1:
+            parts[-1] += f" × {self.gradient_accumulation_steps}"
+        if self.optimizer:
+            parts.append(self.optimizer)
+        recomputed = len(self.recomputed)
+        if not recomputed:
+            parts.append("everything kept")
+        elif recomputed == len(self.units):
+            parts.append(f"all {recomputed} units recomputed")
+        else:
+            parts.append(f"{recomputed} of {len(self.units)} units recomputed")
+        return ", ".join(parts)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Settings:
         """The same global batch in other micro-batches.

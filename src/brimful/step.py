@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from brimful.batches import map_tensors
 from brimful.errors import LossError
 from brimful.job import Batch
 from brimful.settings import Precision
@@ -125,8 +126,7 @@ def check_loss(value: Any) -> None:
         )
     if not value.requires_grad:
         raise LossError(
-            "the loss has no gradient. It was computed under no_grad, detached, or from frozen "
-            "parameters only."
+            "the loss has no gradient. It was computed under no_grad, detached, or from frozen parameters only."
         )
 
 
@@ -159,6 +159,15 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
+def copied_to(device: torch.device | str) -> Callable[[Batch], Batch]:
+    """A `move` for `run_step` that copies a micro-batch to `device`.
+
+    It copies on a CPU too, so that what a step holds is counted the same way everywhere: the batch on the host is
+    the data loader's, its copy is the step's.
+    """
+    return lambda batch: map_tensors(batch, lambda tensor: tensor.to(device, copy=True, non_blocking=True))
+
+
 def make_scaler(precision: Precision, device_type: str) -> GradScaler | None:
     """The loss scaler that FP16 needs; None for other precisions."""
     return GradScaler(device_type) if precision is Precision.FP16 else None
@@ -180,4 +189,3 @@ def _update(optimizer: Optimizer, scaler: GradScaler | None) -> bool:
     scaler.step(optimizer)
     scaler.update()
     return bool(scaler.get_scale() >= scale)  # the scale falls when, and only when, the step was skipped
-

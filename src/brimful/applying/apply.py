@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from torch import nn
 
-from brimful.applying.recompute import RecomputedForward
+from brimful.applying.recompute import RecomputedForward, RecomputedRuns
 from brimful.errors import UnknownNameError, UsageError
-from brimful.settings import Action, Settings
+from brimful.settings import Settings, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,16 +18,17 @@ class Applied:
 
     model: nn.Module
     units: tuple[str, ...]
-    """Paths of the units that are recomputed."""
+    """The units that are recomputed."""
 
     def remove(self) -> None:
-        """Give every unit its own forward back; calling it again does nothing."""
-        for fqn in self.units:
-            unit = self.model.get_submodule(fqn)
-            if isinstance(unit.__dict__.get("forward"), RecomputedForward):
-                original = unit.__dict__.pop("forward").forward
-                if original != unit.forward:  # the instance had a forward of its own before
-                    unit.forward = original
+        """Give every module its own forward back; calling it again does nothing."""
+        for path in {_patched_path(fqn) for fqn in self.units}:
+            module = self.model.get_submodule(path)
+            stand_in = module.__dict__.get("forward")
+            if isinstance(stand_in, _STAND_INS):
+                del module.__dict__["forward"]
+                if stand_in.forward != module.forward:  # the instance had a forward of its own before
+                    module.forward = stand_in.forward
 
 
 def apply_units(model: nn.Module, settings: Settings) -> Applied:
@@ -36,7 +38,7 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
 
     Args:
         model: The model the settings were planned for.
-        settings: Their `units` name modules by path.
+        settings: Their `units` name modules by path, or runs of a Sequential's children.
 
     Returns:
         What `remove` undoes.
@@ -46,13 +48,41 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
         UsageError: The model has actions in force already.
     """
     modules = dict(model.named_modules())
-    recomputed = [unit.fqn for unit in settings.units if unit.action is Action.RECOMPUTE]
-    for fqn in recomputed:
-        if fqn not in modules:
-            raise UnknownNameError("unit", fqn, modules, "The plan was made for another model.")
-        if isinstance(modules[fqn].__dict__.get("forward"), RecomputedForward):
-            raise UsageError(f"unit {fqn!r} is recomputed already; remove the plan in force first.")
-    for fqn in recomputed:
-        unit = modules[fqn]
-        unit.forward = RecomputedForward(unit, unit.forward)
-    return Applied(model=model, units=tuple(recomputed))
+    runs: dict[str, list[Span]] = defaultdict(list)
+    for fqn in settings.recomputed:
+        _check_unit(modules, fqn)
+        span = Span.parse(fqn)
+        if span is not None:
+            runs[span.parent].append(span)
+    for fqn in settings.recomputed:
+        if Span.parse(fqn) is None:
+            modules[fqn].forward = RecomputedForward(modules[fqn], modules[fqn].forward)
+    for path, spans in runs.items():
+        sequential = modules[path]
+        assert isinstance(sequential, nn.Sequential)
+        sequential.forward = RecomputedRuns(  # type: ignore[method-assign]
+            sequential, sequential.forward, [(span.first, span.last) for span in spans]
+        )
+    return Applied(model=model, units=settings.recomputed)
+
+
+def _check_unit(modules: dict[str, nn.Module], fqn: str) -> None:
+    path = _patched_path(fqn)
+    if path not in modules:
+        raise UnknownNameError("unit", fqn, modules, "The plan was made for another model.")
+    module, span = modules[path], Span.parse(fqn)
+    if isinstance(module.__dict__.get("forward"), _STAND_INS):
+        raise UsageError(f"unit {fqn!r} is recomputed already; remove the plan in force first.")
+    if span is not None:
+        names = [name for name, _child in module.named_children()]
+        if not isinstance(module, nn.Sequential) or not {span.first, span.last} <= set(names):
+            raise UnknownNameError("unit", fqn, names, "The plan was made for another model.")
+
+
+def _patched_path(fqn: str) -> str:
+    """Path of the module whose forward a unit replaces."""
+    span = Span.parse(fqn)
+    return fqn if span is None else span.parent
+
+
+_STAND_INS = (RecomputedForward, RecomputedRuns)

@@ -8,7 +8,7 @@ they had before the first forward. (BatchNorm counting twice is a known open bug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -31,21 +31,74 @@ class RecomputedForward:
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self.forward = forward
-        self._buffers = _ForwardBuffers(module)
+        self._buffers = _ForwardBuffers([module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original forward returns."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        return checkpoint(
-            self.forward, *args, use_reentrant=False, context_fn=self._buffers.contexts, **kwargs
-        )
+        return _recomputed(self.forward, self._buffers, *args, **kwargs)
+
+
+class RecomputedRuns:
+    """Stands in for the `forward` of a Sequential and recomputes some runs of its children.
+
+    Args:
+        sequential: The module whose children make up the runs.
+        forward: Its original forward, bound.
+        runs: Names of the first and last child of each recomputed run.
+    """
+
+    def __init__(
+        self,
+        sequential: nn.Sequential,
+        forward: Callable[..., Any],
+        runs: Sequence[tuple[str, str]],
+    ) -> None:
+        self.forward = forward
+        self._parts: list[tuple[_Run, _ForwardBuffers | None]] = []
+        names = list(sequential._modules)
+        position = 0
+        for first, last in sorted(runs, key=lambda run: names.index(run[0])):
+            start, stop = names.index(first), names.index(last) + 1
+            self._parts += [(_Run([sequential[i]]), None) for i in range(position, start)]
+            children = [sequential[i] for i in range(start, stop)]
+            self._parts.append((_Run(children), _ForwardBuffers(children)))
+            position = stop
+        self._parts += [(_Run([sequential[i]]), None) for i in range(position, len(names))]
+
+    def __call__(self, value: Any) -> Any:
+        """What the Sequential returns."""
+        for run, buffers in self._parts:
+            recomputes = buffers is not None and torch.is_grad_enabled()
+            value = _recomputed(run, buffers, value) if recomputes else run(value)
+        return value
+
+
+class _Run:
+    """Consecutive modules, each called with what the one before it returned."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+
+    def __call__(self, value: Any) -> Any:
+        for module in self._modules:
+            value = module(value)
+        return value
+
+
+def _recomputed(
+    function: Callable[..., Any], buffers: _ForwardBuffers | None, *args: Any, **kwargs: Any
+) -> Any:
+    assert buffers is not None
+    return checkpoint(function, *args, use_reentrant=False, context_fn=buffers.contexts, **kwargs)
 
 
 class _ForwardBuffers:
-    """Keeps the buffers of one unit from changing twice."""
+    """Keeps the buffers of some modules from changing twice."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._module = nn.ModuleList(modules)
         self._changing: frozenset[tuple[str, str]] | None = None
         """(module path, buffer name) of those that a forward changes; None before the first forward."""
 

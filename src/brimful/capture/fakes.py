@@ -1,6 +1,6 @@
 """A job's model on fake tensors: its structure without its weights.
 
-Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._foreach_utils` (checked: torch 2.13).
+Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._foreach_utils` (checked: 2.13).
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
             f"{error}. Build it yourself and give the module instead of the function."
         ) from error
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module."
-        )
+        raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
     _replace_tensors(model, mode)
     return model.train()
 
@@ -112,13 +110,9 @@ def to_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
         CaptureError: `tensor` has no shape yet.
     """
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
-        raise CaptureError(
-            "a lazy parameter has no shape yet. Run one forward pass first, or give the sizes."
-        )
+        raise CaptureError("a lazy parameter has no shape yet. Run one forward pass first, or give the sizes.")
     with mode:
-        fake = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
-        )
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

@@ -28,9 +28,7 @@ _ADDED = {
 }
 
 
-def count_flops(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-) -> int:
+def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """FLOPs of one call; 0 for ops that are bound by memory, not arithmetic."""
     packet = func.overloadpacket
     if packet in _ADDED:

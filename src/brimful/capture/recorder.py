@@ -91,8 +91,7 @@ class Recorder(TorchDispatchMode):
 
     def allocate_block(self, size_bytes: int, label: str) -> int:
         """Record a block that no tensor stands for, such as a library's workspace; its index."""
-        index = self._new_storage(size_bytes, len(self.ops) - 1 if self.ops else None, label)
-        return index
+        return self._new_storage(size_bytes, None, label)
 
     def release_early(self, tensor: Tensor) -> int:
         """Record that the storage of a tensor is free from now on; its bytes, 0 if it was so already."""

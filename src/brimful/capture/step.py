@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from brimful.applying import apply_units
 from brimful.batches import make_batch, map_tensors
-from brimful.capture.corrections import RULES, CorrectedFunctions, Rule
+from brimful.capture.corrections import RULES, CorrectedFunctions
 from brimful.capture.fakes import build_fake_model, fakes_in_lists, to_fake
 from brimful.capture.modules import ModuleCalls
 from brimful.capture.recorder import Recorder
@@ -89,9 +89,7 @@ def _captured_micro_batches(settings: Settings) -> int:
     return min(settings.gradient_accumulation_steps, DISTINCT_MICRO_BATCHES)
 
 
-def _run(
-    job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder, steps: int
-) -> None:
+def _run(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder, steps: int) -> None:
     parameters = dict(model.named_parameters())
     recorder.mark(parameters.values(), Category.PARAMETERS, parameters)
     buffers = dict(model.named_buffers())

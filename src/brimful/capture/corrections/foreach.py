@@ -40,9 +40,7 @@ class ForeachOptimizers(Rule):
 
     watches_ops = True
 
-    def before_op(
-        self, recorder: object, func: object, args: tuple[object, ...], *, in_backward: bool
-    ) -> None:
+    def before_op(self, recorder: object, func: object, args: tuple[object, ...], *, in_backward: bool) -> None:
         """Count the temporaries that whole lists make."""
         if func is torch.ops.aten._foreach_sqrt.default:
             (tensors,) = args

@@ -1,0 +1,157 @@
+"""The plan: what was chosen, what it is predicted to take, and what else was close."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from brimful.errors import UsageError
+from brimful.settings import Settings, settings_from_json, settings_to_json
+
+PLAN_VERSION = 1
+
+
+class PlanStatus(StrEnum):
+    """How much is known of a plan."""
+
+    OPTIMAL = "optimal"
+    """The fastest of everything searched, by the predictions; replayed within the budget."""
+    FEASIBLE = "feasible"
+    """Replayed within the budget; a faster one may exist."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another way to train the same global batch."""
+
+    label: str
+    """What it is, for a reader."""
+    settings: Settings
+    predicted_peak_reserved_bytes: int
+    predicted_step_seconds: float
+    fits: bool
+    """Whether it is predicted to be within the budget."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The fastest way found to train a job's global batch within a budget."""
+
+    status: PlanStatus
+    job: str
+    device: str
+    budget_bytes: int
+    """Bytes permitted to the process on the device, the CUDA context included."""
+    settings: Settings
+    predicted_peak_allocated_bytes: int
+    predicted_peak_reserved_bytes: int
+    predicted_peak_device_bytes: int
+    predicted_step_seconds: float
+    plain: Alternative
+    """Training as it would be without a plan: the whole global batch at once, everything kept."""
+    alternatives: tuple[Alternative, ...]
+    """What else was searched, fastest first."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know: what could not be searched, and why."""
+
+    @property
+    def predicted_samples_per_second(self) -> float:
+        """Samples of the global batch over the time of a step."""
+        return self.settings.global_batch_size / self.predicted_step_seconds
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What the budget leaves over."""
+        return self.budget_bytes - self.predicted_peak_device_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the record's own names."""
+        return {
+            "brimful_plan": PLAN_VERSION,
+            "status": str(self.status),
+            "job": self.job,
+            "device": self.device,
+            "budget_bytes": self.budget_bytes,
+            "settings": settings_to_json(self.settings),
+            "predicted_peak_allocated_bytes": self.predicted_peak_allocated_bytes,
+            "predicted_peak_reserved_bytes": self.predicted_peak_reserved_bytes,
+            "predicted_peak_device_bytes": self.predicted_peak_device_bytes,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "plain": _alternative_to_json(self.plain),
+            "alternatives": [_alternative_to_json(other) for other in self.alternatives],
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            UsageError: The document is no plan of this version.
+        """
+        version = document.get("brimful_plan")
+        if version != PLAN_VERSION:
+            found = "no brimful plan" if version is None else f"a plan of version {version}"
+            raise UsageError(f"this is {found}; this brimful reads plans of version {PLAN_VERSION}.")
+        try:
+            return cls(
+                status=PlanStatus(document["status"]),
+                settings=settings_from_json(document["settings"]),
+                plain=_alternative_from_json(document["plain"]),
+                alternatives=tuple(map(_alternative_from_json, document["alternatives"])),
+                notes=tuple(document["notes"]),
+                **{name: document[name] for name in _SCALARS},
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"the plan is damaged: {error!r}") from error
+
+    def save(self, path: Path) -> None:
+        """Write the plan as JSON."""
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """The plan that `save` wrote.
+
+        Raises:
+            UsageError: The file is no plan of this version.
+        """
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UsageError(f"{path} is no plan: {error}") from error
+        return cls.from_json(document)
+
+
+_SCALARS = (
+    "job",
+    "device",
+    "budget_bytes",
+    "predicted_peak_allocated_bytes",
+    "predicted_peak_reserved_bytes",
+    "predicted_peak_device_bytes",
+    "predicted_step_seconds",
+)
+
+
+def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
+    return {
+        "label": alternative.label,
+        "settings": settings_to_json(alternative.settings),
+        "predicted_peak_reserved_bytes": alternative.predicted_peak_reserved_bytes,
+        "predicted_step_seconds": alternative.predicted_step_seconds,
+        "fits": alternative.fits,
+    }
+
+
+def _alternative_from_json(document: dict[str, Any]) -> Alternative:
+    return Alternative(
+        label=document["label"],
+        settings=settings_from_json(document["settings"]),
+        predicted_peak_reserved_bytes=document["predicted_peak_reserved_bytes"],
+        predicted_step_seconds=document["predicted_step_seconds"],
+        fits=document["fits"],
+    )

@@ -1,0 +1,388 @@
+"""The joint search: micro-batch × precision × an action per unit, replayed, the fastest that fits.
+
+Two captures (everything kept, everything recomputed) pose the solver's problem for one micro-batch. Sizes are
+affine in the micro-batch, so captures at two sizes pose it for every divisor of the global batch. The fastest
+answers are then captured for real, and the one that is predicted within the budget after all wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from brimful.cost import step_seconds
+from brimful.errors import CaptureError, InfeasibleError, UsageError
+from brimful.hardware import Device
+from brimful.planning.estimate import Estimate, estimate_trace
+from brimful.planning.problem import ACTIONS, build_problem
+from brimful.planning.records import Alternative, Plan, PlanStatus
+from brimful.planning.solver import Problem, Solution, smallest_peak_bytes, solve
+from brimful.planning.units import find_units
+from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.trace import Trace
+from brimful.units import format_bytes
+
+Capture = Callable[[Settings], Trace]
+"""Runs one step under some settings on fake tensors."""
+
+SCALED_SIZES = (2, 3)
+"""Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
+
+MOST_REPAIRS = 4
+"""Rounds of solving and replaying one candidate."""
+
+MOST_CANDIDATES = 6
+"""Candidates replayed before the best so far is taken."""
+
+WORTHWHILE_SLACK_FRACTION = 0.02
+"""Budget left over that is worth another round of repair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of a plan, and what is pinned."""
+
+    job: str
+    device: Device
+    budget_bytes: int
+    global_batch_size: int
+    precisions: tuple[Precision, ...] = (Precision.FP32,)
+    """Those permitted; the first is that of plain training."""
+    micro_batch_size: int | None = None
+    """None lets the plan choose."""
+    recompute: Action | None = None
+    """The one action for all units; None lets the plan choose for each."""
+    optimizer: str | None = None
+
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Divisors of the global batch, or the one that is pinned.
+
+        Raises:
+            UsageError: The pinned one is no divisor.
+        """
+        pinned = self.micro_batch_size
+        if pinned is None:
+            return _divisors(self.global_batch_size)
+        if self.global_batch_size % pinned:
+            near = min(_divisors(self.global_batch_size), key=lambda size: abs(size - pinned))
+            raise UsageError(
+                f"micro_batch_size {pinned} does not divide the global batch size "
+                f"{self.global_batch_size}. Nearest that does: {near}."
+            )
+        return (pinned,)
+
+    @property
+    def reserved_budget_bytes(self) -> int:
+        """What the budget leaves for the allocator beside the CUDA context."""
+        return self.budget_bytes - self.device.context_bytes
+
+
+def search(capture: Capture, request: Request) -> Plan:
+    """The fastest plan within the request's budget.
+
+    Args:
+        capture: Runs a step on fake tensors.
+        request: What is asked and what is pinned.
+
+    Raises:
+        InfeasibleError: Nothing permitted fits; the message says by how much, why, and what would.
+        UsageError: The request contradicts itself or the device.
+    """
+    _check_precisions(request)
+    notes: list[str] = []
+    plain = estimate_trace(capture(_plain_settings(request)), request.device)
+    candidates: list[_Candidate] = []
+    for precision in request.precisions:
+        family = _Family(capture, request, precision, notes)
+        candidates += [family.candidate(size) for size in request.micro_batch_sizes()]
+    verified = _verify(capture, request, candidates)
+    if not verified:
+        raise _infeasible(capture, request, candidates, plain)
+    best = min(verified, key=lambda found: found.predicted_step_seconds)
+    return Plan(
+        status=PlanStatus.FEASIBLE,
+        job=request.job,
+        device=request.device.name,
+        budget_bytes=request.budget_bytes,
+        settings=best.settings,
+        predicted_peak_allocated_bytes=best.predicted_peak_allocated_bytes,
+        predicted_peak_reserved_bytes=best.predicted_peak_reserved_bytes,
+        predicted_peak_device_bytes=best.predicted_peak_device_bytes,
+        predicted_step_seconds=best.predicted_step_seconds,
+        plain=_alternative("plain training", plain, request),
+        alternatives=_alternatives(request, candidates, verified, best),
+        notes=tuple(notes),
+    )
+
+
+@dataclass(slots=True)
+class _Candidate:
+    """One micro-batch and precision, with the solver's problem for its units."""
+
+    settings: Settings
+    units: tuple[str, ...]
+    problem: Problem
+    kept: Trace
+    recomputed: Trace
+    kept_seconds: float
+    pinned: Action | None
+
+    def solve(self, budget_bytes: int) -> Solution | None:
+        """The cheapest choice within a budget of allocated bytes."""
+        if self.pinned is None:
+            return solve(self.problem, budget_bytes)
+        choice = (ACTIONS.index(self.pinned),) * len(self.units)
+        peak = self.problem.peak_bytes(choice)
+        if peak > budget_bytes:
+            return None
+        return Solution(
+            choice=choice,
+            seconds=self.problem.seconds(choice),
+            peak_bytes=peak,
+            is_optimal=True,
+        )
+
+    def step_seconds(self, solution: Solution) -> float:
+        """Predicted time of a step under a choice."""
+        return self.kept_seconds + solution.seconds * self.settings.gradient_accumulation_steps
+
+    def with_choice(self, choice: tuple[int, ...]) -> Settings:
+        """The settings that a choice means."""
+        actions = tuple(
+            UnitAction(fqn=unit, action=ACTIONS[index]) for unit, index in zip(self.units, choice, strict=True)
+        )
+        return replace(self.settings, units=actions)
+
+    def smallest_peak_bytes(self) -> int:
+        """Least allocated bytes that any permitted choice takes."""
+        if self.pinned is None:
+            return smallest_peak_bytes(self.problem)
+        return self.problem.peak_bytes((ACTIONS.index(self.pinned),) * len(self.units))
+
+
+class _Family:
+    """All micro-batches of one precision."""
+
+    def __init__(self, capture: Capture, request: Request, precision: Precision, notes: list[str]) -> None:
+        self._capture = capture
+        self._request = request
+        self._notes = notes
+        self._base = Settings(
+            micro_batch_size=request.global_batch_size,
+            precision=precision,
+            optimizer=request.optimizer,
+        )
+        self._units: tuple[str, ...] | None = None
+        self._scaled: tuple[tuple[Trace, Trace], tuple[Trace, Trace]] | None = None
+        self._can_scale = True
+
+    def candidate(self, micro_batch_size: int) -> _Candidate:
+        """The candidate of one micro-batch."""
+        settings = self._base.with_micro_batch_size(micro_batch_size)
+        kept, recomputed = self._traces(settings)
+        assert self._units is not None
+        problem = build_problem(
+            kept,
+            recomputed,
+            self._units,
+            self._request.device,
+            micro_batches=kept.captured_micro_batches,
+        )
+        return _Candidate(
+            settings=settings,
+            units=self._units,
+            problem=problem,
+            kept=kept,
+            recomputed=recomputed,
+            kept_seconds=step_seconds(kept, self._request.device).total_seconds,
+            pinned=self._request.recompute,
+        )
+
+    def _traces(self, settings: Settings) -> tuple[Trace, Trace]:
+        """The step with everything kept and with everything recomputed."""
+        steps = settings.gradient_accumulation_steps
+        size = settings.micro_batch_size
+        if steps == 1 or not self._can_scale or self._request.micro_batch_size is not None:
+            return self._pair(settings)
+        if self._scaled is None:
+            pairs = [
+                self._pair(replace(settings, micro_batch_size=b, gradient_accumulation_steps=2))
+                for b in SCALED_SIZES
+            ]
+            self._scaled = (pairs[0], pairs[1])
+        small, large = self._scaled
+        if not all(a.has_same_shape_as(b) for a, b in zip(small, large, strict=True)):
+            self._can_scale = False
+            return self._pair(settings)
+        kept, recomputed = (
+            _with_accumulation(a.at_micro_batch_size(b, size), steps) for a, b in zip(small, large, strict=True)
+        )
+        return kept, recomputed
+
+    def _pair(self, settings: Settings) -> tuple[Trace, Trace]:
+        kept = self._capture(settings)
+        if self._units is None:
+            self._units = self._find_units(kept, settings)
+        if not self._units:
+            return kept, kept
+        return kept, self._capture(replace(settings, units=_all(self._units, Action.RECOMPUTE)))
+
+    def _find_units(self, kept: Trace, settings: Settings) -> tuple[str, ...]:
+        """Units that can really be recomputed; none, with a note, if recomputing fails."""
+        units = find_units(kept)
+        try:
+            if units:
+                self._capture(replace(settings, units=_all(units, Action.RECOMPUTE)))
+        except CaptureError as error:
+            self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
+            return ()
+        return units
+
+
+def _verify(capture: Capture, request: Request, candidates: list[_Candidate]) -> list[Estimate]:
+    """Replay the fastest candidates until none that is left can be faster than the best found."""
+    budget = request.reserved_budget_bytes
+    hopeful = []
+    for candidate in candidates:
+        solution = candidate.solve(budget)
+        if solution is not None:
+            hopeful.append((candidate.step_seconds(solution), candidate))
+    hopeful.sort(key=lambda pair: pair[0])
+    verified: list[Estimate] = []
+    for seconds, candidate in hopeful:
+        done = min((found.predicted_step_seconds for found in verified), default=float("inf"))
+        if seconds >= done or (verified and len(verified) >= MOST_CANDIDATES):
+            break
+        found = _repair(capture, request, candidate)
+        if found is not None:
+            verified.append(found)
+    return verified
+
+
+def _repair(capture: Capture, request: Request, candidate: _Candidate) -> Estimate | None:
+    """Solve, capture the real thing, move the solver's budget by the gap, solve again."""
+    permitted = request.reserved_budget_bytes
+    budget = permitted
+    best: Estimate | None = None
+    replayed: set[tuple[int, ...]] = set()
+    for _ in range(MOST_REPAIRS):
+        solution = candidate.solve(budget)
+        if solution is None or solution.choice in replayed:
+            break
+        replayed.add(solution.choice)
+        trace = capture(candidate.with_choice(solution.choice))
+        estimate = estimate_trace(trace, request.device, capacity_bytes=request.budget_bytes)
+        slack = permitted - estimate.predicted_peak_reserved_bytes
+        if slack >= 0 and (best is None or estimate.predicted_step_seconds < best.predicted_step_seconds):
+            best = estimate
+        if 0 <= slack <= WORTHWHILE_SLACK_FRACTION * permitted or not any(solution.choice):
+            break
+        # What the solver sees is allocated bytes; what counts is reserved ones.
+        budget = solution.peak_bytes + slack if slack < 0 else budget + slack
+    return best
+
+
+def _alternatives(
+    request: Request, candidates: list[_Candidate], verified: list[Estimate], best: Estimate
+) -> tuple[Alternative, ...]:
+    """What was replayed and lost, and what people do by hand: one rule for all, the largest micro-batch."""
+    others = [
+        _alternative(found.settings.describe(), found, request) for found in verified if found is not best
+    ]
+    for label, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
+        by_hand = _largest_by_hand(request, candidates, action)
+        if by_hand is not None and by_hand.settings != best.settings:
+            others.append(_alternative(f"{label}, largest micro-batch", by_hand, request))
+    return tuple(sorted(others, key=lambda other: other.predicted_step_seconds))
+
+
+def _largest_by_hand(request: Request, candidates: list[_Candidate], action: Action) -> Estimate | None:
+    """One action for all units at the largest micro-batch that fits; None if none does."""
+    own_precision = [c for c in candidates if c.settings.precision is request.precisions[0]]
+    for candidate in sorted(own_precision, key=lambda c: -c.settings.micro_batch_size):
+        if action is Action.RECOMPUTE and not candidate.units:
+            return None
+        trace = candidate.kept if action is Action.KEEP else candidate.recomputed
+        estimate = estimate_trace(trace, request.device, capacity_bytes=request.budget_bytes)
+        if estimate.predicted_peak_device_bytes <= request.budget_bytes:
+            settings = replace(candidate.settings, units=_all(candidate.units, action))
+            return replace(estimate, settings=settings)
+    return None
+
+
+def _infeasible(
+    capture: Capture, request: Request, candidates: list[_Candidate], plain: Estimate
+) -> InfeasibleError:
+    """Why nothing fits: by how much, because of what, and the nearest ways out."""
+    smallest = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes())
+    settings = replace(smallest.settings, units=_all(smallest.units, Action.RECOMPUTE))
+    estimate = estimate_trace(smallest.recomputed, request.device)
+    peak = estimate.predicted_peak_device_bytes
+    category, part_bytes = max(estimate.breakdown, key=lambda part: part[1])
+    lines = [
+        f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
+        f"  plain training: {format_bytes(plain.predicted_peak_device_bytes)}",
+        f"  smallest predicted peak: {format_bytes(peak)} ({settings.describe()}), "
+        f"{format_bytes(peak - request.budget_bytes)} too much",
+        f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",
+    ]
+    if request.device.context_bytes:
+        lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
+    lines += [f"  would fit: {way}" for way in _ways_out(capture, request, settings, estimate)]
+    return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
+
+
+def _ways_out(capture: Capture, request: Request, settings: Settings, smallest: Estimate) -> Iterator[str]:
+    """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
+    tried = [
+        (f"precision={str(precision)!r}", replace(settings, precision=precision))
+        for precision in (Precision.BF16, Precision.FP16)
+        if precision not in request.precisions and request.device.supports(precision)
+    ][:1]
+    if request.optimizer is None:
+        tried += [(f"optimizer={name!r}", replace(settings, optimizer=name)) for name in ("adafactor", "sgd")]
+    for label, changed in tried:
+        try:
+            estimate = estimate_trace(capture(changed), request.device)
+        except CaptureError:
+            continue
+        if estimate.predicted_peak_device_bytes <= request.budget_bytes:
+            yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
+    yield f"a budget of {format_bytes(smallest.predicted_peak_device_bytes)}"
+
+
+def _check_precisions(request: Request) -> None:
+    for precision in request.precisions:
+        if not request.device.supports(precision):
+            able = ", ".join(str(p) for p in Precision if request.device.supports(p))
+            raise UsageError(f"{request.device.name} has no {precision}. It has: {able}.")
+
+
+def _plain_settings(request: Request) -> Settings:
+    return Settings(
+        micro_batch_size=request.global_batch_size,
+        precision=request.precisions[0],
+        optimizer=request.optimizer,
+    )
+
+
+def _alternative(label: str, estimate: Estimate, request: Request) -> Alternative:
+    return Alternative(
+        label=label,
+        settings=estimate.settings,
+        predicted_peak_reserved_bytes=estimate.predicted_peak_reserved_bytes,
+        predicted_step_seconds=estimate.predicted_step_seconds,
+        fits=estimate.predicted_peak_device_bytes <= request.budget_bytes,
+    )
+
+
+def _with_accumulation(trace: Trace, steps: int) -> Trace:
+    return replace(trace, settings=replace(trace.settings, gradient_accumulation_steps=steps))
+
+
+def _all(units: tuple[str, ...], action: Action) -> tuple[UnitAction, ...]:
+    return tuple(UnitAction(fqn=unit, action=action) for unit in units)
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(number, 0, -1) if number % d == 0)
