@@ -133,6 +133,9 @@ class Trace:
     corrections: tuple[Correction, ...] = ()
     uncertain_ops: tuple[str, ...] = ()
     """Ops whose memory or time is not known well, by name, and why."""
+    batch_coupled_modules: tuple[str, ...] = ()
+    """Modules whose result for a sample depends on the other samples: BatchNorm in training mode. Splitting a
+    batch changes what they compute."""
     parameter_count: int = 0
     trainable_parameter_count: int = 0
 
@@ -241,6 +244,7 @@ class Trace:
         values["settings"] = settings_from_json(values["settings"])
         values["module_classes"] = tuple((fqn, name) for fqn, name in values["module_classes"])
         values["uncertain_ops"] = tuple(values["uncertain_ops"])
+        values["batch_coupled_modules"] = tuple(values["batch_coupled_modules"])
         return cls(**values)
 
 

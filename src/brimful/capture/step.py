@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.applying import apply_units
@@ -78,11 +79,19 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
             module_classes=modules.classes,
             corrections=tuple(rule.record() for rule in rules),
             uncertain_ops=tuple(recorder.uncertain),
+            batch_coupled_modules=tuple(_batch_coupled(model)),
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )
         applied.remove()
     return trace
+
+
+def _batch_coupled(model: nn.Module) -> Iterator[str]:
+    """BatchNorm layers that normalise with the statistics of the batch itself."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            yield fqn
 
 
 def _captured_micro_batches(settings: Settings) -> int:
