@@ -7,6 +7,7 @@ batch, whatever the micro-batches.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from brimful.batches import map_tensors
-from brimful.errors import LossError
+from brimful.batches import count_samples, map_tensors
+from brimful.errors import BatchError, LossError
 from brimful.job import Batch
 from brimful.settings import Precision
 from brimful.trace import Phase
@@ -107,6 +108,31 @@ def _forward(
     check_loss(value)
     # A weight of exactly 1 is left out, so that one whole batch runs the plain step, bit for bit.
     return value if weight == 1.0 else value * weight
+
+
+def loss_weights(count: Callable[[Batch], Tensor | int] | None, micro_batches: Sequence[Batch]) -> list[float]:
+    """Share of each micro-batch in the mean over the global batch.
+
+    Args:
+        count: How many terms the mean loss of a batch is over, as in `Job`; None means its samples.
+        micro_batches: The global batch in parts.
+
+    Returns:
+        Weights that sum to 1; exactly 1 for a single micro-batch.
+
+    Raises:
+        BatchError: The counts are negative or not finite, or the global batch has nothing to count.
+    """
+    counts = [float((count or count_samples)(micro_batch)) for micro_batch in micro_batches]
+    if not all(math.isfinite(terms) and terms >= 0 for terms in counts):
+        raise BatchError(f"the counts of the micro-batches are {counts}; each must be finite and at least 0.")
+    total = sum(counts)
+    if total == 0:
+        raise BatchError(
+            f"the mean over the global batch is over nothing: the counts of its {len(counts)} micro-batches "
+            "sum to 0. Leave such batches out, or check `count`: do all labels have the value it ignores?"
+        )
+    return [terms / total for terms in counts]
 
 
 def check_loss(value: Any) -> None:
