@@ -1,1 +1,87 @@
-"""Fill your GPU to the brim, never over it."""
+"""Fill your GPU to the brim, never over it.
+
+Names load their stage, and torch, on first use, so that `import brimful` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Action",
+    "BrimfulError",
+    "Data",
+    "Device",
+    "Estimate",
+    "InfeasibleError",
+    "Job",
+    "Measurement",
+    "Plan",
+    "Precision",
+    "Settings",
+    "Trace",
+    "Trainer",
+    "TrainingResult",
+    "UnitAction",
+    "__version__",
+    "apply",
+    "capture_trace",
+    "estimate",
+    "find_architecture",
+    "find_device",
+    "measure",
+    "plan",
+]
+
+_HOMES = {
+    "Action": "settings",
+    "BrimfulError": "errors",
+    "Data": "job",
+    "Device": "hardware",
+    "Estimate": "planning",
+    "InfeasibleError": "errors",
+    "Job": "job",
+    "Measurement": "measurement",
+    "Plan": "planning",
+    "Precision": "settings",
+    "Settings": "settings",
+    "Trace": "trace",
+    "Trainer": "train",
+    "TrainingResult": "training",
+    "UnitAction": "settings",
+    "apply": "api",
+    "capture_trace": "api",
+    "estimate": "api",
+    "find_architecture": "architectures",
+    "find_device": "hardware",
+    "measure": "api",
+    "plan": "api",
+}
+
+if TYPE_CHECKING:
+    from brimful.api import apply, capture_trace, estimate, measure, plan
+    from brimful.architectures import find_architecture
+    from brimful.errors import BrimfulError, InfeasibleError
+    from brimful.hardware import Device, find_device
+    from brimful.job import Data, Job
+    from brimful.measurement import Measurement
+    from brimful.planning import Estimate, Plan
+    from brimful.settings import Action, Precision, Settings, UnitAction
+    from brimful.trace import Trace
+    from brimful.train import Trainer
+    from brimful.training import TrainingResult
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'brimful' has no attribute {name!r}")
+    value = getattr(import_module(f"brimful.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

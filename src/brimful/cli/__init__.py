@@ -1,1 +1,1 @@
-"""."""
+"""Arguments → api. Nothing is decided here."""

@@ -2,11 +2,12 @@
 
 from brimful.planning.estimate import Estimate, Verdict, estimate_trace
 from brimful.planning.records import Alternative, Plan, PlanStatus
-from brimful.planning.search import Request, search
+from brimful.planning.search import Capture, Request, search
 from brimful.planning.units import find_units
 
 __all__ = [
     "Alternative",
+    "Capture",
     "Estimate",
     "Plan",
     "PlanStatus",

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from brimful.cost import StepTime, step_seconds
 from brimful.hardware import Device
+from brimful.planning.text import estimate_text
 from brimful.settings import Settings
 from brimful.timeline import HeldStorage, predict_memory
 from brimful.trace import Category, Correction, Phase, Trace
@@ -52,6 +53,9 @@ class Estimate:
     corrections: tuple[Correction, ...]
     uncertain_ops: tuple[str, ...]
     parameter_count: int
+
+    def __str__(self) -> str:
+        return estimate_text(self)
 
     @property
     def verdict(self) -> Verdict:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import UsageError
+from brimful.planning.text import plan_text
 from brimful.settings import Settings, settings_from_json, settings_to_json
 
 PLAN_VERSION = 1
@@ -56,6 +57,9 @@ class Plan:
     """What else was searched, fastest first."""
     notes: tuple[str, ...] = ()
     """What a reader should know: what could not be searched, and why."""
+
+    def __str__(self) -> str:
+        return plan_text(self)
 
     @property
     def predicted_samples_per_second(self) -> float:

@@ -23,7 +23,7 @@ from brimful.trace import Trace
 from brimful.units import format_bytes
 
 Capture = Callable[[Settings], Trace]
-"""Runs one step under some settings on fake tensors."""
+"""Runs one step under some settings on fake tensors; may be asked for the same settings again."""
 
 SCALED_SIZES = (2, 3)
 """Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
@@ -53,6 +53,9 @@ class Request:
     recompute: Action | None = None
     """The one action for all units; None lets the plan choose for each."""
     optimizer: str | None = None
+    splits_coupled_batches: bool = False
+    """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
+    computed. False keeps the mathematics: such a model trains its whole batch at once."""
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Divisors of the global batch, or the one that is pinned.
@@ -70,6 +73,14 @@ class Request:
                 f"{self.global_batch_size}. Nearest that does: {near}."
             )
         return (pinned,)
+
+    def plain_settings(self) -> Settings:
+        """Training without a plan: the whole global batch at once, everything kept."""
+        return Settings(
+            micro_batch_size=self.global_batch_size,
+            precision=self.precisions[0],
+            optimizer=self.optimizer,
+        )
 
     @property
     def reserved_budget_bytes(self) -> int:
@@ -90,14 +101,16 @@ def search(capture: Capture, request: Request) -> Plan:
     """
     _check_precisions(request)
     notes: list[str] = []
-    plain = estimate_trace(capture(_plain_settings(request)), request.device)
+    plain_trace = capture(request.plain_settings())
+    plain = estimate_trace(plain_trace, request.device, capacity_bytes=request.budget_bytes)
+    sizes = _permitted_sizes(request, plain_trace)
     candidates: list[_Candidate] = []
     for precision in request.precisions:
         family = _Family(capture, request, precision, notes)
-        candidates += [family.candidate(size) for size in request.micro_batch_sizes()]
+        candidates += [family.candidate(size) for size in sizes]
     verified = _verify(capture, request, candidates)
     if not verified:
-        raise _infeasible(capture, request, candidates, plain)
+        raise _infeasible(capture, request, candidates, plain, plain_trace)
     best = min(verified, key=lambda found: found.predicted_step_seconds)
     return Plan(
         status=PlanStatus.FEASIBLE,
@@ -111,7 +124,7 @@ def search(capture: Capture, request: Request) -> Plan:
         predicted_step_seconds=best.predicted_step_seconds,
         plain=_alternative("plain training", plain, request),
         alternatives=_alternatives(request, candidates, verified, best),
-        notes=tuple(notes),
+        notes=(*notes, *_what_splitting_changes(best.settings, plain_trace)),
     )
 
 
@@ -311,7 +324,11 @@ def _largest_by_hand(request: Request, candidates: list[_Candidate], action: Act
 
 
 def _infeasible(
-    capture: Capture, request: Request, candidates: list[_Candidate], plain: Estimate
+    capture: Capture,
+    request: Request,
+    candidates: list[_Candidate],
+    plain: Estimate,
+    plain_trace: Trace,
 ) -> InfeasibleError:
     """Why nothing fits: by how much, because of what, and the nearest ways out."""
     smallest = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes())
@@ -328,6 +345,12 @@ def _infeasible(
     ]
     if request.device.context_bytes:
         lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
+    if _must_stay_whole(request, plain_trace):
+        lines.append(
+            f"  the batch was not split: {len(plain_trace.batch_coupled_modules)} BatchNorm layers "
+            f"(first: {plain_trace.batch_coupled_modules[0]!r}) compute with the whole of it. Permit it with "
+            "split_batch_norm (statistics are then over a micro-batch)"
+        )
     lines += [f"  would fit: {way}" for way in _ways_out(capture, request, settings, estimate)]
     return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
 
@@ -351,19 +374,46 @@ def _ways_out(capture: Capture, request: Request, settings: Settings, smallest: 
     yield f"a budget of {format_bytes(smallest.predicted_peak_device_bytes)}"
 
 
+def _must_stay_whole(request: Request, plain: Trace) -> bool:
+    """Whether splitting the batch would change the mathematics and is not permitted."""
+    return (
+        bool(plain.batch_coupled_modules)
+        and not request.splits_coupled_batches
+        and request.micro_batch_size is None
+    )
+
+
+def _permitted_sizes(request: Request, plain: Trace) -> tuple[int, ...]:
+    """Micro-batches to search."""
+    if _must_stay_whole(request, plain):
+        return (request.global_batch_size,)
+    return request.micro_batch_sizes()
+
+
+def _what_splitting_changes(settings: Settings, plain: Trace) -> list[str]:
+    """What is not the same as in plain training, if the batch is split."""
+    if settings.gradient_accumulation_steps == 1:
+        return []
+    changes = []
+    if plain.batch_coupled_modules:
+        changes.append(
+            f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over micro-batches of "
+            f"{settings.micro_batch_size}, not over the global batch, and update their running statistics "
+            f"{settings.gradient_accumulation_steps} times a step."
+        )
+    if any(op.random for op in plain.ops):
+        changes.append(
+            "Random layers (dropout) draw other numbers for a split batch: the same distribution, "
+            "not the same values."
+        )
+    return changes
+
+
 def _check_precisions(request: Request) -> None:
     for precision in request.precisions:
         if not request.device.supports(precision):
             able = ", ".join(str(p) for p in Precision if request.device.supports(p))
             raise UsageError(f"{request.device.name} has no {precision}. It has: {able}.")
-
-
-def _plain_settings(request: Request) -> Settings:
-    return Settings(
-        micro_batch_size=request.global_batch_size,
-        precision=request.precisions[0],
-        optimizer=request.optimizer,
-    )
 
 
 def _alternative(label: str, estimate: Estimate, request: Request) -> Alternative:

@@ -1,0 +1,258 @@
+"""The public functions: the one place where the stages are wired.
+
+    Job ─ capture ─▶ Trace ─ timeline, cost ─▶ Estimate
+                       └──── planning ───────▶ Plan ─ applying ─▶ nn.Module ─ train ─▶ weights, report
+
+Every function takes a `Job` and a device. Nothing here computes; it says what is handed to which stage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful import planning
+from brimful.applying import PlannedStep
+from brimful.capture import capture_step
+from brimful.errors import UnknownNameError, UsageError
+from brimful.hardware import Device, find_device
+from brimful.job import Job
+from brimful.measurement import Measurement
+from brimful.measuring import calibrate_cpu, measure_step
+from brimful.planning import Estimate, Plan, Request, estimate_trace, find_units
+from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.trace import Trace
+from brimful.units import parse_bytes
+
+_PLANNING_STEPS = 1
+"""Optimizer state is made before the first step, so one step is a steady one."""
+
+
+def estimate(
+    job: Job,
+    device: str | Device = "cpu",
+    *,
+    micro_batch_size: int = 1,
+    gradient_accumulation_steps: int = 1,
+    precision: str | Precision = Precision.FP32,
+    optimizer: str | None = None,
+    recompute: str | Action | None = None,
+    budget: str | int | None = None,
+) -> Estimate:
+    """Predict what one optimizer step takes, without running it.
+
+    Args:
+        job: What is trained.
+        device: A name from the hardware table ("RTX 3090"), "cpu" for this machine, or a `Device`.
+        micro_batch_size: Samples in one forward and backward pass.
+        gradient_accumulation_steps: Passes per optimizer step.
+        precision: "fp32", "tf32", "fp16" or "bf16".
+        optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
+        recompute: "all" recomputes every unit, "none" keeps everything.
+        budget: Judge against this size instead of the device's capacity.
+
+    Returns:
+        Peaks, what holds them, time, and whether it fits.
+
+    Raises:
+        UsageError: An argument cannot be meant.
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    target = resolve_device(device)
+    settings = Settings(
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        precision=parse_precision(precision),
+        optimizer=optimizer,
+    )
+    _check_precision(settings.precision, target)
+    trace = capture_step(job, settings, target)
+    if _parse_recompute(recompute) is Action.RECOMPUTE:
+        units = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in find_units(trace))
+        trace = capture_step(job, replace(settings, units=units), target)
+    return estimate_trace(trace, target, capacity_bytes=None if budget is None else parse_bytes(budget))
+
+
+def plan(
+    job: Job,
+    device: str | Device = "cpu",
+    *,
+    global_batch_size: int,
+    budget: str | int | None = None,
+    precision: str | Precision | Sequence[str | Precision] = Precision.FP32,
+    micro_batch_size: int | None = None,
+    recompute: str | Action | None = None,
+    optimizer: str | None = None,
+    split_batch_norm: bool = False,
+) -> Plan:
+    """Find the fastest way to train a global batch inside a memory budget.
+
+    What is pinned stays; what is not is chosen. By default nothing is chosen that changes the mathematics: the
+    precision and the optimizer are the job's, and a batch is not split where BatchNorm couples its samples.
+
+    Args:
+        job: What is trained.
+        device: A name from the hardware table ("RTX 3090"), "cpu" for this machine, or a `Device`.
+        global_batch_size: Samples per optimizer step.
+        budget: A size ("11GiB"), a share of what plain training would take ("50%"), or None for all that the
+            device has. The CUDA context counts.
+        precision: One, several to choose from, or "auto" for all that the device has; the first is plain's.
+        micro_batch_size: Pins the micro-batch; it divides the global batch.
+        recompute: "all" or "none" pins every unit's action.
+        optimizer: Replaces the job's own.
+        split_batch_norm: Permit splitting a batch that BatchNorm couples.
+
+    Returns:
+        The plan, replayed within the budget.
+
+    Raises:
+        UsageError: An argument cannot be meant.
+        InfeasibleError: Nothing permitted fits: by how much, because of what, and what would.
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    target = resolve_device(device)
+    if global_batch_size < 1:
+        raise UsageError(f"global_batch_size is {global_batch_size}; it must be at least 1.")
+
+    @functools.cache
+    def capture(settings: Settings) -> Trace:
+        return capture_step(job, settings, target, steps=_PLANNING_STEPS)
+
+    request = Request(
+        job=job.name,
+        device=target,
+        budget_bytes=0,
+        global_batch_size=global_batch_size,
+        precisions=_precisions(precision, target),
+        micro_batch_size=micro_batch_size,
+        recompute=_parse_recompute(recompute),
+        optimizer=optimizer,
+        splits_coupled_batches=split_batch_norm,
+    )
+    return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
+
+
+def apply(
+    plan: Plan | Settings,
+    job: Job,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    max_gradient_norm: float | None = None,
+) -> PlannedStep:
+    """Put a plan in force in a training loop of one's own.
+
+    Args:
+        plan: The plan, or plain settings.
+        job: Its loss and count are used.
+        model: Trained in place; parameters, buffers and `state_dict` keys stay as they are.
+        optimizer: Over the parameters of `model`.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+
+    Returns:
+        `step(global_batch)` makes one optimizer step; `step.remove()` leaves the model as it was.
+
+    Raises:
+        UnknownNameError: The plan names a unit that the model does not have.
+    """
+    settings = plan.settings if isinstance(plan, Plan) else plan
+    return PlannedStep(settings, job, model, optimizer, max_gradient_norm=max_gradient_norm)
+
+
+def measure(job: Job, plan: Plan | Settings, device: str = "cpu", *, seed: int = 0) -> Measurement:
+    """Run a few real steps and measure what they take.
+
+    Args:
+        job: What is trained; its model is built anew.
+        plan: The plan, or plain settings.
+        device: A torch device: "cpu", "cuda".
+        seed: Seeds the weights and the batch.
+
+    Returns:
+        The measured twin of `estimate`.
+    """
+    settings = plan.settings if isinstance(plan, Plan) else plan
+    return measure_step(job, settings, device=device, seed=seed)
+
+
+def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:
+    """Capture a step as a record that can be saved and read without torch.
+
+    Args:
+        job: What is trained.
+        settings: How.
+        device: The device whose decisions are followed.
+    """
+    return capture_step(job, settings, resolve_device(device))
+
+
+def resolve_device(device: str | Device) -> Device:
+    """The device meant; "cpu" is this machine, measured once and kept.
+
+    Raises:
+        UnknownNameError: There is no such device in the table.
+    """
+    if isinstance(device, Device):
+        return device
+    return calibrate_cpu() if device.strip().lower() == "cpu" else find_device(device)
+
+
+def parse_precision(precision: str | Precision) -> Precision:
+    """The precision meant.
+
+    Raises:
+        UnknownNameError: There is none of that name.
+    """
+    try:
+        return Precision(precision)
+    except ValueError:
+        raise UnknownNameError("precision", str(precision), [str(p) for p in Precision]) from None
+
+
+def _precisions(
+    precision: str | Precision | Sequence[str | Precision], device: Device
+) -> tuple[Precision, ...]:
+    if precision == "auto":
+        return tuple(p for p in Precision if device.supports(p))
+    if isinstance(precision, str):
+        return (parse_precision(precision),)
+    return tuple(parse_precision(p) for p in precision)
+
+
+def _check_precision(precision: Precision, device: Device) -> None:
+    if not device.supports(precision):
+        able = ", ".join(str(p) for p in Precision if device.supports(p))
+        raise UsageError(f"{device.name} has no {precision}. It has: {able}.")
+
+
+def _parse_recompute(recompute: str | Action | None) -> Action | None:
+    actions = {None: None, "auto": None, "all": Action.RECOMPUTE, "none": Action.KEEP}
+    if isinstance(recompute, Action):
+        return recompute
+    if recompute not in actions:
+        raise UnknownNameError("value of recompute", recompute, ["all", "none", "auto"])
+    return actions[recompute]
+
+
+def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: Request) -> int:
+    if budget is None:
+        return request.device.capacity_bytes
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        share = _share(budget)
+        plain = estimate_trace(capture(request.plain_settings()), request.device)
+        return int(share * plain.predicted_peak_device_bytes)
+    return parse_bytes(budget)
+
+
+def _share(budget: str) -> float:
+    try:
+        share = float(budget.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if share <= 0:
+        raise UsageError(f"{budget!r} is no share of plain training. Write a positive number, such as 50%.")
+    return share

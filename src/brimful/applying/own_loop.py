@@ -1,0 +1,81 @@
+"""A plan in a training loop of one's own: one call is one optimizer step."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.applying.apply import apply_units
+from brimful.batches import split_batch
+from brimful.job import Batch, Job
+from brimful.settings import Settings
+from brimful.step import (
+    StepOutcome,
+    copied_to,
+    device_of,
+    loss_weights,
+    make_scaler,
+    matmul_precision,
+    run_step,
+)
+
+
+class PlannedStep:
+    """Carries out a plan's settings on a model and an optimizer of one's own.
+
+    Calling it with a global batch splits it into micro-batches, runs forward and backward on each under the
+    plan's precision and unit actions, and makes one optimizer step. The loss and the gradients are those of the
+    whole batch.
+
+    Args:
+        settings: The plan's settings; their unit actions are applied to `model` until `remove`.
+        job: Its loss and count are used; its model and optimizer are not.
+        model: In training mode, on its device.
+        optimizer: Over the parameters of `model`.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        job: Job,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        max_gradient_norm: float | None = None,
+    ) -> None:
+        self._settings = settings
+        self._job = job
+        self._model = model
+        self._optimizer = optimizer
+        self._max_gradient_norm = max_gradient_norm
+        self._scaler = make_scaler(settings.precision, device_of(model).type)
+        self._applied = apply_units(model, settings)
+
+    def __call__(self, global_batch: Batch) -> StepOutcome:
+        """Train on one global batch, of any number of samples.
+
+        Args:
+            global_batch: On the host; each micro-batch is copied to the model's device as it is used.
+
+        Raises:
+            BatchError: The batch cannot be split.
+            LossError: The loss is no scalar tensor or has no gradient.
+        """
+        micro_batches = split_batch(global_batch, self._settings.micro_batch_size)
+        with matmul_precision(self._settings.precision):
+            return run_step(
+                model=self._model,
+                loss=self._job.loss,
+                optimizer=self._optimizer,
+                micro_batches=micro_batches,
+                weights=loss_weights(self._job.count, micro_batches),
+                precision=self._settings.precision,
+                scaler=self._scaler,
+                max_gradient_norm=self._max_gradient_norm,
+                move=copied_to(device_of(self._model)),
+            )
+
+    def remove(self) -> None:
+        """Leave the model as it was before; calling it again does nothing."""
+        self._applied.remove()

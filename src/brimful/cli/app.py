@@ -1,0 +1,218 @@
+"""The `brimful` command.
+
+Exit status: 0 done; 1 it does not fit, or failed; 2 bad usage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from brimful import __version__
+from brimful.errors import BrimfulError, UsageError
+
+app = typer.Typer(
+    name="brimful",
+    help="Fill your GPU to the brim, never over it: predict, plan and train inside a memory budget.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="What to train: a built-in architecture (bert-large, resnet50, …), package.module:factory, "
+        "or path/to/file.py:factory; the factory returns a brimful.Job.",
+        show_default=False,
+    ),
+]
+DeviceName = Annotated[
+    str, typer.Option("--device", help='A GPU by name, such as "RTX 3090", or cpu for this machine.')
+]
+PrecisionName = Annotated[
+    str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16; for plans also auto.")
+]
+OptimizerName = Annotated[
+    str | None, typer.Option("--optimizer", help="Replaces the job's own: adamw, sgd, adafactor, …")
+]
+Recompute = Annotated[
+    str, typer.Option("--recompute", help="all, none, or auto: what becomes of saved tensors.")
+]
+SequenceLength = Annotated[
+    int | None, typer.Option("--seq-len", help="Tokens per sample, for models that have such an option.")
+]
+ImageSize = Annotated[
+    int | None, typer.Option("--image-size", help="Pixels per side, for models that have such an option.")
+]
+ModelOptions = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another option of the model, as name=value; may be repeated."),
+]
+MicroBatch = Annotated[
+    int | None, typer.Option("--micro-batch-size", help="Samples in one forward and backward pass.", min=1)
+]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch-size", help="Samples per optimizer step. It never changes.", min=1)
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="Bytes permitted on the device, such as 11GiB, or a share of what plain training takes, "
+        "such as 50%. Left out: all the device has.",
+    ),
+]
+SplitBatchNorm = Annotated[
+    bool,
+    typer.Option(
+        "--split-batch-norm",
+        help="Permit splitting a batch that BatchNorm couples; its statistics are then over micro-batches.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    if version:
+        print(f"brimful {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def estimate(
+    model: Model,
+    device: DeviceName = "cpu",
+    micro_batch_size: MicroBatch = 1,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(help="Forward and backward passes per optimizer step.", min=1)
+    ] = 1,
+    precision: PrecisionName = "fp32",
+    optimizer: OptimizerName = None,
+    recompute: Recompute = "none",
+    budget: Budget = None,
+    seq_len: SequenceLength = None,
+    image_size: ImageSize = None,
+    options: ModelOptions = None,
+    save_trace: Annotated[
+        Path | None, typer.Option(help="Write the captured step to this file (.json or .json.gz).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the memory and time of one training step, without running it."""
+    with _errors_told(as_json):
+        from brimful import api
+        from brimful.report import estimate_document
+
+        job = _job(model, seq_len, image_size, options)
+        result = api.estimate(
+            job,
+            device,
+            micro_batch_size=micro_batch_size or 1,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            precision=precision,
+            optimizer=optimizer,
+            recompute=recompute,
+            budget=budget,
+        )
+        if save_trace is not None:
+            api.capture_trace(job, result.settings, device).save(save_trace)
+        _show(result, lambda: estimate_document(result), as_json)
+    if result.predicted_peak_device_bytes > result.capacity_bytes:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    model: Model,
+    global_batch_size: GlobalBatch,
+    device: DeviceName = "cpu",
+    budget: Budget = None,
+    precision: PrecisionName = "fp32",
+    micro_batch_size: MicroBatch = None,
+    recompute: Recompute = "auto",
+    optimizer: OptimizerName = None,
+    split_batch_norm: SplitBatchNorm = False,
+    seq_len: SequenceLength = None,
+    image_size: ImageSize = None,
+    options: ModelOptions = None,
+    output: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest way to train a global batch inside a memory budget."""
+    with _errors_told(as_json):
+        from brimful import api
+
+        result = api.plan(
+            _job(model, seq_len, image_size, options),
+            device,
+            global_batch_size=global_batch_size,
+            budget=budget,
+            precision=precision,
+            micro_batch_size=micro_batch_size,
+            recompute=recompute,
+            optimizer=optimizer,
+            split_batch_norm=split_batch_norm,
+        )
+        if output is not None:
+            result.save(output)
+        _show(result, result.to_json, as_json)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _job(model: str, sequence_length: int | None, image_size: int | None, options: list[str] | None) -> Any:
+    """The job that is meant, with the model's own options."""
+    from brimful.architectures import resolve_job
+
+    given: dict[str, Any] = {}
+    if sequence_length is not None:
+        given["sequence_length"] = sequence_length
+    if image_size is not None:
+        given["image_size"] = image_size
+    for option in options or []:
+        name, equals, value = option.partition("=")
+        if not equals or not name:
+            raise UsageError(f"--set {option!r} is not of the form name=value.")
+        given[name] = _value(value)
+    return resolve_job(model, **given)
+
+
+def _value(text: str) -> int | float | bool | str:
+    """A number or truth value if `text` is one."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float | bool) else text
+
+
+def _show(result: object, document: Callable[[], dict[str, Any]], as_json: bool) -> None:
+    print(json.dumps(document(), indent=2) if as_json else str(result))
+
+
+@contextmanager
+def _errors_told(as_json: bool) -> Iterator[None]:
+    """Turn our own errors into a message and an exit status; anything else is a bug and shows its trace."""
+    try:
+        yield
+    except BrimfulError as error:
+        if as_json:
+            from brimful.report import error_document
+
+            print(json.dumps(error_document(error), indent=2))
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None

@@ -1,0 +1,144 @@
+"""Estimates and plans as text for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from brimful.units import format_bytes, format_rate, format_seconds
+
+if TYPE_CHECKING:
+    from brimful.planning.estimate import Estimate
+    from brimful.planning.records import Alternative, Plan
+
+_BAR_CELLS = 24
+_LISTED_BLOCKS = 5
+_LABEL_CELLS = 44
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """What a step takes, what holds it, and whether it fits."""
+    return "\n".join(_estimate_lines(estimate))
+
+
+def plan_text(plan: Plan) -> str:
+    """What was chosen, what it takes, and what else was close."""
+    return "\n".join(_plan_lines(plan))
+
+
+def bar(share: float) -> str:
+    """A share from 0 to 1 as a bar."""
+    return "█" * round(min(max(share, 0.0), 1.0) * _BAR_CELLS)
+
+
+def _estimate_lines(estimate: Estimate) -> Iterator[str]:
+    yield (
+        f"{estimate.job} on {estimate.device}: {estimate.verdict} "
+        f"({format_bytes(estimate.predicted_peak_device_bytes)} of {format_bytes(estimate.capacity_bytes)})"
+    )
+    yield f"  settings        {estimate.settings.describe()}"
+    yield f"  predicted peak  {_peak(estimate)}"
+    yield f"  predicted step  {_step(estimate)}"
+    where = f"{estimate.peak_phase}, {estimate.peak_module or 'setup'}, {estimate.peak_op or '-'}"
+    yield f"  at the peak ({where})"
+    for category, held_bytes in estimate.breakdown:
+        share = held_bytes / max(estimate.predicted_peak_allocated_bytes, 1)
+        name = category.replace("_", " ")
+        yield f"    {name:<16}{format_bytes(held_bytes):>9}  {bar(share)}".rstrip()
+    yield "  largest blocks there"
+    for block in estimate.largest[:_LISTED_BLOCKS]:
+        label = block.label if len(block.label) <= _LABEL_CELLS else f"…{block.label[1 - _LABEL_CELLS :]}"
+        origin = f" in {block.module}" if block.module and block.module != block.label else ""
+        yield f"    {format_bytes(block.held_bytes):>9}  {block.category.replace('_', ' ')}: {label}{origin}"
+    changed = [rule for rule in estimate.corrections if rule.occurrences]
+    if changed:
+        yield "  corrected to what the device does, where this machine does otherwise"
+        for rule in changed:
+            times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
+            size = f", {_signed(rule.changed_bytes)} in all" if rule.changed_bytes else ""
+            yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
+    for uncertain in estimate.uncertain_ops:
+        yield f"  not sure about: {uncertain}"
+
+
+def _peak(estimate: Estimate) -> str:
+    allocated = format_bytes(estimate.predicted_peak_allocated_bytes)
+    reserved = format_bytes(estimate.predicted_peak_reserved_bytes)
+    context = estimate.predicted_peak_device_bytes - estimate.predicted_peak_reserved_bytes
+    if not context:
+        return f"{allocated} allocated"
+    device = format_bytes(estimate.predicted_peak_device_bytes)
+    return f"{allocated} allocated, {reserved} reserved, {device} with the CUDA context"
+
+
+def _step(estimate: Estimate) -> str:
+    time = estimate.step_time
+    parts = [("forward", time.forward_seconds), ("backward", time.backward_seconds)]
+    if time.recompute_seconds:
+        parts.append(("recompute", time.recompute_seconds))
+    parts.append(("optimizer", time.optimizer_seconds))
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)
+    rate = format_rate(estimate.predicted_samples_per_second)
+    return f"{format_seconds(estimate.predicted_step_seconds)}, {rate} samples ({listed})"
+
+
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    yield (
+        f"{plan.job} on {plan.device}, global batch {plan.settings.global_batch_size}, "
+        f"budget {format_bytes(plan.budget_bytes)}"
+    )
+    needs = format_bytes(plan.plain.predicted_peak_reserved_bytes + _context_bytes(plan))
+    fits = "fits" if plan.plain.fits else "does not fit"
+    yield f"  plain training  needs {needs}: {fits}; {_speed(plan.plain)}"
+    yield f"  plan            {plan.settings.describe()}"
+    used = plan.predicted_peak_device_bytes / plan.budget_bytes
+    rate = format_rate(plan.predicted_samples_per_second)
+    yield (
+        f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget), "
+        f"{format_seconds(plan.predicted_step_seconds)} a step, {rate} samples"
+    )
+    if plan.settings.recomputed:
+        yield f"  recomputed      {_compact(plan.settings.recomputed)}"
+    if plan.alternatives:
+        yield "  also considered"
+    for other in plan.alternatives:
+        size = format_bytes(other.predicted_peak_reserved_bytes + _context_bytes(plan))
+        by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
+        slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
+        fit = "" if other.fits else ", does not fit"
+        yield f"    {by_hand}{other.settings.describe()}: {size}, {slower:+.0%} time{fit}"
+    for note in plan.notes:
+        yield f"  note: {note}"
+
+
+def _context_bytes(plan: Plan) -> int:
+    return plan.predicted_peak_device_bytes - plan.predicted_peak_reserved_bytes
+
+
+def _speed(alternative: Alternative) -> str:
+    rate = alternative.settings.global_batch_size / alternative.predicted_step_seconds
+    return f"{format_seconds(alternative.predicted_step_seconds)} a step, {format_rate(rate)} samples if it did"
+
+
+def _compact(units: tuple[str, ...]) -> str:
+    """Unit paths with runs of numbered siblings folded: "layer.0–5, layer.9"."""
+    folded: list[tuple[str, int, int] | tuple[str, None, None]] = []
+    for unit in units:
+        parent, _, last = unit.rpartition(".")
+        if not last.isdecimal():
+            folded.append((unit, None, None))
+            continue
+        number = int(last)
+        previous = folded[-1] if folded else None
+        if previous and previous[0] == parent and previous[2] is not None and previous[2] + 1 == number:
+            folded[-1] = (parent, previous[1], number)
+        else:
+            folded.append((parent, number, number))
+    return ", ".join(
+        name if first is None else f"{name}.{first}" + (f"–{last}" if last != first else "")
+        for name, first, last in folded
+    )
+
+
+def _signed(size_bytes: int) -> str:
+    return ("+" if size_bytes >= 0 else "−") + format_bytes(abs(size_bytes))
