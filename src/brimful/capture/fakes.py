@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
+from brimful.capture.values import KnownValues
 from brimful.errors import CaptureError, UsageError
 from brimful.job import Job
 
 
-def build_fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
+def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.Module:
     """The job's model with fake CPU parameters and buffers of the same shapes and types.
 
     A model that is given as a module is copied, sharing nothing that training changes. One that is given as a
@@ -30,6 +31,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
     Args:
         job: Its `model` is a module or builds one.
         mode: The fake mode the tensors will belong to.
+        known: Is told the values of the buffers.
 
     Raises:
         UsageError: `job.model` is or returns something else.
@@ -37,6 +39,8 @@ def build_fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
     """
     if isinstance(job.model, nn.Module):
         fakes = {id(tensor): to_fake(tensor, mode) for tensor in _tensors(job.model)}
+        for tensor in job.model.buffers():
+            known.remember(fakes[id(tensor)], tensor)
         return copy.deepcopy(job.model, fakes).train()
     try:
         with _parameters_on_meta():
@@ -48,7 +52,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode) -> nn.Module:
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
-    _replace_tensors(model, mode)
+    _replace_tensors(model, mode, known)
     return model.train()
 
 
@@ -75,7 +79,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
     yield from model.buffers()
 
 
-def _replace_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
+def _replace_tensors(model: nn.Module, mode: FakeTensorMode, known: KnownValues) -> None:
     """Put fakes in the place of all parameters and buffers; what was shared stays shared."""
     fakes: dict[int, Any] = {}
     for module in list(model.modules()):
@@ -83,6 +87,7 @@ def _replace_tensors(model: nn.Module, mode: FakeTensorMode) -> None:
             if tensor is not None:
                 if id(tensor) not in fakes:
                     fakes[id(tensor)] = to_fake(tensor, mode)
+                    known.remember(fakes[id(tensor)], tensor)
                 # By setattr, not through `_parameters`: an RNN keeps a second list of its weights.
                 setattr(module, name, fakes[id(tensor)])
 

@@ -11,17 +11,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
 from brimful.capture.modules import OPTIMIZER, ModuleCalls
+from brimful.capture.values import KnownValues, NotKnownError
 from brimful.trace import Category, Event, EventKind, Op, Phase, Storage
 
 aten = torch.ops.aten
@@ -31,6 +37,7 @@ _WITHOUT_COST = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.d
 _WITHOUT_WRITE = frozenset(
     {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 )
+_READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _GATHERS = frozenset(
     {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 )
@@ -44,6 +51,10 @@ class _OpInfo:
     """Asks a tensor for its device, say; does nothing."""
     is_view: bool
     is_random: bool
+    reads_values: bool
+    """Cannot be run on fake tensors alone: its result, or its result's shape, depends on values."""
+    is_foreach_write: bool
+    """Writes to every tensor of a list and returns nothing, so that on fake tensors there is nothing to run."""
 
 
 class Recorder(TorchDispatchMode):
@@ -51,12 +62,14 @@ class Recorder(TorchDispatchMode):
 
     Args:
         modules: Says which module an op belongs to.
+        known: The values of some tensors.
         rules: Corrections that look at ops.
     """
 
-    def __init__(self, modules: ModuleCalls, rules: Iterable[Rule] = ()) -> None:
+    def __init__(self, modules: ModuleCalls, known: KnownValues, rules: Iterable[Rule] = ()) -> None:
         super().__init__()
         self._modules = modules
+        self._known = known
         self._rules = [rule for rule in rules if rule.watches_ops]
         self._infos: dict[Any, _OpInfo] = {}
         self._live: dict[int, int] = {}
@@ -137,25 +150,42 @@ class Recorder(TorchDispatchMode):
         if info is None:
             info = self._infos[func] = _describe(func)
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
-            return args[0].fake_device  # asked often; the answer through the fake mode takes 30 times as long
+            return args[0].fake_device  # asked often; through the fake mode the answer takes 30 times as long
         if info.is_question:
             return func(*args, **kwargs)
         for rule in self._rules:
             rule.before_op(self, func, args, in_backward=self._phase is Phase.BACKWARD)
-        try:
+        if info.is_foreach_write and _has_no_value(args[0]):
+            out = None
+        elif info.reads_values:
+            out = self._read_values(func, args, kwargs)
+        else:
             out = func(*args, **kwargs)
+        inputs, outputs = list(_tensors_in((args, kwargs))), list(_tensors_in(out))
+        if not info.is_random:
+            self._known.follow(func, args, kwargs, inputs, outputs)
+        if not info.is_view:
+            self.ops.append(self._op(info, func, args, kwargs, out, inputs, outputs))
+            for tensor in outputs:
+                self._see(tensor, len(self.ops) - 1, info.name)
+        return out
+
+    def _read_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an op whose result is no tensor, or one of a shape that depends on values."""
+        try:
+            return func(*args, **kwargs)
         except DataDependentOutputException:
+            with suppress(NotKnownError):
+                return self._known.compute(func, args, kwargs)
             if func is not aten._local_scalar_dense.default:
                 raise
             if self._phase is not Phase.OPTIMIZER:
                 self.uncertain.setdefault(f"a number read from a tensor in {self._modules.owner()!r}")
             return self.item_value
-        if not info.is_view:
-            outputs = list(_tensors_in(out))
-            self.ops.append(self._op(info, func, args, kwargs, out, outputs))
-            for tensor in outputs:
-                self._see(tensor, len(self.ops) - 1, info.name)
-        return out
+        except DynamicOutputShapeException:
+            with suppress(NotKnownError):
+                return self._known.run_with_known_shape(func, args, kwargs)
+            raise
 
     def _op(
         self,
@@ -164,9 +194,9 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         out: Any,
+        inputs: list[Tensor],
         outputs: list[Tensor],
     ) -> Op:
-        inputs = list(_tensors_in((args, kwargs)))
         written = 0 if func in _WITHOUT_WRITE else sum(map(_view_bytes, outputs))
         if func in _GATHERS:
             read = written + sum(map(_view_bytes, inputs[1:]))
@@ -244,7 +274,15 @@ def _describe(func: Any) -> _OpInfo:
         is_view=is_view or func in _WITHOUT_COST,
         # Fused attention is tagged as random even where it draws nothing, so the tag alone is not believed.
         is_random=torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func),
+        reads_values=torch.Tag.data_dependent_output in func.tags
+        or torch.Tag.dynamic_output_shape in func.tags,
+        is_foreach_write=not returns and str(func).startswith("aten._foreach_"),
     )
+
+
+def _has_no_value(tensors: Any) -> bool:
+    """Whether all of a list are fakes without a value; torch keeps it for scalars such as a step count."""
+    return all(type(tensor) is FakeTensor and tensor.constant is None for tensor in tensors)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

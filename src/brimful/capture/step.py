@@ -16,8 +16,10 @@ from brimful.applying import apply_units
 from brimful.batches import make_batch, map_tensors
 from brimful.capture.corrections import RULES, CorrectedFunctions
 from brimful.capture.fakes import build_fake_model, fakes_in_lists, to_fake
+from brimful.capture.libraries import answers_of_a_real_step
 from brimful.capture.modules import ModuleCalls
 from brimful.capture.recorder import Recorder
+from brimful.capture.values import KnownValues
 from brimful.errors import BrimfulError, CaptureError
 from brimful.hardware import Device
 from brimful.job import Batch, Job
@@ -51,21 +53,23 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
     """
     rules = [rule for make in RULES if (rule := make(target=device, settings=settings)).applies()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
+    known = KnownValues()
     with _told_clearly(job, settings), _without_garbage_collection():
-        batch = map_tensors(make_batch(job, settings.micro_batch_size), lambda t: to_fake(t, mode))
-        model = build_fake_model(job, mode)
+        batch = _fake_batch(make_batch(job, settings.micro_batch_size), mode, known)
+        model = build_fake_model(job, mode, known)
         applied = apply_units(model, settings)
         modules = ModuleCalls(model)
-        recorder = Recorder(modules, rules)
+        recorder = Recorder(modules, known, rules)
         with ExitStack() as stack:
             for rule in rules:
                 stack.enter_context(rule.context())
+            stack.enter_context(answers_of_a_real_step())
             stack.enter_context(fakes_in_lists())
             stack.enter_context(modules.follow())
             stack.enter_context(mode)
             stack.enter_context(CorrectedFunctions(rules))
             stack.enter_context(recorder)
-            _run(job, settings, model, batch, recorder, steps)
+            _run(job, settings, model, batch, recorder, known, steps)
         trace = Trace(
             job=job.name,
             settings=settings,
@@ -94,11 +98,28 @@ def _batch_coupled(model: nn.Module) -> Iterator[str]:
             yield fqn
 
 
+def _fake_batch(batch: Batch, mode: FakeTensorMode, known: KnownValues) -> Batch:
+    def with_values(tensor: Tensor) -> Tensor:
+        fake = to_fake(tensor, mode)
+        known.remember(fake, tensor)
+        return fake
+
+    return map_tensors(batch, with_values)
+
+
 def _captured_micro_batches(settings: Settings) -> int:
     return min(settings.gradient_accumulation_steps, DISTINCT_MICRO_BATCHES)
 
 
-def _run(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder, steps: int) -> None:
+def _run(
+    job: Job,
+    settings: Settings,
+    model: nn.Module,
+    batch: Batch,
+    recorder: Recorder,
+    known: KnownValues,
+    steps: int,
+) -> None:
     parameters = dict(model.named_parameters())
     recorder.mark(parameters.values(), Category.PARAMETERS, parameters)
     buffers = dict(model.named_buffers())
@@ -108,8 +129,13 @@ def _run(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder:
     _create_optimizer_state(optimizer, recorder)
     count = _captured_micro_batches(settings)
 
+    def copy(tensor: Tensor) -> Tensor:
+        copied = torch.empty_like(tensor)
+        known.carry_over(tensor, copied)
+        return copied
+
     def move(host_batch: Batch) -> Batch:
-        moved = map_tensors(host_batch, torch.empty_like)
+        moved = map_tensors(host_batch, copy)
         recorder.mark(_tensors_in(moved), Category.INPUTS)
         return moved
 

@@ -1,0 +1,30 @@
+"""Libraries that ask whether they are traced are told what a real step would be told."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def answers_of_a_real_step() -> Iterator[None]:
+    """Let transformers take fake tensors for real ones while the context is open.
+
+    Where a tensor is fake, transformers builds an attention mask for each pair of tokens without asking whether
+    one is needed, which a real step does ask; and a mask rules out flash attention. It may ask here too: the
+    values it looks at are known, see `brimful.capture.values`.
+
+    Source: transformers.utils.import_utils, `is_tracing` and `is_fake_tensor` (checked: 5.23).
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    if module is None or not hasattr(module, "is_fake_tensor"):
+        yield
+        return
+    before = module.is_fake_tensor
+    module.is_fake_tensor = lambda _tensor: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before
