@@ -1,0 +1,137 @@
+"""Every allocation on the CPU, as torch's profiler sees it.
+
+Private torch APIs used here: the profiler's event tree, as `torch.profiler._memory_profiler` reads it, and
+`torch._C._dispatch_has_kernel_for_dispatch_key` (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile
+
+from brimful.measurement import OpTemporary
+
+_SILENT = "6"
+"""Above every level of the profiler's log, which else says on stderr that it starts and stops (kineto's
+ILoggerObserver.h, LoggerOutputType)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class CpuPeak:
+    """What the recorded code held at its peak, above what was there before; filled in when it has ended."""
+
+    peak_bytes: int = 0
+    """The most live bytes, less those that were live when recording began."""
+    temporaries_at_peak: tuple[OpTemporary, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuEvent:
+    """One allocation or release."""
+
+    time_ns: int
+    address: int
+    size_bytes: int
+    """Negative for a release."""
+    ops: tuple[tuple[int, str], ...]
+    """(number of the call, name) of the ops that were running, outermost first."""
+
+
+@contextmanager
+def record_cpu_memory() -> Iterator[CpuPeak]:
+    """Record the CPU memory of what runs inside the context."""
+    peak = CpuPeak()
+    gc.collect()  # else cycles left by earlier code might be freed inside and counted as negative
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    with profile(profile_memory=True) as profiler:
+        yield peak
+    results: Any = profiler.kineto_results
+    events = sorted(_memory_events(results.experimental_event_tree()), key=lambda event: event.time_ns)
+    peak.peak_bytes, position = _peak(events)
+    peak.temporaries_at_peak = _temporaries_at(events, position)
+
+
+def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
+    """Allocations on the CPU below the roots of an event tree, each with the ops around it."""
+    stack: list[tuple[Any, tuple[tuple[int, str], ...]]] = [(root, ()) for root in roots]
+    calls = 0
+    while stack:
+        event, ops = stack.pop()
+        tag, fields = event.tag, event.extra_fields
+        if tag == _EventType.Allocation and fields.device.type == "cpu":
+            yield CpuEvent(
+                time_ns=event.start_time_ns, address=fields.ptr, size_bytes=fields.alloc_size, ops=ops
+            )
+        elif tag == _EventType.TorchOp and _is_op(event.name):
+            calls += 1
+            ops = (*ops, (calls, event.name))
+        stack += [(child, ops) for child in event.children]
+
+
+def _peak(events: list[CpuEvent]) -> tuple[int, int]:
+    """The most bytes live and the index of the event that reached it; 0 and -1 if nothing was ever added."""
+    live = most = 0
+    position = -1
+    for index, event in enumerate(events):
+        live += event.size_bytes
+        if live > most:
+            most, position = live, index
+    return most, position
+
+
+def _temporaries_at(events: list[CpuEvent], position: int) -> tuple[OpTemporary, ...]:
+    """Blocks live after an event that one call of an op both made and freed, summed by op, largest first.
+
+    Ops that consist of others, such as `aten::linear`, do not count: what is made in between is no secret of
+    theirs, as the parts can be seen.
+    """
+    made: dict[int, CpuEvent] = {}
+    for event in events[: position + 1]:
+        if event.size_bytes > 0:
+            made[event.address] = event
+        else:
+            made.pop(event.address, None)
+    totals: dict[str, int] = defaultdict(int)
+    for event in events[position + 1 :]:
+        if event.size_bytes < 0 and event.address in made:
+            block = made.pop(event.address)
+            op = _common_op(block.ops, event.ops)
+            if op is not None:
+                totals[op] += block.size_bytes
+    largest_first = sorted(totals.items(), key=lambda item: -item[1])
+    return tuple(OpTemporary(op=op, size_bytes=size_bytes) for op, size_bytes in largest_first)
+
+
+def _common_op(made_in: tuple[tuple[int, str], ...], freed_in: tuple[tuple[int, str], ...]) -> str | None:
+    """The innermost call that two events share, if it or a call around it is no composition; else None."""
+    common = [a[1] for a, b in zip(made_in, freed_in, strict=False) if a == b]
+    return common[-1] if any(not _is_composite(name) for name in common) else None
+
+
+def _is_op(name: str) -> bool:
+    """Whether a profiled range is an op, such as "aten::mm", and not a node of autograd or a label."""
+    return "::" in name and not name.startswith(("autograd::", "torch::"))
+
+
+@cache
+def _is_composite(name: str) -> bool:
+    """Whether an op is only a sequence of others, which dispatch sees one by one."""
+    namespace, _, packet = name.partition("::")
+    try:
+        overloads = getattr(getattr(torch.ops, namespace), packet).overloads()
+    except (AttributeError, RuntimeError):  # a range that someone else named like an op
+        return False
+    qualified = [name if overload == "default" else f"{name}.{overload}" for overload in overloads]
+    return any(
+        torch._C._dispatch_has_kernel_for_dispatch_key(each, "CompositeImplicitAutograd") for each in qualified
+    )

@@ -1,0 +1,41 @@
+"""What a training loop holds between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from brimful.batches import map_tensors
+
+
+def resident_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Bytes of parameters, gradients, buffers and optimizer state; storage that several share counts once."""
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in _residents(model, optimizer)
+        if (storage := tensor.untyped_storage()).nbytes() > 0
+    }
+    return sum(storages.values())
+
+
+def _residents(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
+    for parameter in model.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from model.buffers()
+    for state in optimizer.state.values():
+        yield from _tensors_in(state)
+
+
+def _tensors_in(nest: object) -> list[Tensor]:
+    found: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(nest, keep)
+    return found

@@ -1,0 +1,139 @@
+"""One real training step → `Measurement`."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from brimful.applying import apply_units
+from brimful.batches import make_batch, split_batch
+from brimful.errors import UsageError
+from brimful.job import Job
+from brimful.measurement import Measurement
+from brimful.measuring.peak import peak_memory
+from brimful.optimizers import make_optimizer
+from brimful.settings import Settings
+from brimful.step import StepOutcome, copied_to, loss_weights, make_scaler, matmul_precision, run_step
+
+_WARM_STEPS = 2
+"""The first step makes optimizer state and workspaces, the second finds the allocator as later ones do."""
+
+
+def measure_step(
+    job: Job, settings: Settings, *, device: torch.device | str = "cpu", steps: int = 5, seed: int = 0
+) -> Measurement:
+    """Run real training steps and measure what they take.
+
+    The model is built anew, or copied if the job gives a module; it is not left trained. After two steps to warm
+    up, one step's peak memory is measured, and then some steps are timed.
+
+    Args:
+        job: Its model, loss, batch and optimizer are used as they are.
+        settings: How the steps are carried out; the batch is of their global batch size.
+        device: "cpu" or a CUDA device of this machine.
+        steps: How many steps to time, at least 1.
+        seed: Of the model's weights, the batch and dropout.
+
+    Returns:
+        Peak memory of a steady step, and the median time of one.
+
+    Raises:
+        UsageError: There is no such device, or `steps` is below 1.
+        BatchError: The job's batch cannot be made or split.
+        LossError: The loss is no scalar tensor or has no gradient.
+    """
+    device = _check_device(device)
+    if steps < 1:
+        raise UsageError(f"steps is {steps}; at least 1 must be timed.")
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        model = _build_model(job).to(device).train()
+        optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
+        applied = apply_units(model, settings)
+        run = _step_of(job, settings, model, optimizer, device)
+        with matmul_precision(settings.precision):
+            first = run()
+            for _ in range(_WARM_STEPS - 1):
+                run()
+            with peak_memory(model, optimizer, device) as peak:
+                run()
+            seconds = [_seconds(run, device) for _ in range(steps)]
+        applied.remove()
+    return Measurement(
+        device=_device_name(device),
+        measured_peak_allocated_bytes=peak.allocated_bytes,
+        measured_peak_reserved_bytes=peak.reserved_bytes,
+        measured_peak_device_bytes=peak.device_bytes,
+        measured_step_seconds=statistics.median(seconds),
+        measured_steps=steps,
+        loss=float(first.loss),
+        temporaries_at_peak=peak.temporaries_at_peak,
+    )
+
+
+def _check_device(device: torch.device | str) -> torch.device:
+    try:
+        checked = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"there is no device {device!r} to measure on; give cpu or cuda.") from error
+    if checked.type not in ("cpu", "cuda"):
+        raise UsageError(f"steps are measured on a CPU or a CUDA device, not on {checked.type!r}.")
+    if checked.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("this machine has no CUDA device that torch can use; measure on cpu instead.")
+    return checked
+
+
+def _build_model(job: Job) -> nn.Module:
+    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    return model
+
+
+def _step_of(
+    job: Job,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> Callable[[], StepOutcome]:
+    """One optimizer step on one global batch, to be repeated."""
+    micro_batches = split_batch(make_batch(job, settings.global_batch_size), settings.micro_batch_size)
+    weights = loss_weights(job.count, micro_batches)
+    scaler = make_scaler(settings.precision, device.type)
+
+    def run() -> StepOutcome:
+        return run_step(
+            model=model,
+            loss=job.loss,
+            optimizer=optimizer,
+            micro_batches=micro_batches,
+            weights=weights,
+            precision=settings.precision,
+            scaler=scaler,
+            move=copied_to(device),
+        )
+
+    return run
+
+
+def _seconds(run: Callable[[], StepOutcome], device: torch.device) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    run()
+    _wait(device)
+    return time.perf_counter() - start
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
