@@ -32,6 +32,7 @@ __all__ = [
     "estimate",
     "find_architecture",
     "find_device",
+    "fit",
     "measure",
     "plan",
 ]
@@ -57,12 +58,13 @@ _HOMES = {
     "estimate": "api",
     "find_architecture": "architectures",
     "find_device": "hardware",
+    "fit": "api",
     "measure": "api",
     "plan": "api",
 }
 
 if TYPE_CHECKING:
-    from brimful.api import apply, capture_trace, estimate, measure, plan
+    from brimful.api import apply, capture_trace, estimate, fit, measure, plan
     from brimful.architectures import find_architecture
     from brimful.errors import BrimfulError, InfeasibleError
     from brimful.hardware import Device, find_device

@@ -8,10 +8,13 @@ Every function takes a `Job` and a device. Nothing here computes; it says what i
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,6 +29,8 @@ from brimful.measuring import calibrate_cpu, measure_step
 from brimful.planning import Estimate, Plan, Request, estimate_trace, find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Trace
+from brimful.train import Trainer
+from brimful.training import TrainingResult
 from brimful.units import parse_bytes
 
 _PLANNING_STEPS = 1
@@ -34,7 +39,7 @@ _PLANNING_STEPS = 1
 
 def estimate(
     job: Job,
-    device: str | Device = "cpu",
+    device: str | Device = "auto",
     *,
     micro_batch_size: int = 1,
     gradient_accumulation_steps: int = 1,
@@ -47,7 +52,7 @@ def estimate(
 
     Args:
         job: What is trained.
-        device: A name from the hardware table ("RTX 3090"), "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
         micro_batch_size: Samples in one forward and backward pass.
         gradient_accumulation_steps: Passes per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
@@ -79,7 +84,7 @@ def estimate(
 
 def plan(
     job: Job,
-    device: str | Device = "cpu",
+    device: str | Device = "auto",
     *,
     global_batch_size: int,
     budget: str | int | None = None,
@@ -96,7 +101,7 @@ def plan(
 
     Args:
         job: What is trained.
-        device: A name from the hardware table ("RTX 3090"), "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
         global_batch_size: Samples per optimizer step.
         budget: A size ("11GiB"), a share of what plain training would take ("50%"), or None for all that the
             device has. The CUDA context counts.
@@ -179,6 +184,63 @@ def measure(job: Job, plan: Plan | Settings, device: str = "cpu", *, seed: int =
     return measure_step(job, settings, device=device, seed=seed)
 
 
+def fit(
+    job: Job,
+    plan: Plan | Settings,
+    *,
+    compare_plain: bool = False,
+    run_dir: Path | str | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    seed: int = 0,
+    max_gradient_norm: float | None = None,
+    show_progress: bool = True,
+) -> tuple[TrainingResult, TrainingResult | None]:
+    """Train by a plan, and beforehand without it if a comparison is wanted.
+
+    Args:
+        job: What is trained.
+        plan: The plan, or plain settings.
+        compare_plain: Train without the plan first, from the same seed, on the same batches.
+        run_dir: A new or empty directory for weights and records; None writes nothing.
+        epochs: Passes over the training data; 1 if neither this nor `steps` is given.
+        steps: Most optimizer steps.
+        seed: Decides weights, order of samples and dropout.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        show_progress: Show how far the run is.
+
+    Returns:
+        The planned run, and the plain one or None.
+
+    Raises:
+        UsageError: A comparison is wanted and `plan` does not say what plain training is.
+        TrainingError: Training stopped; the message says where the last good weights are.
+    """
+
+    def run(which: Job, how: Plan | Settings, where: Path | str | None) -> TrainingResult:
+        return Trainer(
+            which,
+            how,
+            run_dir=where,
+            epochs=epochs,
+            steps=steps,
+            seed=seed,
+            device=_device_type(plan),
+            max_gradient_norm=max_gradient_norm,
+            show_progress=show_progress,
+        ).fit()
+
+    plain = None
+    if compare_plain:
+        if not isinstance(plan, Plan):
+            raise UsageError(
+                "compare_plain needs a plan, which says what plain training is; these are settings."
+            )
+        untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
+        plain = run(replace(job, model=untouched, name=f"{job.name}, plain"), plan.plain.settings, None)
+    return run(job, plan, run_dir), plain
+
+
 def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:
     """Capture a step as a record that can be saved and read without torch.
 
@@ -191,14 +253,43 @@ def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") ->
 
 
 def resolve_device(device: str | Device) -> Device:
-    """The device meant; "cpu" is this machine, measured once and kept.
+    """The device meant.
+
+    Args:
+        device: A name from the hardware table; "cpu" for this machine's CPU, measured once and kept; "cuda" for
+            its GPU; "auto" for the GPU if there is one, else the CPU.
 
     Raises:
         UnknownNameError: There is no such device in the table.
+        UsageError: "cuda" is asked for and there is none.
     """
     if isinstance(device, Device):
         return device
-    return calibrate_cpu() if device.strip().lower() == "cpu" else find_device(device)
+    name = device.strip().lower()
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return calibrate_cpu()
+    if name != "cuda":
+        return find_device(device)
+    if not torch.cuda.is_available():
+        raise UsageError(
+            'this machine has no CUDA GPU that torch can use. Name one, such as "RTX 3090", to plan.'
+        )
+    properties = torch.cuda.get_device_properties(0)
+    return find_device(properties.name, capacity_bytes=properties.total_memory)
+
+
+def _device_type(plan: Plan | Settings) -> str | None:
+    """Where a plan can run here: on the kind of device it was made for; None lets the trainer choose."""
+    if not isinstance(plan, Plan):
+        return None
+    kind = find_device(plan.device).kind
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"the plan is for {plan.device}, and this machine has no CUDA GPU. Plan for cpu to train here."
+        )
+    return kind
 
 
 def parse_precision(precision: str | Precision) -> Precision:

@@ -34,6 +34,10 @@ class SizeError(UsageError):
     """A size that is none."""
 
 
+_FEW_NAMES = 6
+"""A table of so many names is shown whole."""
+
+
 class UnknownNameError(UsageError):
     """A name that is not in its table.
 
@@ -49,7 +53,8 @@ class UnknownNameError(UsageError):
         lowered = {candidate.lower(): candidate for candidate in names}
         close = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)
         nearest = [lowered[match] for match in close]
-        said = f"Nearest: {', '.join(nearest)}." if nearest else f"Known: {', '.join(names)}."
+        few = len(names) <= _FEW_NAMES
+        said = f"Nearest: {', '.join(nearest)}." if nearest and not few else f"Known: {', '.join(names)}."
         super().__init__(f"unknown {kind} {name!r}. {said}" + (f" {hint}" if hint else ""))
         self.nearest = tuple(nearest)
 

@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +36,10 @@ Model = Annotated[
     ),
 ]
 DeviceName = Annotated[
-    str, typer.Option("--device", help='A GPU by name, such as "RTX 3090", or cpu for this machine.')
+    str,
+    typer.Option("--device", help='A GPU by name, such as "RTX 3090"; cuda or cpu of this machine; auto.'),
 ]
+LocalDevice = Annotated[str, typer.Option("--device", help="cuda, cpu, or auto: the GPU if there is one.")]
 PrecisionName = Annotated[
     str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16; for plans also auto.")
 ]
@@ -92,7 +95,7 @@ def _root(
 @app.command()
 def estimate(
     model: Model,
-    device: DeviceName = "cpu",
+    device: DeviceName = "auto",
     micro_batch_size: MicroBatch = 1,
     gradient_accumulation_steps: Annotated[
         int, typer.Option(help="Forward and backward passes per optimizer step.", min=1)
@@ -136,7 +139,7 @@ def estimate(
 def plan(
     model: Model,
     global_batch_size: GlobalBatch,
-    device: DeviceName = "cpu",
+    device: DeviceName = "auto",
     budget: Budget = None,
     precision: PrecisionName = "fp32",
     micro_batch_size: MicroBatch = None,
@@ -169,9 +172,84 @@ def plan(
         _show(result, result.to_json, as_json)
 
 
+@app.command()
+def train(
+    model: Model,
+    global_batch_size: GlobalBatch,
+    budget: Budget = None,
+    device: LocalDevice = "auto",
+    precision: PrecisionName = "fp32",
+    micro_batch_size: MicroBatch = None,
+    recompute: Recompute = "auto",
+    optimizer: OptimizerName = None,
+    split_batch_norm: SplitBatchNorm = False,
+    plan_file: Annotated[
+        Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Passes over the training data.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Most optimizer steps.", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Decides weights, order of samples and dropout.", min=0)] = 0,
+    max_gradient_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="A new directory for weights and records; runs/… if left out.")
+    ] = None,
+    compare_plain: Annotated[
+        bool,
+        typer.Option("--compare-plain", help="First train without the plan, from the same seed, to compare."),
+    ] = False,
+    seq_len: SequenceLength = None,
+    image_size: ImageSize = None,
+    options: ModelOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan, train inside the budget, and show predicted beside measured."""
+    with _errors_told(as_json):
+        from brimful import api
+        from brimful.planning import Plan
+        from brimful.report import training_document, training_text
+
+        job = _job(model, seq_len, image_size, options)
+        if plan_file is not None:
+            chosen = Plan.load(plan_file)
+        else:
+            chosen = api.plan(
+                job,
+                device,
+                global_batch_size=global_batch_size,
+                budget=budget,
+                precision=precision,
+                micro_batch_size=micro_batch_size,
+                recompute=recompute,
+                optimizer=optimizer,
+                split_batch_norm=split_batch_norm,
+            )
+        if not as_json:
+            print(chosen, flush=True)
+        result, plain = api.fit(
+            job,
+            chosen,
+            compare_plain=compare_plain,
+            run_dir=run_dir or _new_run_dir(job.name),
+            epochs=epochs,
+            steps=steps,
+            seed=seed,
+            max_gradient_norm=max_gradient_norm,
+            show_progress=not as_json,
+        )
+        text = training_text(result, plain)
+        _show(text, lambda: training_document(result, plain), as_json)
+        assert result.run_dir is not None
+        (result.run_dir / "report.txt").write_text(f"{chosen}\n{text}\n", encoding="utf-8")
+
+
 def main() -> None:
     """Run the command line."""
     app()
+
+
+def _new_run_dir(job: str) -> Path:
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in job)
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
 def _job(model: str, sequence_length: int | None, image_size: int | None, options: list[str] | None) -> Any:

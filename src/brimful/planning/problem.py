@@ -1,13 +1,25 @@
 """Two captures → the solver's problem.
 
-One capture keeps every unit, one recomputes every unit. Whatever the plan, a position of the step holds what
-the recompute-everything capture holds there, plus what the kept units before it retain; only inside a kept unit
-it holds what the keep-everything capture holds, less what the kept units before it retain *there*. So two
-captures give every constraint, for a model of any shape.
+One capture keeps every unit, one recomputes every unit. What both hold when backward begins is there under any
+plan; what only the first holds is the price of keeping. With
+
+    u(i)        bytes made in unit i that only the kept capture holds when backward begins; U(i) = Σ_{j<i} u(j)
+    V(i)        bytes that only the recomputed capture holds, for the units before i to be recomputed from
+    K(t), R(t)  bytes live at a position t of the kept and of the recomputed capture
+    k(t)        units begun and not yet through their backward, counted from the first
+
+a position outside of all units holds R(t), and u(j) for each kept unit j < k(t). A recomputed unit holds R(t) at
+its own positions too. A kept unit i holds K(t), less U(i), which the units before it add if they are kept, and
+V(i) at most, if they are not. So two captures give every constraint, for a model of any shape.
+
+Where units follow one another, and what a recomputation starts from is saved for backward anyway, this is exact.
+Elsewhere it is rather too high: units that overlap count in full until all of their backward is through, and the
+starts of recomputations count even where nothing is recomputed.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +31,14 @@ from brimful.planning.solver import Option, Problem
 from brimful.planning.units import UnitIndex
 from brimful.settings import Action
 from brimful.timeline import live_profile, rounding_bytes_of
-from brimful.trace import EventKind, Phase, Trace
+from brimful.trace import EventKind, Op, Phase, Trace
 
 ACTIONS = (Action.KEEP, Action.RECOMPUTE)
 """The option indices of a unit in the problem."""
 
-_NO_UNIT = -1
+_FORWARD_ENDS, _BACKWARD_BEGINS = 0, 1
+"""The two moments at which captures are compared. Between them autocast drops its cast weights, which every
+forward holds and only a kept unit holds on to."""
 
 
 def build_problem(
@@ -35,142 +49,148 @@ def build_problem(
     Args:
         kept: A capture in which every unit is kept.
         recomputed: The same step with every unit recomputed.
-        units: In the order in which their forwards end.
+        units: In the order in which their forwards begin.
         device: Prices the recomputation.
         micro_batches: How many of the captured micro-batches occur: 1 without accumulation.
 
     Returns:
         One problem whose options are `ACTIONS`.
     """
-    in_kept = _Occupancy.of(kept, units, micro_batches)
-    in_recomputed = _Occupancy.of(recomputed, units, micro_batches)
-    extra = np.maximum(in_kept.retained_bytes - in_recomputed.retained_bytes, 0)
-    before = np.concatenate(([0], np.cumsum(extra)))
+    k = _Steady.of(kept, units, micro_batches)
+    r = _Steady.of(recomputed, units, micro_batches)
+    kept_before, starts_before = _differences(k, r, len(units))
+    through_backward = kept_before[_BACKWARD_BEGINS]
+
+    before = np.where(k.owner >= 0, k.owner, k.begun)
+    levels_kept = k.live_bytes - kept_before[k.moment, before] + starts_before[before]
+    overlapping = np.where(r.owner >= 0, through_backward[r.begun] - through_backward[r.owner + 1], 0)
+    levels_recomputed = r.live_bytes + np.maximum(overlapping, 0)
+
+    peaks_kept, gaps_kept = k.peaks(levels_kept, len(units))
+    peaks_recomputed, gaps_recomputed = r.peaks(levels_recomputed, len(units))
     seconds = _recompute_seconds(recomputed, units, device)
-    peak_kept = in_kept.own_peaks(before)
-    peak_recomputed = in_recomputed.own_peaks(np.zeros_like(before))
     options = tuple(
         (
-            Option(retained_bytes=int(extra[i]), peak_bytes=int(peak_kept[i]), seconds=0.0),
-            Option(retained_bytes=0, peak_bytes=int(peak_recomputed[i]), seconds=float(seconds[i])),
+            Option(retained_bytes=int(retained), peak_bytes=int(peak_kept), seconds=0.0),
+            Option(retained_bytes=0, peak_bytes=int(peak_recomputed), seconds=float(cost)),
         )
-        for i in range(len(units))
+        for retained, peak_kept, peak_recomputed, cost in zip(
+            np.diff(through_backward), peaks_kept, peaks_recomputed, seconds, strict=True
+        )
     )
-    gaps = tuple(int(peak) for peak in in_recomputed.gap_peaks())
+    gaps = tuple(int(peak) for peak in np.maximum(gaps_kept, gaps_recomputed))
     return Problem(units=options, gap_peaks_bytes=gaps)
 
 
+_Made = tuple[int, int, str, int]
+"""What tells the storages of two captures apart: the unit they were made in or -1, how many units had begun, what
+made them, and their bytes."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Occupancy:
-    """Where in a trace which unit runs, how many units before it are retained, and what is live."""
+class _Steady:
+    """The last step of a capture by position (P): an event of a micro-batch that occurs or of the optimizer."""
 
     live_bytes: NDArray[np.int64]
-    """By position: event of the micro-batches and the optimizer phase that occur."""
+    """After each event, (P,)."""
     owner: NDArray[np.int64]
-    """By position: the unit that runs, or -1."""
-    prefix: NDArray[np.int64]
-    """By position: units whose forward has ended and whose backward has not begun."""
-    retained_bytes: NDArray[np.int64]
-    """By unit: what its forward leaves until backward begins."""
+    """The unit that runs, or -1, (P,)."""
+    begun: NDArray[np.int64]
+    """Units begun and not yet through their backward, counted from the first, (P,)."""
+    moment: NDArray[np.int64]
+    """Which of the two moments speaks for the position, (P,)."""
+    held: tuple[Counter[_Made], Counter[_Made]]
+    """What the first forward leaves at each moment."""
 
     @classmethod
-    def of(cls, trace: Trace, units: tuple[str, ...], micro_batches: int) -> _Occupancy:
+    def of(cls, trace: Trace, units: tuple[str, ...], micro_batches: int) -> _Steady:
+        step = trace.captured_steps - 1
         index = UnitIndex(trace, units)
-        owner_of = {module: index.of(module) for module in {op.module for op in trace.ops}}
-        last_step = trace.captured_steps - 1
+        owner = np.array([index.of(op.module) for op in trace.ops], dtype=np.int64)
+        begun = np.zeros(len(trace.ops), dtype=np.int64)
+        occurs = np.zeros(len(trace.ops), dtype=bool)
+        is_forward = np.zeros(len(trace.ops), dtype=bool)
+        occurs[_ops(trace, step, Phase.OPTIMIZER)] = True
+        for micro_batch in range(micro_batches):
+            forward, backward = (
+                _ops(trace, step, phase, micro_batch) for phase in (Phase.FORWARD, Phase.BACKWARD)
+            )
+            begun[forward] = np.maximum.accumulate(owner[forward] + 1)
+            begun[backward] = np.maximum.accumulate(owner[backward[::-1]] + 1)[::-1]
+            occurs[forward] = occurs[backward] = is_forward[forward] = True
         profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
-        op_owner = np.array([owner_of[op.module] for op in trace.ops], dtype=np.int64)
-        op_prefix = _prefixes(trace, op_owner, len(units), last_step)
-        occurs = np.array(
-            [
-                op.step == last_step and (op.phase is Phase.OPTIMIZER or op.micro_batch < micro_batches)
-                for op in trace.ops
-            ]
-        )
         positions = np.flatnonzero(profile.ops >= 0)
         positions = positions[occurs[profile.ops[positions]]]
         ops = profile.ops[positions]
         return cls(
             live_bytes=profile.live_bytes[positions],
-            owner=op_owner[ops],
-            prefix=op_prefix[ops],
-            retained_bytes=_retained(trace, op_owner, len(units), last_step),
+            owner=owner[ops],
+            begun=begun[ops],
+            moment=np.where(is_forward[ops], _FORWARD_ENDS, _BACKWARD_BEGINS),
+            held=_held(trace, step, owner, begun),
         )
 
-    def own_peaks(self, retained_before: NDArray[np.int64]) -> NDArray[np.int64]:
-        """By unit: the peak inside it, less what the units before it retain in this trace."""
-        count = self.retained_bytes.size
-        peaks = np.zeros(count, dtype=np.int64)
+    def peaks(
+        self, levels: NDArray[np.int64], unit_count: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The highest level within each unit, and outside of all by the number of units begun."""
+        units = np.zeros(unit_count, dtype=np.int64)
+        gaps = np.zeros(unit_count + 1, dtype=np.int64)
         inside = self.owner >= 0
-        owners = self.owner[inside]
-        levels = self.live_bytes[inside] - retained_before[np.minimum(self.prefix[inside], owners)]
-        np.maximum.at(peaks, owners, levels)
-        return peaks
-
-    def gap_peaks(self) -> NDArray[np.int64]:
-        """By number of retained units: the peak outside of all units."""
-        peaks = np.zeros(self.retained_bytes.size + 1, dtype=np.int64)
-        outside = self.owner < 0
-        np.maximum.at(peaks, self.prefix[outside], self.live_bytes[outside])
-        return peaks
+        np.maximum.at(units, self.owner[inside], levels[inside])
+        np.maximum.at(gaps, self.begun[~inside], levels[~inside])
+        return units, gaps
 
 
-def _prefixes(trace: Trace, op_owner: NDArray[np.int64], unit_count: int, step: int) -> NDArray[np.int64]:
-    """By op: how many units, counted from the first, may be retained while it runs.
+def _ops(trace: Trace, step: int, phase: Phase, micro_batch: int | None = None) -> NDArray[np.int64]:
+    """Indices of the ops of a part of a step, in order."""
 
-    In a chain these are exactly the retained ones. Where units branch, it is the smallest prefix that holds all
-    retained ones: never too small.
-    """
-    prefix = np.zeros(len(trace.ops), dtype=np.int64)
-    for micro_batch in range(trace.captured_micro_batches):
-        forward, backward = (
-            np.array(
-                [
-                    i
-                    for i, op in enumerate(trace.ops)
-                    if op.phase is phase and op.step == step and op.micro_batch == micro_batch
-                ],
-                dtype=np.int64,
-            )
-            for phase in (Phase.FORWARD, Phase.BACKWARD)
-        )
-        ended = _extreme(op_owner, forward, unit_count, last=True)
-        begun = _extreme(op_owner, backward, unit_count, last=False)
-        for ops in (forward, backward):
-            for op in ops:
-                retained = np.flatnonzero((ended < op) & (begun > op))
-                prefix[op] = retained[-1] + 1 if retained.size else 0
-    return prefix
+    def is_meant(op: Op) -> bool:
+        return op.step == step and op.phase is phase and micro_batch in (None, op.micro_batch)
+
+    return np.array([i for i, op in enumerate(trace.ops) if is_meant(op)], dtype=np.int64)
 
 
-def _extreme(
-    op_owner: NDArray[np.int64], ops: NDArray[np.int64], unit_count: int, *, last: bool
-) -> NDArray[np.int64]:
-    """By unit: its first or last op among `ops`; a unit without any is never retained."""
-    never = np.iinfo(np.int64).max if last else -1
-    found = np.full(unit_count, never, dtype=np.int64)
-    for op in ops if last else ops[::-1]:
-        if op_owner[op] >= 0:
-            found[op_owner[op]] = op
-    return found
-
-
-def _retained(trace: Trace, op_owner: NDArray[np.int64], unit_count: int, step: int) -> NDArray[np.int64]:
-    """By unit: bytes made in its first forward of the step and live when backward begins."""
-    rounding = rounding_bytes_of(trace.device_kind)
-    backward_begins = next(
-        i for i, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD and op.step == step
-    )
+def _held(
+    trace: Trace, step: int, owner: NDArray[np.int64], begun: NDArray[np.int64]
+) -> tuple[Counter[_Made], Counter[_Made]]:
+    """What the first forward of a step makes and leaves when it ends and when its backward begins."""
+    rounding_bytes = rounding_bytes_of(trace.device_kind)
+    forward = _ops(trace, step, Phase.FORWARD, 0)
+    moments = (int(forward[-1]), int(_ops(trace, step, Phase.BACKWARD, 0)[0]))
     freed_at = {event.storage: event.op for event in trace.events if event.kind is EventKind.FREE}
-    retained = np.zeros(unit_count, dtype=np.int64)
+    held: tuple[Counter[_Made], Counter[_Made]] = (Counter(), Counter())
     for index, storage in enumerate(trace.storages):
-        if storage.op is None or op_owner[storage.op] < 0:
+        op = storage.op
+        if op is None or not forward[0] <= op <= forward[-1]:
             continue
-        op = trace.ops[storage.op]
-        is_of_forward = op.step == step and op.phase is Phase.FORWARD and op.micro_batch == 0
-        if is_of_forward and freed_at.get(index, len(trace.ops)) >= backward_begins:
-            retained[op_owner[storage.op]] += -(-storage.size_bytes // rounding) * rounding
-    return retained
+        size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
+        made = (int(owner[op]), int(begun[op]), storage.label, size_bytes)
+        for moment, at_moment in zip(moments, held, strict=True):
+            at_moment[made] += freed_at.get(index, len(trace.ops)) >= moment
+    return held
+
+
+def _differences(
+    kept: _Steady, recomputed: _Steady, unit_count: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """What only one of the captures holds.
+
+    Returns:
+        U(i) by moment, (2, n + 1), and V(i), (n + 1,).
+    """
+    kept_before = np.zeros((2, unit_count + 1), dtype=np.int64)
+    starts_before = np.zeros(unit_count + 1, dtype=np.int64)
+    for moment in (_FORWARD_ENDS, _BACKWARD_BEGINS):
+        for (owner, _begun, _label, size_bytes), count in (kept.held[moment] - recomputed.held[moment]).items():
+            if owner >= 0:
+                kept_before[moment, owner + 1] += size_bytes * count
+            else: print("GAP KEPT ONLY", moment, _label, size_bytes*count)
+    for (_owner, begun, _label, size_bytes), count in (
+        recomputed.held[_BACKWARD_BEGINS] - kept.held[_BACKWARD_BEGINS]
+    ).items():
+        starts_before[begun + 1 :] += size_bytes * count
+    return np.cumsum(kept_before, axis=1), starts_before
 
 
 def _recompute_seconds(trace: Trace, units: tuple[str, ...], device: Device) -> NDArray[np.float64]:
@@ -181,6 +201,6 @@ def _recompute_seconds(trace: Trace, units: tuple[str, ...], device: Device) -> 
     for op in trace.ops:
         if op.recomputed and (op.step, op.micro_batch) == (last_step, last_micro_batch):
             unit = index.of(op.module)
-            if unit != _NO_UNIT:
+            if unit >= 0:
                 seconds[unit] += op_seconds(op, device, trace.settings.precision)
     return seconds + region_seconds(device)

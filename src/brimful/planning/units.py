@@ -21,7 +21,7 @@ a plan use its budget to within an eighth; repeated blocks are the parts that pe
 
 
 def find_units(trace: Trace) -> tuple[str, ...]:
-    """Units of the model, in the order in which their forwards end.
+    """Units of the model, in the order in which their forwards begin.
 
     Starting from the whole model, a part is divided into its children as long as it saves a large share and is
     not one of several alike (the blocks of a transformer or a ResNet). A plain `Sequential` of small parts is
@@ -32,7 +32,7 @@ def find_units(trace: Trace) -> tuple[str, ...]:
     """
     tree = _Tree(trace)
     units = [unit for unit in tree.divide("") if tree.saved_by(unit) >= SMALLEST_SHARE * tree.total_bytes]
-    return tuple(sorted(units, key=tree.last_op))
+    return tuple(sorted(units, key=tree.first_op))
 
 
 class UnitIndex:
@@ -67,12 +67,12 @@ class _Tree:
         self._children = _children(trace)
         self._classes = dict(trace.module_classes)
         self._saved: dict[str, int] = defaultdict(int)
-        self._last: dict[str, int] = defaultdict(int)
+        self._first: dict[str, int] = {}
         self.total_bytes = 0
         for index, op in enumerate(trace.ops):
             if op.phase is Phase.FORWARD and op.micro_batch == 0 and op.step == 0:
                 for path in _ancestors(op.module):
-                    self._last[path] = index
+                    self._first.setdefault(path, index)
         for storage in trace.storages:
             if storage.category is not Category.SAVED_TENSORS or storage.op is None:
                 continue
@@ -86,9 +86,9 @@ class _Tree:
         """Bytes that a unit saves."""
         return sum(self._saved[path] for path in _paths(unit, self._children))
 
-    def last_op(self, unit: str) -> int:
-        """Index of the last forward op of a unit."""
-        return max(self._last[path] for path in _paths(unit, self._children))
+    def first_op(self, unit: str) -> int:
+        """Index of the first forward op of a unit."""
+        return min(self._first[path] for path in _paths(unit, self._children) if path in self._first)
 
     def divide(self, path: str) -> Iterator[str]:
         """The units in `path`; itself, if it is not to be divided."""

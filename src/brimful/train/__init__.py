@@ -1,1 +1,6 @@
-"""."""
+"""The training loop: data, steps as transactions, validation, run directory, progress."""
+
+from brimful.train.callbacks import Callback
+from brimful.train.trainer import Trainer
+
+__all__ = ["Callback", "Trainer"]

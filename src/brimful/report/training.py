@@ -1,0 +1,144 @@
+"""A training run as text: predicted beside measured, and beside plain training if that was run too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from brimful.training import StopReason, TrainingResult
+from brimful.units import format_bytes, format_rate, format_seconds
+
+_SPARK_CELLS = 40
+_SPARKS = "▁▂▃▄▅▆▇█"
+
+
+def training_text(result: TrainingResult, plain: TrainingResult | None = None) -> str:
+    """What a run came to.
+
+    Args:
+        result: The run.
+        plain: The same job trained without a plan from the same seed, if that was run.
+    """
+    return "\n".join(_lines(result, plain))
+
+
+def training_document(result: TrainingResult, plain: TrainingResult | None = None) -> dict[str, Any]:
+    """The run, and what sets it apart from plain training, as JSON."""
+    document = result.to_json()
+    document["plain"] = None if plain is None else plain.to_json()
+    document["largest_loss_difference"] = None if plain is None else largest_loss_difference(result, plain)
+    return document
+
+
+def largest_loss_difference(result: TrainingResult, plain: TrainingResult) -> float:
+    """Largest difference between two loss curves, over the steps that both have."""
+    pairs = zip(result.losses, plain.losses, strict=False)
+    return max((abs(ours - theirs) for ours, theirs in pairs), default=0.0)
+
+
+def sparkline(values: Sequence[float], low: float, high: float, cells: int = _SPARK_CELLS) -> str:
+    """A curve in one line of text, each cell the mean of its share of the values."""
+    count = len(values)
+    cells = min(cells, count)
+    means = []
+    for cell in range(cells):
+        part = values[cell * count // cells : (cell + 1) * count // cells]
+        means.append(sum(part) / len(part))
+    span = (high - low) or 1.0
+    top = len(_SPARKS) - 1
+    return "".join(_SPARKS[min(max(round((mean - low) / span * top), 0), top)] for mean in means)
+
+
+def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
+    steps = len(result.steps)
+    ended = "" if result.stopped_because is StopReason.FINISHED else f", {result.stopped_because}"
+    yield f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{ended}"
+    yield f"  settings            {result.settings.describe()}"
+    yield f"  {'':<20}{'predicted':>12}{'measured':>12}{'error':>9}"
+    yield from _rows(result)
+    yield from _budget(result)
+    yield from _plain_rows(result, plain)
+    yield from _curves(result, plain)
+    yield from _validation(result, plain)
+    if result.run_dir is not None:
+        yield f"  run directory       {result.run_dir}"
+
+
+def _rows(result: TrainingResult) -> Iterator[str]:
+    bytes_rows = [
+        ("peak allocated", result.predicted_peak_allocated_bytes, result.measured_peak_allocated_bytes)
+    ]
+    if result.measured_peak_device_bytes is not None:
+        bytes_rows += [
+            ("peak reserved", result.predicted_peak_reserved_bytes, result.measured_peak_reserved_bytes),
+            ("peak on the device", result.predicted_peak_device_bytes, result.measured_peak_device_bytes),
+        ]
+    for name, predicted, measured in bytes_rows:
+        said = "-" if predicted is None else format_bytes(predicted)
+        was = "-" if measured is None else format_bytes(measured)
+        yield f"  {name:<20}{said:>12}{was:>12}{_error(predicted, measured):>9}"
+    predicted_step, measured_step = result.predicted_step_seconds, result.measured_step_seconds
+    said = "-" if predicted_step is None else format_seconds(predicted_step)
+    was = "-" if measured_step is None else format_seconds(measured_step)
+    yield f"  {'step':<20}{said:>12}{was:>12}{_error(predicted_step, measured_step):>9}"
+
+
+def _budget(result: TrainingResult) -> Iterator[str]:
+    peak = result.measured_peak_device_bytes or result.measured_peak_reserved_bytes
+    if result.budget_bytes is not None and peak is not None:
+        within = "within" if peak <= result.budget_bytes else "OVER"
+        yield (
+            f"  budget              {format_bytes(result.budget_bytes)}: {within}, "
+            f"{peak / result.budget_bytes:.1%} of it used"
+        )
+
+
+def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
+    if plain is None or plain.measured_peak_allocated_bytes is None:
+        return
+    line = f"  plain training took {format_bytes(plain.measured_peak_allocated_bytes)}"
+    if plain.measured_step_seconds is not None and result.measured_step_seconds is not None:
+        ratio = result.measured_step_seconds / plain.measured_step_seconds
+        line += (
+            f" and {format_seconds(plain.measured_step_seconds)} a step; the plan took {ratio:.2f} × that time"
+        )
+    yield line
+
+
+def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
+    curves = (
+        [("loss", result.losses)]
+        if plain is None
+        else [("loss, plain", plain.losses), ("loss, plan", result.losses)]
+    )
+    every = [loss for _name, losses in curves for loss in losses]
+    for name, losses in curves:
+        if losses:
+            spark = sparkline(losses, min(every), max(every))
+            yield f"  {name:<20}{losses[0]:.4f} → {losses[-1]:.4f}  {spark}"
+    if plain is not None and plain.losses and result.losses:
+        difference = largest_loss_difference(result, plain)
+        said = "none: equal to the last bit" if difference == 0 else f"{difference:.2g} at most"
+        yield f"  difference          {said}, over {min(len(plain.losses), len(result.losses))} steps"
+
+
+def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
+    if not result.validations:
+        return
+    last = result.validations[-1]
+    parts = [f"loss {last.loss:.4f}", *(f"{name} {value:.4f}" for name, value in last.metrics.items())]
+    line = f"  validation          {', '.join(parts)} ({last.samples} samples)"
+    if plain is not None and plain.validations:
+        other = plain.validations[-1]
+        line += f"; plain: loss {other.loss:.4f}"
+        line += "".join(f", {name} {value:.4f}" for name, value in other.metrics.items())
+    yield line
+    timed = [step for step in result.steps if step.updated]
+    if timed and result.measured_step_seconds:
+        yield f"  throughput          {format_rate(timed[0].samples / result.measured_step_seconds)} samples"
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    if predicted is None or not measured:
+        return "-"
+    return f"{predicted / measured - 1:+.1%}"

@@ -1,0 +1,149 @@
+"""Where a step's samples come from: the global batches of an epoch, and the validation batches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from brimful.batches import count_samples, split_batch, take
+from brimful.errors import UsageError
+from brimful.job import Batch, Data, Job
+
+
+def find_data(job: Job, data: Data | None) -> Data:
+    """What to train on: the data given, else the job's own.
+
+    Raises:
+        UsageError: There is none, or it is no `Data`.
+    """
+    if data is None:
+        if job.data is None:
+            raise UsageError(
+                f"{job.name} has no data to train on. Give it as Trainer(job, plan, data=Data(train=…)) "
+                "or as Job(data=lambda: Data(train=…)); `train` is a batch with all samples, or a DataLoader."
+            )
+        data = job.data()
+    if not isinstance(data, Data):
+        raise UsageError(
+            f"the data of {job.name} are a {type(data).__name__}; wrap them: Data(train=…, validation=…)."
+        )
+    return data
+
+
+class Batches:
+    """The global batches of each epoch.
+
+    A batch that holds every sample is shuffled anew for each epoch and cut into global batches; what is left
+    over at the end makes a smaller one. Of an iterable, every batch is a global batch, whatever its size.
+
+    Args:
+        train: One batch with all samples, or an iterable of batches. A tensor, mapping, tuple or dataclass is
+            one batch; a list is one if a tensor is directly in it, else a list of batches.
+        global_batch_size: Samples per global batch.
+        seed: Decides the order of the samples, with the epoch.
+
+    Raises:
+        UsageError: `train` is no data.
+        BatchError: It is a batch without samples, or whose entries disagree on how many.
+    """
+
+    def __init__(self, train: Batch | Iterable[Batch], *, global_batch_size: int, seed: int) -> None:
+        _check_data("train", train)
+        self._train = train
+        self._global_batch_size = global_batch_size
+        self._seed = seed
+        self._samples = _check_some(train) if is_one_batch(train) else None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Global batches in an epoch; None if the data do not say."""
+        if self._samples is not None:
+            return math.ceil(self._samples / self._global_batch_size)
+        return len(self._train) if isinstance(self._train, Sized) else None
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        """The global batches of one epoch, on the host.
+
+        Args:
+            epoch: Any number; the same one gives the same order.
+
+        Raises:
+            UsageError: The data give no batch.
+        """
+        if self._samples is not None:
+            order = torch.randperm(self._samples, generator=_generator(self._seed, epoch))
+            for indices in order.split(self._global_batch_size):
+                yield take(self._train, indices)
+            return
+        empty = True
+        for batch in self._train:
+            empty = False
+            yield batch
+        if empty:
+            raise UsageError(
+                f"the training data ({type(self._train).__name__}) gave no batch in epoch {epoch}. They must "
+                "give all batches each time they are iterated: use a DataLoader or a list, not a generator."
+            )
+
+
+def validation_batches(validation: Batch | Iterable[Batch], micro_batch_size: int) -> Iterator[Batch]:
+    """The validation samples in micro-batches, in their own order.
+
+    Args:
+        validation: One batch with all samples, or an iterable of batches.
+        micro_batch_size: Most samples of each.
+    """
+    for batch in [validation] if is_one_batch(validation) else validation:
+        yield from split_batch(batch, micro_batch_size)
+
+
+def check_validation(validation: Batch | Iterable[Batch]) -> None:
+    """Check that data can be validated with.
+
+    Raises:
+        UsageError: They are no data.
+        BatchError: They are a batch without samples, or whose entries disagree on how many.
+    """
+    _check_data("validation", validation)
+    if is_one_batch(validation):
+        _check_some(validation)
+
+
+def is_one_batch(data: Batch | Iterable[Batch]) -> bool:
+    """Whether `data` is one batch with all samples, rather than an iterable of batches."""
+    if isinstance(data, list):
+        return any(isinstance(entry, Tensor) for entry in data)
+    return isinstance(data, Tensor | Mapping | tuple) or dataclasses.is_dataclass(data)
+
+
+def _check_data(name: str, data: Any) -> None:
+    if isinstance(data, Dataset):
+        raise UsageError(
+            f"Data({name}=…) is a {type(data).__name__}, which gives single samples. "
+            "Wrap it: DataLoader(dataset, batch_size=…, shuffle=…) gives batches."
+        )
+    if not is_one_batch(data) and not isinstance(data, Iterable):
+        raise UsageError(
+            f"Data({name}=…) is a {type(data).__name__}. Give one batch with all samples (nested dicts, lists "
+            "and tuples of tensors), or an iterable of batches such as a DataLoader."
+        )
+
+
+def _check_some(batch: Batch) -> int:
+    samples = count_samples(batch)
+    if samples == 0:
+        raise UsageError("the data have no samples: the first dimension of their tensors is 0.")
+    return samples
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    """A generator of its own for each pair; neighbouring seeds and epochs share nothing."""
+    (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed) >> 1)

@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM end a run cleanly the first time, and at once the second."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def stops_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on the first Ctrl-C or SIGTERM, and give both back their own handlers.
+
+    Signals that the process ignores stay ignored. Outside the main thread, which alone gets signals, it does
+    nothing.
+
+    Args:
+        stop: Called in the middle of whatever runs; it should only take a note.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
+
+    def restore() -> None:
+        for number in ours:
+            signal.signal(number, before[number])
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        restore()
+        stop()
+
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        restore()

@@ -1,0 +1,135 @@
+"""The records of a run, kept in memory, shown, and written to the run directory if there is one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch import nn
+
+from brimful.planning import Plan
+from brimful.settings import Settings, settings_to_json
+from brimful.train.progress import ProgressDisplay
+from brimful.train.run_directory import BEST, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
+from brimful.training import (
+    StepRecord,
+    TrainingResult,
+    ValidationRecord,
+    step_to_json,
+    validation_to_json,
+)
+
+
+class Journal:
+    """Everything a run tells and leaves behind; a context that opens it and closes it.
+
+    A run that fails before its first step leaves the run directory empty.
+
+    Args:
+        run_dir: A new or empty directory; None writes nothing.
+        plan: The plan, or plain settings.
+        job: The job's name.
+        progress: Shows the run.
+    """
+
+    def __init__(
+        self, *, run_dir: Path | None, plan: Plan | Settings, job: str, progress: ProgressDisplay
+    ) -> None:
+        self.steps: list[StepRecord] = []
+        self.validations: list[ValidationRecord] = []
+        self.saved_step: int | None = None
+        """After how many steps the weights were saved last; None before that."""
+        self._run_dir = run_dir
+        self._plan = plan
+        self._job = job
+        self._progress = progress
+        self._directory: RunDirectory | None = None
+
+    def __enter__(self) -> Self:
+        if self._run_dir is not None:
+            self._directory = RunDirectory(self._run_dir)
+            if isinstance(self._plan, Plan):
+                self._directory.write_json(PLAN, self._plan.to_json())
+            else:
+                self._directory.write_json(SETTINGS, settings_to_json(self._plan))
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+        if self._directory is not None:
+            if kind is not None and not self.steps:
+                self._directory.discard()
+            self._directory.close()
+
+    @property
+    def weights_path(self) -> Path | None:
+        """Where the latest weights are or will be; None without a run directory."""
+        return None if self._run_dir is None else self._run_dir / WEIGHTS
+
+    def add_step(self, record: StepRecord, memory: str) -> None:
+        """Keep, write and show a step.
+
+        Args:
+            record: The step.
+            memory: How much is in use, for a reader.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        self.steps.append(record)
+        if self._directory is not None:
+            self._directory.append_metrics({"kind": "step"} | step_to_json(record))
+        self._progress.show_step(record, memory)
+
+    def add_validation(self, record: ValidationRecord, model: nn.Module) -> None:
+        """Keep, write and show a validation; keep the weights apart if none had a lower loss.
+
+        Args:
+            record: The validation.
+            model: What was validated.
+
+        Raises:
+            SaveError: It, or the weights, could not be written.
+        """
+        best = min((earlier.loss for earlier in self.validations), default=math.inf)
+        self.validations.append(record)
+        if self._directory is not None:
+            self._directory.append_metrics({"kind": "validation"} | validation_to_json(record))
+            if record.loss < best:
+                metadata = self._metadata(record.step) | {"validation_loss": repr(record.loss)}
+                self._directory.save_weights(model, BEST, metadata)
+        self._progress.show_validation(record)
+
+    def save_weights(self, model: nn.Module, step: int) -> None:
+        """Write the latest weights, unless they were written after the same step.
+
+        Args:
+            model: Its parameters and buffers.
+            step: Steps taken.
+
+        Raises:
+            SaveError: They could not be written; those saved before stay.
+        """
+        if self._directory is not None and self.saved_step != step:
+            self._directory.save_weights(model, WEIGHTS, self._metadata(step))
+            self.saved_step = step
+
+    def write_result(self, result: TrainingResult) -> None:
+        """Write the result of the run.
+
+        Args:
+            result: What the run came to.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        if self._directory is not None:
+            self._directory.write_json(RESULT, result.to_json())
+
+    def _metadata(self, step: int) -> dict[str, str]:
+        return {"job": self._job, "step": str(step)}

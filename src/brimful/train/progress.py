@@ -1,0 +1,164 @@
+"""How far a run is: a bar on a terminal, a line now and then elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from brimful.training import StepRecord, ValidationRecord
+from brimful.units import format_bytes, format_rate, format_seconds
+
+SECONDS_BETWEEN_LINES = 10.0
+_RECENT_STEPS = 20
+
+
+class ProgressDisplay(Protocol):
+    """Shows a run to whoever watches it."""
+
+    def start(self) -> None:
+        """Before the first step."""
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        """After each step.
+
+        Args:
+            record: The step.
+            memory: How much is in use, for a reader; empty if it is not known.
+        """
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        """After each pass over the validation data."""
+
+    def stop(self) -> None:
+        """After the last step, and when the run fails; more than one call does nothing."""
+
+
+def make_progress(total_steps: int | None, *, show: bool, console: Console | None = None) -> ProgressDisplay:
+    """The display that suits where the output goes.
+
+    Args:
+        total_steps: Optimizer steps of the run; None if not known.
+        show: False shows nothing.
+        console: Where to show it; None means standard error.
+    """
+    if not show:
+        return _Silence()
+    console = console or Console(stderr=True)
+    return _Bar(total_steps, console) if console.is_terminal else _Lines(total_steps, console)
+
+
+def memory_text(in_use_bytes: int | None, budget_bytes: int | None, *, predicted: bool = False) -> str:
+    """Memory for a reader: "312 MiB of 640 MiB", with a "~" before what is only predicted."""
+    if in_use_bytes is None:
+        return ""
+    in_use = f"{'~' if predicted else ''}{format_bytes(in_use_bytes)}"
+    return in_use if budget_bytes is None else f"{in_use} of {format_bytes(budget_bytes)}"
+
+
+class _Silence:
+    def start(self) -> None:
+        pass
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        pass
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class _Pace:
+    """Samples per second and seconds left, from the recent steps."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total_steps = total_steps
+        self._recent: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
+
+    def add(self, record: StepRecord) -> None:
+        self._recent.append(record)
+
+    def describe(self, memory: str) -> str:
+        """The latest step in a line: "loss 1.23  154/s  312 MiB of 640 MiB  12 s left"."""
+        latest = self._recent[-1]
+        seconds = sum(record.seconds for record in self._recent)
+        samples = sum(record.samples for record in self._recent)
+        parts = [f"loss {latest.loss:.4g}", f"{format_rate(samples / seconds)} samples", memory]
+        if self._total_steps is not None:
+            left = (self._total_steps - latest.step) * seconds / len(self._recent)
+            parts.append(f"{format_seconds(left)} left" if left else "")
+        return "  ".join(part for part in parts if part)
+
+
+class _Bar:
+    def __init__(self, total_steps: int | None, console: Console) -> None:
+        self._pace = _Pace(total_steps)
+        columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("{task.description}"))
+        self._of_total = "" if total_steps is None else f"/{total_steps}"
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("", total=total_steps, step=f"0{self._of_total}")
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        self._pace.add(record)
+        self._progress.update(
+            self._task,
+            completed=record.step,
+            step=f"{record.step}{self._of_total}",
+            description=self._pace.describe(memory),
+        )
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        self._progress.console.print(_validation_line(record), highlight=False, markup=False)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class _Lines:
+    def __init__(self, total_steps: int | None, console: Console) -> None:
+        self._pace = _Pace(total_steps)
+        self._total_steps = total_steps
+        self._console = console
+        self._latest: tuple[StepRecord, str] | None = None
+        self._printed_seconds = -SECONDS_BETWEEN_LINES
+        self._printed_step = 0
+
+    def start(self) -> None:
+        pass
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        self._pace.add(record)
+        self._latest = record, memory
+        if time.monotonic() - self._printed_seconds >= SECONDS_BETWEEN_LINES:
+            self._print_latest()
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        self._print_latest()
+        self._print(_validation_line(record))
+
+    def stop(self) -> None:
+        self._print_latest()
+
+    def _print_latest(self) -> None:
+        if self._latest is None or self._latest[0].step == self._printed_step:
+            return
+        record, memory = self._latest
+        of_total = "" if self._total_steps is None else f"/{self._total_steps}"
+        self._print(f"step {record.step}{of_total}  {self._pace.describe(memory)}")
+        self._printed_seconds, self._printed_step = time.monotonic(), record.step
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _validation_line(record: ValidationRecord) -> str:
+    metrics = "".join(f"  {name} {value:.4g}" for name, value in record.metrics.items())
+    return f"epoch {record.epoch}  validation loss {record.loss:.4g}{metrics}"

@@ -1,0 +1,367 @@
+"""The training loop: epochs, validation, saving, and ending well."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from brimful.applying import apply_units
+from brimful.batches import count_samples
+from brimful.errors import NonFiniteError, UsageError
+from brimful.job import Batch, Data, Job
+from brimful.optimizers import make_optimizer
+from brimful.planning import Plan
+from brimful.settings import Settings
+from brimful.step import copied_to, matmul_precision
+from brimful.train.callbacks import Callback
+from brimful.train.data import Batches, check_validation, find_data
+from brimful.train.interrupts import stops_on_signals
+from brimful.train.journal import Journal
+from brimful.train.not_finite import has_finite_parameters, step_not_finite, update_not_finite
+from brimful.train.progress import make_progress, memory_text
+from brimful.train.run_directory import check_run_directory
+from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
+from brimful.train.validation import validate
+from brimful.training import StepRecord, StopReason, TrainingResult
+
+MEASURED_UPDATE = 3
+"""The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
+
+
+class Trainer:
+    """Trains a job as a plan says, and shows predicted beside measured.
+
+    The seed decides the weights, the order of the samples and all randomness in the steps: two runs that differ
+    in their plan alone start from the same weights and see the same batches.
+
+    Args:
+        job: What is trained. A `model` that is a module is trained in place.
+        plan: The plan, or plain settings, which predict nothing.
+        data: What to train on; None means the job's own.
+        run_dir: A new or empty directory for weights and records; None writes nothing.
+        epochs: Passes over the training data; 1 if neither this nor `steps` is given.
+        steps: Most optimizer steps.
+        seed: At least 0.
+        device: A torch device; None means the GPU if there is one, unless the plan is for a CPU.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        schedule: Makes the learning rate's schedule from the optimizer. It is stepped once per optimizer step,
+            and not when fp16 gradients overflowed and the step was skipped.
+        callbacks: Told of each step and each validation.
+        show_progress: Show how far the run is, on standard error.
+
+    Raises:
+        UsageError: An argument cannot be meant.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan | Settings,
+        *,
+        data: Data | None = None,
+        run_dir: Path | str | None = None,
+        epochs: int | None = None,
+        steps: int | None = None,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        max_gradient_norm: float | None = None,
+        schedule: MakeSchedule | None = None,
+        callbacks: Sequence[Callback] = (),
+        show_progress: bool = True,
+    ) -> None:
+        for name, value, least in (("epochs", epochs, 1), ("steps", steps, 1), ("seed", seed, 0)):
+            if value is not None and value < least:
+                raise UsageError(f"{name} is {value}; it must be at least {least}.")
+        if max_gradient_norm is not None and not max_gradient_norm > 0:
+            raise UsageError(f"max_gradient_norm is {max_gradient_norm}; it must be positive.")
+        self._job = job
+        self._plan = plan if isinstance(plan, Plan) else None
+        self._settings = plan.settings if isinstance(plan, Plan) else plan
+        self._data = data
+        self._run_dir = None if run_dir is None else Path(run_dir)
+        self._most_epochs = 1 if epochs is None and steps is None else epochs
+        self._most_steps = steps
+        self._seed = seed
+        self._device = _choose_device(device, self._plan)
+        self._max_gradient_norm = max_gradient_norm
+        self._schedule = schedule
+        self._callbacks = tuple(callbacks)
+        self._shows_progress = show_progress
+
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+        self._stop_requested = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in training, and afterwards the trained one.
+
+        Raises:
+            UsageError: `fit` has not been called.
+        """
+        if self._model is None:
+            raise UsageError("there is no model before fit() is called.")
+        return self._model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer over the model's parameters.
+
+        Raises:
+            UsageError: `fit` has not been called.
+        """
+        if self._optimizer is None:
+            raise UsageError("there is no optimizer before fit() is called.")
+        return self._optimizer
+
+    def stop(self) -> None:
+        """End the run after the step under way, as Ctrl-C does: the weights are saved, `fit` returns."""
+        self._stop_requested = True
+
+    def fit(self) -> TrainingResult:
+        """Train until every epoch or step asked for is done, or the run is interrupted.
+
+        Ctrl-C and SIGTERM finish the step under way, save the weights and return; the second stops at once. At
+        the end of each epoch the model is validated and its weights are saved.
+
+        Returns:
+            Every step, every validation, and predicted beside measured.
+
+        Raises:
+            UsageError: There are no data, or they, the model or the loss are none.
+            RunDirectoryError: The run directory is not empty or cannot be written to.
+            NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
+            SaveError: A file could not be written; what was there before stays.
+        """
+        if self._run_dir is not None:
+            check_run_directory(self._run_dir)
+        data = find_data(self._job, self._data)
+        batches = Batches(data.train, global_batch_size=self._settings.global_batch_size, seed=self._seed)
+        if data.validation is not None:
+            check_validation(data.validation)
+        torch.manual_seed(self._seed)
+        self._model = _build_model(self._job, self._device)
+        self._optimizer = make_optimizer(self._job, self._model.parameters(), self._settings.optimizer)
+        steps = Steps(
+            job=self._job,
+            settings=self._settings,
+            model=self._model,
+            optimizer=self._optimizer,
+            scheduler=_make_scheduler(self._schedule, self._optimizer),
+            device=self._device,
+            max_gradient_norm=self._max_gradient_norm,
+        )
+        self._stop_requested = False
+        applied = apply_units(self._model, self._settings)
+        try:
+            return self._train(steps, batches, data.validation)
+        finally:
+            applied.remove()
+
+    def _train(self, steps: Steps, batches: Batches, validation: Any) -> TrainingResult:
+        total_steps = self._total_steps(batches)
+        with (
+            Journal(
+                run_dir=self._run_dir,
+                plan=self._plan or self._settings,
+                job=self._job.name,
+                progress=make_progress(total_steps, show=self._shows_progress),
+            ) as journal,
+            matmul_precision(self._settings.precision),
+            stops_on_signals(self._heed_signal),
+        ):
+            try:
+                stopped_because = self._run_epochs(steps, batches, validation, journal, total_steps)
+                self._save_weights(journal, steps)
+            except NotFiniteStep as step:
+                raise self._not_finite(step.record, journal, steps) from None
+            result = self._result(steps, journal, stopped_because)
+            journal.write_result(result)
+        return result
+
+    def _run_epochs(
+        self, steps: Steps, batches: Batches, validation: Any, journal: Journal, total_steps: int | None
+    ) -> StopReason:
+        for epoch in itertools.count(1):
+            for batch in self._loaded(batches.epoch(epoch)):
+                measure = self._is_to_be_measured(batch, steps, total_steps)
+                record = steps.take(batch, epoch=epoch, measure_memory=measure)
+                journal.add_step(record, self._memory_text(steps))
+                for callback in self._callbacks:
+                    callback.on_step(self, record)
+                if self._stop_requested or steps.taken == self._most_steps:
+                    break
+            if not self._stop_requested and validation is not None:
+                self._validate(validation, epoch, journal, steps)
+            if self._stop_requested:
+                return StopReason.INTERRUPTED
+            self._save_weights(journal, steps)
+            if steps.taken == self._most_steps or epoch == self._most_epochs:
+                return StopReason.FINISHED
+        raise AssertionError("epochs do not end by themselves")
+
+    def _loaded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The batches, until a stop is requested."""
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except Exception:
+                if self._stop_requested:  # Ctrl-C reaches a DataLoader's workers too, and they are missed then
+                    return
+                raise
+            if self._stop_requested:
+                return
+            yield batch
+
+    def _validate(self, validation: Any, epoch: int, journal: Journal, steps: Steps) -> None:
+        record = validate(
+            self.model,
+            self._job,
+            self._settings,
+            validation,
+            move=copied_to(self._device),
+            step=steps.taken,
+            epoch=epoch,
+            is_stopped=lambda: self._stop_requested,
+        )
+        if record is not None:
+            journal.add_validation(record, self.model)
+            for callback in self._callbacks:
+                callback.on_validation(self, record)
+
+    def _save_weights(self, journal: Journal, steps: Steps) -> None:
+        """Save the weights as the last step left them.
+
+        Raises:
+            NonFiniteError: The last step left NaN or infinite weights; those saved before stay.
+        """
+        if not has_finite_parameters(self.model):
+            raise update_not_finite(steps.taken, self._settings, _saved_weights(journal))
+        journal.save_weights(self.model, steps.taken)
+
+    def _not_finite(self, record: StepRecord, journal: Journal, steps: Steps) -> NonFiniteError:
+        """Save the weights from before a step that was not taken, and say where they are."""
+        journal.add_step(record, self._memory_text(steps))
+        if has_finite_parameters(self.model):
+            journal.save_weights(self.model, steps.taken)
+            where = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
+            return step_not_finite(record, self._settings, f"after step {steps.taken}, {where}")
+        return step_not_finite(record, self._settings, _saved_weights(journal))
+
+    def _total_steps(self, batches: Batches) -> int | None:
+        """Steps of the whole run; None if the data do not say."""
+        by_epochs: float = math.inf
+        if self._most_epochs is not None:
+            if batches.steps_per_epoch is None:
+                return self._most_steps  # the epochs may end the run earlier
+            by_epochs = self._most_epochs * batches.steps_per_epoch
+        least = min(by_epochs, math.inf if self._most_steps is None else self._most_steps)
+        return None if math.isinf(least) else int(least)
+
+    def _is_to_be_measured(self, batch: Batch, steps: Steps, total_steps: int | None) -> bool:
+        """Whether the memory of the next step is measured: once, in a steady step on a full batch."""
+        measured_update = MEASURED_UPDATE if total_steps is None else min(MEASURED_UPDATE, total_steps)
+        is_steady = steps.updates >= max(measured_update - 1, 1)
+        return steps.peak is None and is_steady and count_samples(batch) >= self._full_samples
+
+    @property
+    def _full_samples(self) -> int:
+        """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first."""
+        return min(self._settings.global_batch_size, 2 * self._settings.micro_batch_size)
+
+    def _memory_text(self, steps: Steps) -> str:
+        budget_bytes = None if self._plan is None else self._plan.budget_bytes
+        if self._device.type == "cuda":
+            # what the process holds of the device, as the budget means it, but for the context
+            return memory_text(torch.cuda.max_memory_reserved(self._device), budget_bytes)
+        if steps.peak is not None:
+            return memory_text(steps.peak.allocated_bytes, budget_bytes)
+        predicted_bytes = None if self._plan is None else self._plan.predicted_peak_allocated_bytes
+        return memory_text(predicted_bytes, budget_bytes, predicted=True)
+
+    def _heed_signal(self) -> None:
+        self.stop()
+        if self._shows_progress:
+            # not print: a signal may come in the middle of one
+            os.write(2, b"\nEnding after this step; the weights are saved. Once more to stop at once.\n")
+
+    def _result(self, steps: Steps, journal: Journal, stopped_because: StopReason) -> TrainingResult:
+        plan, peak = self._plan, steps.peak
+        return TrainingResult(
+            job=self._job.name,
+            device=_device_name(self._device),
+            settings=self._settings,
+            stopped_because=stopped_because,
+            steps=tuple(journal.steps),
+            validations=tuple(journal.validations),
+            budget_bytes=plan and plan.budget_bytes,
+            predicted_peak_allocated_bytes=plan and plan.predicted_peak_allocated_bytes,
+            measured_peak_allocated_bytes=peak and peak.allocated_bytes,
+            predicted_peak_reserved_bytes=plan and plan.predicted_peak_reserved_bytes,
+            measured_peak_reserved_bytes=peak and peak.reserved_bytes,
+            predicted_peak_device_bytes=plan and plan.predicted_peak_device_bytes,
+            measured_peak_device_bytes=peak and peak.device_bytes,
+            predicted_step_seconds=plan and plan.predicted_step_seconds,
+            measured_step_seconds=_steady_seconds(journal.steps, self._settings.global_batch_size),
+            temporaries_at_peak=peak.temporaries if peak else (),
+            run_dir=self._run_dir,
+        )
+
+
+def _choose_device(device: torch.device | str | None, plan: Plan | None) -> torch.device:
+    if device is not None:
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise UsageError(f"{device!r} is no torch device. Write cpu, cuda or cuda:1.") from error
+    is_for_cpu = plan is not None and plan.device == "cpu"
+    return torch.device("cuda" if torch.cuda.is_available() and not is_for_cpu else "cpu")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _build_model(job: Job, device: torch.device) -> nn.Module:
+    model = job.model if isinstance(job.model, nn.Module) else job.model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    return model.to(device).train()
+
+
+def _make_scheduler(schedule: MakeSchedule | None, optimizer: Optimizer) -> LRScheduler | None:
+    scheduler = None if schedule is None else schedule(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau is stepped with a metric, not once per optimizer step. "
+            "Step it yourself in a Callback's on_validation."
+        )
+    return scheduler
+
+
+def _saved_weights(journal: Journal) -> str:
+    if journal.saved_step is None:
+        return "none were saved before"
+    return f"after step {journal.saved_step}, {journal.weights_path}"
+
+
+def _steady_seconds(records: Sequence[StepRecord], global_batch_size: int) -> float | None:
+    """Median over the steps with a full batch, but for the first and the one whose memory was measured."""
+    steady = [record for record in records[1:] if record.updated and not record.memory_measured]
+    full_samples = global_batch_size
+    if all(record.samples != full_samples for record in steady):  # a DataLoader with batches of its own size
+        full_samples = max((record.samples for record in steady), default=0)
+    seconds = [record.seconds for record in steady if record.samples == full_samples]
+    return statistics.median(seconds) if seconds else None

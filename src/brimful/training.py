@@ -1,0 +1,178 @@
+"""What a training run came to: every step, every validation, and predicted beside measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from brimful.errors import UsageError
+from brimful.measurement import OpTemporary
+from brimful.settings import Settings, settings_from_json, settings_to_json
+
+RESULT_VERSION = 1
+
+
+class StopReason(StrEnum):
+    """Why a run ended."""
+
+    FINISHED = "finished"
+    """Every step that was asked for is done."""
+    INTERRUPTED = "interrupted"
+    """Ctrl-C, SIGTERM or `Trainer.stop`: the step under way was finished and the weights saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int
+    """From 1: how many steps had been taken when this one was done."""
+    epoch: int
+    """From 1."""
+    loss: float
+    """Mean over the global batch, before the update."""
+    gradient_norm: float
+    """2-norm of all gradients, before clipping."""
+    seconds: float
+    """From the batch on the host to the updated parameters; loading the batch is not in it."""
+    samples: int
+    updated: bool
+    """False if the parameters were left as they were: fp16 gradients overflowed, or the loss was not finite."""
+    memory_measured: bool = False
+    """Whether the peak was measured in this step, which slows it down."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and the gradient norm are numbers."""
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationRecord:
+    """One pass over the validation data."""
+
+    step: int
+    """Optimizer steps taken before it."""
+    epoch: int
+    """From 1: the epoch that it ends."""
+    loss: float
+    """Mean over everything that the job's `count` counts in the validation data."""
+    metrics: Mapping[str, float]
+    """Means over the validation samples, by name."""
+    samples: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """A training run.
+
+    A predicted quantity is None if the run had no plan; a measured one if the run was too short to measure it.
+    """
+
+    job: str
+    device: str
+    """Where it ran: "cpu", or a GPU's name."""
+    settings: Settings
+    stopped_because: StopReason
+    steps: tuple[StepRecord, ...]
+    validations: tuple[ValidationRecord, ...]
+    """One per epoch; empty without validation data."""
+    budget_bytes: int | None
+    """Bytes the plan permits to the process on the device."""
+    predicted_peak_allocated_bytes: int | None
+    measured_peak_allocated_bytes: int | None
+    predicted_peak_reserved_bytes: int | None
+    measured_peak_reserved_bytes: int | None
+    predicted_peak_device_bytes: int | None
+    measured_peak_device_bytes: int | None
+    """None on a CPU, which has no driver to ask."""
+    predicted_step_seconds: float | None
+    measured_step_seconds: float | None
+    """Median over the steps with a full global batch, without the first and the one whose memory was measured."""
+    temporaries_at_peak: tuple[OpTemporary, ...] = ()
+    """Op-internal temporaries live at the measured peak, largest first; empty where they cannot be seen."""
+    run_dir: Path | None = None
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The loss of every step."""
+        return tuple(step.loss for step in self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the record's own names; numbers that JSON lacks are written as "nan" and "inf"."""
+        document: dict[str, Any] = {"brimful_training": RESULT_VERSION}
+        for field in fields(self):
+            document[field.name] = getattr(self, field.name)
+        document["settings"] = settings_to_json(self.settings)
+        document["stopped_because"] = str(self.stopped_because)
+        document["steps"] = [step_to_json(step) for step in self.steps]
+        document["validations"] = [validation_to_json(validation) for validation in self.validations]
+        document["temporaries_at_peak"] = [asdict(temporary) for temporary in self.temporaries_at_peak]
+        document["run_dir"] = None if self.run_dir is None else str(self.run_dir)
+        return document
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> TrainingResult:
+        """The result that `to_json` wrote.
+
+        Raises:
+            UsageError: The document is no training result of this version.
+        """
+        version = document.get("brimful_training")
+        if version != RESULT_VERSION:
+            found = "no training result" if version is None else f"a training result of version {version}"
+            raise UsageError(f"this is {found}; this brimful reads version {RESULT_VERSION}.")
+        try:
+            values = {field.name: document[field.name] for field in fields(cls)}
+            values["settings"] = settings_from_json(values["settings"])
+            values["stopped_because"] = StopReason(values["stopped_because"])
+            values["steps"] = tuple(_step_from_json(step) for step in values["steps"])
+            values["validations"] = tuple(_validation_from_json(entry) for entry in values["validations"])
+            values["temporaries_at_peak"] = tuple(
+                OpTemporary(**entry) for entry in values["temporaries_at_peak"]
+            )
+            values["run_dir"] = None if values["run_dir"] is None else Path(values["run_dir"])
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"the training result is damaged: {error!r}") from error
+
+
+def step_to_json(record: StepRecord) -> dict[str, Any]:
+    """A step as a JSON object with the record's own names."""
+    document = asdict(record)
+    for name in _STEP_FLOATS:
+        document[name] = _number_to_json(document[name])
+    return document
+
+
+def validation_to_json(record: ValidationRecord) -> dict[str, Any]:
+    """A validation as a JSON object with the record's own names."""
+    return {
+        "step": record.step,
+        "epoch": record.epoch,
+        "loss": _number_to_json(record.loss),
+        "metrics": {name: _number_to_json(value) for name, value in record.metrics.items()},
+        "samples": record.samples,
+        "seconds": record.seconds,
+    }
+
+
+_STEP_FLOATS = ("loss", "gradient_norm", "seconds")
+
+
+def _step_from_json(document: dict[str, Any]) -> StepRecord:
+    return StepRecord(**document | {name: float(document[name]) for name in _STEP_FLOATS})
+
+
+def _validation_from_json(document: dict[str, Any]) -> ValidationRecord:
+    metrics = {name: float(value) for name, value in document["metrics"].items()}
+    return ValidationRecord(**document | {"loss": float(document["loss"]), "metrics": metrics})
+
+
+def _number_to_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

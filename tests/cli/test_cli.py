@@ -1,0 +1,228 @@
+"""The command line, run as a user runs it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = """
+import torch
+from torch import nn
+import brimful as bf
+
+def job(width=64):
+    return bf.Job(
+        model=lambda: nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)],
+                                    nn.Linear(width, 2)),
+        loss=lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+        batch=lambda n: {"x": torch.randn(n, width), "y": torch.randint(0, 2, (n,))},
+        optimizer="sgd",
+        data=lambda: bf.Data(train={"x": torch.randn(64, width), "y": torch.randint(0, 2, (64,))}),
+        name="tiny",
+    )
+
+def vector_loss():
+    return bf.Job(model=lambda: nn.Linear(4, 4), loss=lambda model, batch: model(batch),
+                  batch=lambda n: torch.randn(n, 4), optimizer="sgd")
+
+def frozen_loss():
+    return bf.Job(model=lambda: nn.Linear(4, 4), loss=lambda model, batch: model(batch).detach().mean(),
+                  batch=lambda n: torch.randn(n, 4), optimizer="sgd")
+
+def nan_loss():
+    return bf.Job(model=lambda: nn.Linear(4, 4), loss=lambda model, batch: (model(batch) * float("nan")).mean(),
+                  batch=lambda n: torch.randn(n, 4), optimizer="sgd",
+                  data=lambda: bf.Data(train=torch.randn(16, 4)))
+
+def ragged_batch():
+    return bf.Job(model=lambda: nn.Linear(4, 4), loss=lambda model, batch: model(batch[0]).mean(),
+                  batch=lambda n: (torch.randn(n, 4), torch.randn(n + 1)), optimizer="sgd")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(JOB)
+    return tmp_path
+
+
+def brimful(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "brimful", *arguments],
+        cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+ESTIMATE_KEYS = {
+    "job",
+    "device",
+    "settings",
+    "verdict",
+    "capacity_bytes",
+    "predicted_peak_allocated_bytes",
+    "predicted_peak_reserved_bytes",
+    "predicted_peak_device_bytes",
+    "predicted_step_seconds",
+    "predicted_samples_per_second",
+    "breakdown",
+    "peak",
+    "largest",
+    "corrections",
+    "uncertain_ops",
+    "parameter_count",
+}
+PLAN_KEYS = {
+    "brimful_plan",
+    "status",
+    "job",
+    "device",
+    "budget_bytes",
+    "settings",
+    "predicted_peak_allocated_bytes",
+    "predicted_peak_reserved_bytes",
+    "predicted_peak_device_bytes",
+    "predicted_step_seconds",
+    "plain",
+    "alternatives",
+    "notes",
+}
+
+
+def test_estimate_json_has_exactly_the_documented_keys(folder: Path) -> None:
+    done = brimful(folder, "estimate", "mine:job", "--device", "RTX 3090", "--json")
+    document = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert set(document) == ESTIMATE_KEYS
+    assert set(document["breakdown"]) == {
+        "parameters",
+        "gradients",
+        "optimizer_state",
+        "saved_tensors",
+        "inputs",
+        "temporaries",
+    }
+    assert sum(document["breakdown"].values()) == document["predicted_peak_allocated_bytes"]
+
+
+def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
+    done = brimful(
+        folder, "plan", "mine:job", "--device", "RTX 3090", "--global-batch-size", "8", "--json",
+        "--output", "plan.json",
+    )  # fmt: skip
+    document = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert set(document) == PLAN_KEYS
+    assert set(document["settings"]) == {
+        "precision",
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "optimizer",
+        "units",
+    }
+    assert json.loads((folder / "plan.json").read_text()) == document
+
+
+def test_a_file_and_model_options_name_a_job(folder: Path) -> None:
+    small = brimful(folder, "estimate", "mine.py:job", "--device", "T4", "--json")
+    large = brimful(folder, "estimate", "mine.py:job", "--device", "T4", "--set", "width=1024", "--json")
+    assert json.loads(large.stdout)["parameter_count"] > 100 * json.loads(small.stdout)["parameter_count"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["estimate", "mine:job", "--device", "RTX 3900"], 2, ["unknown device", "RTX 3090"]),
+        (["estimate", "bert-lrge", "--device", "T4"], 2, ["unknown model", "bert-large"]),
+        (["estimate", "mine:jab", "--device", "T4"], 2, ["jab", "job"]),
+        (["estimate", "mine:job", "--device", "T4", "--optimizer", "adamv"], 2, ["adamw"]),
+        (["estimate", "mine:job", "--device", "T4", "--precision", "fp61"], 2, ["fp16"]),
+        (["estimate", "mine:job", "--device", "T4", "--precision", "bf16"], 2, ["T4", "bf16", "fp16"]),
+        (["estimate", "mine:job", "--device", "T4", "--budget", "lots"], 2, ["lots", "11GiB"]),
+        (["estimate", "mine:job", "--device", "T4", "--budget", "16"], 2, ["16GiB"]),
+        (["estimate", "mine:job", "--device", "T4", "--set", "height=3"], 2, ["height", "width"]),
+        (["estimate", "mine:vector_loss", "--device", "T4"], 2, ["shape (1, 4)", "scalar"]),
+        (["estimate", "mine:frozen_loss", "--device", "T4"], 2, ["no gradient"]),
+        (["estimate", "mine:ragged_batch", "--device", "T4"], 2, ["(1, 4)", "(2,)"]),
+        (
+            ["plan", "mine:job", "--device", "T4", "--global-batch-size", "8", "--micro-batch-size", "3"],
+            2,
+            ["3", "does not divide", "8"],
+        ),
+    ],
+)
+def test_bad_usage_says_what_was_found_and_the_nearest_way_out(
+    folder: Path, arguments: list[str], status: int, words: list[str]
+) -> None:
+    done = brimful(folder, *arguments)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_a_budget_too_small_says_by_how_much_because_of_what_and_what_would_fit(folder: Path) -> None:
+    done = brimful(
+        folder, "plan", "mine:job", "--device", "T4", "--global-batch-size", "8", "--budget", "601MiB",
+        "--set", "width=1024", "--json",
+    )  # fmt: skip
+    document = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert document["status"] == "infeasible"
+    assert document["shortfall_bytes"] == document["smallest_peak_bytes"] - document["budget_bytes"] > 0
+    message = document["error"]["message"]
+    for words in ("too much", "largest part", "would fit"):
+        assert words in message
+
+
+def test_an_estimate_that_does_not_fit_exits_with_1(folder: Path) -> None:
+    done = brimful(folder, "estimate", "mine:job", "--device", "T4", "--budget", "1MiB")
+    assert done.returncode == 1
+    assert "does not fit" in done.stdout
+
+
+def test_help_loads_no_torch(folder: Path) -> None:
+    code = "import sys; import brimful, brimful.cli.app; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+    done = brimful(folder, "--help")
+    assert done.returncode == 0
+    for command in ("estimate", "plan", "train"):
+        assert command in done.stdout
+
+
+OPTIONS = {
+    "estimate": [
+        "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
+        "--recompute", "--budget", "--seq-len", "--image-size", "--set", "--save-trace", "--json",
+    ],
+    "plan": [
+        "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
+        "--optimizer", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output", "--json",
+    ],
+    "train": [
+        "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
+        "--optimizer", "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed", "--max-gradient-norm",
+        "--run-dir", "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_options_are_exactly_these(command: str) -> None:
+    from typer.main import get_command
+
+    from brimful.cli.app import app
+
+    group = get_command(app)
+    parameters = group.commands[command].params  # type: ignore[attr-defined]
+    options = [name for p in parameters for name in p.opts if name.startswith("--")]
+    assert sorted(options) == sorted(OPTIONS[command])

@@ -1,0 +1,174 @@
+"""The public functions on small models: what is pinned stays, what is asked is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import brimful as bf
+from brimful.errors import InfeasibleError, UnknownNameError, UsageError
+
+DEVICE = "RTX 3090"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int = 64, depth: int = 8, norm: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.BatchNorm1d(width) if norm else nn.Identity()
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x.flatten(0, -2)))
+
+
+def stack_job(norm: bool = False) -> bf.Job:
+    return bf.Job(
+        model=lambda: Stack(norm=norm),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.randn(n, 256, 64),
+        optimizer="sgd",
+        name="stack",
+    )
+
+
+def cpu_like() -> bf.Device:
+    """A device without a context, so that small models make a difference."""
+    return replace(bf.find_device("cpu"), capacity_bytes=1 << 40)
+
+
+def test_a_plan_is_within_its_budget_and_its_prediction_is_an_estimate_of_its_settings() -> None:
+    job, device = stack_job(), cpu_like()
+    plan = bf.plan(job, device, global_batch_size=32, budget="40%")
+    again = bf.capture_trace(job, plan.settings, device)
+    peak = bf.estimate(job, device, micro_batch_size=32).predicted_peak_allocated_bytes
+    assert plan.budget_bytes == int(0.4 * peak)
+    assert plan.predicted_peak_device_bytes <= plan.budget_bytes
+    assert plan.settings.global_batch_size == 32
+    from brimful.timeline import predict_memory
+
+    assert predict_memory(again).peak_allocated_bytes == plan.predicted_peak_allocated_bytes
+
+
+def test_more_budget_never_gives_a_slower_plan() -> None:
+    job, device = stack_job(), cpu_like()
+    seconds = [
+        bf.plan(
+            job, device, global_batch_size=16, budget=f"{share}%", micro_batch_size=16
+        ).predicted_step_seconds
+        for share in (40, 60, 80, 100)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_what_is_pinned_stays() -> None:
+    plan = bf.plan(
+        stack_job(),
+        DEVICE,
+        global_batch_size=8,
+        precision="bf16",
+        micro_batch_size=2,
+        recompute="all",
+        optimizer="adamw",
+    )
+    assert plan.settings.precision is bf.Precision.BF16
+    assert plan.settings.micro_batch_size == 2
+    assert plan.settings.gradient_accumulation_steps == 4
+    assert plan.settings.optimizer == "adamw"
+    assert len(plan.settings.recomputed) == len(plan.settings.units) > 0
+
+
+def test_a_batch_that_batch_norm_couples_is_split_only_when_permitted() -> None:
+    job, device = stack_job(norm=True), cpu_like()
+    whole = bf.plan(job, device, global_batch_size=16, budget="60%")
+    assert whole.settings.micro_batch_size == 16
+    with pytest.raises(InfeasibleError, match="split_batch_norm"):
+        bf.plan(job, device, global_batch_size=16, budget="15%")
+    split = bf.plan(job, device, global_batch_size=16, budget="15%", split_batch_norm=True)
+    assert split.settings.micro_batch_size < 16
+    assert any("BatchNorm" in note for note in split.notes)
+
+
+def test_an_infeasible_budget_says_by_how_much_and_what_would_fit() -> None:
+    job, device = stack_job(), cpu_like()
+    with pytest.raises(InfeasibleError) as caught:
+        bf.plan(job, device, global_batch_size=4, budget="1MiB")
+    error = caught.value
+    assert error.budget_bytes == 1 << 20
+    assert error.shortfall_bytes > 0
+    feasible = bf.plan(job, device, global_batch_size=4, budget=error.smallest_peak_bytes)
+    assert feasible.predicted_peak_device_bytes <= error.smallest_peak_bytes
+
+
+def test_a_plan_file_is_read_back_equal(tmp_path: Path) -> None:
+    plan = bf.plan(stack_job(), DEVICE, global_batch_size=8)
+    plan.save(tmp_path / "plan.json")
+    assert bf.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_estimating_leaves_a_given_module_as_it_was() -> None:
+    model = Stack()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    job = replace(stack_job(), model=model)
+    bf.estimate(job, DEVICE, micro_batch_size=4, recompute="all")
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_plan_in_ones_own_loop_gives_the_gradient_of_the_whole_batch() -> None:
+    job = stack_job()
+    torch.manual_seed(0)
+    model, plain = Stack(), Stack()
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(8, 256, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    units = tuple(bf.UnitAction(fqn=f"blocks.{i}", action=bf.Action.RECOMPUTE) for i in range(8))
+    step = bf.apply(
+        bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4, units=units), job, model, optimizer
+    )
+    outcome = step(batch)
+    step.remove()
+    loss = job.loss(plain, batch)
+    loss.backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    # Four partial sums instead of one: equal up to the order of summation in float32.
+    torch.testing.assert_close(outcome.loss, loss.detach(), rtol=1e-6, atol=0)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"budget": "50"}, UsageError, "50GiB"),
+        ({"budget": "-5%"}, UsageError, "50%"),
+        ({"recompute": "some"}, UnknownNameError, "all"),
+        ({"precision": ["fp32", "bf61"]}, UnknownNameError, "bf16"),
+        ({"global_batch_size": 0}, UsageError, "at least 1"),
+    ],
+)
+def test_bad_arguments_are_told(arguments: dict[str, object], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        bf.plan(stack_job(), DEVICE, **({"global_batch_size": 4} | arguments))  # type: ignore[arg-type]
+
+
+def test_a_precision_the_device_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match="bf16"):
+        bf.estimate(stack_job(), "GTX 1080 Ti", precision="bf16")

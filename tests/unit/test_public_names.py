@@ -1,0 +1,66 @@
+"""The public surface: a name that appears, goes or changes is noticed."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import brimful as bf
+
+PUBLIC = {
+    "Action",
+    "BrimfulError",
+    "Data",
+    "Device",
+    "Estimate",
+    "InfeasibleError",
+    "Job",
+    "Measurement",
+    "Plan",
+    "Precision",
+    "Settings",
+    "Trace",
+    "Trainer",
+    "TrainingResult",
+    "UnitAction",
+    "__version__",
+    "apply",
+    "capture_trace",
+    "estimate",
+    "find_architecture",
+    "find_device",
+    "fit",
+    "measure",
+    "plan",
+}
+
+
+def test_the_public_names_are_exactly_these() -> None:
+    assert set(bf.__all__) == PUBLIC
+    assert bf.__all__ == sorted(bf.__all__)
+    assert set(dir(bf)) >= PUBLIC
+
+
+def test_every_public_name_loads_whatever_was_imported_before() -> None:
+    for module in pkgutil.walk_packages(bf.__path__, "brimful."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in bf.__all__:
+        value = getattr(bf, name)
+        assert not hasattr(value, "__path__"), f"brimful.{name} is shadowed by a module"
+    assert callable(bf.plan)
+    assert callable(bf.apply)
+
+
+def test_importing_brimful_loads_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", "import sys, brimful; assert 'torch' not in sys.modules"], check=True)
+
+
+def test_a_saved_trace_and_plan_are_read_without_torch() -> None:
+    code = (
+        "import sys; import brimful.trace, brimful.planning, brimful.timeline, brimful.cost, brimful.report;"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
