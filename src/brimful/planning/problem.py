@@ -59,15 +59,11 @@ def build_problem(
     k = _Steady.of(kept, units, micro_batches)
     r = _Steady.of(recomputed, units, micro_batches)
     kept_before, starts_before = _differences(k, r, len(units))
-    through_backward = kept_before[_BACKWARD_BEGINS]
-
-    before = np.where(k.owner >= 0, k.owner, k.begun)
-    levels_kept = k.live_bytes - kept_before[k.moment, before] + starts_before[before]
-    overlapping = np.where(r.owner >= 0, through_backward[r.begun] - through_backward[r.owner + 1], 0)
-    levels_recomputed = r.live_bytes + np.maximum(overlapping, 0)
-
-    peaks_kept, gaps_kept = k.peaks(levels_kept, len(units))
-    peaks_recomputed, gaps_recomputed = r.peaks(levels_recomputed, len(units))
+    before = np.where(k.is_inside, k.owner, k.begun)
+    alone_bytes = k.live_bytes - kept_before[k.moment, before] + starts_before[before]
+    peaks_kept, gaps_kept = k.peaks(alone_bytes, len(units))
+    peaks_recomputed, gaps_recomputed = r.peaks(r.live_bytes, len(units))
+    peaks_recomputed = np.maximum(peaks_recomputed, k.peaks(np.where(k.moment==1, alone_bytes, 0), len(units))[0])
     seconds = _recompute_seconds(recomputed, units, device)
     options = tuple(
         (
@@ -75,7 +71,7 @@ def build_problem(
             Option(retained_bytes=0, peak_bytes=int(peak_recomputed), seconds=float(cost)),
         )
         for retained, peak_kept, peak_recomputed, cost in zip(
-            np.diff(through_backward), peaks_kept, peaks_recomputed, seconds, strict=True
+            np.diff(kept_before[_BACKWARD_BEGINS]), peaks_kept, peaks_recomputed, seconds, strict=True
         )
     )
     gaps = tuple(int(peak) for peak in np.maximum(gaps_kept, gaps_recomputed))
@@ -130,13 +126,18 @@ class _Steady:
             held=_held(trace, step, owner, begun),
         )
 
+    @property
+    def is_inside(self) -> NDArray[np.bool_]:
+        """Whether a unit runs and no later one is held, (P,); positions where units overlap are none's own."""
+        return (self.owner >= 0) & (self.owner + 1 == self.begun)
+
     def peaks(
         self, levels: NDArray[np.int64], unit_count: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The highest level within each unit, and outside of all by the number of units begun."""
         units = np.zeros(unit_count, dtype=np.int64)
         gaps = np.zeros(unit_count + 1, dtype=np.int64)
-        inside = self.owner >= 0
+        inside = self.is_inside
         np.maximum.at(units, self.owner[inside], levels[inside])
         np.maximum.at(gaps, self.begun[~inside], levels[~inside])
         return units, gaps
@@ -185,7 +186,6 @@ def _differences(
         for (owner, _begun, _label, size_bytes), count in (kept.held[moment] - recomputed.held[moment]).items():
             if owner >= 0:
                 kept_before[moment, owner + 1] += size_bytes * count
-            else: print("GAP KEPT ONLY", moment, _label, size_bytes*count)
     for (_owner, begun, _label, size_bytes), count in (
         recomputed.held[_BACKWARD_BEGINS] - kept.held[_BACKWARD_BEGINS]
     ).items():
