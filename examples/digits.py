@@ -1,4 +1,4 @@
-"""A small ResNet on scikit-learn's handwritten digits: 1797 images of 8 × 8 pixels, enlarged to 32 × 32.
+"""A small ResNet on scikit-learn's handwritten digits: 1797 images of 8 × 8 pixels, enlarged to 40 × 40.
 
 brimful plan examples/digits.py:job --global-batch-size 128 --budget 50%
 """
@@ -10,7 +10,7 @@ from torch import nn
 
 import brimful as bf
 
-PIXELS = 32
+PIXELS = 40
 CLASSES = 10
 TRAINING_SAMPLES = 1500
 
@@ -22,7 +22,9 @@ class Block(nn.Module):
         self.norm1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(channels)
-        self.shortcut = nn.Conv2d(channels_in, channels, 1, stride, bias=False)
+        self.shortcut = nn.Sequential(
+            nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = F.relu(self.norm1(self.conv1(x)))
@@ -30,10 +32,12 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    def __init__(self, width: int = 32) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(1, width, 3, padding=1)
+        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
         self.blocks = nn.Sequential(
+            Block(width, width, stride=1),
+            Block(width, width, stride=1),
             Block(width, width, stride=1),
             Block(width, 2 * width, stride=2),
             Block(2 * width, 2 * width, stride=1),

@@ -315,7 +315,7 @@ class Trainer:
             measured_peak_device_bytes=peak and peak.device_bytes,
             predicted_step_seconds=plan and plan.predicted_step_seconds,
             measured_step_seconds=_steady_seconds(journal.steps, self._settings.global_batch_size),
-            temporaries_at_peak=peak.temporaries if peak else (),
+            temporaries_at_peak=peak.temporaries_at_peak if peak else (),
             run_dir=self._run_dir,
         )
 
