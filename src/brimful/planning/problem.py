@@ -4,23 +4,27 @@ One capture keeps every unit, one recomputes every unit. What both hold when bac
 plan; what only the first holds is the price of keeping. With
 
     u(i)        bytes made in unit i that only the kept capture holds when backward begins; U(i) = Σ_{j<i} u(j)
-    V(i)        bytes that only the recomputed capture holds, for the units before i to be recomputed from
+    V(i)        bytes made before unit i that only the recomputed capture holds, to start recomputations from
     K(t), R(t)  bytes live at a position t of the kept and of the recomputed capture
     k(t)        units begun and not yet through their backward, counted from the first
 
-a position outside of all units holds R(t), and u(j) for each kept unit j < k(t). A recomputed unit holds R(t) at
-its own positions too. A kept unit i holds K(t), less U(i), which the units before it add if they are kept, and
-V(i) at most, if they are not. So two captures give every constraint, for a model of any shape.
+* Outside of all units a plan holds R(t), and u(j) for each kept unit j < k(t).
+* So it does within a recomputed unit i. But while the last ops of its backward run, a kept unit before it may
+  still hold what in the recomputed capture is gone by then; so K(t) - U(i) in its backward counts too.
+* Within a kept unit i a plan holds K(t), less U(i), which is there only as far as the units before it are kept,
+  and V(i), which is there only as far as they are not.
 
-Where units follow one another, and what a recomputation starts from is saved for backward anyway, this is exact.
-Elsewhere it is rather too high: units that overlap count in full until all of their backward is through, and the
-starts of recomputations count even where nothing is recomputed.
+So two captures give every constraint, for a model of any shape. Where units follow one another, and what a
+recomputation starts from is saved for backward anyway, the peaks are exact. Elsewhere they are rather too high:
+V counts even where nothing is recomputed, and units that overlap, such as a module that is called again later,
+count in full from the beginning of the first to the end of the last.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,35 +62,44 @@ def build_problem(
     """
     k = _Steady.of(kept, units, micro_batches)
     r = _Steady.of(recomputed, units, micro_batches)
-    kept_before, starts_before = _differences(k, r, len(units))
-    before = np.where(k.is_inside, k.owner, k.begun)
-    alone_bytes = k.live_bytes - kept_before[k.moment, before] + starts_before[before]
-    peaks_kept, gaps_kept = k.peaks(alone_bytes, len(units))
-    peaks_recomputed, gaps_recomputed = r.peaks(r.live_bytes, len(units))
-    peaks_recomputed = np.maximum(peaks_recomputed, k.peaks(np.where(k.moment==1, alone_bytes, 0), len(units))[0])
+    kept_before, starts_before = _differences(k, r)
+
+    first = np.where(k.is_inside, k.owner, k.begun)  # units before this one may be kept or not
+    alone_bytes = k.live_bytes - kept_before[k.moment, first] + starts_before[first]
+    peaks_kept, gaps_kept = k.peaks(alone_bytes)
+    peaks_kept_backward, _ = k.peaks(np.where(k.moment == _BACKWARD_BEGINS, alone_bytes, 0))
+    peaks_recomputed, gaps_recomputed = r.peaks(r.live_bytes)
+    peaks_recomputed = np.maximum(peaks_recomputed, peaks_kept_backward)
+
+    retained = np.diff(kept_before[_BACKWARD_BEGINS])
     seconds = _recompute_seconds(recomputed, units, device)
     options = tuple(
         (
-            Option(retained_bytes=int(retained), peak_bytes=int(peak_kept), seconds=0.0),
-            Option(retained_bytes=0, peak_bytes=int(peak_recomputed), seconds=float(cost)),
+            Option(retained_bytes=int(retained[i]), peak_bytes=int(peaks_kept[i]), seconds=0.0),
+            Option(retained_bytes=0, peak_bytes=int(peaks_recomputed[i]), seconds=float(seconds[i])),
         )
-        for retained, peak_kept, peak_recomputed, cost in zip(
-            np.diff(kept_before[_BACKWARD_BEGINS]), peaks_kept, peaks_recomputed, seconds, strict=True
-        )
+        for i in range(len(units))
     )
-    gaps = tuple(int(peak) for peak in np.maximum(gaps_kept, gaps_recomputed))
-    return Problem(units=options, gap_peaks_bytes=gaps)
+    gaps = np.maximum(gaps_kept, gaps_recomputed)
+    return Problem(units=options, gap_peaks_bytes=tuple(int(peak) for peak in gaps))
 
 
-_Made = tuple[int, int, str, int]
-"""What tells the storages of two captures apart: the unit they were made in or -1, how many units had begun, what
-made them, and their bytes."""
+class _Made(NamedTuple):
+    """By what a storage of one capture is known in the other."""
+
+    owner: int
+    """The unit it was made in, or -1."""
+    begun: int
+    """Units begun when it was made."""
+    label: str
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Steady:
     """The last step of a capture by position (P): an event of a micro-batch that occurs or of the optimizer."""
 
+    unit_count: int
     live_bytes: NDArray[np.int64]
     """After each event, (P,)."""
     owner: NDArray[np.int64]
@@ -119,6 +132,7 @@ class _Steady:
         positions = positions[occurs[profile.ops[positions]]]
         ops = profile.ops[positions]
         return cls(
+            unit_count=len(units),
             live_bytes=profile.live_bytes[positions],
             owner=owner[ops],
             begun=begun[ops],
@@ -129,14 +143,13 @@ class _Steady:
     @property
     def is_inside(self) -> NDArray[np.bool_]:
         """Whether a unit runs and no later one is held, (P,); positions where units overlap are none's own."""
-        return (self.owner >= 0) & (self.owner + 1 == self.begun)
+        inside: NDArray[np.bool_] = (self.owner >= 0) & (self.owner + 1 == self.begun)
+        return inside
 
-    def peaks(
-        self, levels: NDArray[np.int64], unit_count: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def peaks(self, levels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The highest level within each unit, and outside of all by the number of units begun."""
-        units = np.zeros(unit_count, dtype=np.int64)
-        gaps = np.zeros(unit_count + 1, dtype=np.int64)
+        units = np.zeros(self.unit_count, dtype=np.int64)
+        gaps = np.zeros(self.unit_count + 1, dtype=np.int64)
         inside = self.is_inside
         np.maximum.at(units, self.owner[inside], levels[inside])
         np.maximum.at(gaps, self.begun[~inside], levels[~inside])
@@ -166,31 +179,27 @@ def _held(
         if op is None or not forward[0] <= op <= forward[-1]:
             continue
         size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
-        made = (int(owner[op]), int(begun[op]), storage.label, size_bytes)
+        made = _Made(int(owner[op]), int(begun[op]), storage.label, size_bytes)
         for moment, at_moment in zip(moments, held, strict=True):
             at_moment[made] += freed_at.get(index, len(trace.ops)) >= moment
     return held
 
 
-def _differences(
-    kept: _Steady, recomputed: _Steady, unit_count: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _differences(kept: _Steady, recomputed: _Steady) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """What only one of the captures holds.
 
     Returns:
-        U(i) by moment, (2, n + 1), and V(i), (n + 1,).
+        U(i) at each moment, (2, n + 1), and V(i), (n + 1,).
     """
-    kept_before = np.zeros((2, unit_count + 1), dtype=np.int64)
-    starts_before = np.zeros(unit_count + 1, dtype=np.int64)
+    kept_only = np.zeros((2, kept.unit_count + 1), dtype=np.int64)
+    starts_before = np.zeros(kept.unit_count + 1, dtype=np.int64)
     for moment in (_FORWARD_ENDS, _BACKWARD_BEGINS):
-        for (owner, _begun, _label, size_bytes), count in (kept.held[moment] - recomputed.held[moment]).items():
-            if owner >= 0:
-                kept_before[moment, owner + 1] += size_bytes * count
-    for (_owner, begun, _label, size_bytes), count in (
-        recomputed.held[_BACKWARD_BEGINS] - kept.held[_BACKWARD_BEGINS]
-    ).items():
-        starts_before[begun + 1 :] += size_bytes * count
-    return np.cumsum(kept_before, axis=1), starts_before
+        for made, count in (kept.held[moment] - recomputed.held[moment]).items():
+            if made.owner >= 0:  # else it counts as there under any plan
+                kept_only[moment, made.owner + 1] += made.size_bytes * count
+    for made, count in (recomputed.held[_BACKWARD_BEGINS] - kept.held[_BACKWARD_BEGINS]).items():
+        starts_before[made.begun :] += made.size_bytes * count
+    return np.cumsum(kept_only, axis=1), starts_before
 
 
 def _recompute_seconds(trace: Trace, units: tuple[str, ...], device: Device) -> NDArray[np.float64]:

@@ -15,24 +15,27 @@ the problem is: choose o(i) to minimise Σ c(i, o(i)), such that for R(k) = Σ_{
     R(i) + p(i, o(i)) ≤ B      for every unit
     R(k) + g(k)       ≤ B      for k = 0 … n
 
-States (R, cost) of which another is no larger and no dearer are dropped; what remains is exact.
+States (R, cost) of which another is no larger and no dearer are dropped; what remains is exact. The state of
+least R is never dropped, and every way on from another state is open to it. So a choice is found whenever there
+is one, even where there are too many states and some more are dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 MOST_STATES = 4096
-"""Beyond so many undominated states, retained bytes are rounded up to 1/4096 of the budget; the answer is then
-feasible but no longer proved to be the best."""
+"""Beyond so many undominated states, of those whose retained bytes agree to 1/4096 of the budget only the
+cheapest is kept. The answer is then not proved to be the best, but costs no more than the best within a budget
+that is lower by n/4096."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way to treat a unit."""
+    """One way to treat a unit. No number is negative."""
 
     retained_bytes: int
     """Bytes it holds between its forward and its backward, beyond its smallest option."""
@@ -93,10 +96,7 @@ def solve(problem: Problem, budget_bytes: int) -> Solution | None:
         if not new.retained.size:
             return None
         if new.retained.size > MOST_STATES:
-            new, is_optimal = new.rounded(max(1, budget_bytes // MOST_STATES)), False
-            new = new.within(budget_bytes - gap_bytes)
-            if not new.retained.size:
-                return None
+            new, is_optimal = new.thinned(max(1, budget_bytes // MOST_STATES)), False
         retained, seconds = new.retained, new.seconds
         steps.append((new.parent, new.option))
     choice = _trace_back(steps, int(np.argmin(seconds)))
@@ -109,10 +109,14 @@ def solve(problem: Problem, budget_bytes: int) -> Solution | None:
 
 def smallest_peak_bytes(problem: Problem) -> int:
     """The least budget that has a solution, by bisection."""
-    low, high = 0, problem.peak_bytes(tuple(_least(unit) for unit in problem.units))
+    # Without costs one state, that of the least bytes, dominates all others: each try is quick.
+    free = replace(
+        problem, units=tuple(tuple(replace(option, seconds=0.0) for option in unit) for unit in problem.units)
+    )
+    low, high = max(problem.gap_peaks_bytes), problem.peak_bytes((0,) * len(problem.units))
     while low < high:
         middle = (low + high) // 2
-        if solve(problem, middle) is None:
+        if solve(free, middle) is None:
             low = middle + 1
         else:
             high = middle
@@ -132,14 +136,12 @@ class _States:
         cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], self.seconds[order][:-1])))
         return self._at(order[self.seconds[order] < cheapest_before])
 
-    def rounded(self, quantum_bytes: int) -> _States:
-        """With retained bytes rounded up, so that states merge."""
-        rounded = -(-self.retained // quantum_bytes) * quantum_bytes
-        return _States(rounded, self.seconds, self.parent, self.option).undominated()
-
-    def within(self, most_retained_bytes: int) -> _States:
-        """Only those that retain no more."""
-        return self._at(np.flatnonzero(self.retained <= most_retained_bytes))
+    def thinned(self, quantum_bytes: int) -> _States:
+        """The first, and the last and so cheapest of each quantum; the states are undominated."""
+        quanta = self.retained // quantum_bytes
+        is_last = np.append(quanta[1:] != quanta[:-1], True)
+        is_last[0] = True
+        return self._at(np.flatnonzero(is_last))
 
     def _at(self, index: NDArray[np.int64]) -> _States:
         return _States(self.retained[index], self.seconds[index], self.parent[index], self.option[index])
@@ -180,7 +182,3 @@ def _trace_back(steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]], state:
         choice.append(int(option[state]))
         state = int(parent[state])
     return tuple(reversed(choice))
-
-
-def _least(unit: tuple[Option, ...]) -> int:
-    return min(range(len(unit)), key=lambda index: (unit[index].retained_bytes, unit[index].peak_bytes))

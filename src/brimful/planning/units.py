@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from brimful.settings import Span
-from brimful.trace import Category, Phase, Trace
+from brimful.trace import Category, Op, Phase, Storage, Trace
 
 SMALLEST_SHARE = 1 / 200
 """A part that saves less of the whole than this is no unit: recomputing it would gain nothing to speak of."""
@@ -25,7 +25,8 @@ def find_units(trace: Trace) -> tuple[str, ...]:
 
     Starting from the whole model, a part is divided into its children as long as it saves a large share and is
     not one of several alike (the blocks of a transformer or a ResNet). A plain `Sequential` of small parts is
-    divided into runs instead.
+    divided into runs instead. No unit begins by changing its input in place, as an in-place ReLU does: there
+    would be nothing left to recompute it from.
 
     Args:
         trace: A capture without recomputation.
@@ -43,21 +44,16 @@ class UnitIndex:
     """
 
     def __init__(self, trace: Trace, units: Iterable[str]) -> None:
-        self._of_path: dict[str, int] = {}
         children = _children(trace)
-        for index, unit in enumerate(units):
-            for path in _paths(unit, children):
-                self._of_path[path] = index
+        unit_of = {path: index for index, unit in enumerate(units) for path in _paths(unit, children)}
+        self._of: dict[str, int] = {}
+        for module in (*children, *(child for siblings in children.values() for child in siblings)):
+            inside = (unit_of[path] for path in _ancestors(module) if path in unit_of)
+            self._of[module] = next(inside, -1)
 
     def of(self, module: str) -> int:
-        """Index of the unit that `module` is or is in; -1 if none."""
-        path = module
-        while path:
-            index = self._of_path.get(path)
-            if index is not None:
-                return index
-            path = path.rpartition(".")[0]
-        return self._of_path.get("", -1)
+        """Index of the unit that `module` is or is in; -1 if none, as for the loss and the optimizer."""
+        return self._of.get(module, -1)
 
 
 class _Tree:
@@ -66,21 +62,25 @@ class _Tree:
     def __init__(self, trace: Trace) -> None:
         self._children = _children(trace)
         self._classes = dict(trace.module_classes)
+        self._ops = trace.ops
         self._saved: dict[str, int] = defaultdict(int)
         self._first: dict[str, int] = {}
+        self._result: dict[str, Storage] = {}
+        """By path, the first storage that its last op to make any has made."""
         self.total_bytes = 0
         for index, op in enumerate(trace.ops):
-            if op.phase is Phase.FORWARD and op.micro_batch == 0 and op.step == 0:
+            if _is_of_first_forward(op):
                 for path in _ancestors(op.module):
                     self._first.setdefault(path, index)
         for storage in trace.storages:
-            if storage.category is not Category.SAVED_TENSORS or storage.op is None:
+            if storage.op is None or not _is_of_first_forward(trace.ops[storage.op]):
                 continue
-            op = trace.ops[storage.op]
-            if op.micro_batch == 0 and op.step == 0:
-                self.total_bytes += storage.size_bytes
-                for path in _ancestors(op.module):
-                    self._saved[path] += storage.size_bytes
+            is_saved = storage.category is Category.SAVED_TENSORS
+            self.total_bytes += storage.size_bytes * is_saved
+            for path in _ancestors(trace.ops[storage.op].module):
+                self._saved[path] += storage.size_bytes * is_saved
+                if path not in self._result or self._result[path].op != storage.op:
+                    self._result[path] = storage
 
     def saved_by(self, unit: str) -> int:
         """Bytes that a unit saves."""
@@ -93,14 +93,15 @@ class _Tree:
     def divide(self, path: str) -> Iterator[str]:
         """The units in `path`; itself, if it is not to be divided."""
         children = [child for child in self._children[path] if self._saved[child] > 0]
-        if not children:
-            yield path
-        elif self._is_run(path, children):
+        if self._is_run(path, children):
             yield from self._runs(path)
+        elif sum(self._saved[child] for child in children) * 2 < self._saved[path] and self._can_begin(path):
+            yield path  # most of what it saves would be in none of its children
         else:
             repeated = self._repeated(children)
             for child in children:
-                if child in repeated or self._saved[child] <= LARGEST_SHARE * self.total_bytes:
+                is_small = child in repeated or self._saved[child] <= LARGEST_SHARE * self.total_bytes
+                if is_small and self._can_begin(child):
                     yield child
                 else:
                     yield from self.divide(child)
@@ -120,18 +121,64 @@ class _Tree:
 
     def _is_run(self, path: str, children: list[str]) -> bool:
         """Whether `path` is a plain Sequential whose children have nothing inside that could be divided."""
-        return self._classes.get(path) == "Sequential" and not any(self._children[child] for child in children)
+        is_plain = self._classes.get(path) == "Sequential"
+        return is_plain and bool(children) and not any(self._children[child] for child in children)
 
     def _runs(self, path: str) -> Iterator[str]:
-        """Runs of children that save an eighth of the whole each, if they can."""
-        names = [child[len(path) + 1 :] if path else child for child in self._children[path]]
-        saved = [self._saved[child] for child in self._children[path]]
-        first, held = 0, 0
-        for index, size_bytes in enumerate(saved):
-            held += size_bytes
-            if held >= LARGEST_SHARE * self.total_bytes or index == len(saved) - 1:
-                yield str(Span(parent=path, first=names[first], last=names[index]))
-                first, held = index + 1, 0
+        """Runs of children, each of which frees an eighth of the whole when it is recomputed, if they can.
+
+        A run frees what it saves less what it hands on, from which the next one is recomputed. It ends where
+        that is little, and saved anyway.
+        """
+        children = self._children[path]
+        needed_bytes = LARGEST_SHARE * self.total_bytes
+        runs: list[tuple[int, int]] = []
+        first, saved_bytes, result = 0, 0, None
+        for index, child in enumerate(children):
+            if first == index and not self._can_begin(child):
+                first += 1
+                continue
+            saved_bytes += self._saved[child]
+            result = self._result.get(child, result)
+            if index + 1 == len(children):
+                runs.append((first, index))
+            elif result is not None and self._can_begin(children[index + 1]):
+                is_saved = result.category is Category.SAVED_TENSORS
+                freed_bytes = saved_bytes - result.size_bytes
+                if is_saved and freed_bytes >= max(needed_bytes, 2 * result.size_bytes):
+                    runs.append((first, index))
+                    first, saved_bytes, result = index + 1, 0, None
+        if len(runs) > 1 and saved_bytes < needed_bytes:  # the rest is too little for a run of its own
+            runs[-2:] = [(runs[-2][0], runs[-1][1])]
+        names = [child.rpartition(".")[2] for child in children]
+        for first, last in runs:
+            is_whole = (first, last) == (0, len(children) - 1)
+            yield path if is_whole else str(Span(parent=path, first=names[first], last=names[last]))
+
+    def _can_begin(self, path: str) -> bool:
+        """Whether a unit can begin with `path`: not if the first thing it does is to write over its input.
+
+        What is written over is not recorded; taken for the input is a block as large as the op before wrote.
+        """
+        first = self._first.get(path, 0)
+        if first == 0:
+            return True
+        module = self._ops[first].module
+        end = first + 1
+        if not self._children[module]:  # in-place dropout draws its mask first
+            while end < len(self._ops) and self._ops[end].module == module:
+                end += 1
+        input_bytes = self._ops[first - 1].written_bytes
+        return not any(_is_in_place(op) and op.written_bytes == input_bytes for op in self._ops[first:end])
+
+
+def _is_of_first_forward(op: Op) -> bool:
+    return op.phase is Phase.FORWARD and op.step == 0 and op.micro_batch == 0
+
+
+def _is_in_place(op: Op) -> bool:
+    """Whether an op's name says that it writes over its first argument: "aten.relu_.default"."""
+    return op.name.split(".")[1].endswith("_") if "." in op.name else False
 
 
 def _children(trace: Trace) -> dict[str, list[str]]:

@@ -1,0 +1,217 @@
+"""The prefix solver against brute force, against a MILP solver, and against itself at other budgets."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from brimful.planning import solver
+from brimful.planning.solver import Option, Problem, Solution, smallest_peak_bytes, solve
+
+options = st.builds(
+    Option,
+    retained_bytes=st.integers(0, 12),
+    peak_bytes=st.integers(0, 25),
+    seconds=st.integers(0, 9).map(float),  # whole numbers: sums are exact in any order
+)
+
+
+@st.composite
+def problems(draw, most_units=6):
+    units = draw(st.lists(st.lists(options, min_size=1, max_size=3).map(tuple), max_size=most_units))
+    gaps = draw(st.lists(st.integers(0, 25), min_size=len(units) + 1, max_size=len(units) + 1))
+    return Problem(units=tuple(units), gap_peaks_bytes=tuple(gaps))
+
+
+budgets = st.integers(0, 90)
+
+
+def choices(problem):
+    return list(itertools.product(*(range(len(unit)) for unit in problem.units)))
+
+
+def least_cost(problem, budget_bytes):
+    """Least seconds over all choices within the budget, by trying all; None if there is none."""
+    costs = [problem.seconds(c) for c in choices(problem) if problem.peak_bytes(c) <= budget_bytes]
+    return min(costs, default=None)
+
+
+def random_problem(seed, unit_count, option_count):
+    """A problem of the size of a real one: bytes in millions, seconds that are no whole numbers."""
+    rng = random.Random(seed)
+    return Problem(
+        units=tuple(
+            tuple(
+                Option(
+                    retained_bytes=rng.randrange(10**8),
+                    peak_bytes=rng.randrange(10**8, 2 * 10**8),
+                    seconds=rng.random(),
+                )
+                for _ in range(option_count)
+            )
+            for _ in range(unit_count)
+        ),
+        gap_peaks_bytes=tuple(rng.randrange(2 * 10**8) for _ in range(unit_count + 1)),
+    )
+
+
+def budgets_between(problem, count):
+    """Budgets from just feasible to where nothing is given up."""
+    fastest = tuple(min(range(len(unit)), key=lambda o: unit[o].seconds) for unit in problem.units)
+    low, high = smallest_peak_bytes(problem), problem.peak_bytes(fastest)
+    return [low + (high - low) * i // (count - 1) for i in range(count)]
+
+
+@given(problem=problems(), budget_bytes=budgets)
+def test_the_cost_is_that_of_brute_force_and_none_means_that_nothing_fits(problem, budget_bytes):
+    solution = solve(problem, budget_bytes)
+    least = least_cost(problem, budget_bytes)
+    if least is None:
+        assert solution is None
+    else:
+        assert solution is not None
+        assert solution.is_optimal
+        assert solution.seconds == least == problem.seconds(solution.choice)
+
+
+@given(problem=problems(), budget_bytes=budgets)
+def test_the_peak_reported_is_that_of_the_choice_and_within_the_budget(problem, budget_bytes):
+    solution = solve(problem, budget_bytes)
+    if solution is not None:
+        assert solution.peak_bytes == problem.peak_bytes(solution.choice) <= budget_bytes
+
+
+@given(problem=problems(), budget_bytes=budgets, more_bytes=st.integers(0, 30))
+def test_a_larger_budget_never_costs_more(problem, budget_bytes, more_bytes):
+    tight, loose = solve(problem, budget_bytes), solve(problem, budget_bytes + more_bytes)
+    if tight is not None:
+        assert loose is not None
+        assert loose.seconds <= tight.seconds
+
+
+@given(problem=problems())
+def test_the_smallest_peak_is_the_least_peak_of_all_choices(problem):
+    assert smallest_peak_bytes(problem) == min(map(problem.peak_bytes, choices(problem)))
+
+
+@given(problem=problems(), budget_bytes=budgets, most_states=st.integers(1, 4))
+def test_with_too_many_states_a_choice_is_still_found_whenever_there_is_one(problem, budget_bytes, most_states):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "MOST_STATES", most_states)
+        solution = solve(problem, budget_bytes)
+    least = least_cost(problem, budget_bytes)
+    assert (solution is None) == (least is None)
+    if solution is not None:
+        assert solution.peak_bytes <= budget_bytes
+        assert solution.seconds >= least
+        assert solution.seconds == least or not solution.is_optimal
+
+
+@given(problem=problems(), budget_bytes=budgets, most_states=st.integers(1, 4))
+def test_with_too_many_states_the_cost_is_at_most_that_of_a_budget_lower_by_a_quantum_a_unit(
+    problem, budget_bytes, most_states
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(solver, "MOST_STATES", most_states)
+        solution = solve(problem, budget_bytes)
+    quantum_bytes = max(1, budget_bytes // most_states)
+    reference = least_cost(problem, budget_bytes - len(problem.units) * quantum_bytes)
+    if reference is not None:
+        assert solution is not None
+        assert solution.seconds <= reference
+
+
+@settings(max_examples=20)
+@given(problem=problems(), budget_bytes=budgets)
+def test_among_equally_cheap_choices_the_one_that_retains_least_is_taken(problem, budget_bytes):
+    solution = solve(problem, budget_bytes)
+    if solution is not None:
+        equals = [
+            c
+            for c in choices(problem)
+            if problem.peak_bytes(c) <= budget_bytes and problem.seconds(c) == solution.seconds
+        ]
+        assert retained(problem, solution.choice) == min(retained(problem, c) for c in equals)
+
+
+def retained(problem, choice):
+    return sum(unit[o].retained_bytes for unit, o in zip(problem.units, choice, strict=True))
+
+
+def solve_as_milp(problem, budget_bytes):
+    """The same problem for HiGHS: a binary per unit and option, a row per prefix constraint; least seconds."""
+    columns = [(i, o) for i, unit in enumerate(problem.units) for o in range(len(unit))]
+    cost = np.array([problem.units[i][o].seconds for i, o in columns])
+    retained_mb = np.array([problem.units[i][o].retained_bytes for i, o in columns]) / 1e6
+    peak_mb = np.array([problem.units[i][o].peak_bytes for i, o in columns]) / 1e6
+    unit_of = np.array([i for i, _ in columns])
+    rows, upper, lower = [], [], []
+    for i in range(len(problem.units)):
+        before = retained_mb * (unit_of < i)
+        rows.append(before + peak_mb * (unit_of == i))  # Σ_{j<i} r(j, o) + p(i, o) ≤ B
+        upper.append(budget_bytes / 1e6)
+        rows.append(before + retained_mb * (unit_of == i))  # Σ_{j≤i} r(j, o) ≤ B - g(i + 1)
+        upper.append((budget_bytes - problem.gap_peaks_bytes[i + 1]) / 1e6)
+        lower += [-np.inf, -np.inf]
+        rows.append((unit_of == i).astype(float))  # Σ_o x(i, o) = 1
+        upper.append(1)
+        lower.append(1)
+    result = milp(
+        cost,
+        constraints=LinearConstraint(np.array(rows), lower, upper),
+        bounds=Bounds(0, 1),
+        integrality=np.ones(len(columns)),
+        options={"mip_rel_gap": 0},
+    )
+    return result.fun if result.status == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("seed", "unit_count", "option_count"), [(0, 12, 2), (1, 20, 3), (2, 30, 2), (3, 14, 5)]
+)
+def test_the_cost_is_that_of_a_milp_solver(seed, unit_count, option_count):
+    problem = random_problem(seed, unit_count, option_count)
+    for budget_bytes in budgets_between(problem, 4)[1:]:
+        solution = solve(problem, budget_bytes)
+        assert solution is not None
+        assert solution.is_optimal
+        # HiGHS holds constraints to 1e-6, here a byte in the megabytes it is given.
+        assert solution.seconds == pytest.approx(solve_as_milp(problem, budget_bytes), rel=1e-6)
+
+
+def test_a_byte_below_the_smallest_peak_nothing_is_found():
+    problem = random_problem(seed=4, unit_count=40, option_count=3)
+    smallest = smallest_peak_bytes(problem)
+    assert solve(problem, smallest) is not None
+    assert solve(problem, smallest - 1) is None
+
+
+def test_a_hundred_units_of_twenty_options_are_solved_to_the_optimum():
+    problem = random_problem(seed=5, unit_count=100, option_count=20)
+    solution = solve(problem, budgets_between(problem, 3)[1])
+    assert solution is not None
+    assert solution.is_optimal
+
+
+def test_a_quarter_of_the_states_costs_hardly_more(monkeypatch):
+    """Thinning loses 0.2 % here, where the exact frontier has more than 1,000 states."""
+    problem = random_problem(seed=5, unit_count=100, option_count=20)
+    budget_bytes = budgets_between(problem, 3)[1]
+    exact = solve(problem, budget_bytes)
+    monkeypatch.setattr(solver, "MOST_STATES", 250)
+    thinned = solve(problem, budget_bytes)
+    assert exact is not None
+    assert thinned is not None
+    assert not thinned.is_optimal
+    assert exact.seconds <= thinned.seconds <= exact.seconds * 1.01
+
+
+def test_without_units_only_the_gap_counts():
+    problem = Problem(units=(), gap_peaks_bytes=(7,))
+    assert solve(problem, 7) == Solution(choice=(), seconds=0, peak_bytes=7, is_optimal=True)
+    assert solve(problem, 6) is None
+    assert smallest_peak_bytes(problem) == 7
