@@ -102,6 +102,10 @@ class Recorder(TorchDispatchMode):
             if index is not None:
                 self.marked[index] = category
 
+    def see(self, tensor: Tensor, label: str) -> None:
+        """Record a tensor that no op made as allocated now, until it is dropped."""
+        self._see(tensor, None, label)
+
     def allocate_block(self, size_bytes: int, label: str) -> int:
         """Record a block that no tensor stands for, such as a library's workspace; its index."""
         return self._new_storage(size_bytes, None, label)
@@ -162,6 +166,8 @@ class Recorder(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         inputs, outputs = list(_tensors_in((args, kwargs))), list(_tensors_in(out))
+        for rule in self._rules:
+            rule.after_op(self, func, args, outputs)
         if not info.is_random:
             self._known.follow(func, args, kwargs, inputs, outputs)
         if not info.is_view:

@@ -62,7 +62,7 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
         recorder = Recorder(modules, known, rules)
         with ExitStack() as stack:
             for rule in rules:
-                stack.enter_context(rule.context())
+                stack.enter_context(rule.context(recorder))
             stack.enter_context(answers_of_a_real_step())
             stack.enter_context(fakes_in_lists())
             stack.enter_context(modules.follow())

@@ -1,4 +1,4 @@
-"""What CUDA does otherwise than the CPU on which the step is captured: one rule a file."""
+"""What a device does otherwise than fake tensors on a CPU: one rule a file."""
 
 from brimful.capture.corrections.attention import FusedAttention
 from brimful.capture.corrections.autocast import CudaAutocastLists
@@ -7,6 +7,8 @@ from brimful.capture.corrections.cublas import CublasWorkspace
 from brimful.capture.corrections.dropout import MaskedDropout
 from brimful.capture.corrections.foreach import ForeachOptimizers
 from brimful.capture.corrections.out_of_place import InPlaceBackward
+from brimful.capture.corrections.random_state import RandomState
+from brimful.capture.corrections.recurrent import LstmWorkspace
 
 RULES: tuple[type[Rule], ...] = (
     MaskedDropout,
@@ -15,6 +17,8 @@ RULES: tuple[type[Rule], ...] = (
     ForeachOptimizers,
     CublasWorkspace,
     InPlaceBackward,
+    LstmWorkspace,
+    RandomState,
 )
 """All rules, in the order in which reports list them."""
 
@@ -26,7 +30,9 @@ __all__ = [
     "ForeachOptimizers",
     "FusedAttention",
     "InPlaceBackward",
+    "LstmWorkspace",
     "MaskedDropout",
+    "RandomState",
     "Rule",
     "Target",
 ]

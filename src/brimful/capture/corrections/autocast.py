@@ -33,7 +33,7 @@ class CudaAutocastLists(Rule):
         return super().applies() and self.settings.precision.autocast_dtype is not None
 
     @contextmanager
-    def context(self) -> Iterator[None]:
+    def context(self, recorder: Any) -> Iterator[None]:
         """The kernels are registered while the context is open, and gone after it."""
         library = torch.library.Library("aten", "IMPL")
         try:

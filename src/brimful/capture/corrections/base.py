@@ -43,12 +43,15 @@ class Rule:
         """Torch functions and what stands in for them."""
         return {}
 
-    def context(self) -> AbstractContextManager[object]:
-        """A context that is open during the capture."""
+    def context(self, recorder: Any) -> AbstractContextManager[object]:
+        """A context that is open during the capture that `recorder` records."""
         return nullcontext()
 
     def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Called before each op if `watches_ops`."""
+
+    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
+        """Called after each op if `watches_ops`, before its outputs are recorded."""
 
     def count(self, changed_bytes: int) -> None:
         """Note one occurrence and the bytes it allocates more (positive) or less."""

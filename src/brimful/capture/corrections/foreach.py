@@ -25,7 +25,7 @@ class ForeachOptimizers(Rule):
     source = "torch/optim/optimizer.py, _default_to_fused_or_foreach (checked: 2.13)"
 
     @contextmanager
-    def context(self) -> Iterator[None]:
+    def context(self, recorder: object) -> Iterator[None]:
         """Torch's list of devices names the CPU too while the context is open."""
         devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
         modules = [module for module in (optimizer_module, _foreach_utils) if hasattr(module, _NAME)]

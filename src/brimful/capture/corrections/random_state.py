@@ -1,0 +1,43 @@
+"""Recomputation keeps the random generator's state, 5 KB a region, in memory that no op allocates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.base import Rule
+
+
+class RandomState(Rule):
+    """Count what `torch.get_rng_state` returns, which no op makes.
+
+    The state is kept on the host, so it is nothing to a CUDA device.
+    """
+
+    name = "random_state"
+    source = "torch/utils/checkpoint.py, preserve_rng_state; torch/random.py, get_rng_state (checked: 2.13)"
+
+    def applies(self) -> bool:
+        """Only on a CPU."""
+        return self.target.kind == "cpu"
+
+    @contextmanager
+    def context(self, recorder: Any) -> Iterator[None]:
+        """States that are asked for while the context is open are recorded as long as they live."""
+        get_rng_state = torch.get_rng_state
+
+        def recorded() -> Tensor:
+            state = get_rng_state()
+            recorder.see(state, "random state")
+            self.count(state.numel())
+            return state
+
+        torch.get_rng_state = recorded
+        try:
+            yield
+        finally:
+            torch.get_rng_state = get_rng_state

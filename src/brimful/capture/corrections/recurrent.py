@@ -1,0 +1,73 @@
+"""The CPU's fused LSTM keeps a workspace for backward, whose size only oneDNN knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.base import Rule
+
+# B micro-batch, T sequence, I input size, H hidden size
+
+aten = torch.ops.aten
+
+_FLOAT_BYTES = 4
+_PAGE_BYTES = 4096
+_LSTM = 2
+"""What torch passes as `mode` for an LSTM: cuDNN's number for it. Source: torch
+aten/src/ATen/native/mkldnn/RNN.cpp."""
+
+
+class LstmWorkspace(Rule):
+    """Give the workspace of `mkldnn_rnn_layer` its size, which on fake tensors is 0."""
+
+    name = "lstm_workspace"
+    source = "oneDNN src/cpu/rnn/rnn_utils.hpp, set_workspace_sizes, and .cpp, set_offsets (checked: 3.12)"
+    watches_ops = True
+
+    def applies(self) -> bool:
+        """Only on a CPU: CUDA runs recurrent layers in cuDNN."""
+        return self.target.kind == "cpu"
+
+    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        """Let the workspace's storage grow to its size."""
+        if func is not aten.mkldnn_rnn_layer.default:
+            return
+        inputs, mode, hidden_size, is_training = args[0], args[9], args[10], args[15]
+        if mode != _LSTM or inputs.dtype is not torch.float32:
+            recorder.uncertain.setdefault(f"{func}: the workspace of this mode and type is not known")
+        elif is_training:
+            sequence, samples, input_size = inputs.shape  # torch brings samples to the second place before it
+            size_bytes = lstm_workspace_bytes(sequence, samples, input_size, hidden_size)
+            outputs[-1].untyped_storage().resize_(size_bytes)
+            self.count(size_bytes)
+
+
+def lstm_workspace_bytes(sequence: int, samples: int, input_size: int, hidden_size: int) -> int:
+    """Workspace of one layer and direction of an LSTM in float32, for training.
+
+    Gates (T, B, 4H) and hidden states (T, B, H). Of the states before and after it, (2, T + 1, B): those passed
+    up and, for backward, the gradients of those passed up and on, each max(I, H) wide, and the cell states with
+    their gradients, H wide. All rows but those of cell states are padded; each array takes whole pages.
+    """
+    states = 2 * (sequence + 1) * samples
+    wide = _leading_dimension(max(input_size, hidden_size))
+    numels = (
+        sequence * samples * _leading_dimension(4 * hidden_size),
+        sequence * samples * _leading_dimension(hidden_size),
+        states * wide,
+        states * hidden_size,
+        states * wide,
+        states * wide,
+        states * hidden_size,
+    )
+    return sum(-(-numel * _FLOAT_BYTES // _PAGE_BYTES) * _PAGE_BYTES for numel in numels)
+
+
+def _leading_dimension(width: int) -> int:
+    """`get_good_ld` for float32: a multiple of 64 bytes, and no multiple of 256 elements."""
+    step = 64 // _FLOAT_BYTES
+    rounded = -(-width // step) * step
+    return rounded + step if rounded % 256 == 0 else rounded
