@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import nn
 
 from brimful.applying.recompute import RecomputedForward, RecomputedRuns
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Settings, Span
+
+_StandIn = RecomputedForward | RecomputedRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,13 +22,12 @@ class Applied:
     model: nn.Module
     units: tuple[str, ...]
     """The units that are recomputed."""
+    _patched: tuple[tuple[nn.Module, _StandIn], ...] = field(repr=False)
 
     def remove(self) -> None:
         """Give every module its own forward back; calling it again does nothing."""
-        for path in {_patched_path(fqn) for fqn in self.units}:
-            module = self.model.get_submodule(path)
-            stand_in = module.__dict__.get("forward")
-            if isinstance(stand_in, _STAND_INS):
+        for module, stand_in in self._patched:
+            if module.__dict__.get("forward") is stand_in:
                 del module.__dict__["forward"]
                 if stand_in.forward != module.forward:  # the instance had a forward of its own before
                     module.forward = stand_in.forward
@@ -34,7 +36,8 @@ class Applied:
 def apply_units(model: nn.Module, settings: Settings) -> Applied:
     """Put the unit actions of `settings` in force on `model`.
 
-    Parameters, buffers, `state_dict` keys, classes and hooks stay as they are.
+    Parameters, buffers, `state_dict` keys, classes and hooks stay as they are. Hooks of a unit fire once per
+    forward, as before; those of modules inside it fire again when it is recomputed.
 
     Args:
         model: The model the settings were planned for.
@@ -45,44 +48,51 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
 
     Raises:
         UnknownNameError: A unit is not in the model, which then stays as it was.
-        UsageError: The model has actions in force already.
+        UsageError: The model has actions in force already, or two units overlap as runs; it stays as it was.
     """
     modules = dict(model.named_modules())
-    runs: dict[str, list[Span]] = defaultdict(list)
+    stand_ins: list[tuple[nn.Module, _StandIn]] = []
+    runs: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for fqn in settings.recomputed:
-        _check_unit(modules, fqn)
         span = Span.parse(fqn)
-        if span is not None:
-            runs[span.parent].append(span)
-    for fqn in settings.recomputed:
-        if Span.parse(fqn) is None:
-            modules[fqn].forward = RecomputedForward(modules[fqn], modules[fqn].forward)
-    for path, spans in runs.items():
+        module = _find(modules, fqn, fqn if span is None else span.parent)
+        if span is None:
+            stand_ins.append((module, RecomputedForward(module)))
+        else:
+            runs[span.parent].append(_positions(module, fqn, span))
+    for path, positions in runs.items():
         sequential = modules[path]
         assert isinstance(sequential, nn.Sequential)
-        sequential.forward = RecomputedRuns(  # type: ignore[method-assign]
-            sequential, sequential.forward, [(span.first, span.last) for span in spans]
-        )
-    return Applied(model=model, units=settings.recomputed)
+        _check_apart(path, positions)
+        stand_ins.append((sequential, RecomputedRuns(sequential, positions)))
+    if len({id(module) for module, _stand_in in stand_ins}) < len(stand_ins):
+        raise UsageError("a unit is named twice, or a Sequential and also a run of its children.")
+    for module, stand_in in stand_ins:
+        module.forward = stand_in
+    return Applied(model=model, units=settings.recomputed, _patched=tuple(stand_ins))
 
 
-def _check_unit(modules: dict[str, nn.Module], fqn: str) -> None:
-    path = _patched_path(fqn)
+def _find(modules: dict[str, nn.Module], fqn: str, path: str) -> nn.Module:
+    """The module whose forward a unit replaces."""
     if path not in modules:
         raise UnknownNameError("unit", fqn, modules, "The plan was made for another model.")
-    module, span = modules[path], Span.parse(fqn)
-    if isinstance(module.__dict__.get("forward"), _STAND_INS):
+    if isinstance(modules[path].__dict__.get("forward"), _StandIn):
         raise UsageError(f"unit {fqn!r} is recomputed already; remove the plan in force first.")
-    if span is not None:
-        names = [name for name, _child in module.named_children()]
-        if not isinstance(module, nn.Sequential) or not {span.first, span.last} <= set(names):
-            raise UnknownNameError("unit", fqn, names, "The plan was made for another model.")
+    return modules[path]
 
 
-def _patched_path(fqn: str) -> str:
-    """Path of the module whose forward a unit replaces."""
-    span = Span.parse(fqn)
-    return fqn if span is None else span.parent
+def _positions(module: nn.Module, fqn: str, span: Span) -> tuple[int, int]:
+    """Position of a run's first child and of the one behind its last."""
+    if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
+        raise UsageError(f"unit {fqn!r} is a run of children, but {span.parent!r} is no plain Sequential.")
+    names = list(module._modules)
+    if not {span.first, span.last} <= set(names) or names.index(span.first) > names.index(span.last):
+        known = [str(Span(parent=span.parent, first=name, last=name)) for name in names]
+        raise UnknownNameError("unit", fqn, known, "The plan was made for another model.")
+    return names.index(span.first), names.index(span.last) + 1
 
 
-_STAND_INS = (RecomputedForward, RecomputedRuns)
+def _check_apart(path: str, runs: list[tuple[int, int]]) -> None:
+    ordered = sorted(runs)
+    if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+        raise UsageError(f"two runs of the children of {path!r} overlap.")

@@ -1,14 +1,17 @@
 """Recompute a module's forward during backward instead of keeping what it saved.
 
-Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is put right here: buffers that the
-forward changes (BatchNorm's running statistics and counters, spectral norm's vectors) would change a second
-time in the recomputation. The recomputation works on throwaway copies of such buffers instead, with the values
-they had before the first forward. (BatchNorm counting twice is a known open bug of plain checkpointing.)
+Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is put right here:
+
+* Buffers that the forward changes (BatchNorm's running statistics and counters, spectral norm's vectors) would
+  change a second time in the recomputation. It works on throwaway copies instead, with the values they had
+  before the forward. (BatchNorm counting twice is a known open bug of plain checkpointing.)
+* It restores the random state only of devices on which it finds a tensor among the positional arguments
+  (checked: torch 2.13). Arguments given by keyword are therefore handed to it by position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,62 +20,67 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from brimful.errors import UsageError
+
 
 class RecomputedForward:
     """Stands in for a module's `forward` and recomputes it in backward.
 
     It is set as an attribute of the instance, so the class, the parameters' names, `state_dict` and hooks stay
-    as they were. Outside of gradient computation it calls the original forward straight.
+    as they were. Where there are no gradients, it calls the original forward straight.
 
     Args:
         module: The unit.
-        forward: Its original forward, bound.
     """
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self.forward = forward
+    def __init__(self, module: nn.Module) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        """The original, bound."""
         self._buffers = _ForwardBuffers([module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original forward returns."""
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
         return _recomputed(self.forward, self._buffers, *args, **kwargs)
 
 
 class RecomputedRuns:
-    """Stands in for the `forward` of a Sequential and recomputes some runs of its children.
+    """Stands in for the `forward` of a plain Sequential and recomputes some runs of its children.
 
     Args:
         sequential: The module whose children make up the runs.
-        forward: Its original forward, bound.
-        runs: Names of the first and last child of each recomputed run.
+        runs: Position of the first child of each run and of the one behind its last; none overlap.
     """
 
-    def __init__(
-        self,
-        sequential: nn.Sequential,
-        forward: Callable[..., Any],
-        runs: Sequence[tuple[str, str]],
-    ) -> None:
-        self.forward = forward
+    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int]]) -> None:
+        self.forward: Callable[..., Any] = sequential.forward
+        """The original, bound."""
+        self._sequential = sequential
+        self._children = list(sequential)
         self._parts: list[tuple[_Run, _ForwardBuffers | None]] = []
-        names = list(sequential._modules)
         position = 0
-        for first, last in sorted(runs, key=lambda run: names.index(run[0])):
-            start, stop = names.index(first), names.index(last) + 1
-            self._parts += [(_Run([sequential[i]]), None) for i in range(position, start)]
-            children = [sequential[i] for i in range(start, stop)]
-            self._parts.append((_Run(children), _ForwardBuffers(children)))
+        for start, stop in sorted(runs):
+            run = self._children[start:stop]
+            self._parts += [
+                (_Run(self._children[position:start]), None),
+                (_Run(run), _ForwardBuffers(run)),
+            ]
             position = stop
-        self._parts += [(_Run([sequential[i]]), None) for i in range(position, len(names))]
+        self._parts.append((_Run(self._children[position:]), None))
 
-    def __call__(self, value: Any) -> Any:
-        """What the Sequential returns."""
+    def __call__(self, input: Any) -> Any:
+        """What the Sequential returns.
+
+        Raises:
+            UsageError: It has other children than it had when the plan was applied.
+        """
+        if list(self._sequential) != self._children:
+            raise UsageError(
+                "a Sequential of which parts are recomputed has other children now than when the plan was "
+                "applied. Remove the plan, change the model, apply the plan again."
+            )
         for run, buffers in self._parts:
-            recomputes = buffers is not None and torch.is_grad_enabled()
-            value = _recomputed(run, buffers, value) if recomputes else run(value)
-        return value
+            input = run(input) if buffers is None else _recomputed(run, buffers, input)
+        return input
 
 
 class _Run:
@@ -87,73 +95,100 @@ class _Run:
         return value
 
 
-def _recomputed(
-    function: Callable[..., Any], buffers: _ForwardBuffers | None, *args: Any, **kwargs: Any
-) -> Any:
-    assert buffers is not None
-    return checkpoint(function, *args, use_reentrant=False, context_fn=buffers.contexts, **kwargs)
+def _recomputed(function: Callable[..., Any], buffers: _ForwardBuffers, *args: Any, **kwargs: Any) -> Any:
+    """What the function returns, without keeping what it saves if there are gradients.
+
+    Where no tensor is given, nothing tells on which device random numbers are drawn; then all is kept.
+    """
+    if not torch.is_grad_enabled() or not _has_tensor((args, kwargs)):
+        return function(*args, **kwargs)
+    names, positional = tuple(kwargs), len(args)
+
+    def call(*values: Any) -> Any:
+        return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+    return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=buffers.contexts)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)
+
+
+_BufferName = tuple[str, str]
+"""Path of the module that holds a buffer, and its name there."""
 
 
 class _ForwardBuffers:
-    """Keeps the buffers of some modules from changing twice."""
+    """Keeps the buffers of some modules from changing twice.
+
+    Which of them a forward changes is found in the first forward of each training mode, for which all are
+    copied; after that only those are.
+    """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._module = nn.ModuleList(modules)
-        self._changing: frozenset[tuple[str, str]] | None = None
-        """(module path, buffer name) of those that a forward changes; None before the first forward."""
+        self._changing: dict[tuple[bool, ...], frozenset[_BufferName]] = {}
+        """By the training flags of all modules inside."""
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
         if next(self._module.buffers(), None) is None:
             return nullcontext(), nullcontext()
-        before: dict[tuple[str, str], Tensor] = {}
+        before: dict[_BufferName, Tensor] = {}
         return self._watched(before), self._stood_in_for(before)
 
     @contextmanager
-    def _watched(self, before: dict[tuple[str, str], Tensor]) -> Iterator[None]:
+    def _watched(self, before: dict[_BufferName, Tensor]) -> Iterator[None]:
         """Leave in `before` what the recomputation must work on."""
-        buffers = dict(_named_buffers(self._module))
-        candidates = buffers.keys() if self._changing is None else self._changing & buffers.keys()
-        before.update({key: buffers[key].clone() for key in candidates})
-        stamps = {key: _stamp(buffer) for key, buffer in buffers.items()}
+        mode = tuple(module.training for module in self._module.modules())
+        buffers = dict(self._named_buffers())
+        known = self._changing.get(mode)
+        before.update(
+            {name: buffer.clone() for name, buffer in buffers.items() if known is None or name in known}
+        )
+        stamps = {name: _stamp(buffer) for name, buffer in buffers.items()}
         yield
-        if self._changing is None:
-            after = dict(_named_buffers(self._module))
-            changed = frozenset(key for key in buffers if _stamp(after.get(key)) != stamps[key])
-            self._changing = changed | frozenset(_running_statistics(self._module))
-        for key in before.keys() - self._changing:
-            del before[key]
+        after = dict(self._named_buffers())
+        changed = {name for name, stamp in stamps.items() if name in after and _stamp(after[name]) != stamp}
+        for name in changed - before.keys():
+            # It never changed before now. Its old value is lost, but it shall not change a second time.
+            before[name] = after[name].clone()
+        if known is None:
+            changed |= set(self._running_statistics())
+        self._changing[mode] = (known or frozenset()) | changed
+        for name in before.keys() - self._changing[mode]:
+            del before[name]
 
     @contextmanager
-    def _stood_in_for(self, before: dict[tuple[str, str], Tensor]) -> Iterator[None]:
+    def _stood_in_for(self, before: dict[_BufferName, Tensor]) -> Iterator[None]:
         """Let copies take the place of the changing buffers for the recomputation."""
         modules = dict(self._module.named_modules())
         real = {(path, name): modules[path]._buffers[name] for path, name in before}
         try:
-            for (path, name), copy in before.items():
-                modules[path]._buffers[name] = copy
+            for (path, name), value in before.items():
+                modules[path]._buffers[name] = value.clone()  # backward may run again
             yield
         finally:
             for (path, name), buffer in real.items():
                 modules[path]._buffers[name] = buffer
 
-
-def _stamp(buffer: Tensor | None) -> tuple[int, int] | None:
-    """What changes when a buffer is replaced or written to."""
-    return None if buffer is None else (id(buffer), buffer._version)
-
-
-def _named_buffers(module: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:
-    for path, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is not None:
-                yield (path, name), buffer
-
-
-def _running_statistics(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Buffers of normalisation layers, which change in training mode even if the first call was in another."""
-    for path, child in module.named_modules():
-        if isinstance(child, _NormBase):
-            for name, buffer in child._buffers.items():
+    def _named_buffers(self) -> Iterator[tuple[_BufferName, Tensor]]:
+        for path, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    yield path, name
+                    yield (path, name), buffer
+
+    def _running_statistics(self) -> Iterator[_BufferName]:
+        """Buffers that change without their version telling: batch norm's kernels do not declare it."""
+        for path, module in self._module.named_modules():
+            if isinstance(module, _NormBase):
+                yield from ((path, name) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+def _stamp(buffer: Tensor) -> tuple[int, int]:
+    """What changes when a buffer is replaced or written to."""
+    return id(buffer), buffer._version
