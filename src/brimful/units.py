@@ -83,6 +83,7 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-def format_rate(per_second: float) -> str:
-    """A rate for a reader, three digits: "34.1/s", "1820/s"."""
-    return f"{per_second:.0f}/s" if per_second >= 100 else f"{per_second:.3g}/s"
+def format_rate(per_second: float, what: str = "samples") -> str:
+    """A rate for a reader, three digits: "34.1 samples/s", "1820 tokens/s"."""
+    number = f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
+    return f"{number} {what}/s"

@@ -79,7 +79,7 @@ def _step(estimate: Estimate) -> str:
     parts.append(("optimizer", time.optimizer_seconds))
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)
     rate = format_rate(estimate.predicted_samples_per_second)
-    return f"{format_seconds(estimate.predicted_step_seconds)}, {rate} samples ({listed})"
+    return f"{format_seconds(estimate.predicted_step_seconds)}, {rate} ({listed})"
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
@@ -88,14 +88,14 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"budget {format_bytes(plan.budget_bytes)}"
     )
     needs = format_bytes(plan.plain.predicted_peak_reserved_bytes + _context_bytes(plan))
-    fits = "fits" if plan.plain.fits else "does not fit"
-    yield f"  plain training  needs {needs}: {fits}; {_speed(plan.plain)}"
+    fits = "fits; " if plan.plain.fits else "does not fit; if it did, "
+    yield f"  plain training  {needs}: {fits}{_speed(plan.plain)}"
     yield f"  plan            {plan.settings.describe()}"
     used = plan.predicted_peak_device_bytes / plan.budget_bytes
     rate = format_rate(plan.predicted_samples_per_second)
     yield (
         f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget), "
-        f"{format_seconds(plan.predicted_step_seconds)} a step, {rate} samples"
+        f"{format_seconds(plan.predicted_step_seconds)} a step, {rate}"
     )
     if plan.settings.recomputed:
         yield f"  recomputed      {_compact(plan.settings.recomputed)}"
@@ -117,7 +117,7 @@ def _context_bytes(plan: Plan) -> int:
 
 def _speed(alternative: Alternative) -> str:
     rate = alternative.settings.global_batch_size / alternative.predicted_step_seconds
-    return f"{format_seconds(alternative.predicted_step_seconds)} a step, {format_rate(rate)} samples if it did"
+    return f"{format_seconds(alternative.predicted_step_seconds)} a step, {format_rate(rate)}"
 
 
 def _compact(units: tuple[str, ...]) -> str:

@@ -135,7 +135,7 @@ def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterato
     yield line
     timed = [step for step in result.steps if step.updated]
     if timed and result.measured_step_seconds:
-        yield f"  throughput          {format_rate(timed[0].samples / result.measured_step_seconds)} samples"
+        yield f"  throughput          {format_rate(timed[0].samples / result.measured_step_seconds)}"
 
 
 def _error(predicted: float | None, measured: float | None) -> str:
