@@ -14,7 +14,7 @@ import brimful as bf
 # B samples, T bytes of each, D width of the model, H heads
 BYTES = 256  # every byte is a token
 CONTEXT = 256  # T
-TRAINING_SHARE = 0.95
+VALIDATION_EVERY = 20  # windows
 
 
 class Block(nn.Module):
@@ -62,8 +62,8 @@ def random_batch(samples: int) -> torch.Tensor:
 def data() -> bf.Data:
     text = "\n".join(pydoc_data.topics.topics.values()).encode()
     windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, CONTEXT + 1, CONTEXT)
-    training = int(len(windows) * TRAINING_SHARE)
-    return bf.Data(train=windows[:training], validation=windows[training:])
+    validation = torch.arange(len(windows)) % VALIDATION_EVERY == 0
+    return bf.Data(train=windows[~validation], validation=windows[validation])
 
 
 def job() -> bf.Job:

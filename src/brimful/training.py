@@ -93,7 +93,7 @@ class TrainingResult:
     """None on a CPU, which has no driver to ask."""
     predicted_step_seconds: float | None
     measured_step_seconds: float | None
-    """Median over the steps with a full global batch, without the first and the one whose memory was measured."""
+    """Median over the steps with a full global batch, but for the first and the one that measured memory."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
     """Op-internal temporaries live at the measured peak, largest first; empty where they cannot be seen."""
     run_dir: Path | None = None
@@ -119,6 +119,12 @@ class TrainingResult:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrainingResult:
         """The result that `to_json` wrote.
+
+        Args:
+            document: As read from JSON.
+
+        Returns:
+            The same result.
 
         Raises:
             UsageError: The document is no training result of this version.

@@ -35,8 +35,8 @@ class PeakMemory:
 def peak_memory(model: nn.Module, optimizer: Optimizer, device: torch.device | str) -> Iterator[PeakMemory]:
     """Measure the peak memory of the steps that run inside the context.
 
-    On CUDA it costs next to nothing. On a CPU a profiler records every op, so steps inside it are slow and not to
-    be timed.
+    On CUDA it costs next to nothing. On a CPU a profiler records every op, so steps inside it are slow and not
+    to be timed.
 
     Args:
         model: On `device`; with its optimizer it is what is held before the first step.

@@ -29,8 +29,8 @@ def measure_step(
 ) -> Measurement:
     """Run real training steps and measure what they take.
 
-    The model is built anew, or copied if the job gives a module; it is not left trained. After two steps to warm
-    up, one step's peak memory is measured, and then some steps are timed.
+    The model is built anew, or copied if the job gives a module; it is not left trained. After two steps to
+    warm up, one step's peak memory is measured, and then some steps are timed.
 
     Args:
         job: Its model, loss, batch and optimizer are used as they are.

@@ -1,17 +1,22 @@
-"""Buffers that a forward pass changes, such as BatchNorm's running statistics, as they were before a step."""
+"""Buffers that a forward pass changes, such as BatchNorm's running statistics, as they were before a step.
+
+Private torch API used here: `_NormBase`, the class of all layers with running statistics (checked: 2.13).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 
 class BufferSnapshot:
     """Keeps what a step's forward passes may change, until it is known that the step is good.
 
-    Only what has been seen to change is copied; before the first step that is everything.
+    Only what is known to change is copied; in the first step that is everything.
 
     Args:
         model: Its buffers.
@@ -32,8 +37,11 @@ class BufferSnapshot:
     def release(self) -> None:
         """The step is good: learn which buffers change, and drop the copies."""
         now = dict(self._model.named_buffers())
-        changed = {name for name, kept in self._kept.items() if not kept.is_unchanged(now.get(name))}
-        self._changing = changed | (self._changing or set())
+        changed = {name for name, kept in self._kept.items() if kept.has_changed(now.get(name))}
+        if self._changing is None:
+            # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
+            self._changing = set(_running_statistics(self._model))
+        self._changing |= changed
         self._kept = {}
 
     def restore(self) -> None:
@@ -56,5 +64,13 @@ class _Kept:
     version: int
     values: Tensor | None
 
-    def is_unchanged(self, buffer: Tensor | None) -> bool:
-        return buffer is self.buffer and buffer._version == self.version
+    def has_changed(self, buffer: Tensor | None) -> bool:
+        return buffer is not self.buffer or buffer._version != self.version
+
+
+def _running_statistics(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            yield from (
+                f"{path}.{name}" if path else name for name, _buffer in module.named_buffers(recurse=False)
+            )

@@ -18,7 +18,14 @@ from brimful.job import Batch, Data, Job
 
 
 def find_data(job: Job, data: Data | None) -> Data:
-    """What to train on: the data given, else the job's own.
+    """What to train on.
+
+    Args:
+        job: Whose own data are used if none are given.
+        data: What was given, or None.
+
+    Returns:
+        The data given, else the job's own.
 
     Raises:
         UsageError: There is none, or it is no `Data`.
@@ -72,7 +79,10 @@ class Batches:
         """The global batches of one epoch, on the host.
 
         Args:
-            epoch: Any number; the same one gives the same order.
+            epoch: At least 0; the same number gives the same order.
+
+        Yields:
+            Global batches.
 
         Raises:
             UsageError: The data give no batch.
@@ -99,6 +109,9 @@ def validation_batches(validation: Batch | Iterable[Batch], micro_batch_size: in
     Args:
         validation: One batch with all samples, or an iterable of batches.
         micro_batch_size: Most samples of each.
+
+    Yields:
+        Micro-batches on the host.
     """
     for batch in [validation] if is_one_batch(validation) else validation:
         yield from split_batch(batch, micro_batch_size)
@@ -106,6 +119,9 @@ def validation_batches(validation: Batch | Iterable[Batch], micro_batch_size: in
 
 def check_validation(validation: Batch | Iterable[Batch]) -> None:
     """Check that data can be validated with.
+
+    Args:
+        validation: What `Data` was given.
 
     Raises:
         UsageError: They are no data.

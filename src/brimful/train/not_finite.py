@@ -22,6 +22,9 @@ def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> Non
         record: The step.
         settings: Decide what may help.
         weights: Where the last good weights are.
+
+    Returns:
+        It, to be raised.
     """
     return _error(
         f"the loss is {record.loss:.6g} and the gradient norm {record.gradient_norm:.6g} in step {record.step} "
@@ -38,6 +41,9 @@ def update_not_finite(step: int, settings: Settings, weights: str) -> NonFiniteE
         step: The latest step.
         settings: Decide what may help.
         weights: Where the last good weights are.
+
+    Returns:
+        It, to be raised.
     """
     return _error(f"weights are NaN or infinite after step {step}; they are not saved.", settings, weights)
 

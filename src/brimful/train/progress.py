@@ -44,6 +44,9 @@ def make_progress(total_steps: int | None, *, show: bool, console: Console | Non
         total_steps: Optimizer steps of the run; None if not known.
         show: False shows nothing.
         console: Where to show it; None means standard error.
+
+    Returns:
+        A bar on a terminal, else single lines; or silence.
     """
     if not show:
         return _Silence()
@@ -74,24 +77,30 @@ class _Silence:
 
 
 class _Pace:
-    """Samples per second and seconds left, from the recent steps."""
+    """Samples per second and seconds left, over the recent steps."""
 
     def __init__(self, total_steps: int | None) -> None:
         self._total_steps = total_steps
+        self._latest: StepRecord | None = None
         self._recent: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
 
     def add(self, record: StepRecord) -> None:
-        self._recent.append(record)
+        self._latest = record
+        if not record.memory_measured:  # measuring slows a step down
+            self._recent.append(record)
 
     def describe(self, memory: str) -> str:
-        """The latest step in a line: "loss 1.23  154/s  312 MiB of 640 MiB  12 s left"."""
-        latest = self._recent[-1]
+        """The latest step in a line: "loss 1.23  154 samples/s  312 MiB of 640 MiB  12 s left"."""
+        assert self._latest is not None
+        parts = [f"loss {self._latest.loss:.4g}"]
         seconds = sum(record.seconds for record in self._recent)
-        samples = sum(record.samples for record in self._recent)
-        parts = [f"loss {latest.loss:.4g}", f"{format_rate(samples / seconds)} samples", memory]
-        if self._total_steps is not None:
-            left = (self._total_steps - latest.step) * seconds / len(self._recent)
-            parts.append(f"{format_seconds(left)} left" if left else "")
+        if seconds:
+            samples_per_second = sum(record.samples for record in self._recent) / seconds
+            parts.append(f"{format_rate(samples_per_second)}")
+        parts.append(memory)
+        if seconds and self._total_steps is not None and self._latest.step < self._total_steps:
+            seconds_left = (self._total_steps - self._latest.step) * seconds / len(self._recent)
+            parts.append(f"{format_seconds(seconds_left)} left")
         return "  ".join(part for part in parts if part)
 
 

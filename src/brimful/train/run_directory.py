@@ -8,7 +8,7 @@
 | `best.safetensors` | the weights with the lowest validation loss |
 | `result.json` | the `TrainingResult`, once the run has ended |
 
-`safetensors.torch.load_model(model, path)` loads weights again.
+`load_weights(model, path)` loads weights again.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from brimful.errors import RunDirectoryError, SaveError
+from brimful.errors import RunDirectoryError, SaveError, UsageError
 from brimful.units import format_bytes
 
 PLAN = "plan.json"
@@ -36,6 +36,8 @@ BEST = "best.safetensors"
 RESULT = "result.json"
 _NAMES = (PLAN, SETTINGS, METRICS, WEIGHTS, BEST, RESULT)
 
+_TIED = "tied"
+"""Metadata: further names of tied weights, each with the name they are written under, as JSON."""
 _MOST_ENTRIES_NAMED = 3
 
 
@@ -111,7 +113,7 @@ class RunDirectory:
         """
         tensors, tied = _distinct_tensors(model)
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        kept = {"format": "pt"} | tied | dict(metadata)
+        kept = {"format": "pt", _TIED: json.dumps(tied)} | dict(metadata)
         return self._replace(name, size_bytes, lambda temporary: save_file(tensors, temporary, metadata=kept))
 
     def close(self) -> None:
@@ -147,6 +149,26 @@ class RunDirectory:
             f"  {before}; the weights are still in the model (Trainer.model).\n"
             "  Free some space, or train into another run directory."
         )
+
+
+def load_weights(model: nn.Module, path: Path | str) -> None:
+    """Give a model the weights that a run saved.
+
+    Args:
+        model: Of the same structure as the one that was trained; on any device.
+        path: A `weights.safetensors` or `best.safetensors`.
+
+    Raises:
+        UsageError: The file is damaged, or of another model.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            tied = json.loads((file.metadata() or {}).get(_TIED, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        tensors |= {name: tensors[first] for name, first in tied.items()}
+        model.load_state_dict(tensors)
+    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
+        raise UsageError(f"{path} has no weights for this {type(model).__name__}: {error}") from error
 
 
 def check_run_directory(path: Path) -> None:

@@ -137,11 +137,7 @@ class Steps:
         return math.isfinite(float(loss)) and finite_gradients
 
     def _settle(self, record: StepRecord) -> None:
-        """Count the step and let the schedule follow, or undo what the step left behind.
-
-        Raises:
-            NotFiniteStep: It was not taken, and a smaller loss scale would not mend it.
-        """
+        """Count the step and let the schedule follow; or undo what it left behind and raise NotFiniteStep."""
         skipped_by_scaler = not record.updated and math.isfinite(record.loss) and self._scaler is not None
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped_by_scaler else 0
         if not record.updated and (not skipped_by_scaler or self._skipped_in_a_row > MOST_SKIPPED_STEPS):

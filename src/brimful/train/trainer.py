@@ -242,11 +242,7 @@ class Trainer:
                 callback.on_validation(self, record)
 
     def _save_weights(self, journal: Journal, steps: Steps) -> None:
-        """Save the weights as the last step left them.
-
-        Raises:
-            NonFiniteError: The last step left NaN or infinite weights; those saved before stay.
-        """
+        """Save the weights as the last step left them, unless it left NaN or infinity in them."""
         if not has_finite_parameters(self.model):
             raise update_not_finite(steps.taken, self._settings, _saved_weights(journal))
         journal.save_weights(self.model, steps.taken)
@@ -306,16 +302,16 @@ class Trainer:
             stopped_because=stopped_because,
             steps=tuple(journal.steps),
             validations=tuple(journal.validations),
-            budget_bytes=plan and plan.budget_bytes,
-            predicted_peak_allocated_bytes=plan and plan.predicted_peak_allocated_bytes,
-            measured_peak_allocated_bytes=peak and peak.allocated_bytes,
-            predicted_peak_reserved_bytes=plan and plan.predicted_peak_reserved_bytes,
-            measured_peak_reserved_bytes=peak and peak.reserved_bytes,
-            predicted_peak_device_bytes=plan and plan.predicted_peak_device_bytes,
-            measured_peak_device_bytes=peak and peak.device_bytes,
-            predicted_step_seconds=plan and plan.predicted_step_seconds,
+            budget_bytes=None if plan is None else plan.budget_bytes,
+            predicted_peak_allocated_bytes=None if plan is None else plan.predicted_peak_allocated_bytes,
+            measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
+            predicted_peak_reserved_bytes=None if plan is None else plan.predicted_peak_reserved_bytes,
+            measured_peak_reserved_bytes=None if peak is None else peak.reserved_bytes,
+            predicted_peak_device_bytes=None if plan is None else plan.predicted_peak_device_bytes,
+            measured_peak_device_bytes=None if peak is None else peak.device_bytes,
+            predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
             measured_step_seconds=_steady_seconds(journal.steps, self._settings.global_batch_size),
-            temporaries_at_peak=peak.temporaries_at_peak if peak else (),
+            temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
             run_dir=self._run_dir,
         )
 

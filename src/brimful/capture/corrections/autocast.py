@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,10 +38,13 @@ class CudaAutocastLists(Rule):
         """The kernels are registered while the context is open, and gone after it."""
         library = torch.library.Library("aten", "IMPL")
         try:
-            for name in _FLOAT32_OPS:
-                packet, _, overload = name.partition(".")
-                op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                library.impl(name, self._in_float32(op), "AutocastCPU", allow_override=True)
+            with warnings.catch_warnings():
+                # Some of them are on the CPU's own list and are registered over, which is meant.
+                warnings.filterwarnings("ignore", "Warning only once for all operators")
+                for name in _FLOAT32_OPS:
+                    packet, _, overload = name.partition(".")
+                    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                    library.impl(name, self._in_float32(op), "AutocastCPU", allow_override=True)
             yield
         finally:
             library._destroy()
