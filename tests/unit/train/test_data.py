@@ -1,0 +1,102 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from brimful.batches import count_samples
+from brimful.errors import BatchError, UsageError
+from brimful.train.data import Batches, check_validation, is_one_batch, validation_batches
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+X = torch.arange(10)
+
+
+def test_an_epoch_has_every_sample_once_in_an_order_of_its_own():
+    batches = Batches({"x": X, "scale": torch.tensor(2.0)}, global_batch_size=4, seed=5)
+    epochs = [[batch["x"] for batch in batches.epoch(epoch)] for epoch in (1, 2, 1)]
+    assert batches.steps_per_epoch == 3
+    assert [len(part) for part in epochs[0]] == [4, 4, 2]
+    for parts in epochs:
+        assert torch.cat(parts).sort().values.tolist() == X.tolist()
+    first, second, again = (torch.cat(parts).tolist() for parts in epochs)
+    assert first == again
+    assert first != second
+
+
+def test_the_order_does_not_hang_on_the_global_generator_nor_repeat_in_a_neighbouring_seed():
+    def order(seed, epoch):
+        return torch.cat(list(Batches(X, global_batch_size=3, seed=seed).epoch(epoch))).tolist()
+
+    torch.manual_seed(1)
+    first = order(0, 2)
+    torch.manual_seed(2)
+    assert order(0, 2) == first
+    assert order(1, 1) != first
+
+
+def test_fewer_samples_than_a_global_batch_make_one_smaller_batch():
+    (batch,) = Batches(X, global_batch_size=64, seed=0).epoch(1)
+    assert count_samples(batch) == 10
+
+
+@pytest.mark.parametrize(
+    ("data", "one"),
+    [
+        (X, True),
+        ({"x": X}, True),
+        ((X, X), True),
+        (Pair(X), True),
+        ([X, X], True),
+        ([X, {"mask": X}], True),
+        ([{"x": X}, {"x": X}], False),
+        ([[X, X], [X, X]], False),
+        (iter([X]), False),
+        (DataLoader(TensorDataset(X)), False),
+    ],
+)
+def test_what_is_one_batch_and_what_is_many(data, one):
+    assert is_one_batch(data) is one
+
+
+def test_a_data_loader_gives_its_own_batches_and_their_number():
+    loader = DataLoader(TensorDataset(X), batch_size=4)
+    batches = Batches(loader, global_batch_size=64, seed=0)
+    assert batches.steps_per_epoch == 3
+    assert [count_samples(batch) for batch in batches.epoch(1)] == [4, 4, 2]
+
+
+def test_an_iterable_that_does_not_say_its_length_has_unknown_steps():
+    assert Batches(iter([X]), global_batch_size=4, seed=0).steps_per_epoch is None
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([X])
+
+
+@pytest.mark.parametrize("dataset", [TensorDataset(X), Stream()])
+def test_a_dataset_of_single_samples_is_refused_with_the_way_to_batch_it(dataset):
+    for check in (lambda: Batches(dataset, global_batch_size=4, seed=0), lambda: check_validation(dataset)):
+        with pytest.raises(UsageError, match="DataLoader"):
+            check()
+
+
+@pytest.mark.parametrize(("data", "error"), [(3, UsageError), (X[:0], UsageError), ((X, X[:3]), BatchError)])
+def test_data_without_batches_or_samples_are_refused(data, error):
+    with pytest.raises(error):
+        Batches(data, global_batch_size=4, seed=0)
+    with pytest.raises(error):
+        check_validation(data)
+
+
+def test_validation_keeps_the_order_and_splits_every_batch():
+    one = list(validation_batches({"x": X}, 4))
+    assert [part["x"].tolist() for part in one] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    many = list(validation_batches([{"x": X[:5]}, {"x": X[5:]}], 4))
+    assert [part["x"].tolist() for part in many] == [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]

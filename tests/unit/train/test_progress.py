@@ -1,0 +1,99 @@
+import io
+
+import pytest
+from rich.console import Console
+
+from brimful.train import progress
+from brimful.train.progress import make_progress, memory_text
+from brimful.training import StepRecord, ValidationRecord
+
+
+def step(number, loss=1.234, seconds=0.5, **changes):
+    values = {"step": number, "epoch": 1, "loss": loss, "gradient_norm": 1.0, "seconds": seconds}
+    return StepRecord(**values | {"samples": 64, "updated": True} | changes)
+
+
+VALIDATION = ValidationRecord(
+    step=2, epoch=1, loss=0.5, metrics={"accuracy[top]": 0.9}, samples=10, seconds=0.1
+)
+
+
+def shown(total, show, *, terminal=False):
+    output = io.StringIO()
+    display = make_progress(total, show=True, console=Console(file=output, force_terminal=terminal, width=120))
+    display.start()
+    show(display)
+    display.stop()
+    display.stop()
+    return output.getvalue()
+
+
+def test_lines_say_step_loss_speed_memory_and_time_left():
+    text = shown(60, lambda display: display.show_step(step(12), "312 MiB of 640 MiB"))
+    assert text == "step 12/60  loss 1.234  128 samples/s  312 MiB of 640 MiB  24 s left\n"
+
+
+def test_lines_come_now_and_then_and_the_last_step_always(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+
+    def show(display):
+        for number in range(1, 31):
+            now[0] += 1.0
+            display.show_step(step(number), "")
+
+    lines = shown(30, show).splitlines()
+    assert [line.split("/")[0] for line in lines] == ["step 1", "step 11", "step 21", "step 30"]
+    assert "left" not in lines[-1]
+
+
+def test_a_validation_is_a_line_after_that_of_its_step():
+    def show(display):
+        display.show_step(step(1), "")
+        display.show_step(step(2), "")
+        display.show_validation(VALIDATION)
+
+    lines = shown(None, show).splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "epoch 1"]
+    assert lines[2] == "epoch 1  validation loss 0.5  accuracy[top] 0.9"
+
+
+def test_a_terminal_gets_a_bar_and_validations_above_it():
+    def show(display):
+        display.show_step(step(12), "~312 MiB")
+        display.show_validation(VALIDATION)
+
+    text = shown(60, show, terminal=True)
+    assert "step 12/60" in text
+    assert "━" in text
+    assert "loss 1.234  128 samples/s  ~312 MiB  24 s left" in text
+    assert "accuracy[top] 0.9" in text
+
+
+def test_the_step_that_measured_memory_does_not_count_for_the_speed():
+    def show(display):
+        display.show_step(step(1, seconds=9.0, memory_measured=True), "")
+
+    assert shown(2, show) == "step 1/2  loss 1.234\n"
+
+
+def test_silence_says_nothing(capsys):
+    display = make_progress(10, show=False)
+    display.start()
+    display.show_step(step(1), "")
+    display.show_validation(VALIDATION)
+    display.stop()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((312 << 20, 640 << 20), "312 MiB of 640 MiB"),
+        ((312 << 20, None), "312 MiB"),
+        ((None, 640 << 20), ""),
+    ],
+)
+def test_memory_for_a_reader(arguments, text):
+    assert memory_text(*arguments) == text
+    assert memory_text(*arguments, predicted=True) == ("~" + text if text else "")
