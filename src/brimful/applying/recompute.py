@@ -11,7 +11,7 @@ Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is pu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -95,7 +95,7 @@ class _Run:
         return value
 
 
-def _recomputed(function: Callable[..., Any], buffers: _ForwardBuffers, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(function: Callable[..., Any], buffers: _ForwardBuffers, /, *args: Any, **kwargs: Any) -> Any:
     """What the function returns, without keeping what it saves if there are gradients.
 
     Where no tensor is given, nothing tells on which device random numbers are drawn; then all is kept.
@@ -134,12 +134,12 @@ class _ForwardBuffers:
         self._changing: dict[tuple[bool, ...], frozenset[_BufferName]] = {}
         """By the training flags of all modules inside."""
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None] | _StandIns]:
         """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
         if next(self._module.buffers(), None) is None:
             return nullcontext(), nullcontext()
         before: dict[_BufferName, Tensor] = {}
-        return self._watched(before), self._stood_in_for(before)
+        return self._watched(before), _StandIns(self._module, before)
 
     @contextmanager
     def _watched(self, before: dict[_BufferName, Tensor]) -> Iterator[None]:
@@ -163,19 +163,6 @@ class _ForwardBuffers:
         for name in before.keys() - self._changing[mode]:
             del before[name]
 
-    @contextmanager
-    def _stood_in_for(self, before: dict[_BufferName, Tensor]) -> Iterator[None]:
-        """Let copies take the place of the changing buffers for the recomputation."""
-        modules = dict(self._module.named_modules())
-        real = {(path, name): modules[path]._buffers[name] for path, name in before}
-        try:
-            for (path, name), value in before.items():
-                modules[path]._buffers[name] = value.clone()  # backward may run again
-            yield
-        finally:
-            for (path, name), buffer in real.items():
-                modules[path]._buffers[name] = buffer
-
     def _named_buffers(self) -> Iterator[tuple[_BufferName, Tensor]]:
         for path, module in self._module.named_modules():
             for name, buffer in module._buffers.items():
@@ -187,6 +174,30 @@ class _ForwardBuffers:
         for path, module in self._module.named_modules():
             if isinstance(module, _NormBase):
                 yield from ((path, name) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+class _StandIns:
+    """Lets copies take the place of buffers. A context that can be entered again: backward may run twice.
+
+    Args:
+        module: What holds the buffers.
+        values: What to copy; filled by the time the context is entered.
+    """
+
+    def __init__(self, module: nn.Module, values: Mapping[_BufferName, Tensor]) -> None:
+        self._module = module
+        self._values = values
+        self._real: dict[_BufferName, Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        for (path, name), value in self._values.items():
+            buffers = self._module.get_submodule(path)._buffers
+            self._real[path, name], buffers[name] = buffers[name], value.clone()
+
+    def __exit__(self, *_error: object) -> None:
+        for (path, name), buffer in self._real.items():
+            self._module.get_submodule(path)._buffers[name] = buffer
+        self._real.clear()
 
 
 def _stamp(buffer: Tensor) -> tuple[int, int]:
