@@ -12,29 +12,33 @@ import brimful as bf
 
 PIXELS = 40
 CLASSES = 10
-TRAINING_SAMPLES = 1500
+VALIDATION_EVERY = 6  # samples
+NORM_MOMENTUM = 0.3  # statistics that follow within a few steps: the run has some dozens
+
+
+class Convolution(nn.Sequential):
+    def __init__(self, channels_in: int, channels: int, size: int, stride: int = 1) -> None:
+        super().__init__(
+            nn.Conv2d(channels_in, channels, size, stride, padding=size // 2, bias=False),
+            nn.BatchNorm2d(channels, momentum=NORM_MOMENTUM),
+        )
 
 
 class Block(nn.Module):
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(channels)
-        self.shortcut = nn.Sequential(
-            nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-        )
+        self.first = Convolution(channels_in, channels, 3, stride)
+        self.second = Convolution(channels, channels, 3)
+        self.shortcut = Convolution(channels_in, channels, 1, stride)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
 class ResNet(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width))
+        self.stem = Convolution(1, width, 3)
         self.blocks = nn.Sequential(
             Block(width, width, stride=1),
             Block(width, width, stride=1),
@@ -71,9 +75,10 @@ def data() -> bf.Data:
         "images": F.interpolate(images, size=(PIXELS, PIXELS), mode="bilinear"),
         "digits": torch.tensor(digits.target),
     }
+    validation = torch.arange(len(images)) % VALIDATION_EVERY == 0
     return bf.Data(
-        train={name: tensor[:TRAINING_SAMPLES] for name, tensor in samples.items()},
-        validation={name: tensor[TRAINING_SAMPLES:] for name, tensor in samples.items()},
+        train={name: tensor[~validation] for name, tensor in samples.items()},
+        validation={name: tensor[validation] for name, tensor in samples.items()},
     )
 
 
@@ -83,7 +88,7 @@ def job() -> bf.Job:
         model=ResNet,
         loss=loss,
         batch=random_batch,
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         metrics=accuracy,
         data=data,
     )

@@ -138,6 +138,9 @@ def loss_weights(count: Callable[[Batch], Tensor | int] | None, micro_batches: S
 def check_loss(value: Any) -> None:
     """Check that a loss can be trained on.
 
+    Args:
+        value: What a job's loss returned.
+
     Raises:
         LossError: It is no tensor, no scalar, or has no gradient.
     """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
@@ -33,6 +34,9 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         mode: The fake mode the tensors will belong to.
         known: Is told the values of the buffers.
 
+    Returns:
+        The model in training mode.
+
     Raises:
         UsageError: `job.model` is or returns something else.
         CaptureError: The model cannot be built without its weights.
@@ -45,7 +49,9 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
     try:
         with _parameters_on_meta():
             model = job.model()
-    except NotImplementedError as error:
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
         raise CaptureError(
             f"the model of {job.name!r} reads its weights while it is built, and there are none to read: "
             f"{error}. Build it yourself and give the module instead of the function."
@@ -62,7 +68,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is not None and param.device.type != "meta":
+        if param is not None and not _is_lazy(param) and param.device.type != "meta":
             light = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
             light.__dict__.update(param.__dict__)
             module._parameters[name] = light
@@ -72,6 +78,10 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, UninitializedTensorMixin)
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:
@@ -111,10 +121,17 @@ def fakes_in_lists() -> Iterator[None]:
 def to_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     """A fake CPU tensor or parameter of the same shape, layout and type.
 
+    Args:
+        tensor: On any device, `meta` too.
+        mode: The fake mode it will belong to.
+
+    Returns:
+        A tensor without memory, which requires a gradient if `tensor` does.
+
     Raises:
         CaptureError: `tensor` has no shape yet.
     """
-    if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+    if _is_lazy(tensor):
         raise CaptureError("a lazy parameter has no shape yet. Run one forward pass first, or give the sizes.")
     with mode:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")

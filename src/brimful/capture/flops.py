@@ -1,11 +1,12 @@
 """Floating-point operations of an op, from torch's own table.
 
 `torch.utils.flop_counter.flop_registry` counts matmuls, convolutions and attention, two per multiply-add. The
-CPU's flash attention is missing there (checked: torch 2.13) and is added with the same formula.
+CPU's flash attention and fused LSTM are missing there (checked: torch 2.13) and are added alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +23,22 @@ def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_a: An
     return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
 
 
-_ADDED = {
+def _cpu_rnn(inputs: Any, input_weight: Any, hidden_weight: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Each step multiplies its input and the state before it by all gates' weights."""
+    steps = inputs.shape[0] * inputs.shape[1]
+    return int(2 * steps * (input_weight.numel() + hidden_weight.numel()))
+
+
+def _cpu_rnn_backward(*args: Any, **kwargs: Any) -> int:
+    """Gradients of inputs and of weights, each as much as forward."""
+    return 2 * _cpu_rnn(*args, **kwargs)
+
+
+_ADDED: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten.mkldnn_rnn_layer: _cpu_rnn,
+    aten.mkldnn_rnn_layer_backward: _cpu_rnn_backward,
 }
 
 
@@ -33,5 +47,5 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     packet = func.overloadpacket
     if packet in _ADDED:
         return _ADDED[packet](*args, **kwargs)
-    formula = flop_registry.get(packet)
+    formula: Any = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

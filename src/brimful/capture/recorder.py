@@ -4,7 +4,8 @@ A dispatch mode sees each op below autograd. A storage is known by its address w
 fires when the last owner, Python's or autograd's, drops it. So saved tensors, views, in-place ops, stolen
 gradients and recomputation come out right without being modelled.
 
-Private torch APIs used here: `UntypedStorage._cdata` (checked: torch 2.13, 2.11).
+Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autograd_node`,
+`torch._subclasses.fake_tensor` (checked: torch 2.13, 2.11).
 """
 
 from __future__ import annotations
@@ -94,13 +95,14 @@ class Recorder(TorchDispatchMode):
         self._step = self._step if step is None else step
 
     def mark(self, tensors: Iterable[Tensor], category: Category, labels: Iterable[str] = ()) -> None:
-        """Say what tensors hold; those not known yet are taken as allocated now."""
+        """Say what tensors hold, and what they are called; those not known yet are taken as allocated now."""
         names = iter(labels)
         for tensor in tensors:
-            label = next(names, str(category))
-            index = self._see(tensor, None, label)
+            name = next(names, None)
+            index = self._see(tensor, None, str(category))
             if index is not None:
                 self.marked[index] = category
+                self.labels[index] = self.labels[index] if name is None else name
 
     def see(self, tensor: Tensor, label: str) -> None:
         """Record a tensor that no op made as allocated now, until it is dropped."""
@@ -185,7 +187,7 @@ class Recorder(TorchDispatchMode):
                 return self._known.compute(func, args, kwargs)
             if func is not aten._local_scalar_dense.default:
                 raise
-            if self._phase is not Phase.OPTIMIZER:
+            if not self._is_in_optimizer():
                 self.uncertain.setdefault(f"a number read from a tensor in {self._modules.owner()!r}")
             return self.item_value
         except DynamicOutputShapeException:
@@ -210,11 +212,10 @@ class Recorder(TorchDispatchMode):
             read = 0
         else:
             read = sum(map(_view_bytes, inputs))
-        in_optimizer = self._phase is Phase.OPTIMIZER or self._phase is Phase.SETUP
         main = max(inputs or outputs, key=_view_bytes, default=None)
         return Op(
             name=info.name,
-            module=OPTIMIZER if in_optimizer else self._modules.owner(),
+            module=OPTIMIZER if self._is_in_optimizer() else self._modules.owner(),
             phase=self._phase,
             step=self._step,
             micro_batch=self._micro_batch,
@@ -222,10 +223,12 @@ class Recorder(TorchDispatchMode):
             read_bytes=read,
             written_bytes=written,
             dtype="" if main is None else str(main.dtype).removeprefix("torch."),
-            # Backward itself runs without gradients; what runs with them runs a second time.
-            recomputed=self._phase is Phase.BACKWARD and torch.is_grad_enabled(),
+            recomputed=self._phase is Phase.BACKWARD and _is_recomputing(),
             random=info.is_random,
         )
+
+    def _is_in_optimizer(self) -> bool:
+        return self._phase is Phase.OPTIMIZER or self._phase is Phase.SETUP
 
     def _see(self, tensor: Tensor, maker: int | None, label: str) -> int | None:
         try:
@@ -284,6 +287,11 @@ def _describe(func: Any) -> _OpInfo:
         or torch.Tag.dynamic_output_shape in func.tags,
         is_foreach_write=not returns and str(func).startswith("aten._foreach_"),
     )
+
+
+def _is_recomputing() -> bool:
+    """Whether a backward node runs a piece of forward: backward itself runs without gradients."""
+    return torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
 
 
 def _has_no_value(tensors: Any) -> bool:

@@ -69,6 +69,12 @@ class KnownValues:
     def of(self, tensor: Tensor) -> Tensor:
         """The values of a tensor.
 
+        Args:
+            tensor: A fake one, or a real one, which has its own.
+
+        Returns:
+            A real tensor on the CPU.
+
         Raises:
             NotKnownError: They are not known.
         """
@@ -82,6 +88,14 @@ class KnownValues:
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an op returns for the values of its arguments.
+
+        Args:
+            func: The op.
+            args: Its arguments, fake tensors among them.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What it returns for real ones.
 
         Raises:
             NotKnownError: Those of one argument are not known.

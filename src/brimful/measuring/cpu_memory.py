@@ -31,7 +31,8 @@ class CpuPeak:
     """What the recorded code held at its peak, above what was there before; filled in when it has ended."""
 
     peak_bytes: int = 0
-    """The most live bytes, less those that were live when recording began."""
+    """The most bytes live of those allocated since recording began. The profiler does not see it where a block
+    from before is released (CPUAllocator.cpp, ProfiledCPUMemoryReporter)."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
 
 
@@ -51,7 +52,7 @@ class CpuEvent:
 def record_cpu_memory() -> Iterator[CpuPeak]:
     """Record the CPU memory of what runs inside the context."""
     peak = CpuPeak()
-    gc.collect()  # else cycles left by earlier code might be freed inside and counted as negative
+    gc.collect()  # else cycles that earlier code left might be freed inside
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     with profile(profile_memory=True) as profiler:
         yield peak

@@ -42,6 +42,9 @@ def record_cuda_memory(device: torch.device) -> Iterator[CudaPeak]:
 def process_device_bytes(device: torch.device) -> int | None:
     """Bytes of device memory that this process holds, as nvidia-smi shows.
 
+    Args:
+        device: A CUDA device.
+
     Returns:
         What NVML lists for this process. In a container it lists none or a process number of the host's: then,
         if no more than one process is listed, all that is used on the device. None where neither can be told.

@@ -174,14 +174,13 @@ def _held(
     moments = (int(forward[-1]), int(_ops(trace, step, Phase.BACKWARD, 0)[0]))
     freed_at = {event.storage: event.op for event in trace.events if event.kind is EventKind.FREE}
     held: tuple[Counter[_Made], Counter[_Made]] = (Counter(), Counter())
-    for index, storage in enumerate(trace.storages):
-        op = storage.op
-        if op is None or not forward[0] <= op <= forward[-1]:
-            continue
-        size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
-        made = _Made(int(owner[op]), int(begun[op]), storage.label, size_bytes)
-        for moment, at_moment in zip(moments, held, strict=True):
-            at_moment[made] += freed_at.get(index, len(trace.ops)) >= moment
+    for event in trace.events:
+        if event.kind is EventKind.ALLOCATE and forward[0] <= event.op <= forward[-1]:
+            storage = trace.storages[event.storage]
+            size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
+            made = _Made(int(owner[event.op]), int(begun[event.op]), storage.label, size_bytes)
+            for moment, at_moment in zip(moments, held, strict=True):
+                at_moment[made] += freed_at.get(event.storage, len(trace.ops)) >= moment
     return held
 
 

@@ -1,6 +1,6 @@
-"""Lets the tests here use the small models of the equivalence tests."""
+"""Lets the tests here import the modules beside them and the small models of the equivalence tests."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "equivalence"))
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "equivalence")]

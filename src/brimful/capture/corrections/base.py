@@ -103,7 +103,8 @@ class CorrectedFunctions(TorchFunctionMode):
         roots = tuple(tensors) if isinstance(tensors, (tuple, list)) else (tensors,)
         given = gradient if gradient is not None else grad_tensors
         if given is None:
-            given = tuple(torch.ones_like(root) for root in roots)
+            with torch.no_grad():
+                given = tuple(torch.ones_like(root) for root in roots)
         elif isinstance(given, torch.Tensor):
             given = (given,)
         wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)

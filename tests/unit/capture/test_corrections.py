@@ -1,0 +1,218 @@
+"""Each rule by which a capture follows another device, one fact at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_jobs import (
+    A100,
+    CLASSES,
+    CPU,
+    H100,
+    HIDDEN,
+    INPUTS,
+    SAMPLES,
+    V100,
+    capture,
+    job,
+    made_by,
+    mlp,
+    ops,
+)
+from torch import Tensor, nn
+
+from brimful.capture.corrections.recurrent import lstm_workspace_bytes
+from brimful.hardware import Device
+from brimful.settings import Precision
+from brimful.trace import Category, Phase, Trace
+from brimful.units import MIB
+
+# B samples, H heads, T tokens, D head size
+
+HEADS, TOKENS, HEAD_SIZE = 2, 16, 8
+
+
+def changed_bytes(trace: Trace, name: str) -> int:
+    (found,) = [correction for correction in trace.corrections if correction.name == name]
+    return found.changed_bytes
+
+
+def names(trace: Trace) -> set[str]:
+    return {correction.name for correction in trace.corrections}
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Dropout(0.1), nn.Linear(HIDDEN, CLASSES))
+
+
+def test_dropout_saves_a_mask_of_one_byte_an_element_on_cuda_and_of_four_on_a_cpu() -> None:
+    cuda, cpu = capture(job(with_dropout), A100), capture(job(with_dropout))
+    numel = SAMPLES * HIDDEN
+    assert [s.size_bytes for s in made_by(cuda, "aten.native_dropout")] == [4 * numel, numel]
+    assert not ops(cpu, "aten.native_dropout")
+    assert 4 * numel in [s.size_bytes for s in made_by(cpu, "aten.empty_like")]
+    assert changed_bytes(cuda, "dropout_mask") == -3 * numel * 2  # two steps
+
+
+class Attention(nn.Module):
+    """(B, T · 3HD) → (B, classes), through one attention."""
+
+    def __init__(self, *, causal: bool = False, mask: Tensor | None = None, head_size: int = HEAD_SIZE) -> None:
+        super().__init__()
+        self.inputs = nn.Linear(INPUTS, 3 * HEADS * TOKENS * head_size)
+        self.head = nn.Linear(HEADS * TOKENS * head_size, CLASSES)
+        self.causal, self.mask, self.head_size = causal, mask, head_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inputs(x).view(len(x), 3, HEADS, TOKENS, self.head_size)
+        query, key, value = parts.unbind(1)
+        mask = None if self.mask is None else torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=self.causal)
+        return self.head(y.flatten(1))
+
+
+FLASH = "aten._scaled_dot_product_flash_attention.default"
+EFFICIENT = "aten._scaled_dot_product_efficient_attention.default"
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "model", "kernel"),
+    [
+        (A100, Precision.BF16, Attention, FLASH),
+        (A100, Precision.FP16, lambda: Attention(causal=True), FLASH),
+        (A100, Precision.FP32, Attention, EFFICIENT),  # flash takes halves only
+        (A100, Precision.BF16, lambda: Attention(mask=torch.ones(1)), EFFICIENT),  # flash takes no mask
+        (V100, Precision.FP16, Attention, EFFICIENT),  # flash needs compute capability 8.0
+        (A100, Precision.FP32, lambda: Attention(head_size=6), None),  # rows are not aligned to 16 bytes: math
+    ],
+)
+def test_attention_runs_in_the_kernel_that_cuda_would_choose(
+    device: Device, precision: Precision, model: Callable[[], nn.Module], kernel: str | None
+) -> None:
+    trace = capture(job(model), device, precision=precision)
+    fused = {op.name for op in trace.ops if "_attention" in op.name and "backward" not in op.name}
+    assert fused == ({kernel} if kernel else set())
+
+
+def test_a_fused_kernel_keeps_no_matrix_of_all_pairs_of_tokens() -> None:
+    pairs = SAMPLES * HEADS * TOKENS * TOKENS * 4
+    fused = capture(job(Attention), A100)
+    math = capture(job(lambda: Attention(head_size=6)), A100)
+    assert pairs in {s.size_bytes for s in math.storages if s.category is Category.SAVED_TENSORS}
+    assert pairs not in {s.size_bytes for s in fused.storages if s.category is Category.SAVED_TENSORS}
+
+
+def test_autocast_runs_softmax_and_norms_in_float32_on_cuda_but_not_on_a_cpu() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.LayerNorm(HIDDEN), nn.Softmax(-1))
+
+    def dtypes(trace: Trace) -> dict[str, set[str]]:
+        wanted = ("aten._softmax.default", "aten.native_layer_norm.default", "aten.addmm.default")
+        return {name: {op.dtype for op in ops(trace, name, Phase.FORWARD)} for name in wanted}
+
+    cuda = capture(job(model), A100, precision=Precision.BF16)
+    cpu = capture(job(model), CPU, precision=Precision.BF16)
+    assert dtypes(cuda) == {
+        "aten._softmax.default": {"float32"},
+        "aten.native_layer_norm.default": {"float32"},
+        "aten.addmm.default": {"bfloat16"},
+    }
+    assert dtypes(cpu)["aten.native_layer_norm.default"] == {"bfloat16"}
+    assert changed_bytes(cuda, "autocast_lists") > 0
+    assert "autocast_lists" not in names(cpu)
+    assert "autocast_lists" not in names(capture(job(model), A100))  # nothing to do without autocast
+
+
+def test_optimizers_work_on_all_parameters_at_once_on_cuda() -> None:
+    cuda, cpu = capture(job(), A100), capture(job())
+    parameter_bytes = 4 * cuda.parameter_count
+    roots = made_by(cuda, "aten._foreach_sqrt", Phase.OPTIMIZER)
+    assert sum(storage.size_bytes for storage in roots) == parameter_bytes  # a full copy of the parameters
+    assert changed_bytes(cuda, "foreach_optimizer") == 3 * parameter_bytes  # in the setup too
+    assert not ops(cpu, "aten._foreach_sqrt")
+
+
+def test_an_optimizer_that_was_told_not_to_keeps_to_that() -> None:
+    told = job(optimizer=lambda parameters: torch.optim.AdamW(parameters, foreach=False))
+    assert not ops(capture(told, A100), "aten._foreach_sqrt")
+
+
+@pytest.mark.parametrize(("device", "workspace_bytes"), [(A100, 8.125 * MIB), (H100, 32 * MIB)])
+def test_cublas_takes_a_workspace_in_the_forwards_thread_and_in_autograds(
+    device: Device, workspace_bytes: float
+) -> None:
+    trace = capture(job(), device)
+    workspaces = [s.size_bytes for s in trace.storages if s.label == "cuBLAS workspace"]
+    assert workspaces == [workspace_bytes, workspace_bytes]
+    assert changed_bytes(trace, "cublas_workspace") == 2 * workspace_bytes
+
+
+def test_backward_of_gather_writes_in_place_as_it_does_outside_of_a_capture() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).gather(1, batch["y"][:, None]).mean()
+
+    trace = capture(job(loss=loss))
+    gradient_bytes = SAMPLES * CLASSES * 4
+    assert changed_bytes(trace, "in_place_backward") == -gradient_bytes * 2  # two steps
+    live = most = 0
+    wanted = {
+        index
+        for index, storage in enumerate(trace.storages)
+        if storage.size_bytes == gradient_bytes
+        and storage.op is not None
+        and trace.ops[storage.op].name
+        in ("aten.new_zeros.default", "aten.scatter_add.default", "aten.zeros.default")
+        and trace.ops[storage.op].phase is Phase.BACKWARD
+    }
+    assert len(wanted) == 4
+    for event in trace.events:
+        if event.storage in wanted:
+            live += 1 if event.kind == "allocate" else -1
+            most = max(most, live)
+    assert most == 1  # the filled block and the result are never live together
+
+
+def test_the_fused_lstm_keeps_the_workspace_that_onednn_really_asks_for() -> None:
+    sizes = [(9, 4, 33, 20), (5, 3, 128, 64), (2, 7, 16, 256)]
+    for sequence, samples, input_size, hidden_size in sizes:
+        lstm = nn.LSTM(input_size, hidden_size)
+        *_, workspace = torch.mkldnn_rnn_layer(
+            torch.randn(sequence, samples, input_size),
+            *lstm._flat_weights,
+            torch.zeros(samples, hidden_size),
+            torch.zeros(samples, hidden_size),
+            False,
+            [],
+            2,
+            hidden_size,
+            1,
+            True,
+            False,
+            False,
+            True,
+        )
+        asked = lstm_workspace_bytes(sequence, samples, input_size, hidden_size)
+        assert asked == workspace.untyped_storage().nbytes()
+
+
+def test_recomputation_keeps_a_random_state_for_each_region_on_a_cpu() -> None:
+    state_bytes = torch.get_rng_state().numel()
+    trace = capture(job(), recompute=("0", "2"))
+    states = [s.size_bytes for s in trace.storages if s.label == "random state"]
+    assert set(states) == {state_bytes}
+    assert changed_bytes(trace, "random_state") == len(states) * state_bytes
+    assert not [s for s in capture(job(), A100, recompute=("0", "2")).storages if s.label == "random state"]
+
+
+def test_the_rules_of_one_device_are_not_those_of_another() -> None:
+    assert names(capture(job(mlp))) == {"in_place_backward", "lstm_workspace", "random_state"}
+    assert names(capture(job(mlp), A100)) == {
+        "dropout_mask",
+        "attention_kernel",
+        "foreach_optimizer",
+        "cublas_workspace",
+        "in_place_backward",
+    }

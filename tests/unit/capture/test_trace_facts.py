@@ -1,0 +1,286 @@
+"""What a trace says of parameters, gradients, modules, phases and recomputation."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_jobs import (
+    CLASSES,
+    CPU,
+    HIDDEN,
+    INPUTS,
+    SAMPLES,
+    capture,
+    cross_entropy,
+    job,
+    made_by,
+    mlp,
+    ops,
+    rows,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from brimful.timeline import live_profile
+from brimful.trace import Category, EventKind, Phase, Trace
+
+
+def bytes_of(trace: Trace, category: Category) -> int:
+    return sum(storage.size_bytes for storage in trace.storages if storage.category is category)
+
+
+def first_step_ops(trace: Trace) -> list[str]:
+    return [op.name for op in trace.ops if op.step == 0 and op.phase is not Phase.SETUP]
+
+
+def test_parameters_and_optimizer_state_have_their_sizes() -> None:
+    trace = capture(job())
+    count = INPUTS * HIDDEN + HIDDEN + HIDDEN * CLASSES + CLASSES
+    assert trace.parameter_count == trace.trainable_parameter_count == count
+    assert bytes_of(trace, Category.PARAMETERS) == 4 * count
+    assert (
+        bytes_of(trace, Category.OPTIMIZER_STATE) == 2 * 4 * count + 4 * 4
+    )  # AdamW: and a count for each tensor
+
+
+def test_inputs_are_the_copied_batch_of_every_step() -> None:
+    trace = capture(job())
+    assert bytes_of(trace, Category.INPUTS) == 2 * (SAMPLES * INPUTS * 4 + SAMPLES * 8)
+
+
+def test_tied_weights_count_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(CLASSES, HIDDEN)
+            self.head = nn.Linear(HIDDEN, CLASSES, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embedding(ids))
+
+    trace = capture(job(Tied, lambda model, batch: F.cross_entropy(model(batch["y"]), batch["y"])))
+    assert trace.parameter_count == CLASSES * HIDDEN
+    assert bytes_of(trace, Category.PARAMETERS) == 4 * CLASSES * HIDDEN
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
+    def half_frozen() -> nn.Module:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    trace = capture(job(half_frozen))
+    trained = HIDDEN * CLASSES + CLASSES
+    assert trace.trainable_parameter_count == trained < trace.parameter_count
+    assert {s.label for s in trace.storages if s.category is Category.GRADIENTS} == {"2.weight", "2.bias"}
+    assert bytes_of(trace, Category.OPTIMIZER_STATE) == 2 * 4 * trained + 2 * 4
+
+
+def test_a_module_that_is_given_stays_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Linear(HIDDEN, CLASSES)).eval()
+    before = copy.deepcopy(model.state_dict())
+    capture(job(model), recompute=("0",))
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not model.training
+    for module in model.modules():
+        assert "forward" not in module.__dict__
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert all(type(p) is nn.Parameter and p.grad is None for p in module.parameters())
+
+
+def test_ops_belong_to_the_module_that_ran_them_and_their_backward_to_the_same() -> None:
+    trace = capture(job())
+    assert [op.module for op in ops(trace, "aten.addmm")] == ["0", "2"]
+    assert [op.module for op in ops(trace, "aten.relu")] == ["1"]
+    assert [op.module for op in ops(trace, "aten.threshold_backward")] == ["1"]
+    # backward: gradient of the last weight, of its input, of the first weight (the batch needs none)
+    assert [op.module for op in ops(trace, "aten.mm", Phase.BACKWARD)] == ["2", "2", "0"]
+    assert {op.module for op in ops(trace, "aten.nll_loss")} == {"<loss>"}
+    assert {op.module for op in trace.ops if op.phase is Phase.OPTIMIZER} == {"<optimizer>"}
+    assert trace.module_classes == (("", "Sequential"), ("0", "Linear"), ("1", "ReLU"), ("2", "Linear"))
+
+
+def test_what_runs_twice_is_flagged_and_belongs_to_the_same_module() -> None:
+    plain, recomputed = capture(job()), capture(job(), recompute=("[0..1]",))
+    assert not any(op.recomputed for op in plain.ops)
+    again = [op for op in recomputed.ops if op.recomputed and op.step == 0]
+    assert all(op.phase is Phase.BACKWARD for op in again)
+    assert [(op.name, op.module) for op in again] == [("aten.addmm.default", "0"), ("aten.relu.default", "1")]
+
+
+def test_recomputing_saves_less() -> None:
+    wide = [nn.Linear(INPUTS, 400), nn.GELU(), nn.Tanh(), nn.Linear(400, CLASSES)]
+    plain = capture(job(nn.Sequential(*wide)))
+    recomputed = capture(job(nn.Sequential(*wide)), recompute=("[0..2]",))
+    assert bytes_of(recomputed, Category.SAVED_TENSORS) < bytes_of(plain, Category.SAVED_TENSORS)
+
+
+def test_categories_sum_to_the_live_bytes() -> None:
+    trace = capture(job(), gradient_accumulation_steps=3)
+    profile = live_profile(trace, 1)
+    for position in range(len(trace.events)):
+        assert sum(size for _, size in profile.breakdown_at(position)) == profile.live_bytes[position]
+
+
+def test_nothing_is_freed_that_was_not_allocated_and_steps_leave_nothing_behind() -> None:
+    trace = capture(job())
+    live: set[int] = set()
+    for event in trace.events:
+        if event.kind is EventKind.ALLOCATE:
+            assert event.storage not in live
+            live.add(event.storage)
+        else:
+            live.remove(event.storage)
+    kept = {Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.INPUTS, Category.SAVED_TENSORS}
+    # the last step's loss and norm may be alive as the capture ends; gradients are cleared
+    assert {trace.storages[index].category for index in live} <= kept | {Category.TEMPORARIES}
+    assert all(trace.storages[i].category is not Category.GRADIENTS for i in live)
+
+
+def test_both_steps_run_the_same_ops() -> None:
+    trace = capture(job())
+    steps = [[op.name for op in trace.ops if op.step == n and op.phase is not Phase.SETUP] for n in (0, 1)]
+    assert steps[0] == steps[1]
+
+
+def test_a_trace_is_the_same_after_a_trip_through_json_and_a_file(tmp_path: Path) -> None:
+    trace = capture(job(), recompute=("0",), gradient_accumulation_steps=2)
+    assert Trace.from_json(trace.to_json()) == trace
+    for name in ("trace.json", "trace.json.gz"):
+        trace.save(tmp_path / name)
+        assert Trace.load(tmp_path / name) == trace
+
+
+def test_captures_are_repeatable() -> None:
+    assert capture(job()) == capture(job())
+
+
+def test_two_captures_tell_a_third_size() -> None:
+    small, large = capture(job(), samples=4), capture(job(), samples=8)
+    assert small.at_micro_batch_size(large, 16) == capture(job(), samples=16)
+
+
+def test_a_checkpoint_inside_the_model_is_followed() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    trace = capture(job(Own))
+    # torch stops early: the last layer's output is not needed again
+    assert [op.module for op in ops(trace, "aten.addmm") if op.recomputed] == ["inner.0"]
+
+
+def test_an_lstm_is_followed_with_the_workspace_it_keeps() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(INPUTS, HIDDEN, batch_first=True)
+            self.head = nn.Linear(HIDDEN, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    def batch(samples: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(samples, 7, INPUTS), "y": torch.randint(0, CLASSES, (samples,))}
+
+    trace = capture(job(Recurrent, batch=batch))
+    assert ops(trace, "aten.mkldnn_rnn_layer_backward")
+    assert {op.module for op in ops(trace, "aten.mkldnn_rnn_layer")} == {"lstm"}
+    (workspace,) = [c for c in trace.corrections if c.name == "lstm_workspace"]
+    assert workspace.occurrences == 2
+    largest = max(made_by(trace, "aten.mkldnn_rnn_layer.default"), key=lambda storage: storage.size_bytes)
+    assert 2 * largest.size_bytes == workspace.changed_bytes
+    assert largest.category is Category.SAVED_TENSORS
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+def test_an_autograd_function_of_ones_own_is_followed() -> None:
+    class WithFunction(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Doubled.apply(self.inner(x))
+
+    trace = capture(job(WithFunction))
+    assert [op.phase for op in ops(trace, "aten.mul.Tensor")] == [Phase.FORWARD, Phase.BACKWARD]
+
+
+def test_a_loss_that_is_a_module_is_followed() -> None:
+    criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+    trace = capture(job(loss=lambda model, batch: criterion(model(batch["x"]), batch["y"])))
+    assert {op.module for op in ops(trace, "aten._log_softmax")} == {"<loss>"}
+
+
+def test_accumulating_captures_two_micro_batches_and_adds_the_second_gradient_in_place() -> None:
+    trace = capture(job(), gradient_accumulation_steps=4)
+    assert trace.captured_micro_batches == 2
+    added = [op for op in ops(trace, "aten.add_", Phase.BACKWARD) if op.micro_batch == 1]
+    assert len(added) == 4  # two weights, two biases
+
+
+def test_flops_of_a_linear_layer() -> None:
+    trace = capture(job())
+    first, _second = ops(trace, "aten.addmm")
+    assert first.flops == 2 * SAMPLES * INPUTS * HIDDEN
+    assert first.written_bytes == SAMPLES * HIDDEN * 4
+    assert first.read_bytes == (HIDDEN + SAMPLES * INPUTS + INPUTS * HIDDEN) * 4
+
+
+def test_the_device_is_asked_for_without_a_trace() -> None:
+    """`tensor.device` is answered by the recorder itself; ops that only look are not recorded."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        assert batch["x"].device == torch.device("cpu")
+        return cross_entropy(model, batch)
+
+    trace = capture(job(loss=loss))
+    assert not any(name.startswith("prim") for name in first_step_ops(trace))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "adagrad", "adafactor"])
+def test_every_optimizer_by_name_can_be_captured(name: str) -> None:
+    trace = capture(job(optimizer=name))
+    assert trace.uncertain_ops == ()
+    assert bytes_of(trace, Category.OPTIMIZER_STATE) > 0
+
+
+def test_the_batch_may_be_any_nest() -> None:
+    def batch(samples: int) -> tuple[list[Tensor], Tensor]:
+        made = rows(samples)
+        return [made["x"]], made["y"]
+
+    trace = capture(job(loss=lambda model, b: F.cross_entropy(model(b[0][0]), b[1]), batch=batch), CPU)
+    assert bytes_of(trace, Category.INPUTS) == 2 * (SAMPLES * INPUTS * 4 + SAMPLES * 8)
+
+
+def test_flops_of_an_lstm() -> None:
+    def model() -> nn.Module:
+        return nn.LSTM(INPUTS, HIDDEN)
+
+    the_job = job(model, lambda m, batch: m(batch["x"][None])[0].sum())
+    trace = capture(the_job)
+    forward = 2 * SAMPLES * 4 * HIDDEN * (INPUTS + HIDDEN)
+    assert [op.flops for op in ops(trace, "aten.mkldnn_rnn_layer.default")] == [forward]
+    assert [op.flops for op in ops(trace, "aten.mkldnn_rnn_layer_backward")] == [2 * forward]
