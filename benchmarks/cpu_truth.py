@@ -12,8 +12,6 @@ difference they do not cover.
 from __future__ import annotations
 
 import json
-import platform
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +33,7 @@ from brimful.planning import find_units
 from brimful.settings import Action, Settings, UnitAction
 from brimful.timeline import predict_memory
 from brimful.units import format_bytes
+from machine import commit, machine
 
 RESULTS = Path(__file__).parent / "results" / "cpu_truth.json"
 NAMED_ABOVE_FRACTION = 0.01
@@ -322,33 +321,6 @@ def explanation(row: dict[str, Any]) -> str:
     )
     unexplained = row["unexplained_bytes"]
     return named + (f" (unexplained: {format_bytes(unexplained)})" if unexplained else "")
-
-
-def machine() -> dict[str, Any]:
-    """The CPU and versions that the figures are from."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.processor(),
-        "cores": len(names) or None,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def commit() -> str:
-    """The commit that the figures are of; a trailing "+" says that files differed from it."""
-    here = Path(__file__).parent
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--untracked-files=no", "../src"],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def main() -> None:

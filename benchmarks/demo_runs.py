@@ -2,8 +2,8 @@
 
     python benchmarks/demo_runs.py
 
-Runs what `make demo` trains and keeps the figures: is the measured peak within the budget and at least 85 % of it,
-how far are predicted and measured apart, and how far is the loss curve from that of plain training.
+Runs what `make demo` trains and keeps the figures: is the measured peak within the budget and at least 85 % of
+it, how far are predicted and measured apart, and how far is the loss curve from that of plain training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results" / "demo_runs.json"
 
 def main() -> None:
     """Train, print and keep."""
-    rows = [train(*job) for job in demo.TRAINED]
+    rows = [train(training) for training in demo.TRAINED]
     document = {
         "command": "python benchmarks/demo_runs.py",
         "commit": commit(),
@@ -39,16 +39,17 @@ def main() -> None:
         print(json.dumps(row, indent=1))
 
 
-def train(title: str, command: str, batch: str, budget: str, name: str, steps: str) -> dict[str, Any]:
+def train(training: demo.Training) -> dict[str, Any]:
     """One job, with and without its plan."""
     with tempfile.TemporaryDirectory() as folder:
+        arguments = training.arguments(Path(folder) / training.name)
         done = subprocess.run(
-            [
-                sys.executable, "-m", "brimful", *command.split(), "--global-batch-size", batch, "--budget", budget,
-                "--device", "cpu", "--steps", steps, "--compare-plain", "--json", "--run-dir", f"{folder}/{name}",
-            ],
-            cwd=ROOT, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            [sys.executable, "-m", "brimful", *arguments, "--json"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     run = json.loads(done.stdout)
     plain = run["plain"]
     peak, allowed = run["measured_peak_allocated_bytes"], run["budget_bytes"]

@@ -1,4 +1,4 @@
-"""Everything a change must pass: format, lint, types, import contracts, docstrings, tests. Locally and in CI."""
+"""Everything a change must pass, locally and in CI: format, lint, types, import contracts, docstrings, tests."""
 
 from __future__ import annotations
 

@@ -248,6 +248,9 @@ def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") ->
         job: What is trained.
         settings: How.
         device: The device whose decisions are followed.
+
+    Returns:
+        Two optimizer steps at least, so that the last one is steady.
     """
     return capture_step(job, settings, resolve_device(device))
 
@@ -258,6 +261,9 @@ def resolve_device(device: str | Device) -> Device:
     Args:
         device: A name from the hardware table; "cpu" for this machine's CPU, measured once and kept; "cuda" for
             its GPU; "auto" for the GPU if there is one, else the CPU.
+
+    Returns:
+        Its row of the table, or what was measured.
 
     Raises:
         UnknownNameError: There is no such device in the table.
@@ -295,6 +301,12 @@ def _device_type(plan: Plan | Settings) -> str | None:
 def parse_precision(precision: str | Precision) -> Precision:
     """The precision meant.
 
+    Args:
+        precision: One, or its name.
+
+    Returns:
+        The one of that name.
+
     Raises:
         UnknownNameError: There is none of that name.
     """
@@ -325,7 +337,7 @@ def _parse_recompute(recompute: str | Action | None) -> Action | None:
     if isinstance(recompute, Action):
         return recompute
     if recompute not in actions:
-        raise UnknownNameError("value of recompute", recompute, ["all", "none", "auto"])
+        raise UnknownNameError("value of recompute", str(recompute), ["all", "none", "auto"])
     return actions[recompute]
 
 

@@ -116,6 +116,12 @@ class Settings:
     def with_micro_batch_size(self, micro_batch_size: int) -> Settings:
         """The same global batch in other micro-batches.
 
+        Args:
+            micro_batch_size: Samples in one forward and backward pass.
+
+        Returns:
+            These settings with as many accumulation steps as that takes.
+
         Raises:
             UsageError: `micro_batch_size` does not divide the global batch.
         """

@@ -191,8 +191,8 @@ def device_of(model: nn.Module) -> torch.device:
 def copied_to(device: torch.device | str) -> Callable[[Batch], Batch]:
     """A `move` for `run_step` that copies a micro-batch to `device`.
 
-    It copies on a CPU too, so that what a step holds is counted the same way everywhere: the batch on the host is
-    the data loader's, its copy is the step's.
+    It copies on a CPU too, so that what a step holds is counted the same way everywhere: the batch on the host
+    is the data loader's, its copy is the step's.
     """
     return lambda batch: map_tensors(batch, lambda tensor: tensor.to(device, copy=True, non_blocking=True))
 

@@ -162,6 +162,9 @@ class Trace:
             other: The same job under the same settings at another micro-batch size.
             micro_batch_size: Samples in one forward and backward pass.
 
+        Returns:
+            The same ops and events with other sizes.
+
         Raises:
             UsageError: The two traces run different ops, or have the same micro-batch size.
         """
@@ -209,6 +212,12 @@ class Trace:
     @classmethod
     def load(cls, path: Path) -> Trace:
         """The trace that `save` wrote.
+
+        Args:
+            path: Gzipped if the name ends in ".gz".
+
+        Returns:
+            A trace equal to the one saved.
 
         Raises:
             UsageError: The file is no trace of this version.

@@ -1,12 +1,7 @@
-"""Lets the tests here import the modules beside them, and gives the small models one thread."""
-
-import sys
-from pathlib import Path
+"""Gives the small models one thread."""
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -9,12 +9,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import GPT, Block, ResNet, UNet, double_convolution, vgg
 from torch import Tensor, nn
-from trained_alike import assert_identical, assert_trains_identically, mean_square, recomputing, train
 
 from brimful.applying import apply_units
 from brimful.settings import Precision
+from helpers.models import GPT, Block, ResNet, UNet, double_convolution, vgg
+from helpers.trained_alike import assert_identical, assert_trains_identically, mean_square, recomputing, train
 
 WIDTH = 16
 

@@ -58,6 +58,9 @@ class PlannedStep:
         Args:
             global_batch: On the host; each micro-batch is copied to the model's device as it is used.
 
+        Returns:
+            The loss of the whole batch and what became of the step.
+
         Raises:
             BatchError: The batch cannot be split.
             LossError: The loss is no scalar tensor or has no gradient.

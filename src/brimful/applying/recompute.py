@@ -70,6 +70,12 @@ class RecomputedRuns:
     def __call__(self, input: Any) -> Any:
         """What the Sequential returns.
 
+        Args:
+            input: Of the first child.
+
+        Returns:
+            The last child's output.
+
         Raises:
             UsageError: It has other children than it had when the plan was applied.
         """

@@ -85,6 +85,8 @@ class Recorder(TorchDispatchMode):
         self.labels: list[str] = []
         self.makers: list[int | None] = []
         self.marked: dict[int, Category] = {}
+        self._temporaries: list[tuple[int, str]] = []
+        """Of the op that is being recorded."""
         self.uncertain: dict[str, None] = {}
         self.item_value: float = 1.0
         """What reading a number from a fake tensor gives."""
@@ -111,6 +113,10 @@ class Recorder(TorchDispatchMode):
     def allocate_block(self, size_bytes: int, label: str) -> int:
         """Record a block that no tensor stands for, such as a library's workspace; its index."""
         return self._new_storage(size_bytes, None, label)
+
+    def add_temporary(self, size_bytes: int, label: str) -> None:
+        """Record memory that the op just run took beside its outputs and gave back before it ended."""
+        self._temporaries.append((size_bytes, label))
 
     def release_early(self, tensor: Tensor) -> int:
         """Record that the storage of a tensor is free from now on; its bytes, 0 if it was so already."""
@@ -176,6 +182,7 @@ class Recorder(TorchDispatchMode):
             self.ops.append(self._op(info, func, args, kwargs, out, inputs, outputs))
             for tensor in outputs:
                 self._see(tensor, len(self.ops) - 1, info.name)
+            self._record_temporaries()
         return out
 
     def _read_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,6 +257,11 @@ class Recorder(TorchDispatchMode):
             self.marked[fresh] = self.marked[index]
         self._live[address] = fresh
         return fresh
+
+    def _record_temporaries(self) -> None:
+        blocks = [self._new_storage(size_bytes, None, label) for size_bytes, label in self._temporaries]
+        self.events += [(False, block, len(self.ops) - 1) for block in blocks]
+        self._temporaries.clear()
 
     def _new_storage(self, size_bytes: int, maker: int | None, label: str) -> int:
         index = len(self.sizes)

@@ -132,7 +132,11 @@ def _is_composite(name: str) -> bool:
         overloads = getattr(getattr(torch.ops, namespace), packet).overloads()
     except (AttributeError, RuntimeError):  # a range that someone else named like an op
         return False
-    qualified = [name if overload == "default" else f"{name}.{overload}" for overload in overloads]
-    return any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(each, "CompositeImplicitAutograd") for each in qualified
-    )
+    return any(_has_composite_kernel(f"{name}.{overload}".removesuffix(".default")) for overload in overloads)
+
+
+def _has_composite_kernel(qualified: str) -> bool:
+    try:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CompositeImplicitAutograd")
+    except RuntimeError:  # an overload of TorchScript's alone, which is not dispatched
+        return False

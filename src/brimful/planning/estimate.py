@@ -79,6 +79,9 @@ def estimate_trace(trace: Trace, device: Device, *, capacity_bytes: int | None =
         trace: A capture that follows the decisions of the device's kind.
         device: Where the step would run.
         capacity_bytes: Bytes permitted; None permits all the device has.
+
+    Returns:
+        Peaks, time and verdict of the trace's last step.
     """
     memory = predict_memory(trace)
     time = step_seconds(trace, device)

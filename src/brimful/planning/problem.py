@@ -4,13 +4,15 @@ One capture keeps every unit, one recomputes every unit. What both hold when bac
 plan; what only the first holds is the price of keeping. With
 
     u(i)        bytes made in unit i that only the kept capture holds when backward begins; U(i) = Σ_{j<i} u(j)
-    V(i)        bytes made before unit i that only the recomputed capture holds, to start recomputations from
+    V(i)        bytes made before unit i that only the recomputed capture holds: recomputations start from them
+    s(i)        bytes that recomputing unit i itself puts by, such as a random state; S(i) = Σ_{j<i} s(j)
     K(t), R(t)  bytes live at a position t of the kept and of the recomputed capture
     k(t)        units begun and not yet through their backward, counted from the first
 
-* Outside of all units a plan holds R(t), and u(j) for each kept unit j < k(t).
-* So it does within a recomputed unit i. But while the last ops of its backward run, a kept unit before it may
-  still hold what in the recomputed capture is gone by then; so K(t) - U(i) in its backward counts too.
+* Outside of all units a plan holds R(t) - S(k(t)), and for each unit j < k(t) u(j) if kept, s(j) if not.
+* So it does within a recomputed unit i, up to S(i). But while the last ops of its backward run, a kept unit
+  before it may still hold what in the recomputed capture is gone by then; so K(t) - U(i) in its backward counts
+  too.
 * Within a kept unit i a plan holds K(t), less U(i), which is there only as far as the units before it are kept,
   and V(i), which is there only as far as they are not.
 
@@ -62,21 +64,22 @@ def build_problem(
     """
     k = _Steady.of(kept, units, micro_batches)
     r = _Steady.of(recomputed, units, micro_batches)
-    kept_before, starts_before = _differences(k, r)
+    kept_before, starts_before, put_by_before = _differences(k, r)
 
-    first = np.where(k.is_inside, k.owner, k.begun)  # units before this one may be kept or not
-    alone_bytes = k.live_bytes - kept_before[k.moment, first] + starts_before[first]
+    alone_bytes = k.live_bytes - kept_before[k.moment, k.first] + starts_before[k.first]
     peaks_kept, gaps_kept = k.peaks(alone_bytes)
     peaks_kept_backward, _ = k.peaks(np.where(k.moment == _BACKWARD_BEGINS, alone_bytes, 0))
-    peaks_recomputed, gaps_recomputed = r.peaks(r.live_bytes)
+    peaks_recomputed, gaps_recomputed = r.peaks(r.live_bytes - put_by_before[r.first])
     peaks_recomputed = np.maximum(peaks_recomputed, peaks_kept_backward)
 
-    retained = np.diff(kept_before[_BACKWARD_BEGINS])
+    retained, put_by = np.diff(kept_before[_BACKWARD_BEGINS]), np.diff(put_by_before)
     seconds = _recompute_seconds(recomputed, units, device)
     options = tuple(
         (
             Option(retained_bytes=int(retained[i]), peak_bytes=int(peaks_kept[i]), seconds=0.0),
-            Option(retained_bytes=0, peak_bytes=int(peaks_recomputed[i]), seconds=float(seconds[i])),
+            Option(
+                retained_bytes=int(put_by[i]), peak_bytes=int(peaks_recomputed[i]), seconds=float(seconds[i])
+            ),
         )
         for i in range(len(units))
     )
@@ -93,6 +96,8 @@ class _Made(NamedTuple):
     """Units begun when it was made."""
     label: str
     size_bytes: int
+    is_by_op: bool
+    """Else it was put by for what follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,11 @@ class _Steady:
         inside: NDArray[np.bool_] = (self.owner >= 0) & (self.owner + 1 == self.begun)
         return inside
 
+    @property
+    def first(self) -> NDArray[np.int64]:
+        """The first unit that does not count among those that may be held otherwise, (P,)."""
+        return np.where(self.is_inside, self.owner, self.begun)
+
     def peaks(self, levels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The highest level within each unit, and outside of all by the number of units begun."""
         units = np.zeros(self.unit_count, dtype=np.int64)
@@ -178,27 +188,39 @@ def _held(
         if event.kind is EventKind.ALLOCATE and forward[0] <= event.op <= forward[-1]:
             storage = trace.storages[event.storage]
             size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
-            made = _Made(int(owner[event.op]), int(begun[event.op]), storage.label, size_bytes)
+            is_by_op = storage.op is not None
+            op = event.op if is_by_op else event.op + 1
+            made = _Made(int(owner[op]), int(begun[op]), storage.label, size_bytes, is_by_op)
             for moment, at_moment in zip(moments, held, strict=True):
                 at_moment[made] += freed_at.get(event.storage, len(trace.ops)) >= moment
     return held
 
 
-def _differences(kept: _Steady, recomputed: _Steady) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _differences(
+    kept: _Steady, recomputed: _Steady
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """What only one of the captures holds.
 
+    Args:
+        kept: Every unit kept.
+        recomputed: Every unit recomputed.
+
     Returns:
-        U(i) at each moment, (2, n + 1), and V(i), (n + 1,).
+        U(i) at each moment, (2, n + 1), V(i), (n + 1,), and S(i), (n + 1,).
     """
     kept_only = np.zeros((2, kept.unit_count + 1), dtype=np.int64)
+    put_by = np.zeros(kept.unit_count + 1, dtype=np.int64)
     starts_before = np.zeros(kept.unit_count + 1, dtype=np.int64)
     for moment in (_FORWARD_ENDS, _BACKWARD_BEGINS):
         for made, count in (kept.held[moment] - recomputed.held[moment]).items():
             if made.owner >= 0:  # else it counts as there under any plan
                 kept_only[moment, made.owner + 1] += made.size_bytes * count
     for made, count in (recomputed.held[_BACKWARD_BEGINS] - kept.held[_BACKWARD_BEGINS]).items():
-        starts_before[made.begun :] += made.size_bytes * count
-    return np.cumsum(kept_only, axis=1), starts_before
+        if made.is_by_op or made.owner < 0:
+            starts_before[made.begun :] += made.size_bytes * count
+        else:
+            put_by[made.owner + 1] += made.size_bytes * count
+    return np.cumsum(kept_only, axis=1), starts_before, np.cumsum(put_by)
 
 
 def _recompute_seconds(trace: Trace, units: tuple[str, ...], device: Device) -> NDArray[np.float64]:

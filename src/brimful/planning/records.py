@@ -93,6 +93,12 @@ class Plan:
     def from_json(cls, document: dict[str, Any]) -> Plan:
         """The plan that `to_json` wrote.
 
+        Args:
+            document: As read from JSON.
+
+        Returns:
+            A plan equal to the one written.
+
         Raises:
             UsageError: The document is no plan of this version.
         """
@@ -119,6 +125,12 @@ class Plan:
     @classmethod
     def load(cls, path: Path) -> Plan:
         """The plan that `save` wrote.
+
+        Args:
+            path: Of a JSON file.
+
+        Returns:
+            A plan equal to the one saved.
 
         Raises:
             UsageError: The file is no plan of this version.

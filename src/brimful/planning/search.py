@@ -58,7 +58,10 @@ class Request:
     computed. False keeps the mathematics: such a model trains its whole batch at once."""
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
-        """Divisors of the global batch, or the one that is pinned.
+        """Micro-batches to choose from.
+
+        Returns:
+            Divisors of the global batch, largest first, or the one that is pinned.
 
         Raises:
             UsageError: The pinned one is no divisor.
@@ -95,6 +98,9 @@ def search(capture: Capture, request: Request) -> Plan:
         capture: Runs a step on fake tensors.
         request: What is asked and what is pinned.
 
+    Returns:
+        A plan whose prediction is of a capture with the plan applied.
+
     Raises:
         InfeasibleError: Nothing permitted fits; the message says by how much, why, and what would.
         UsageError: The request contradicts itself or the device.
@@ -110,7 +116,10 @@ def search(capture: Capture, request: Request) -> Plan:
         candidates += [family.candidate(size) for size in sizes]
     verified = _verify(capture, request, candidates)
     if not verified:
-        raise _infeasible(capture, request, candidates, plain, plain_trace)
+        smallest = _smallest(request, candidates)
+        if smallest.predicted_peak_device_bytes > request.budget_bytes:
+            raise _infeasible(capture, request, smallest, plain, plain_trace)
+        verified = [smallest]
     best = min(verified, key=lambda found: found.predicted_step_seconds)
     return Plan(
         status=PlanStatus.FEASIBLE,
@@ -165,6 +174,10 @@ class _Candidate:
             UnitAction(fqn=unit, action=ACTIONS[index]) for unit, index in zip(self.units, choice, strict=True)
         )
         return replace(self.settings, units=actions)
+
+    def capture_of(self, action: Action) -> Trace:
+        """The step with one action for all units."""
+        return self.kept if action is Action.KEEP else self.recomputed
 
     def smallest_peak_bytes(self) -> int:
         """Least allocated bytes that any permitted choice takes."""
@@ -315,31 +328,33 @@ def _largest_by_hand(request: Request, candidates: list[_Candidate], action: Act
     for candidate in sorted(own_precision, key=lambda c: -c.settings.micro_batch_size):
         if action is Action.RECOMPUTE and not candidate.units:
             return None
-        trace = candidate.kept if action is Action.KEEP else candidate.recomputed
-        estimate = estimate_trace(trace, request.device, capacity_bytes=request.budget_bytes)
+        estimate = estimate_trace(
+            candidate.capture_of(action), request.device, capacity_bytes=request.budget_bytes
+        )
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
             settings = replace(candidate.settings, units=_all(candidate.units, action))
             return replace(estimate, settings=settings)
     return None
 
 
+def _smallest(request: Request, candidates: list[_Candidate]) -> Estimate:
+    """What takes least, by the capture at hand: the solver's problem may be a little too high."""
+    candidate = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes())
+    action = Action.RECOMPUTE if candidate.pinned is None else candidate.pinned
+    estimate = estimate_trace(candidate.capture_of(action), request.device)
+    return replace(estimate, settings=replace(candidate.settings, units=_all(candidate.units, action)))
+
+
 def _infeasible(
-    capture: Capture,
-    request: Request,
-    candidates: list[_Candidate],
-    plain: Estimate,
-    plain_trace: Trace,
+    capture: Capture, request: Request, smallest: Estimate, plain: Estimate, plain_trace: Trace
 ) -> InfeasibleError:
     """Why nothing fits: by how much, because of what, and the nearest ways out."""
-    smallest = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes())
-    settings = replace(smallest.settings, units=_all(smallest.units, Action.RECOMPUTE))
-    estimate = estimate_trace(smallest.recomputed, request.device)
-    peak = estimate.predicted_peak_device_bytes
-    category, part_bytes = max(estimate.breakdown, key=lambda part: part[1])
+    peak = smallest.predicted_peak_device_bytes
+    category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
         f"  plain training: {format_bytes(plain.predicted_peak_device_bytes)}",
-        f"  smallest predicted peak: {format_bytes(peak)} ({settings.describe()}), "
+        f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
         f"{format_bytes(peak - request.budget_bytes)} too much",
         f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",
     ]
@@ -351,12 +366,13 @@ def _infeasible(
             f"(first: {plain_trace.batch_coupled_modules[0]!r}) compute with the whole of it. Permit it with "
             "split_batch_norm (statistics are then over a micro-batch)"
         )
-    lines += [f"  would fit: {way}" for way in _ways_out(capture, request, settings, estimate)]
+    lines += [f"  would fit: {way}" for way in _ways_out(capture, request, smallest)]
     return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
 
 
-def _ways_out(capture: Capture, request: Request, settings: Settings, smallest: Estimate) -> Iterator[str]:
+def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:
     """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
+    settings = smallest.settings
     tried = [
         (f"precision={str(precision)!r}", replace(settings, precision=precision))
         for precision in (Precision.BF16, Precision.FP16)

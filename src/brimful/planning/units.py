@@ -30,6 +30,9 @@ def find_units(trace: Trace) -> tuple[str, ...]:
 
     Args:
         trace: A capture without recomputation.
+
+    Returns:
+        Paths of modules, and runs "parent[first..last]" of a Sequential's children.
     """
     tree = _Tree(trace)
     units = [unit for unit in tree.divide("") if tree.saved_by(unit) >= SMALLEST_SHARE * tree.total_bytes]
@@ -40,6 +43,7 @@ class UnitIndex:
     """Finds the unit that a module is in.
 
     Args:
+        trace: Has the modules that are asked for.
         units: Paths and runs, none inside another.
     """
 

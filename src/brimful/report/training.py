@@ -18,6 +18,9 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
     Args:
         result: The run.
         plain: The same job trained without a plan from the same seed, if that was run.
+
+    Returns:
+        Some lines: predicted beside measured, losses, the run directory.
     """
     return "\n".join(_lines(result, plain))
 

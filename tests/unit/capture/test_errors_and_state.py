@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.nn.functional as F
-from small_jobs import A100, CLASSES, CPU, INPUTS, capture, cross_entropy, job, mlp
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_module
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from brimful.errors import CaptureError, LossError, UsageError
 from brimful.settings import Precision
+from helpers.captured_jobs import A100, CLASSES, CPU, INPUTS, capture, cross_entropy, job, mlp
 
 
 class Failing(nn.Module):

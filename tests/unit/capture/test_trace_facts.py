@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from small_jobs import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from brimful.timeline import live_profile
+from brimful.trace import Category, EventKind, Phase, Trace
+from helpers.captured_jobs import (
     CLASSES,
     CPU,
     HIDDEN,
@@ -22,11 +27,6 @@ from small_jobs import (
     ops,
     rows,
 )
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from brimful.timeline import live_profile
-from brimful.trace import Category, EventKind, Phase, Trace
 
 
 def bytes_of(trace: Trace, category: Category) -> int:
@@ -197,11 +197,12 @@ def test_an_lstm_is_followed_with_the_workspace_it_keeps() -> None:
     trace = capture(job(Recurrent, batch=batch))
     assert ops(trace, "aten.mkldnn_rnn_layer_backward")
     assert {op.module for op in ops(trace, "aten.mkldnn_rnn_layer")} == {"lstm"}
-    (workspace,) = [c for c in trace.corrections if c.name == "lstm_workspace"]
-    assert workspace.occurrences == 2
-    largest = max(made_by(trace, "aten.mkldnn_rnn_layer.default"), key=lambda storage: storage.size_bytes)
-    assert 2 * largest.size_bytes == workspace.changed_bytes
-    assert largest.category is Category.SAVED_TENSORS
+    (memory,) = [c for c in trace.corrections if c.name == "lstm_memory"]
+    assert memory.occurrences == 4  # forward and backward of two steps
+    workspace = max(made_by(trace, "aten.mkldnn_rnn_layer.default"), key=lambda storage: storage.size_bytes)
+    inside = [s for s in trace.storages if s.label == "inside aten.mkldnn_rnn_layer_backward.default"]
+    assert 2 * workspace.size_bytes + sum(s.size_bytes for s in inside) == memory.changed_bytes
+    assert workspace.category is Category.SAVED_TENSORS
 
 
 class Doubled(torch.autograd.Function):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_jobs import A100, CPU, capture, job, ops
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ from brimful.optimizers import make_optimizer
 from brimful.settings import Precision
 from brimful.step import copied_to, run_step
 from brimful.trace import Phase
+from helpers.captured_jobs import A100, CPU, capture, job, ops
 
 transformers = pytest.importorskip("transformers")
 

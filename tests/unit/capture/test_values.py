@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from small_jobs import CLASSES, INPUTS, SAMPLES, capture, job, made_by, mlp, ops, rows
 from torch import Tensor, nn
 
 from brimful.errors import CaptureError
 from brimful.trace import Phase
+from helpers.captured_jobs import CLASSES, INPUTS, SAMPLES, capture, job, made_by, mlp, ops, rows
 
 
 def loss_that(read: object) -> object:

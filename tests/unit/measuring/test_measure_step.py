@@ -132,7 +132,7 @@ def test_what_an_op_that_consists_of_others_leaves_between_them_is_no_secret_of_
     model = nn.Linear(4, 4)
     x = torch.randn(64, 65)
     with peak_memory(model, torch.optim.SGD(model.parameters()), "cpu") as peak:
-        torch.trapezoid(x)  # adds neighbours, sums, halves
+        torch.trapezoid(x, torch.arange(65))  # adds neighbours, multiplies, sums, halves
     assert peak.allocated_bytes >= 64 * 64 * 4
     assert peak.temporaries_at_peak == ()
 

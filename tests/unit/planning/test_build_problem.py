@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from small_jobs import JOBS, SAMPLES, capture, with_choice
 
 from brimful.hardware import find_device
 from brimful.planning.problem import build_problem
@@ -12,12 +11,15 @@ from brimful.planning.units import find_units
 from brimful.settings import Precision, Settings
 from brimful.timeline import live_profile, rounding_bytes_of
 from brimful.trace import Trace
+from helpers.planned_jobs import JOBS, SAMPLES, capture, with_choice
 
 EXACT = 0.0005
-"""Where the units are a chain; batch norm's copied buffers, which count where none is recomputed, are this much."""
-CASTS = 0.05
+"""Where the units are a chain."""
+BUFFERS = 0.001
+"""Batch norm's copied buffers, which count where none is recomputed too, are this much of models this small."""
+CASTS = 0.1
 """Under autocast a unit may be recomputed from a float32 result of which a kept unit saves a cast only. Such
-results count where nothing is recomputed too."""
+results count where nothing is recomputed too, and a UNet's skips make more of them."""
 OVERLAP = 0.25
 """A module that is called again counts in full from its first call on; here it is most of the model."""
 
@@ -26,9 +28,9 @@ CASES = [
     ("gpt", "A100 80GB SXM", Precision.BF16, CASTS),
     ("post-norm", "cpu", Precision.FP32, EXACT),
     ("post-norm", "A100 80GB SXM", Precision.BF16, CASTS),
-    ("resnet", "cpu", Precision.FP32, EXACT),
+    ("resnet", "cpu", Precision.FP32, BUFFERS),
     ("resnet", "A100 80GB SXM", Precision.FP16, CASTS),
-    ("unet", "cpu", Precision.FP32, EXACT),
+    ("unet", "cpu", Precision.FP32, BUFFERS),
     ("unet", "A100 80GB SXM", Precision.BF16, CASTS),
     ("vgg", "cpu", Precision.FP32, EXACT),
     ("inception", "cpu", Precision.FP32, EXACT),

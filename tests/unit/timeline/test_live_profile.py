@@ -1,11 +1,11 @@
 """Live bytes over a trace's events, checked against sums done by hand."""
 
 import pytest
-from small_traces import TraceWriter, two_steps
 
 from brimful.errors import UnknownNameError
 from brimful.timeline import live_profile, rounding_bytes_of
 from brimful.trace import Category
+from helpers.traces import TraceWriter, two_steps
 
 MIB = 1 << 20
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from small_traces import TraceWriter, two_steps
 
 from brimful.errors import UsageError
 from brimful.timeline import (
@@ -17,6 +16,7 @@ from brimful.timeline import (
     smallest_surviving_capacity_bytes,
 )
 from brimful.trace import Category, Phase
+from helpers.traces import TraceWriter, two_steps
 
 MIB = 1 << 20
 

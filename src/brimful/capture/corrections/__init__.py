@@ -3,12 +3,13 @@
 from brimful.capture.corrections.attention import FusedAttention
 from brimful.capture.corrections.autocast import CudaAutocastLists
 from brimful.capture.corrections.base import CorrectedFunctions, Rule, Target
+from brimful.capture.corrections.convolution import BlockedConvolution
 from brimful.capture.corrections.cublas import CublasWorkspace
 from brimful.capture.corrections.dropout import MaskedDropout
 from brimful.capture.corrections.foreach import ForeachOptimizers
 from brimful.capture.corrections.out_of_place import InPlaceBackward
 from brimful.capture.corrections.random_state import RandomState
-from brimful.capture.corrections.recurrent import LstmWorkspace
+from brimful.capture.corrections.recurrent import LstmMemory
 
 RULES: tuple[type[Rule], ...] = (
     MaskedDropout,
@@ -17,20 +18,22 @@ RULES: tuple[type[Rule], ...] = (
     ForeachOptimizers,
     CublasWorkspace,
     InPlaceBackward,
-    LstmWorkspace,
+    BlockedConvolution,
+    LstmMemory,
     RandomState,
 )
 """All rules, in the order in which reports list them."""
 
 __all__ = [
     "RULES",
+    "BlockedConvolution",
     "CorrectedFunctions",
     "CublasWorkspace",
     "CudaAutocastLists",
     "ForeachOptimizers",
     "FusedAttention",
     "InPlaceBackward",
-    "LstmWorkspace",
+    "LstmMemory",
     "MaskedDropout",
     "RandomState",
     "Rule",

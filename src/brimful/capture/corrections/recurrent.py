@@ -1,4 +1,4 @@
-"""The CPU's fused LSTM keeps a workspace for backward, whose size only oneDNN knows."""
+"""The CPU's fused LSTM keeps a workspace for backward, and takes memory in it, as only oneDNN knows."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ _LSTM = 2
 aten/src/ATen/native/mkldnn/RNN.cpp."""
 
 
-class LstmWorkspace(Rule):
-    """Give the workspace of `mkldnn_rnn_layer` its size, which on fake tensors is 0."""
+class LstmMemory(Rule):
+    """Give the workspace of `mkldnn_rnn_layer` its size, which on fake tensors is 0; count what backward takes."""
 
-    name = "lstm_workspace"
-    source = "oneDNN src/cpu/rnn/rnn_utils.hpp, set_workspace_sizes, and .cpp, set_offsets (checked: 3.12)"
+    name = "lstm_memory"
+    source = (
+        "oneDNN src/cpu/rnn/rnn_utils.hpp, set_workspace_sizes, and .cpp, set_offsets, init_scratchpad "
+        "(checked: 3.12); torch aten/src/ATen/native/mkldnn/RNN.cpp (checked: 2.13)"
+    )
     watches_ops = True
 
     def applies(self) -> bool:
@@ -32,16 +35,25 @@ class LstmWorkspace(Rule):
         return self.target.kind == "cpu"
 
     def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
-        """Let the workspace's storage grow to its size."""
-        if func is not aten.mkldnn_rnn_layer.default:
+        """Let the workspace's storage grow to its size; add what backward takes."""
+        if func is aten.mkldnn_rnn_layer.default:
+            inputs, mode, hidden_size, is_training = args[0], args[9], args[10], args[15]
+        elif func is aten.mkldnn_rnn_layer_backward.default:
+            inputs, mode, hidden_size, is_training = args[0], args[14], args[15], True
+        else:
             return
-        inputs, mode, hidden_size, is_training = args[0], args[9], args[10], args[15]
         if mode != _LSTM or inputs.dtype is not torch.float32:
-            recorder.uncertain.setdefault(f"{func}: the workspace of this mode and type is not known")
+            recorder.uncertain.setdefault(f"{func}: the memory of this mode and type is not known")
         elif is_training:
-            sequence, samples, input_size = inputs.shape  # torch brings samples to the second place before it
-            size_bytes = lstm_workspace_bytes(sequence, samples, input_size, hidden_size)
-            outputs[-1].untyped_storage().resize_(size_bytes)
+            sizes = (*inputs.shape, hidden_size)  # torch brings samples to the second place before it
+            if func is aten.mkldnn_rnn_layer.default:
+                size_bytes = lstm_workspace_bytes(*sizes)
+                outputs[-1].untyped_storage().resize_(size_bytes)
+            else:
+                grad_output = args[10]
+                copied_bytes = 0 if grad_output is None or grad_output.is_contiguous() else grad_output.nbytes
+                size_bytes = lstm_backward_bytes(*sizes) + copied_bytes
+                recorder.add_temporary(size_bytes, f"inside {func}")
             self.count(size_bytes)
 
 
@@ -64,6 +76,26 @@ def lstm_workspace_bytes(sequence: int, samples: int, input_size: int, hidden_si
         states * hidden_size,
     )
     return sum(-(-numel * _FLOAT_BYTES // _PAGE_BYTES) * _PAGE_BYTES for numel in numels)
+
+
+def lstm_backward_bytes(sequence: int, samples: int, input_size: int, hidden_size: int) -> int:
+    """What the backward of one layer and direction in float32 takes beside its outputs.
+
+    Gradients of gates (T, B, 4H) and of two states (B, H), padded; those of both weights, (I, 4H) and (H, 4H),
+    padded; a padded copy of a weight, (4H, I) or (4H, H), whose rows are not; the zeros that stand for the
+    gradients of the last states, (B, H) each; the sum of the biases and its gradient, (4H).
+    """
+    gates = 4 * hidden_size
+    widths = (input_size, hidden_size)
+    numels = (
+        sequence * samples * _leading_dimension(gates),
+        2 * samples * _leading_dimension(hidden_size),
+        sum(widths) * _leading_dimension(gates),
+        sum(gates * _leading_dimension(width) for width in widths if _leading_dimension(width) != width),
+        2 * samples * hidden_size,
+        2 * gates,
+    )
+    return sum(numels) * _FLOAT_BYTES + 2 * _PAGE_BYTES  # arrays begin on pages
 
 
 def _leading_dimension(width: int) -> int:

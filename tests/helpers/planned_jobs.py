@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from small_models import GPT, Block, ResNet, UNet, vgg
 from torch import nn
 
 from brimful.capture import capture_step
@@ -18,6 +17,7 @@ from brimful.job import Job
 from brimful.planning.problem import ACTIONS
 from brimful.settings import Settings, UnitAction
 from brimful.trace import Trace
+from helpers.models import GPT, Block, ResNet, UNet, vgg
 
 SAMPLES = 8
 

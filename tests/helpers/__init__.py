@@ -1,0 +1,1 @@
+"""Models, jobs and traces small enough for tests."""
