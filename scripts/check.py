@@ -1,4 +1,4 @@
-"""Everything a change must pass, locally and in CI: format, lint, types, import contracts, docstrings, tests."""
+"""Everything a change must pass, locally and in CI: format, lint, types, imports, docstrings, tests."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ aten/src/ATen/native/mkldnn/RNN.cpp."""
 
 
 class LstmMemory(Rule):
-    """Give the workspace of `mkldnn_rnn_layer` its size, which on fake tensors is 0; count what backward takes."""
+    """Give the workspace of `mkldnn_rnn_layer` its size, 0 on fake tensors, and count what backward takes."""
 
     name = "lstm_memory"
     source = (
