@@ -178,10 +178,17 @@ def measure(job: Job, plan: Plan | Settings, device: str = "cpu", *, seed: int =
         seed: Seeds the weights and the batch.
 
     Returns:
-        The measured twin of `estimate`.
+        The measured twin of `estimate`, with what the plan predicted beside it.
     """
-    settings = plan.settings if isinstance(plan, Plan) else plan
-    return measure_step(job, settings, device=device, seed=seed)
+    if not isinstance(plan, Plan):
+        return measure_step(job, plan, device=device, seed=seed)
+    return replace(
+        measure_step(job, plan.settings, device=device, seed=seed),
+        predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes,
+        predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
+        predicted_peak_device_bytes=plan.predicted_peak_device_bytes,
+        predicted_step_seconds=plan.predicted_step_seconds,
+    )
 
 
 def fit(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
+
+from brimful.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +37,63 @@ class Measurement:
     """Loss of the first step: the mean over the global batch."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
     """Op-internal temporaries live at the peak, largest first; empty where they cannot be seen."""
+    predicted_peak_allocated_bytes: int | None = None
+    """What the plan predicted; None if no plan was measured. So are the others."""
+    predicted_peak_reserved_bytes: int | None = None
+    predicted_peak_device_bytes: int | None = None
+    predicted_step_seconds: float | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [f"measured on {self.device}, {self.measured_steps} steps", *predicted_beside_measured(self)]
+        )
+
+
+class Compared(Protocol):
+    """What has been predicted and measured, in bytes and seconds; None where it was not."""
+
+    @property
+    def predicted_peak_allocated_bytes(self) -> int | None: ...
+    @property
+    def predicted_peak_reserved_bytes(self) -> int | None: ...
+    @property
+    def predicted_peak_device_bytes(self) -> int | None: ...
+    @property
+    def predicted_step_seconds(self) -> float | None: ...
+    @property
+    def measured_peak_allocated_bytes(self) -> int | None: ...
+    @property
+    def measured_peak_reserved_bytes(self) -> int | None: ...
+    @property
+    def measured_peak_device_bytes(self) -> int | None: ...
+    @property
+    def measured_step_seconds(self) -> float | None: ...
+
+
+def predicted_beside_measured(compared: Compared) -> Iterator[str]:
+    """A table for a reader: peaks and step time, predicted, measured, and how far apart.
+
+    Args:
+        compared: Of a CPU, where the three peaks are one, or of a GPU.
+
+    Yields:
+        Its lines.
+    """
+    yield f"  {'':<20}{'predicted':>12}{'measured':>12}{'error':>9}"
+    peaks = [
+        ("peak allocated", compared.predicted_peak_allocated_bytes, compared.measured_peak_allocated_bytes),
+        ("peak reserved", compared.predicted_peak_reserved_bytes, compared.measured_peak_reserved_bytes),
+        ("peak on the device", compared.predicted_peak_device_bytes, compared.measured_peak_device_bytes),
+    ]
+    for name, predicted, measured in peaks if compared.measured_peak_device_bytes is not None else peaks[:1]:
+        said = "-" if predicted is None else format_bytes(predicted)
+        was = "-" if measured is None else format_bytes(measured)
+        yield f"  {name:<20}{said:>12}{was:>12}{_error(predicted, measured):>9}"
+    predicted_step, measured_step = compared.predicted_step_seconds, compared.measured_step_seconds
+    said = "-" if predicted_step is None else format_seconds(predicted_step)
+    was = "-" if measured_step is None else format_seconds(measured_step)
+    yield f"  {'step':<20}{said:>12}{was:>12}{_error(predicted_step, measured_step):>9}"
+
+
+def _error(predicted: float | None, measured: float | None) -> str:
+    return f"{predicted / measured - 1:+.1%}" if predicted is not None and measured else "-"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from brimful.measurement import predicted_beside_measured
 from brimful.training import StopReason, TrainingResult
 from brimful.units import format_bytes, format_rate, format_seconds
 
@@ -57,33 +58,13 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     ended = "" if result.stopped_because is StopReason.FINISHED else f", {result.stopped_because}"
     yield f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{ended}"
     yield f"  settings            {result.settings.describe()}"
-    yield f"  {'':<20}{'predicted':>12}{'measured':>12}{'error':>9}"
-    yield from _rows(result)
+    yield from predicted_beside_measured(result)
     yield from _budget(result)
     yield from _plain_rows(result, plain)
     yield from _curves(result, plain)
     yield from _validation(result, plain)
     if result.run_dir is not None:
         yield f"  run directory       {result.run_dir}"
-
-
-def _rows(result: TrainingResult) -> Iterator[str]:
-    bytes_rows = [
-        ("peak allocated", result.predicted_peak_allocated_bytes, result.measured_peak_allocated_bytes)
-    ]
-    if result.measured_peak_device_bytes is not None:
-        bytes_rows += [
-            ("peak reserved", result.predicted_peak_reserved_bytes, result.measured_peak_reserved_bytes),
-            ("peak on the device", result.predicted_peak_device_bytes, result.measured_peak_device_bytes),
-        ]
-    for name, predicted, measured in bytes_rows:
-        said = "-" if predicted is None else format_bytes(predicted)
-        was = "-" if measured is None else format_bytes(measured)
-        yield f"  {name:<20}{said:>12}{was:>12}{_error(predicted, measured):>9}"
-    predicted_step, measured_step = result.predicted_step_seconds, result.measured_step_seconds
-    said = "-" if predicted_step is None else format_seconds(predicted_step)
-    was = "-" if measured_step is None else format_seconds(measured_step)
-    yield f"  {'step':<20}{said:>12}{was:>12}{_error(predicted_step, measured_step):>9}"
 
 
 def _budget(result: TrainingResult) -> Iterator[str]:
@@ -139,9 +120,3 @@ def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterato
     timed = [step for step in result.steps if step.updated]
     if timed and result.measured_step_seconds:
         yield f"  throughput          {format_rate(timed[0].samples / result.measured_step_seconds)}"
-
-
-def _error(predicted: float | None, measured: float | None) -> str:
-    if predicted is None or not measured:
-        return "-"
-    return f"{predicted / measured - 1:+.1%}"

@@ -131,6 +131,7 @@ class RunDirectory:
         path, temporary = self.path / name, self.path / f".{name}.partial"
         try:
             write(temporary)
+            shutil.copymode(self.path / METRICS, temporary)  # safetensors lets nobody else read its files
             _bring_to_disk(temporary)
             temporary.replace(path)
             if os.name == "posix":
