@@ -344,7 +344,6 @@ def main() -> None:
         "rows": len(rows),
         "rows_equal_to_the_byte": sum(error == 0 for error in errors),
         "rows_within_1_percent": sum(error <= NAMED_ABOVE_FRACTION for error in errors),
-        "rows_explained": sum(row["unexplained_bytes"] == 0 for row in rows),
         "largest_error_fraction": max(errors),
     }
     print(summary)

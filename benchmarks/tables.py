@@ -1,0 +1,123 @@
+"""The README's tables, made from the JSON in benchmarks/results/.
+
+python benchmarks/tables.py            # writes them into README.md
+python benchmarks/tables.py --check    # exit status 1 if README.md has others
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from brimful.units import format_bytes, format_seconds
+
+RESULTS = Path(__file__).parent / "results"
+README = Path(__file__).parent.parent / "README.md"
+BEGIN, END = "<!-- made by benchmarks/tables.py -->", "<!-- end -->"
+
+
+def main() -> int:
+    """Write or check; the exit status."""
+    text = README.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    fresh = f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    if "--check" in sys.argv:
+        return int(fresh != text)
+    README.write_text(fresh, encoding="utf-8")
+    return 0
+
+
+def tables() -> str:
+    """All tables as Markdown."""
+    cpu, runs, speed = (load(name) for name in ("cpu_truth", "demo_runs", "estimate_speed"))
+    return "\n".join([*cpu_lines(cpu), "", *run_lines(runs), "", *speed_lines(speed)])
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def cpu_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Peak memory on a CPU, a line per model."""
+    summary = result["summary"]
+    yield (
+        f"Peak allocated bytes on a CPU against the profiler's memory events: {summary['rows']} steps, "
+        f"{summary['rows_equal_to_the_byte']} of them equal to the byte, "
+        f"{summary['rows_within_1_percent']} within 1 %. {stamp(result)}"
+    )
+    yield ""
+    yield "| model | predicted, plain | measured, plain | largest error of its six variants |"
+    yield "|---|--:|--:|--:|"
+    for name in dict.fromkeys(row["model"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["model"] == name]
+        plain = next(row for row in rows if row["variant"] == "plain")
+        worst = max((row["error_fraction"] for row in rows), key=abs)
+        yield (
+            f"| {name} | {format_bytes(plain['predicted_peak_allocated_bytes'])} "
+            f"| {format_bytes(plain['measured_peak_allocated_bytes'])} | {percent(worst)} |"
+        )
+
+
+def run_lines(result: dict[str, Any]) -> Iterator[str]:
+    """What `make demo` trains."""
+    yield f"`make demo`, trained inside a budget, beside plain training of the same batch. {stamp(result)}"
+    yield ""
+    yield "| | " + " | ".join(row["job"] for row in result["rows"]) + " |"
+    yield "|---|" + "--:|" * len(result["rows"])
+    lines = {
+        "plain training: measured peak": lambda r: format_bytes(r["plain_measured_peak_allocated_bytes"]),
+        "budget": lambda r: format_bytes(r["budget_bytes"]),
+        "predicted peak": lambda r: format_bytes(r["predicted_peak_allocated_bytes"]),
+        "measured peak": lambda r: format_bytes(r["measured_peak_allocated_bytes"]),
+        "of the budget": lambda r: f"{r['budget_used_fraction']:.1%}",
+        "predicted step": lambda r: format_seconds(r["predicted_step_seconds"]),
+        "measured step": lambda r: format_seconds(r["measured_step_seconds"]),
+        "plain training: measured step": lambda r: format_seconds(r["plain_measured_step_seconds"]),
+        "largest difference of the loss to plain training": lambda r: loss_difference(r),
+    }
+    for label, cell in lines.items():
+        yield f"| {label} | " + " | ".join(cell(row) for row in result["rows"]) + " |"
+
+
+def speed_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Time and memory of an estimate."""
+    yield (
+        f"One estimate in a fresh process, after imports; median of {result['repeats']}. "
+        f"Process memory includes torch's. {stamp(result)}"
+    )
+    yield ""
+    yield "| model | parameters | micro-batch × tokens | time | process memory |"
+    yield "|---|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        size = f"{row['micro_batch_size']}" + (f" × {row['seq_len']}" if row["seq_len"] else "")
+        yield (
+            f"| {row['model']} | {row['parameters'] / 1e6:.0f} M | {size} "
+            f"| {format_seconds(row['estimate_seconds'])} | {format_bytes(row['peak_resident_bytes'])} |"
+        )
+
+
+def loss_difference(row: dict[str, Any]) -> str:
+    difference = row["largest_loss_difference_to_plain"]
+    return f"none in {row['steps']} steps" if difference == 0 else f"{difference:.1g} in {row['steps']} steps"
+
+
+def percent(fraction: float) -> str:
+    return (
+        "0" if fraction == 0 else "< 0.01 %" if abs(fraction) < 1e-4 else f"{fraction:+.2%}".replace("%", " %")
+    )
+
+
+def stamp(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    return (
+        f"({machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
+        f"commit {result['commit'][:9]}; `{result['command']}`)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
