@@ -2,9 +2,9 @@
 
     python benchmarks/estimate_speed.py
 
-Each model is estimated in processes of its own: nothing is warm, and the peak resident memory is that estimate's.
-The figures asked for: BERT-large at micro-batch 4 × 512 tokens in under 5 s, a model of 7 billion parameters or
-more in under 4 GiB.
+Each model is estimated in processes of its own: nothing is warm, and the peak resident memory is of that one.
+Asked for are BERT-large at micro-batch 4 × 512 tokens in under 5 s, and 7 billion parameters or more in under
+4 GiB.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def run(case: tuple[str, int, int | None]) -> dict[str, Any]:
 def estimate(name: str, micro_batch_size: int, seq_len: int | None) -> dict[str, Any]:
     """Import, then estimate; both timed."""
     start = time.perf_counter()
-    import torch  # noqa: F401
+    import torch
     import transformers  # noqa: F401
 
     import brimful as bf

@@ -6,11 +6,11 @@
     - UnknownNameError                 no such device, model, optimizer …; says the nearest
     - BatchError                       a batch that cannot be split or resized
     - LossError                        a loss that is no scalar or has no gradient
+    - RunDirectoryError                the run directory cannot be used
   + CaptureError                       the step cannot be run on fake tensors
   + InfeasibleError                    nothing fits the budget; says by how much and what would
   + TrainingError
     - NonFiniteError                   the loss or a gradient is NaN or infinite
-    - RunDirectoryError                the run directory cannot be used
     - SaveError                        a file could not be written; what was there before stays
 
 A message says what was asked, what was found, why, and the nearest way out.
@@ -67,6 +67,10 @@ class LossError(UsageError):
     """A loss that is no scalar or has no gradient."""
 
 
+class RunDirectoryError(UsageError):
+    """The run directory cannot be used."""
+
+
 class CaptureError(BrimfulError):
     """The step cannot be run on fake tensors."""
 
@@ -97,10 +101,6 @@ class TrainingError(BrimfulError):
 
 class NonFiniteError(TrainingError):
     """The loss or a gradient is NaN or infinite."""
-
-
-class RunDirectoryError(TrainingError):
-    """The run directory cannot be used."""
 
 
 class SaveError(TrainingError):

@@ -49,7 +49,7 @@ class Measurement:
         )
 
 
-class Compared(Protocol):
+class _Compared(Protocol):
     """What has been predicted and measured, in bytes and seconds; None where it was not."""
 
     @property
@@ -70,7 +70,7 @@ class Compared(Protocol):
     def measured_step_seconds(self) -> float | None: ...
 
 
-def predicted_beside_measured(compared: Compared) -> Iterator[str]:
+def predicted_beside_measured(compared: _Compared) -> Iterator[str]:
     """A table for a reader: peaks and step time, predicted, measured, and how far apart.
 
     Args:

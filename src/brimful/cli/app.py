@@ -1,6 +1,6 @@
 """The `brimful` command.
 
-Exit status: 0 done; 1 it does not fit, or failed; 2 bad usage.
+Exit status: 0 done; 1 it does not fit, or failed; 2 bad usage; 130 training was interrupted, after it saved.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ import typer
 
 from brimful import __version__
 from brimful.errors import BrimfulError, UsageError
+from brimful.training import StopReason
+
+INTERRUPTED = 130
+"""What shells give for Ctrl-C: 128 + SIGINT."""
 
 app = typer.Typer(
     name="brimful",
@@ -207,7 +211,10 @@ def train(
         from brimful import api
         from brimful.planning import Plan
         from brimful.report import training_document, training_text
+        from brimful.train.run_directory import check_run_directory
 
+        if run_dir is not None:
+            check_run_directory(run_dir)  # before time is spent on a plan
         job = _job(model, seq_len, image_size, options)
         if plan_file is not None:
             chosen = Plan.load(plan_file)
@@ -240,6 +247,8 @@ def train(
         _show(text, lambda: training_document(result, plain), as_json)
         assert result.run_dir is not None
         (result.run_dir / "report.txt").write_text(f"{chosen}\n{text}\n", encoding="utf-8")
+    if result.stopped_because is StopReason.INTERRUPTED:
+        raise typer.Exit(INTERRUPTED)
 
 
 def main() -> None:
