@@ -134,7 +134,7 @@ def test_what_an_op_that_consists_of_others_leaves_between_them_is_no_secret_of_
     with peak_memory(model, torch.optim.SGD(model.parameters()), "cpu") as peak:
         torch.trapezoid(x, torch.arange(65))  # adds neighbours, multiplies, sums, halves
     assert peak.allocated_bytes >= 64 * 64 * 4
-    assert peak.temporaries_at_peak == ()
+    assert "aten::trapezoid" not in {temporary.op for temporary in peak.temporaries_at_peak}
 
 
 def test_the_baseline_is_what_the_loop_holds_and_counts_shared_storage_once() -> None:
