@@ -113,9 +113,10 @@ def percent(fraction: float) -> str:
 
 def stamp(result: dict[str, Any]) -> str:
     machine = result["machine"]
+    commit = result["commit"][:9] + "+" * result["commit"].endswith("+")  # + if files differed from it
     return (
         f"({machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
-        f"commit {result['commit'][:9]}; `{result['command']}`)"
+        f"commit {commit}; `{result['command']}`)"
     )
 
 

@@ -24,17 +24,16 @@ from brimful.capture import capture_step
 from brimful.errors import UnknownNameError, UsageError
 from brimful.hardware import Device, find_device
 from brimful.job import Job
+from brimful.local import choose_device
 from brimful.measurement import Measurement
 from brimful.measuring import calibrate_cpu, measure_step
-from brimful.planning import Estimate, Plan, Request, estimate_trace, find_units
+from brimful.planning import MARGIN_FRACTION, Estimate, Plan, Request, estimate_trace, find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.timeline import predict_memory
 from brimful.trace import Trace
 from brimful.train import Trainer
 from brimful.training import TrainingResult
 from brimful.units import parse_bytes
-
-_PLANNING_STEPS = 1
-"""Optimizer state is made before the first step, so one step is a steady one."""
 
 
 def estimate(
@@ -64,7 +63,7 @@ def estimate(
         Peaks, what holds them, time, and whether it fits.
 
     Raises:
-        UsageError: An argument cannot be meant.
+        UsageError: An argument is invalid.
         CaptureError: The step cannot be run on fake tensors.
     """
     target = resolve_device(device)
@@ -74,7 +73,7 @@ def estimate(
         precision=parse_precision(precision),
         optimizer=optimizer,
     )
-    _check_precision(settings.precision, target)
+    target.check_precision(settings.precision)
     trace = capture_step(job, settings, target)
     if _parse_recompute(recompute) is Action.RECOMPUTE:
         units = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in find_units(trace))
@@ -103,8 +102,8 @@ def plan(
         job: What is trained.
         device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
         global_batch_size: Samples per optimizer step.
-        budget: A size ("11GiB"), a share of what plain training would take ("50%"), or None for all that the
-            device has. The CUDA context counts.
+        budget: A size ("11GiB"), a share of what plain training would take ("50%"), or None for what the device
+            has, on a GPU less a margin of 5 % for what the prediction may miss. The CUDA context counts.
         precision: One, several to choose from, or "auto" for all that the device has; the first is plain's.
         micro_batch_size: Pins the micro-batch; it divides the global batch.
         recompute: "all" or "none" pins every unit's action.
@@ -115,7 +114,7 @@ def plan(
         The plan, replayed within the budget.
 
     Raises:
-        UsageError: An argument cannot be meant.
+        UsageError: An argument is invalid.
         InfeasibleError: Nothing permitted fits: by how much, because of what, and what would.
         CaptureError: The step cannot be run on fake tensors.
     """
@@ -124,8 +123,8 @@ def plan(
         raise UsageError(f"global_batch_size is {global_batch_size}; it must be at least 1.")
 
     @functools.cache
-    def capture(settings: Settings) -> Trace:
-        return capture_step(job, settings, target, steps=_PLANNING_STEPS)
+    def capture(settings: Settings, steps: int = 1) -> Trace:
+        return capture_step(job, settings, target, steps=steps)
 
     request = Request(
         job=job.name,
@@ -168,22 +167,26 @@ def apply(
     return PlannedStep(settings, job, model, optimizer, max_gradient_norm=max_gradient_norm)
 
 
-def measure(job: Job, plan: Plan | Settings, device: str = "cpu", *, seed: int = 0) -> Measurement:
+def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Measurement:
     """Run a few real steps and measure what they take.
 
     Args:
         job: What is trained; its model is built anew.
         plan: The plan, or plain settings.
-        device: A torch device: "cpu", "cuda".
+        device: A torch device: "cpu", "cuda". None takes the kind that the plan is for, or for settings the GPU
+            if there is one.
         seed: Seeds the weights and the batch.
 
     Returns:
         The measured twin of `estimate`, with what the plan predicted beside it.
+
+    Raises:
+        UsageError: This machine has no such device.
     """
     if not isinstance(plan, Plan):
-        return measure_step(job, plan, device=device, seed=seed)
+        return measure_step(job, plan, device=choose_device(device, None), seed=seed)
     return replace(
-        measure_step(job, plan.settings, device=device, seed=seed),
+        measure_step(job, plan.settings, device=choose_device(device, plan.device_kind), seed=seed),
         predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes,
         predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
         predicted_peak_device_bytes=plan.predicted_peak_device_bytes,
@@ -232,7 +235,6 @@ def fit(
             epochs=epochs,
             steps=steps,
             seed=seed,
-            device=_device_type(plan),
             max_gradient_norm=max_gradient_norm,
             show_progress=show_progress,
         ).fit()
@@ -293,18 +295,6 @@ def resolve_device(device: str | Device) -> Device:
     return find_device(properties.name, capacity_bytes=properties.total_memory)
 
 
-def _device_type(plan: Plan | Settings) -> str | None:
-    """Where a plan can run here: on the kind of device it was made for; None lets the trainer choose."""
-    if not isinstance(plan, Plan):
-        return None
-    kind = find_device(plan.device).kind
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"the plan is for {plan.device}, and this machine has no CUDA GPU. Plan for cpu to train here."
-        )
-    return kind
-
-
 def parse_precision(precision: str | Precision) -> Precision:
     """The precision meant.
 
@@ -333,12 +323,6 @@ def _precisions(
     return tuple(parse_precision(p) for p in precision)
 
 
-def _check_precision(precision: Precision, device: Device) -> None:
-    if not device.supports(precision):
-        able = ", ".join(str(p) for p in Precision if device.supports(p))
-        raise UsageError(f"{device.name} has no {precision}. It has: {able}.")
-
-
 def _parse_recompute(recompute: str | Action | None) -> Action | None:
     actions = {None: None, "auto": None, "all": Action.RECOMPUTE, "none": Action.KEEP}
     if isinstance(recompute, Action):
@@ -350,11 +334,13 @@ def _parse_recompute(recompute: str | Action | None) -> Action | None:
 
 def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: Request) -> int:
     if budget is None:
-        return request.device.capacity_bytes
+        device = request.device
+        margin = MARGIN_FRACTION if device.kind == "cuda" else 0.0
+        return int(device.capacity_bytes / (1 + margin))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         share = _share(budget)
-        plain = estimate_trace(capture(request.plain_settings()), request.device)
-        return int(share * plain.predicted_peak_device_bytes)
+        plain = capture(request.plain_settings())
+        return int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
     return parse_bytes(budget)
 
 

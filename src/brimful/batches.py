@@ -62,7 +62,7 @@ def count_samples(batch: Batch) -> int:
     Raises:
         BatchError: No tensor has dimensions, or their first dimensions differ.
     """
-    entries = [(path, tensor) for path, tensor in _named_tensors(batch) if tensor.ndim > 0]
+    entries = [(path, tensor) for path, tensor in named_tensors(batch) if tensor.ndim > 0]
     if not entries:
         raise BatchError(
             f"the batch ({type(batch).__name__}) has no tensor with samples. "
@@ -168,7 +168,7 @@ def make_batch(job: Job, samples: int) -> Batch:
         raise BatchError(f"{job.name}: batch({samples}) returned no proper batch: {error}") from error
     if made != samples:
         raise BatchError(
-            f"{job.name}: batch({samples}) returned {made} samples: {_shapes(list(_named_tensors(batch)))}. "
+            f"{job.name}: batch({samples}) returned {made} samples: {_shapes(list(named_tensors(batch)))}. "
             "It must return as many samples as it is asked for."
         )
     return batch
@@ -183,22 +183,22 @@ def _slice(batch: Batch, start: int, stop: int) -> Batch:
     return _map_samples(batch, lambda tensor: tensor[start:stop])
 
 
-def _named_tensors(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor with the expression that reaches it, such as `batch["images"][0]`."""
     if isinstance(batch, Tensor):
         yield path, batch
     elif isinstance(batch, Mapping):
         for key, entry in batch.items():
-            yield from _named_tensors(entry, f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]")
+            yield from named_tensors(entry, f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]")
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
         for name, entry in zip(batch._fields, batch, strict=True):
-            yield from _named_tensors(entry, f"{path}.{name}")
+            yield from named_tensors(entry, f"{path}.{name}")
     elif isinstance(batch, list | tuple):
         for index, entry in enumerate(batch):
-            yield from _named_tensors(entry, f"{path}[{index}]")
+            yield from named_tensors(entry, f"{path}[{index}]")
     elif _is_dataclass_instance(batch):
         for field in dataclasses.fields(batch):
-            yield from _named_tensors(getattr(batch, field.name), f"{path}.{field.name}")
+            yield from named_tensors(getattr(batch, field.name), f"{path}.{field.name}")
 
 
 def _is_dataclass_instance(value: Any) -> bool:
@@ -208,7 +208,7 @@ def _is_dataclass_instance(value: Any) -> bool:
 def _count_some(batch: Batch) -> int:
     samples = count_samples(batch)
     if samples == 0:
-        raise BatchError(f"the batch has 0 samples: {_shapes(list(_named_tensors(batch)))}.")
+        raise BatchError(f"the batch has 0 samples: {_shapes(list(named_tensors(batch)))}.")
     return samples
 
 

@@ -1,8 +1,8 @@
 """Every error brimful raises on purpose.
 
 * BrimfulError
-  + UsageError (also ValueError)       what was asked cannot be meant: exit status 2
-    - SizeError                        a size that is none
+  + UsageError (also ValueError)       what was asked is invalid: exit status 2
+    - SizeError                        text that is not a valid size
     - UnknownNameError                 no such device, model, optimizer …; says the nearest
     - BatchError                       a batch that cannot be split or resized
     - LossError                        a loss that is no scalar or has no gradient
@@ -27,11 +27,11 @@ class BrimfulError(Exception):
 
 
 class UsageError(BrimfulError, ValueError):
-    """An argument that cannot be meant."""
+    """An invalid argument."""
 
 
 class SizeError(UsageError):
-    """A size that is none."""
+    """Text that is not a valid size."""
 
 
 _FEW_NAMES = 6

@@ -117,6 +117,19 @@ class Device:
         half = halves[dtype]
         return self.fp32_flops_per_second if half is None and self.kind == "cuda" else half
 
+    def check_precision(self, precision: Precision) -> None:
+        """Check that training in `precision` is meaningful here.
+
+        Args:
+            precision: What is asked for.
+
+        Raises:
+            UsageError: It is not; the message says which are.
+        """
+        if not self.supports(precision):
+            able = ", ".join(str(p) for p in Precision if self.supports(p))
+            raise UsageError(f"{self.name} has no {precision}. It has: {able}.")
+
     def supports(self, precision: Precision) -> bool:
         """Whether training in `precision` is meaningful here.
 

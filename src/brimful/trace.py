@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import UsageError
+from brimful.files import write_file
 from brimful.settings import Settings, settings_from_json, settings_to_json
 
 TRACE_VERSION = 1
@@ -205,9 +206,16 @@ class Trace:
         )
 
     def save(self, path: Path) -> None:
-        """Write the trace as JSON, gzipped if the name ends in ".gz"."""
+        """Write the trace as JSON, gzipped if the name ends in ".gz".
+
+        Args:
+            path: Is overwritten.
+
+        Raises:
+            SaveError: The file cannot be written.
+        """
         text = json.dumps(self.to_json(), separators=(",", ":")).encode()
-        path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+        write_file(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
     @classmethod
     def load(cls, path: Path) -> Trace:

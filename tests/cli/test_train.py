@@ -190,6 +190,33 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(start, tmp_path: Path) -> No
     assert weights_of(tmp_path / "run" / "weights.safetensors")
 
 
+def test_a_plan_is_carried_out_as_it_is_and_nothing_may_be_asked_beside_it(brimful, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "brimful",
+        "plan",
+        "jobs:job",
+        *TRAIN,
+        "--budget",
+        "70%",
+        "--output",
+        "p.json",
+    ]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    plan = json.loads((tmp_path / "p.json").read_text())
+    done = brimful("jobs:job", "--plan", "p.json", "--steps", "4", "--run-dir", "run", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["settings"] == plan["settings"]
+    refused = brimful("jobs:job", "--plan", "p.json", "--budget", "1GiB", "--precision", "bf16")
+    assert refused.returncode == 2
+    assert "--budget, --precision" in refused.stderr
+    missing = brimful("jobs:job", "--steps", "1")
+    assert missing.returncode == 2
+    assert "--global-batch-size" in missing.stderr
+
+
 def test_a_budget_too_small_trains_nothing(brimful, tmp_path: Path) -> None:
     done = brimful("jobs:job", *TRAIN, "--budget", "100KiB", "--run-dir", "run")
     assert done.returncode == 1

@@ -5,7 +5,10 @@ test says otherwise.
 """
 
 import copy
+import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -408,29 +411,43 @@ def test_a_counter_in_python_counts_recomputations_too() -> None:
     assert model.unit.calls == 6
 
 
-def test_a_forward_that_draws_from_python_s_own_random_numbers_is_not_repeated() -> None:
-    """What holds: torch's random state is restored, that of `random` and NumPy is not.
+class Scaled(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
 
-    So layer drop by `random.random()` inside a unit gives a wrong gradient, or an error if another number of
-    tensors is saved. Draw with `torch.rand(())` instead, or keep such a unit.
-    """
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * (0.5 + self.draw()))
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.draws = iter((1.0, 3.0))  # stands for random.random()
 
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(x * next(self.draws))
+def gradient_and_next_draw(draw: Callable[[], float], *units: str) -> tuple[Tensor, float]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = Between(Scaled(draw))
+    apply_units(model, recomputing(*units))
+    mean_square(model, torch.ones(1, WIDTH)).backward()
+    gradient = model.first.weight.grad
+    assert gradient is not None
+    return gradient, draw()
 
-    gradients = []
-    for units in ((), ("unit",)):
-        torch.manual_seed(0)
-        model = Between(Scaled())
-        apply_units(model, recomputing(*units))
-        mean_square(model, torch.ones(1, WIDTH)).backward()
-        gradients.append(model.first.weight.grad)
-    assert not torch.equal(*gradients)
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+def test_numbers_from_python_s_and_numpy_s_generators_are_drawn_again_alike(draw: Callable[[], float]) -> None:
+    """Plain checkpointing restores torch's random state only; layer drop by `random.random()` is common."""
+    (plain, plain_next), (recomputed, next_draw) = (
+        gradient_and_next_draw(draw, *units) for units in ((), ("unit",))
+    )
+    assert torch.equal(plain, recomputed)
+    assert plain_next == next_draw
+
+
+def test_numbers_from_a_generator_of_the_model_s_own_are_not_repeated() -> None:
+    """What holds: nothing tells of it. Draw with `torch.rand(())` instead, or keep such a unit."""
+    (plain, _), (recomputed, _) = (
+        gradient_and_next_draw(iter((1.0, 3.0, 5.0, 7.0)).__next__, *units) for units in ((), ("unit",))
+    )
+    assert not torch.equal(plain, recomputed)
 
 
 def test_a_unit_that_changes_its_input_in_place_fails_instead_of_giving_a_wrong_gradient() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import brimful as bf
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
+from brimful.hardware import find_device
 
 DEVICE = "RTX 3090"
 
@@ -113,6 +114,51 @@ def test_an_infeasible_budget_says_by_how_much_and_what_would_fit() -> None:
     assert error.shortfall_bytes > 0
     feasible = bf.plan(job, device, global_batch_size=4, budget=error.smallest_peak_bytes)
     assert feasible.predicted_peak_device_bytes <= error.smallest_peak_bytes
+
+
+def test_near_its_capacity_a_step_fits_as_the_allocator_gives_back_its_cache() -> None:
+    job = stack_job()
+    free = bf.estimate(job, DEVICE, micro_batch_size=32)
+    device = replace(find_device(DEVICE), capacity_bytes=free.predicted_peak_device_bytes)
+    assert bf.estimate(job, device, micro_batch_size=32).verdict == "tight"
+    context = find_device(DEVICE).context_bytes
+    short = bf.estimate(
+        job, DEVICE, micro_batch_size=32, budget=context + free.predicted_peak_allocated_bytes // 2
+    )
+    assert short.verdict == "does not fit"
+    assert short.out_of_memory_at is not None
+    assert short.predicted_peak_allocated_bytes == free.predicted_peak_allocated_bytes
+
+
+def test_by_default_a_plan_leaves_a_margin_on_a_gpu() -> None:
+    plan = bf.plan(stack_job(), DEVICE, global_batch_size=8)
+    assert plan.budget_bytes == int(find_device(DEVICE).capacity_bytes / 1.05)
+
+
+def test_a_job_that_makes_batches_of_some_sizes_only_is_planned_all_the_same() -> None:
+    def batch(samples: int) -> torch.Tensor:
+        return torch.randn(max(samples // 4, 1) * 4, 256, 64)
+
+    plan = bf.plan(replace(stack_job(), batch=batch), DEVICE, global_batch_size=8)
+    assert plan.settings.micro_batch_size in (4, 8)
+    assert any("left out" in note for note in plan.notes)
+
+
+def test_a_plan_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        bf.Plan.load(tmp_path / "none.json")
+
+
+def test_settings_for_another_optimizer_warn() -> None:
+    model = Stack()
+    with pytest.warns(UserWarning, match="'adafactor'.*SGD"):
+        step = bf.apply(
+            bf.Settings(micro_batch_size=2, optimizer="adafactor"),
+            stack_job(),
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+        )
+    step.remove()
 
 
 def test_a_plan_file_is_read_back_equal(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -44,6 +46,13 @@ class PlannedStep:
         *,
         max_gradient_norm: float | None = None,
     ) -> None:
+        planned = settings.optimizer
+        if planned is not None and type(optimizer).__name__.lower() != planned:
+            warnings.warn(
+                f"the plan is for the optimizer {planned!r}, and the one given is {type(optimizer).__name__}. "
+                "What it takes of memory is not what the plan predicts.",
+                stacklevel=3,
+            )
         self._settings = settings
         self._job = job
         self._model = model

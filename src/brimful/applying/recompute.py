@@ -5,16 +5,20 @@ Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is pu
 * Buffers that the forward changes (BatchNorm's running statistics and counters, spectral norm's vectors) would
   change a second time in the recomputation. It works on throwaway copies instead, with the values they had
   before the forward. (BatchNorm counting twice is a known open bug of plain checkpointing.)
+* It restores torch's random state only. What is drawn from Python's `random` and NumPy's global generator is
+  drawn again alike too; a generator object of the model's own is not known here and goes on.
 * It restores the random state only of devices on which it finds a tensor among the positional arguments
   (checked: torch 2.13). Arguments given by keyword are therefore handed to it by position.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -113,7 +117,69 @@ def _recomputed(function: Callable[..., Any], buffers: _ForwardBuffers, /, *args
     def call(*values: Any) -> Any:
         return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
-    return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=buffers.contexts)
+    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        random_state = _HostRandomState()
+        forward, recomputation = buffers.contexts()
+        return _Both(random_state.watched(), forward), _Both(random_state, recomputation)
+
+    return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one, which can be entered again if they can."""
+
+    def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(self._outer)
+        self._stack.enter_context(self._inner)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+class _HostRandomState(AbstractContextManager[None]):
+    """Lets what is drawn from Python's and NumPy's generators be drawn again: entered, they are as they were
+    before the watched forward, if that drew anything; left, they go on where they were."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, Any] | None = None
+        self._interrupted: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The context of the forward."""
+        before = self._now()
+        yield
+        if _drawn_between(before, self._now()):
+            self._before = before
+
+    def __enter__(self) -> None:
+        if self._before is not None:
+            self._interrupted = self._now()
+            self._set(self._before)
+
+    def __exit__(self, *_error: object) -> None:
+        if self._interrupted is not None:
+            self._set(self._interrupted)
+            self._interrupted = None
+
+    @staticmethod
+    def _now() -> tuple[Any, Any]:
+        return random.getstate(), np.random.get_state(legacy=True)
+
+    @staticmethod
+    def _set(states: tuple[Any, Any]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _drawn_between(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    python_drew = before[0] != after[0]
+    (_, keys, *rest), (_, keys_after, *rest_after) = before[1], after[1]
+    return python_drew or rest != rest_after or not np.array_equal(keys, keys_after)
 
 
 def _has_tensor(value: Any) -> bool:
@@ -140,7 +206,7 @@ class _ForwardBuffers:
         self._changing: dict[tuple[bool, ...], frozenset[_BufferName]] = {}
         """By the training flags of all modules inside."""
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None] | _StandIns]:
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
         if next(self._module.buffers(), None) is None:
             return nullcontext(), nullcontext()
@@ -182,7 +248,7 @@ class _ForwardBuffers:
                 yield from ((path, name) for name, buffer in module._buffers.items() if buffer is not None)
 
 
-class _StandIns:
+class _StandIns(AbstractContextManager[None]):
     """Lets copies take the place of buffers. A context that can be entered again: backward may run twice.
 
     Args:

@@ -18,7 +18,7 @@ def check_range(model: str, option: str, value: Any, least: int, most: int | Non
         most: The largest; None if there is none.
 
     Raises:
-        UsageError: The value cannot be meant; says what can.
+        UsageError: The value is invalid; says which are valid.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if whole and value >= least and (most is None or value <= most):
@@ -37,7 +37,7 @@ def check_multiple(model: str, option: str, value: Any, divisor: int) -> None:
         divisor: What must divide it.
 
     Raises:
-        UsageError: The value cannot be meant; says the nearest that can.
+        UsageError: The value is invalid; says the nearest valid one.
     """
     check_range(model, option, value, divisor)
     if value % divisor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.applying import apply_units
-from brimful.batches import make_batch, map_tensors
+from brimful.batches import make_batch, map_tensors, named_tensors
 from brimful.capture.corrections import RULES, CorrectedFunctions
 from brimful.capture.fakes import build_fake_model, fakes_in_lists, to_fake
 from brimful.capture.libraries import answers_of_a_real_step
@@ -69,7 +69,11 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
             stack.enter_context(mode)
             stack.enter_context(CorrectedFunctions(rules))
             stack.enter_context(recorder)
-            _run(job, settings, model, batch, recorder, known, steps)
+            run = _prepare(job, settings, model, batch, recorder, known)
+            for step in range(steps):
+                for rule in rules:
+                    rule.begin_step()
+                run(step)
         trace = Trace(
             job=job.name,
             settings=settings,
@@ -111,22 +115,17 @@ def _captured_micro_batches(settings: Settings) -> int:
     return min(settings.gradient_accumulation_steps, DISTINCT_MICRO_BATCHES)
 
 
-def _run(
-    job: Job,
-    settings: Settings,
-    model: nn.Module,
-    batch: Batch,
-    recorder: Recorder,
-    known: KnownValues,
-    steps: int,
-) -> None:
+def _prepare(
+    job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder, known: KnownValues
+) -> Callable[[int], None]:
+    """Record what is there before training; what it returns runs and records the step of a number."""
     parameters = dict(model.named_parameters())
     recorder.mark(parameters.values(), Category.PARAMETERS, parameters)
     buffers = dict(model.named_buffers())
     recorder.mark(buffers.values(), Category.PARAMETERS, buffers)
     optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
     scaler = make_scaler(settings.precision, "cpu")
-    _create_optimizer_state(optimizer, recorder)
+    made_early = _create_optimizer_state(optimizer, recorder)
     count = _captured_micro_batches(settings)
 
     def copy(tensor: Tensor) -> Tensor:
@@ -136,18 +135,21 @@ def _run(
 
     def move(host_batch: Batch) -> Batch:
         moved = map_tensors(host_batch, copy)
-        recorder.mark(_tensors_in(moved), Category.INPUTS)
+        names, tensors = zip(*named_tensors(moved), strict=True)
+        recorder.mark(tensors, Category.INPUTS, names)
         return moved
 
     def observe(phase: Phase, micro_batch: int) -> None:
         if phase is Phase.OPTIMIZER:
             _mark_gradients(model, recorder)
+            _drop_state_of_unused(optimizer, made_early)
         recorder.item_value = 0.0 if phase is Phase.OPTIMIZER else 1.0
         recorder.at(phase, micro_batch)
 
     # The scaler reads whether a gradient overflowed (0: none did); optimizers read their step count (1).
     optimizer.register_step_pre_hook(lambda *_: setattr(recorder, "item_value", 1.0))
-    for step in range(steps):
+
+    def run(step: int) -> None:
         recorder.at(Phase.FORWARD, 0, step)
         run_step(
             model=model,
@@ -162,16 +164,29 @@ def _run(
         )
         _mark_state(optimizer, recorder)
 
+    return run
 
-def _create_optimizer_state(optimizer: Optimizer, recorder: Recorder) -> None:
-    """Let the optimizer make its state by one step with gradients that are never written."""
+
+def _create_optimizer_state(optimizer: Optimizer, recorder: Recorder) -> list[nn.Parameter]:
+    """Let the optimizer make its state by one step with gradients that are never written; whose it made."""
     recorder.at(Phase.SETUP, 0)
+    there_before = set(optimizer.state)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     _mark_state(optimizer, recorder)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter for parameter in parameters if parameter not in there_before]
+
+
+def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter]) -> None:
+    """Optimizers pass over parameters without a gradient, so those that no loss reaches have no state."""
+    for parameter in made_early:
+        if parameter.grad is None:
+            optimizer.state.pop(parameter, None)
+    made_early.clear()
 
 
 def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
@@ -181,15 +196,9 @@ def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
 
 def _mark_state(optimizer: Optimizer, recorder: Recorder) -> None:
     recorder.mark(
-        (value for state in optimizer.state.values() for value in _tensors_in(state)),
+        (value for state in optimizer.state.values() for _name, value in named_tensors(state)),
         Category.OPTIMIZER_STATE,
     )
-
-
-def _tensors_in(nest: object) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tensors(nest, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found
 
 
 @contextmanager

@@ -17,6 +17,7 @@ import typer
 
 from brimful import __version__
 from brimful.errors import BrimfulError, UsageError
+from brimful.files import write_file
 from brimful.training import StopReason
 
 INTERRUPTED = 130
@@ -74,7 +75,7 @@ Budget = Annotated[
     typer.Option(
         "--budget",
         help="Bytes permitted on the device, such as 11GiB, or a share of what plain training takes, "
-        "such as 50%. Left out: all the device has.",
+        "such as 50%. Left out: what the device has, less a margin of 5 % on a GPU.",
     ),
 ]
 SplitBatchNorm = Annotated[
@@ -119,6 +120,7 @@ def estimate(
     """Predict the memory and time of one training step, without running it."""
     with _errors_told(as_json):
         from brimful import api
+        from brimful.planning import Verdict
         from brimful.report import estimate_document
 
         job = _job(model, seq_len, image_size, options)
@@ -135,7 +137,7 @@ def estimate(
         if save_trace is not None:
             api.capture_trace(job, result.settings, device).save(save_trace)
         _show(result, lambda: estimate_document(result), as_json)
-    if result.predicted_peak_device_bytes > result.capacity_bytes:
+    if result.verdict is Verdict.DOES_NOT_FIT:
         raise typer.Exit(1)
 
 
@@ -178,8 +180,12 @@ def plan(
 
 @app.command()
 def train(
+    context: typer.Context,
     model: Model,
-    global_batch_size: GlobalBatch,
+    global_batch_size: Annotated[
+        int | None,
+        typer.Option("--global-batch-size", help="Samples per optimizer step; a --plan says its own.", min=1),
+    ] = None,
     budget: Budget = None,
     device: LocalDevice = "auto",
     precision: PrecisionName = "fp32",
@@ -217,7 +223,10 @@ def train(
             check_run_directory(run_dir)  # before time is spent on a plan
         job = _job(model, seq_len, image_size, options)
         if plan_file is not None:
+            _check_nothing_is_asked_beside_a_plan(context)
             chosen = Plan.load(plan_file)
+        elif global_batch_size is None:
+            raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
         else:
             chosen = api.plan(
                 job,
@@ -246,9 +255,24 @@ def train(
         text = training_text(result, plain)
         _show(text, lambda: training_document(result, plain), as_json)
         assert result.run_dir is not None
-        (result.run_dir / "report.txt").write_text(f"{chosen}\n{text}\n", encoding="utf-8")
+        write_file(result.run_dir / "report.txt", f"{chosen}\n{text}\n")
     if result.stopped_because is StopReason.INTERRUPTED:
         raise typer.Exit(INTERRUPTED)
+
+
+_SAID_BY_A_PLAN = (
+    "global_batch_size", "budget", "device", "precision", "micro_batch_size", "recompute", "optimizer",
+    "split_batch_norm",
+)  # fmt: skip
+
+
+def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:
+    """A plan says how to train; what is asked beside it would not be done."""
+    sources = {name: context.get_parameter_source(name) for name in _SAID_BY_A_PLAN}
+    asked = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if asked:
+        options = ", ".join("--" + name.replace("_", "-") for name in asked)
+        raise UsageError(f"--plan already says what {options} would. Leave out the one or the other.")
 
 
 def main() -> None:

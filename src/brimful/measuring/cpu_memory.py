@@ -93,8 +93,7 @@ def _peak(events: list[CpuEvent]) -> tuple[int, int]:
 def _temporaries_at(events: list[CpuEvent], position: int) -> tuple[OpTemporary, ...]:
     """Blocks live after an event that one call of an op both made and freed, summed by op, largest first.
 
-    Ops that consist of others, such as `aten::linear`, do not count: what is made in between is no secret of
-    theirs, as the parts can be seen.
+    Composite ops, such as `aten::linear`, are skipped: their memory shows up in the ops they call.
     """
     made: dict[int, CpuEvent] = {}
     for event in events[: position + 1]:

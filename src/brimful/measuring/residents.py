@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from brimful.batches import map_tensors
+from brimful.batches import named_tensors
 
 
 def resident_bytes(model: nn.Module, optimizer: Optimizer) -> int:
@@ -27,15 +27,4 @@ def _residents(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
             yield parameter.grad
     yield from model.buffers()
     for state in optimizer.state.values():
-        yield from _tensors_in(state)
-
-
-def _tensors_in(nest: object) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(nest, keep)
-    return found
+        yield from (tensor for _name, tensor in named_tensors(state))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from brimful.applying import apply_units
 from brimful.batches import make_batch, split_batch
 from brimful.errors import UsageError
 from brimful.job import Job
+from brimful.local import build_model, choose_device, device_name
 from brimful.measurement import Measurement
 from brimful.measuring.peak import peak_memory
 from brimful.optimizers import make_optimizer
@@ -47,12 +47,12 @@ def measure_step(
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is no scalar tensor or has no gradient.
     """
-    device = _check_device(device)
+    device = choose_device(device, None)
     if steps < 1:
         raise UsageError(f"steps is {steps}; at least 1 must be timed.")
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        model = _build_model(job).to(device).train()
+        model = build_model(job, is_copied=True).to(device).train()
         optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
         applied = apply_units(model, settings)
         run = _step_of(job, settings, model, optimizer, device)
@@ -65,7 +65,7 @@ def measure_step(
             seconds = [_seconds(run, device) for _ in range(steps)]
         applied.remove()
     return Measurement(
-        device=_device_name(device),
+        device=device_name(device),
         measured_peak_allocated_bytes=peak.allocated_bytes,
         measured_peak_reserved_bytes=peak.reserved_bytes,
         measured_peak_device_bytes=peak.device_bytes,
@@ -74,25 +74,6 @@ def measure_step(
         loss=float(first.loss),
         temporaries_at_peak=peak.temporaries_at_peak,
     )
-
-
-def _check_device(device: torch.device | str) -> torch.device:
-    try:
-        checked = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"there is no device {device!r} to measure on; give cpu or cuda.") from error
-    if checked.type not in ("cpu", "cuda"):
-        raise UsageError(f"steps are measured on a CPU or a CUDA device, not on {checked.type!r}.")
-    if checked.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("this machine has no CUDA device that torch can use; measure on cpu instead.")
-    return checked
-
-
-def _build_model(job: Job) -> nn.Module:
-    model = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
-    return model
 
 
 def _step_of(
@@ -133,7 +114,3 @@ def _seconds(run: Callable[[], StepOutcome], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

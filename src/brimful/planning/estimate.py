@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from brimful.cost import StepTime, step_seconds
+from brimful.errors import UsageError
 from brimful.hardware import Device
 from brimful.planning.text import estimate_text
 from brimful.settings import Settings
-from brimful.timeline import HeldStorage, predict_memory
+from brimful.timeline import FailedAllocation, HeldStorage, predict_memory
 from brimful.trace import Category, Correction, Phase, Trace
 
 MARGIN_FRACTION = 0.05
@@ -22,7 +23,7 @@ class Verdict(StrEnum):
 
     FITS = "fits"
     TIGHT = "tight"
-    """It fits by less than `MARGIN_FRACTION`."""
+    """It fits by less than `MARGIN_FRACTION`, or only because the allocator gives back its cache in time."""
     DOES_NOT_FIT = "does not fit"
 
 
@@ -43,6 +44,10 @@ class Estimate:
     step_time: StepTime
     capacity_bytes: int
     """What the device has, or the budget."""
+    cache_flushes: int
+    """How often the allocator has to give back its whole cache to fit; each stalls the device."""
+    out_of_memory_at: FailedAllocation | None
+    """The first request that the capacity cannot meet; None if the step fits."""
     breakdown: tuple[tuple[Category, int], ...]
     """Allocated bytes at the peak by category."""
     peak_phase: Phase
@@ -60,11 +65,17 @@ class Estimate:
     @property
     def verdict(self) -> Verdict:
         """Whether the step fits."""
-        if self.predicted_peak_device_bytes > self.capacity_bytes:
+        if self.out_of_memory_at is not None:
             return Verdict.DOES_NOT_FIT
-        if self.predicted_peak_device_bytes * (1 + MARGIN_FRACTION) > self.capacity_bytes:
+        if self.cache_flushes or self.predicted_peak_device_bytes * (1 + MARGIN_FRACTION) > self.capacity_bytes:
             return Verdict.TIGHT
         return Verdict.FITS
+
+    @property
+    def uncertain(self) -> tuple[str, ...]:
+        """What the prediction does not know well, for a reader."""
+        dtypes = self.step_time.dtypes_at_fp32_rate
+        return (*self.uncertain_ops, *(f"the speed of {dtype}, priced as float32" for dtype in dtypes))
 
     @property
     def predicted_samples_per_second(self) -> float:
@@ -78,12 +89,22 @@ def estimate_trace(trace: Trace, device: Device, *, capacity_bytes: int | None =
     Args:
         trace: A capture that follows the decisions of the device's kind.
         device: Where the step would run.
-        capacity_bytes: Bytes permitted; None permits all the device has.
+        capacity_bytes: Bytes permitted, the CUDA context included; None permits all the device has.
 
     Returns:
-        Peaks, time and verdict of the trace's last step.
+        Peaks over all captured steps, time of the last one, and a verdict. Where the steps do not fit, the
+        peaks are those they would have on a larger device.
+
+    Raises:
+        UsageError: The capture follows another kind of device.
     """
-    memory = predict_memory(trace)
+    if trace.device_kind != device.kind:
+        raise UsageError(
+            f"the trace of {trace.job!r} follows a {trace.device_kind} device and says nothing of "
+            f"{device.name}. Capture it for that device."
+        )
+    capacity = device.capacity_bytes if capacity_bytes is None else capacity_bytes
+    memory = predict_memory(trace, capacity_bytes=max(capacity - device.context_bytes, 0))
     time = step_seconds(trace, device)
     return Estimate(
         job=trace.job,
@@ -94,7 +115,9 @@ def estimate_trace(trace: Trace, device: Device, *, capacity_bytes: int | None =
         predicted_peak_device_bytes=memory.peak_reserved_bytes + device.context_bytes,
         predicted_step_seconds=time.total_seconds,
         step_time=time,
-        capacity_bytes=device.capacity_bytes if capacity_bytes is None else capacity_bytes,
+        capacity_bytes=capacity,
+        cache_flushes=memory.cache_flushes,
+        out_of_memory_at=memory.out_of_memory_at,
         breakdown=memory.breakdown,
         peak_phase=memory.peak_phase,
         peak_module=memory.peak_module,

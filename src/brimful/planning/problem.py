@@ -10,16 +10,15 @@ plan; what only the first holds is the price of keeping. With
     k(t)        units begun and not yet through their backward, counted from the first
 
 * Outside of all units a plan holds R(t) - S(k(t)), and for each unit j < k(t) u(j) if kept, s(j) if not.
-* So it does within a recomputed unit i, up to S(i). But while the last ops of its backward run, a kept unit
-  before it may still hold what in the recomputed capture is gone by then; so K(t) - U(i) in its backward counts
-  too.
+* The same holds inside a recomputed unit i, with S(i). One exception: at the end of its backward, an earlier
+  kept unit may hold memory that the recomputed capture has freed by then, so K(t) - U(i) there counts too.
 * Within a kept unit i a plan holds K(t), less U(i), which is there only as far as the units before it are kept,
   and V(i), which is there only as far as they are not.
 
 So two captures give every constraint, for a model of any shape. Where units follow one another, and what a
-recomputation starts from is saved for backward anyway, the peaks are exact. Elsewhere they are rather too high:
-V counts even where nothing is recomputed, and units that overlap, such as a module that is called again later,
-count in full from the beginning of the first to the end of the last.
+recomputation starts from is saved for backward anyway, the peaks are exact. Elsewhere they are too high: V is
+charged even if nothing is recomputed, and a module that is called twice is charged from its first call to its
+last.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.errors import UsageError
+from brimful.files import write_file
 from brimful.planning.text import plan_text
 from brimful.settings import Settings, settings_from_json, settings_to_json
 
@@ -16,10 +17,8 @@ PLAN_VERSION = 1
 
 
 class PlanStatus(StrEnum):
-    """How much is known of a plan."""
+    """How much is known of a plan. Where nothing fits there is none, but an `InfeasibleError`."""
 
-    OPTIMAL = "optimal"
-    """The fastest of everything searched, by the predictions; replayed within the budget."""
     FEASIBLE = "feasible"
     """Replayed within the budget; a faster one may exist."""
 
@@ -44,6 +43,8 @@ class Plan:
     status: PlanStatus
     job: str
     device: str
+    device_kind: str
+    """"cuda" or "cpu": where the plan can run."""
     budget_bytes: int
     """Bytes permitted to the process on the device, the CUDA context included."""
     settings: Settings
@@ -78,6 +79,7 @@ class Plan:
             "status": str(self.status),
             "job": self.job,
             "device": self.device,
+            "device_kind": self.device_kind,
             "budget_bytes": self.budget_bytes,
             "settings": settings_to_json(self.settings),
             "predicted_peak_allocated_bytes": self.predicted_peak_allocated_bytes,
@@ -102,7 +104,7 @@ class Plan:
         Raises:
             UsageError: The document is no plan of this version.
         """
-        version = document.get("brimful_plan")
+        version = document.get("brimful_plan") if isinstance(document, dict) else None
         if version != PLAN_VERSION:
             found = "no brimful plan" if version is None else f"a plan of version {version}"
             raise UsageError(f"this is {found}; this brimful reads plans of version {PLAN_VERSION}.")
@@ -119,8 +121,15 @@ class Plan:
             raise UsageError(f"the plan is damaged: {error!r}") from error
 
     def save(self, path: Path) -> None:
-        """Write the plan as JSON."""
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+        """Write the plan as JSON.
+
+        Args:
+            path: Is overwritten.
+
+        Raises:
+            SaveError: The file cannot be written.
+        """
+        write_file(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Plan:
@@ -133,10 +142,12 @@ class Plan:
             A plan equal to the one saved.
 
         Raises:
-            UsageError: The file is no plan of this version.
+            UsageError: The file cannot be read, or is no plan of this version.
         """
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"the plan {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise UsageError(f"{path} is no plan: {error}") from error
         return cls.from_json(document)
@@ -145,6 +156,7 @@ class Plan:
 _SCALARS = (
     "job",
     "device",
+    "device_kind",
     "budget_bytes",
     "predicted_peak_allocated_bytes",
     "predicted_peak_reserved_bytes",

@@ -7,11 +7,12 @@ answers are then captured for real, and the one that is predicted within the bud
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from brimful.cost import step_seconds
-from brimful.errors import CaptureError, InfeasibleError, UsageError
+from brimful.errors import BatchError, CaptureError, InfeasibleError, UsageError
 from brimful.hardware import Device
 from brimful.planning.estimate import Estimate, estimate_trace
 from brimful.planning.problem import ACTIONS, build_problem
@@ -22,12 +23,25 @@ from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Trace
 from brimful.units import format_bytes
 
-Capture = Callable[[Settings], Trace]
-"""Runs one step under some settings on fake tensors; may be asked for the same settings again."""
+
+class Capture(Protocol):
+    """Runs steps under some settings on fake tensors; may be asked for the same again."""
+
+    def __call__(self, settings: Settings, steps: int = 1) -> Trace:
+        """The trace of so many optimizer steps."""
+
+
+REPLAYED_STEPS = 2
+"""What is chosen is captured for two steps, as an estimate is: the second finds the allocator used."""
+
+NO_LIMIT_BYTES = 1 << 62
+"""A plan must fit without the allocator giving back its cache, which would stall every step. So candidates are
+simulated without a limit, and what they reserve is compared with the budget."""
 
 SCALED_SIZES = (2, 3)
 """Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
 
+# These bound how long a search takes: each round is a capture, 1 to 5 seconds for a large model.
 MOST_REPAIRS = 4
 """Rounds of solving and replaying one candidate."""
 
@@ -35,7 +49,7 @@ MOST_CANDIDATES = 6
 """Candidates replayed before the best so far is taken."""
 
 WORTHWHILE_SLACK_FRACTION = 0.02
-"""Budget left over that is worth another round of repair."""
+"""Budget left over that is worth another round of repair; about what captures and problem differ by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +119,19 @@ def search(capture: Capture, request: Request) -> Plan:
         InfeasibleError: Nothing permitted fits; the message says by how much, why, and what would.
         UsageError: The request contradicts itself or the device.
     """
-    _check_precisions(request)
+    for precision in request.precisions:
+        request.device.check_precision(precision)
     notes: list[str] = []
     plain_trace = capture(request.plain_settings())
-    plain = estimate_trace(plain_trace, request.device, capacity_bytes=request.budget_bytes)
+    plain = _estimate(plain_trace, request)
     sizes = _permitted_sizes(request, plain_trace)
     candidates: list[_Candidate] = []
     for precision in request.precisions:
         family = _Family(capture, request, precision, notes)
-        candidates += [family.candidate(size) for size in sizes]
+        candidates += family.candidates(sizes)
     verified = _verify(capture, request, candidates)
     if not verified:
-        smallest = _smallest(request, candidates)
+        smallest = _smallest(capture, request, candidates)
         if smallest.predicted_peak_device_bytes > request.budget_bytes:
             raise _infeasible(capture, request, smallest, plain, plain_trace)
         verified = [smallest]
@@ -125,6 +140,7 @@ def search(capture: Capture, request: Request) -> Plan:
         status=PlanStatus.FEASIBLE,
         job=request.job,
         device=request.device.name,
+        device_kind=request.device.kind,
         budget_bytes=request.budget_bytes,
         settings=best.settings,
         predicted_peak_allocated_bytes=best.predicted_peak_allocated_bytes,
@@ -133,7 +149,11 @@ def search(capture: Capture, request: Request) -> Plan:
         predicted_step_seconds=best.predicted_step_seconds,
         plain=_alternative("plain training", plain, request),
         alternatives=_alternatives(request, candidates, verified, best),
-        notes=(*notes, *_what_splitting_changes(best.settings, plain_trace)),
+        notes=(
+            *notes,
+            *_what_splitting_changes(best.settings, plain_trace),
+            *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
+        ),
     )
 
 
@@ -202,6 +222,31 @@ class _Family:
         self._scaled: tuple[tuple[Trace, Trace], tuple[Trace, Trace]] | None = None
         self._can_scale = True
 
+    def candidates(self, micro_batch_sizes: Sequence[int]) -> list[_Candidate]:
+        """Those micro-batches that the job can be trained with; what cannot be captured is noted.
+
+        Args:
+            micro_batch_sizes: Those to try.
+
+        Returns:
+            A candidate for each that can be captured.
+
+        Raises:
+            CaptureError: None can.
+            BatchError: None can.
+        """
+        found = []
+        failed: CaptureError | BatchError | None = None
+        for size in micro_batch_sizes:
+            try:
+                found.append(self.candidate(size))
+            except (CaptureError, BatchError) as error:
+                failed = error
+                self._notes.append(f"Micro-batches of {size} are left out: {error}")
+        if failed is not None and not found:
+            raise failed
+        return found
+
     def candidate(self, micro_batch_size: int) -> _Candidate:
         """The candidate of one micro-batch."""
         settings = self._base.with_micro_batch_size(micro_batch_size)
@@ -231,10 +276,14 @@ class _Family:
         if steps == 1 or not self._can_scale or self._request.micro_batch_size is not None:
             return self._pair(settings)
         if self._scaled is None:
-            pairs = [
-                self._pair(replace(settings, micro_batch_size=b, gradient_accumulation_steps=2))
-                for b in SCALED_SIZES
-            ]
+            try:
+                pairs = [
+                    self._pair(replace(settings, micro_batch_size=b, gradient_accumulation_steps=2))
+                    for b in SCALED_SIZES
+                ]
+            except (CaptureError, BatchError):  # a job may not make batches of just any size
+                self._can_scale = False
+                return self._pair(settings)
             self._scaled = (pairs[0], pairs[1])
         small, large = self._scaled
         if not all(a.has_same_shape_as(b) for a, b in zip(small, large, strict=True)):
@@ -296,8 +345,8 @@ def _repair(capture: Capture, request: Request, candidate: _Candidate) -> Estima
         if solution is None or solution.choice in replayed:
             break
         replayed.add(solution.choice)
-        trace = capture(candidate.with_choice(solution.choice))
-        estimate = estimate_trace(trace, request.device, capacity_bytes=request.budget_bytes)
+        trace = capture(candidate.with_choice(solution.choice), steps=REPLAYED_STEPS)
+        estimate = _estimate(trace, request)
         slack = permitted - estimate.predicted_peak_reserved_bytes
         if slack >= 0 and (best is None or estimate.predicted_step_seconds < best.predicted_step_seconds):
             best = estimate
@@ -328,21 +377,19 @@ def _largest_by_hand(request: Request, candidates: list[_Candidate], action: Act
     for candidate in sorted(own_precision, key=lambda c: -c.settings.micro_batch_size):
         if action is Action.RECOMPUTE and not candidate.units:
             return None
-        estimate = estimate_trace(
-            candidate.capture_of(action), request.device, capacity_bytes=request.budget_bytes
-        )
+        estimate = _estimate(candidate.capture_of(action), request)
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
             settings = replace(candidate.settings, units=_all(candidate.units, action))
             return replace(estimate, settings=settings)
     return None
 
 
-def _smallest(request: Request, candidates: list[_Candidate]) -> Estimate:
-    """What takes least, by the capture at hand: the solver's problem may be a little too high."""
+def _smallest(capture: Capture, request: Request, candidates: list[_Candidate]) -> Estimate:
+    """What takes least, by a capture of it: the solver's problem may be a little too high."""
     candidate = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes())
     action = Action.RECOMPUTE if candidate.pinned is None else candidate.pinned
-    estimate = estimate_trace(candidate.capture_of(action), request.device)
-    return replace(estimate, settings=replace(candidate.settings, units=_all(candidate.units, action)))
+    settings = replace(candidate.settings, units=_all(candidate.units, action))
+    return _estimate(capture(settings, steps=REPLAYED_STEPS), request)
 
 
 def _infeasible(
@@ -382,12 +429,16 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
         tried += [(f"optimizer={name!r}", replace(settings, optimizer=name)) for name in ("adafactor", "sgd")]
     for label, changed in tried:
         try:
-            estimate = estimate_trace(capture(changed), request.device)
+            estimate = _estimate(capture(changed), request)
         except CaptureError:
             continue
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
     yield f"a budget of {format_bytes(smallest.predicted_peak_device_bytes)}"
+
+
+def _estimate(trace: Trace, request: Request) -> Estimate:
+    return estimate_trace(trace, request.device, capacity_bytes=NO_LIMIT_BYTES)
 
 
 def _must_stay_whole(request: Request, plain: Trace) -> bool:
@@ -423,13 +474,6 @@ def _what_splitting_changes(settings: Settings, plain: Trace) -> list[str]:
             "not the same values."
         )
     return changes
-
-
-def _check_precisions(request: Request) -> None:
-    for precision in request.precisions:
-        if not request.device.supports(precision):
-            able = ", ".join(str(p) for p in Precision if request.device.supports(p))
-            raise UsageError(f"{request.device.name} has no {precision}. It has: {able}.")
 
 
 def _alternative(label: str, estimate: Estimate, request: Request) -> Alternative:

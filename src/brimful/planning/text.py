@@ -39,6 +39,7 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     yield f"  settings        {estimate.settings.describe()}"
     yield f"  predicted peak  {_peak(estimate)}"
     yield f"  predicted step  {_step(estimate)}"
+    yield from _what_happens_at_capacity(estimate)
     where = f"{estimate.peak_phase}, {estimate.peak_module or 'setup'}, {estimate.peak_op or '-'}"
     yield f"  at the peak ({where})"
     for category, held_bytes in estimate.breakdown:
@@ -52,13 +53,22 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
         yield f"    {format_bytes(block.held_bytes):>9}  {block.category.replace('_', ' ')}: {label}{origin}"
     changed = [rule for rule in estimate.corrections if rule.occurrences]
     if changed:
-        yield "  corrected to what the device does, where this machine does otherwise"
+        yield "  corrected to what the device does in a step, where this machine does otherwise"
         for rule in changed:
             times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
-            size = f", {_signed(rule.changed_bytes)} in all" if rule.changed_bytes else ""
+            size = f", {_signed(rule.changed_bytes)}" if rule.changed_bytes else ""
             yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
-    for uncertain in estimate.uncertain_ops:
+    for uncertain in estimate.uncertain:
         yield f"  not sure about: {uncertain}"
+
+
+def _what_happens_at_capacity(estimate: Estimate) -> Iterator[str]:
+    failed = estimate.out_of_memory_at
+    if failed is not None:
+        where = ", ".join(filter(None, (str(failed.phase), failed.module, failed.op)))
+        yield f"  out of memory   {where}: {format_bytes(failed.requested_bytes)} more for {failed.label}"
+    elif estimate.cache_flushes:
+        yield f"  cache flushes   {estimate.cache_flushes}: to fit, the allocator gives back its cache: slow"
 
 
 def _peak(estimate: Estimate) -> str:
@@ -135,7 +145,7 @@ def _compact(units: tuple[str, ...]) -> str:
         else:
             folded.append((parent, number, number))
     return ", ".join(
-        name if first is None else f"{name}.{first}" + (f"–{last}" if last != first else "")
+        name if first is None else f"{name}.{first}".lstrip(".") + (f"–{last}" if last != first else "")
         for name, first, last in folded
     )
 

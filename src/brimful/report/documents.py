@@ -30,8 +30,10 @@ def estimate_document(estimate: Estimate) -> dict[str, Any]:
             "op": estimate.peak_op,
         },
         "largest": [asdict(block) for block in estimate.largest],
+        "cache_flushes": estimate.cache_flushes,
+        "out_of_memory_at": None if estimate.out_of_memory_at is None else asdict(estimate.out_of_memory_at),
         "corrections": [asdict(rule) for rule in estimate.corrections],
-        "uncertain_ops": list(estimate.uncertain_ops),
+        "uncertain_ops": list(estimate.uncertain),
         "parameter_count": estimate.parameter_count,
     }
 

@@ -19,6 +19,7 @@ from brimful.applying import apply_units
 from brimful.batches import count_samples
 from brimful.errors import NonFiniteError, UsageError
 from brimful.job import Batch, Data, Job
+from brimful.local import build_model, choose_device, device_name
 from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
 from brimful.settings import Settings
@@ -60,7 +61,7 @@ class Trainer:
         show_progress: Show how far the run is, on standard error.
 
     Raises:
-        UsageError: An argument cannot be meant.
+        UsageError: An argument is invalid.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Trainer:
         self._most_epochs = 1 if epochs is None and steps is None else epochs
         self._most_steps = steps
         self._seed = seed
-        self._device = _choose_device(device, self._plan)
+        self._device = choose_device(device, None if self._plan is None else self._plan.device_kind)
         self._max_gradient_norm = max_gradient_norm
         self._schedule = schedule
         self._callbacks = tuple(callbacks)
@@ -150,7 +151,7 @@ class Trainer:
         if data.validation is not None:
             check_validation(data.validation)
         torch.manual_seed(self._seed)
-        self._model = _build_model(self._job, self._device)
+        self._model = build_model(self._job).to(self._device).train()
         self._optimizer = make_optimizer(self._job, self._model.parameters(), self._settings.optimizer)
         steps = Steps(
             job=self._job,
@@ -297,7 +298,7 @@ class Trainer:
         plan, peak = self._plan, steps.peak
         return TrainingResult(
             job=self._job.name,
-            device=_device_name(self._device),
+            device=device_name(self._device),
             settings=self._settings,
             stopped_because=stopped_because,
             steps=tuple(journal.steps),
@@ -314,27 +315,6 @@ class Trainer:
             temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
             run_dir=self._run_dir,
         )
-
-
-def _choose_device(device: torch.device | str | None, plan: Plan | None) -> torch.device:
-    if device is not None:
-        try:
-            return torch.device(device)
-        except RuntimeError as error:
-            raise UsageError(f"{device!r} is no torch device. Write cpu, cuda or cuda:1.") from error
-    is_for_cpu = plan is not None and plan.device == "cpu"
-    return torch.device("cuda" if torch.cuda.is_available() and not is_for_cpu else "cpu")
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _build_model(job: Job, device: torch.device) -> nn.Module:
-    model = job.model if isinstance(job.model, nn.Module) else job.model()
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
-    return model.to(device).train()
 
 
 def _make_scheduler(schedule: MakeSchedule | None, optimizer: Optimizer) -> LRScheduler | None:

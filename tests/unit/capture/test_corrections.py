@@ -59,7 +59,7 @@ def test_dropout_saves_a_mask_of_one_byte_an_element_on_cuda_and_of_four_on_a_cp
     assert [s.size_bytes for s in made_by(cuda, "aten.native_dropout")] == [4 * numel, numel]
     assert not ops(cpu, "aten.native_dropout")
     assert 4 * numel in [s.size_bytes for s in made_by(cpu, "aten.empty_like")]
-    assert changed_bytes(cuda, "dropout_mask") == -3 * numel * 2  # two steps
+    assert changed_bytes(cuda, "dropout_mask") == -3 * numel
 
 
 class Attention(nn.Module):
@@ -131,12 +131,32 @@ def test_autocast_runs_softmax_and_norms_in_float32_on_cuda_but_not_on_a_cpu() -
     assert "autocast_lists" not in names(capture(job(model), A100))  # nothing to do without autocast
 
 
+def test_a_sum_under_autocast_gives_float32_without_a_copy_of_what_it_reads() -> None:
+    def model() -> nn.Module:
+        class Summed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = nn.Linear(INPUTS, HIDDEN)
+                self.last = nn.Linear(INPUTS, CLASSES)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.last(x) * self.first(x).sum(-1, keepdim=True)
+
+        return Summed()
+
+    trace = capture(job(model), A100, precision=Precision.BF16)
+    (summed,) = made_by(trace, "aten.sum.dim_IntList", Phase.FORWARD)
+    assert summed.size_bytes == SAMPLES * 4
+    (op,) = ops(trace, "aten.sum.dim_IntList", Phase.FORWARD)
+    assert op.dtype == "bfloat16"
+
+
 def test_optimizers_work_on_all_parameters_at_once_on_cuda() -> None:
     cuda, cpu = capture(job(), A100), capture(job())
     parameter_bytes = 4 * cuda.parameter_count
     roots = made_by(cuda, "aten._foreach_sqrt", Phase.OPTIMIZER)
     assert sum(storage.size_bytes for storage in roots) == parameter_bytes  # a full copy of the parameters
-    assert changed_bytes(cuda, "foreach_optimizer") == 3 * parameter_bytes  # in the setup too
+    assert changed_bytes(cuda, "foreach_optimizer") == parameter_bytes
     assert not ops(cpu, "aten._foreach_sqrt")
 
 
@@ -161,7 +181,7 @@ def test_backward_of_gather_writes_in_place_as_it_does_outside_of_a_capture() ->
 
     trace = capture(job(loss=loss))
     gradient_bytes = SAMPLES * CLASSES * 4
-    assert changed_bytes(trace, "in_place_backward") == -gradient_bytes * 2  # two steps
+    assert changed_bytes(trace, "in_place_backward") == -gradient_bytes
     live = most = 0
     wanted = {
         index
@@ -208,7 +228,7 @@ def test_recomputation_keeps_a_random_state_for_each_region_on_a_cpu() -> None:
     trace = capture(job(), recompute=("0", "2"))
     states = [s.size_bytes for s in trace.storages if s.label == "random state"]
     assert set(states) == {state_bytes}
-    assert changed_bytes(trace, "random_state") == len(states) * state_bytes
+    assert changed_bytes(trace, "random_state") == len(states) / trace.captured_steps * state_bytes
     assert not [s for s in capture(job(), A100, recompute=("0", "2")).storages if s.label == "random state"]
 
 

@@ -215,7 +215,7 @@ def test_every_precision_is_measured(precision: Precision) -> None:
     assert measure_step(mlp_job(), settings, steps=1).measured_peak_allocated_bytes > 0
 
 
-@pytest.mark.parametrize(("device", "said"), [("nowhere", "there is no device"), ("meta", "not on 'meta'")])
+@pytest.mark.parametrize(("device", "said"), [("nowhere", "is no torch device"), ("meta", "not on 'meta'")])
 def test_a_device_that_is_none_is_a_usage_error(device: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         measure_step(mlp_job(), Settings(micro_batch_size=8), device=device)
@@ -223,7 +223,7 @@ def test_a_device_that_is_none_is_a_usage_error(device: str, said: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_cuda_device_that_is_not_there_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="no CUDA device"):
+    with pytest.raises(UsageError, match="no CUDA GPU"):
         measure_step(mlp_job(), Settings(micro_batch_size=8), device="cuda")
 
 

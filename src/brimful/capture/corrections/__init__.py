@@ -2,7 +2,7 @@
 
 from brimful.capture.corrections.attention import FusedAttention
 from brimful.capture.corrections.autocast import CudaAutocastLists
-from brimful.capture.corrections.base import CorrectedFunctions, Rule, Target
+from brimful.capture.corrections.base import CorrectedFunctions, Rule
 from brimful.capture.corrections.convolution import BlockedConvolution
 from brimful.capture.corrections.cublas import CublasWorkspace
 from brimful.capture.corrections.dropout import MaskedDropout
@@ -37,5 +37,4 @@ __all__ = [
     "MaskedDropout",
     "RandomState",
     "Rule",
-    "Target",
 ]

@@ -17,10 +17,15 @@ _FLOAT32_OPS = (
     "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
     "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "nll_loss",
     "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "kl_div", "logsumexp",
-    "binary_cross_entropy_with_logits", "softmax.int", "log_softmax.int", "cumsum", "cumprod", "prod",
-    "prod.dim_int", "sum", "sum.dim_IntList", "linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim",
+    "binary_cross_entropy_with_logits", "norm.Scalar", "norm.ScalarOpt_dim",
 )  # fmt: skip
-"""Source: torch aten/src/ATen/autocast_mode.h, fp32 and fp32_set_opt_dtype lists (checked: 2.13)."""
+"""Their inputs are cast. Source: torch aten/src/ATen/autocast_mode.h, the fp32 list (checked: 2.13)."""
+
+_FLOAT32_RESULTS = (
+    "softmax.int", "log_softmax.int", "cumsum", "cumprod", "prod", "prod.dim_int", "sum", "sum.dim_IntList",
+    "linalg_vector_norm",
+)  # fmt: skip
+"""They are given dtype=float32 and read their inputs as they are. Source: as above, fp32_set_opt_dtype."""
 
 
 class CudaAutocastLists(Rule):
@@ -41,10 +46,14 @@ class CudaAutocastLists(Rule):
             with warnings.catch_warnings():
                 # Some of them are on the CPU's own list and are registered over, which is meant.
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
-                for name in _FLOAT32_OPS:
-                    packet, _, overload = name.partition(".")
-                    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-                    library.impl(name, self._in_float32(op), "AutocastCPU", allow_override=True)
+                for names, kernel in (
+                    (_FLOAT32_OPS, self._in_float32),
+                    (_FLOAT32_RESULTS, self._to_give_float32),
+                ):
+                    for name in names:
+                        packet, _, overload = name.partition(".")
+                        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                        library.impl(name, kernel(op), "AutocastCPU", allow_override=True)
             yield
         finally:
             library._destroy()
@@ -58,8 +67,26 @@ class CudaAutocastLists(Rule):
 
         return run
 
+    def _to_give_float32(self, op: Any) -> Any:
+        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_half = isinstance(args[0], Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
+            if is_half and not _asked_dtype(op, args, kwargs):
+                kwargs["dtype"] = torch.float32
+            with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+                return op(*args, **kwargs)
+
+        return run
+
     def _to_float32(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
             self.count(value.numel() * 4)
             return value.float()
         return value
+
+
+def _asked_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the caller has said which type the result is to have, by keyword or by position."""
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+    return kwargs.get("dtype") is not None or (len(args) > position and args[position] is not None)

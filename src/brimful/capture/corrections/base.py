@@ -14,23 +14,23 @@ from brimful.hardware import Device
 from brimful.settings import Settings
 from brimful.trace import Correction
 
-Target = Device
-"""The device whose decisions the capture should follow."""
-
 
 @dataclass
 class Rule:
-    """One thing that CUDA decides otherwise than the CPU.
+    """One thing that a device does and fake tensors on a CPU do not show.
 
     A rule replaces torch functions, watches ops, or opens a context around the capture. It counts what it
-    changed, so that a result can list its contribution.
+    changed in the last captured step, so that a result can list its contribution.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     watches_ops: ClassVar[bool] = False
+    lasts: ClassVar[bool] = False
+    """Whether what it changes once stays for all further steps."""
 
-    target: Target
+    target: Device
+    """The device whose decisions the capture follows."""
     settings: Settings
     occurrences: int = 0
     changed_bytes: int = 0
@@ -53,13 +53,18 @@ class Rule:
     def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
         """Called after each op if `watches_ops`, before its outputs are recorded."""
 
+    def begin_step(self) -> None:
+        """Called before each captured step: what it changed in earlier ones counts no more, unless it lasts."""
+        if not self.lasts:
+            self.occurrences = self.changed_bytes = 0
+
     def count(self, changed_bytes: int) -> None:
         """Note one occurrence and the bytes it allocates more (positive) or less."""
         self.occurrences += 1
         self.changed_bytes += changed_bytes
 
     def record(self) -> Correction:
-        """What the rule did."""
+        """What the rule did in the last captured step."""
         return Correction(
             name=self.name,
             source=self.source,

@@ -28,8 +28,9 @@ _SMALL_KERNEL = 3
 class BlockedConvolution(Rule):
     """Count what convolutions hold inside on a CPU.
 
-    Measured with the profiler on torch 2.13 for 12 shapes: exact, but for scratch memory of strided kernels (up
-    to a tenth of the copies) and of the weight gradient's threads (some KiB).
+    Against the profiler, with torch 2.13 on AVX-512: exact but for scratch memory of strided kernels (up to a
+    tenth of the copies) and of the weight gradient's threads (some KiB), for channels that fill no block (up to
+    15 % too high, with one thread), and for what oneDNN does on other machines.
     """
 
     name = "blocked_convolution"

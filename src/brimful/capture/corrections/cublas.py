@@ -28,6 +28,7 @@ class CublasWorkspace(Rule):
 
     name = "cublas_workspace"
     source = "torch aten/src/ATen/cuda/CublasHandlePool.cpp (checked: 2.9; public snapshots)"
+    lasts = True
     watches_ops = True
 
     threads_seen: set[bool] = field(default_factory=set)

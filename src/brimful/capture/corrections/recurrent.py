@@ -1,4 +1,4 @@
-"""The CPU's fused LSTM keeps a workspace for backward, and takes memory in it, as only oneDNN knows."""
+"""oneDNN's LSTM allocates a workspace and temporaries that fake tensors do not show."""
 
 from __future__ import annotations
 

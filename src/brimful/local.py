@@ -1,0 +1,69 @@
+"""What runs on this machine: its device, chosen and named, and the model, built."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from brimful.errors import UsageError
+from brimful.job import Job
+
+
+def choose_device(asked: torch.device | str | None, planned_kind: str | None) -> torch.device:
+    """The device of this machine to run on.
+
+    Args:
+        asked: What the user named; None leaves the choice.
+        planned_kind: The kind of device a plan is for, "cuda" or "cpu"; None without a plan.
+
+    Returns:
+        What was asked for, else a device of the planned kind, else the GPU if there is one.
+
+    Raises:
+        UsageError: It is neither a CPU nor a CUDA device, or this machine has none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if asked is None:
+        if planned_kind == "cuda" and not has_cuda:
+            raise UsageError(
+                "the plan is for a GPU, and this machine has no CUDA GPU that torch can use. "
+                "Plan for the cpu to train here."
+            )
+        return torch.device(planned_kind or ("cuda" if has_cuda else "cpu"))
+    try:
+        device = torch.device(asked)
+    except RuntimeError as error:
+        raise UsageError(f"{asked!r} is no torch device. Write cpu, cuda or cuda:1.") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"brimful runs on a CPU or a CUDA device, not on {device.type!r}.")
+    if device.type == "cuda" and not has_cuda:
+        raise UsageError("this machine has no CUDA GPU that torch can use. Take cpu instead.")
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's own name, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
+    """The job's model, with real weights.
+
+    Args:
+        job: Its model is a module or a function that builds one.
+        is_copied: Leave a module that was given as it is, and return a copy.
+
+    Returns:
+        The model, where it was built.
+
+    Raises:
+        UsageError: The function builds something else.
+    """
+    if isinstance(job.model, nn.Module):
+        return copy.deepcopy(job.model) if is_copied else job.model
+    model = job.model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    return model
