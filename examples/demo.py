@@ -44,7 +44,7 @@ TRAINED = (
         name="digits",
         global_batch_size=128,
         budget="60%",
-        steps=40,
+        steps=36,
     ),
     Training(
         title="Text: a byte-level GPT on Python's own documentation",
@@ -52,7 +52,7 @@ TRAINED = (
         name="tiny-gpt",
         global_batch_size=32,
         budget="55%",
-        steps=40,
+        steps=30,
     ),
 )
 PLANNED = ("GTX 1080 Ti", "RTX 3090")
