@@ -7,7 +7,7 @@ from pathlib import Path
 from brimful.errors import SaveError
 
 
-def write_file(path: Path, content: str | bytes) -> None:
+def write_file(path: Path | str, content: str | bytes) -> None:
     """Write a whole file.
 
     Args:
@@ -18,6 +18,6 @@ def write_file(path: Path, content: str | bytes) -> None:
         SaveError: It cannot be written.
     """
     try:
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise SaveError(f"{path} could not be written: {error.strerror or error}.") from error

@@ -205,7 +205,7 @@ class Trace:
             corrections=corrections,
         )
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the trace as JSON, gzipped if the name ends in ".gz".
 
         Args:
@@ -215,10 +215,11 @@ class Trace:
             SaveError: The file cannot be written.
         """
         text = json.dumps(self.to_json(), separators=(",", ":")).encode()
-        write_file(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+        is_gzipped = Path(path).suffix == ".gz"
+        write_file(path, gzip.compress(text, mtime=0) if is_gzipped else text)
 
     @classmethod
-    def load(cls, path: Path) -> Trace:
+    def load(cls, path: Path | str) -> Trace:
         """The trace that `save` wrote.
 
         Args:
@@ -230,9 +231,9 @@ class Trace:
         Raises:
             UsageError: The file is no trace of this version.
         """
-        raw = path.read_bytes()
         try:
-            document = json.loads(gzip.decompress(raw) if path.suffix == ".gz" else raw)
+            raw = Path(path).read_bytes()
+            document = json.loads(gzip.decompress(raw) if Path(path).suffix == ".gz" else raw)
             version = document["brimful_trace"]
         except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
             raise UsageError(f"{path} is no brimful trace: {error}") from error

@@ -164,7 +164,21 @@ class KnownValues:
             with unset_fake_temporarily():
                 selected = int(known.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())
             return tensor.new_empty(selected)
+        if func is aten._ctc_loss.Tensor:
+            return self._ctc_loss(*args)
         return tree_map_only(Tensor, self._to_fake, self.compute(func, args, kwargs))
+
+    def _ctc_loss(
+        self, log_probs: Tensor, _targets: Tensor, _lengths: Tensor, target_lengths: Tensor, *_others: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Losses (B,) and log alphas (B, T, 2 · longest target + 1) for log probabilities (T, B, classes).
+
+        Source: torch aten/src/ATen/native/LossCTC.cpp (checked: 2.13).
+        """
+        with unset_fake_temporarily():
+            longest = int(self.of(target_lengths).max())
+        steps, samples, _classes = log_probs.shape
+        return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * longest + 1)
 
     def _without_booleans(self, indices: Iterable[Tensor | None]) -> list[Tensor | None]:
         """Indices with each boolean one given by the positions at which it is true."""

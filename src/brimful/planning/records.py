@@ -120,7 +120,7 @@ class Plan:
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"the plan is damaged: {error!r}") from error
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path | str) -> None:
         """Write the plan as JSON.
 
         Args:
@@ -132,7 +132,7 @@ class Plan:
         write_file(path, json.dumps(self.to_json(), indent=2) + "\n")
 
     @classmethod
-    def load(cls, path: Path) -> Plan:
+    def load(cls, path: Path | str) -> Plan:
         """The plan that `save` wrote.
 
         Args:
@@ -145,7 +145,7 @@ class Plan:
             UsageError: The file cannot be read, or is no plan of this version.
         """
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(f"the plan {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from brimful.capture import capture_step
 from brimful.capture.corrections.recurrent import lstm_workspace_bytes
+from brimful.capture.corrections.reductions import reduction_buffers_bytes
 from brimful.hardware import Device
 from brimful.job import Job
 from brimful.measuring import measure_step
@@ -276,6 +277,40 @@ def test_what_a_convolution_holds_inside_is_what_the_profiler_sees(layer: nn.Mod
     assert 0.99 * measured <= predicted <= (1.15 if layer.out_channels % 16 else 1.01) * measured
 
 
+MIB_OF_COLUMN_SUMS = {
+    (4096, 1024): (32, 32),
+    (4096, 4096): (108, 128),
+    (4096, 30522): (14.9, 22.4),
+    (65536, 1024): (108, 132),
+}
+"""On an A100 and an H100, by hand from Reduce.cuh."""
+
+
+@pytest.mark.parametrize("shape", MIB_OF_COLUMN_SUMS)
+def test_a_sum_over_rows_stages_up_to_a_mebibyte_for_each_multiprocessor(shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, device="meta")
+    found = [reduction_buffers_bytes(x, [0], count, 2048)[0] / MIB for count in (108, 132)]
+    assert found == pytest.approx(MIB_OF_COLUMN_SUMS[shape], abs=0.05)
+
+
+def test_a_sum_over_columns_or_of_few_rows_stages_next_to_nothing() -> None:
+    x = torch.empty(4096, 4096, device="meta")
+    assert sum(reduction_buffers_bytes(x, [1], 108, 2048)) < MIB
+    assert sum(reduction_buffers_bytes(x, None, 108, 2048)) < MIB
+    assert reduction_buffers_bytes(torch.empty(64, 4096, device="meta"), [0], 108, 2048) == ()
+
+
+def test_the_bias_gradient_of_a_linear_layer_is_staged_on_cuda_only() -> None:
+    def wide() -> nn.Module:
+        return nn.Sequential(nn.Linear(INPUTS, 1024), nn.ReLU(), nn.Linear(1024, CLASSES))
+
+    trace = capture(job(wide), A100, samples=4096)
+    staged = [s for s in trace.storages if s.label == "inside aten.sum.dim_IntList"]
+    assert max(s.size_bytes for s in staged) == 32 * MIB
+    assert changed_bytes(trace, "reduction_staging") >= 32 * MIB
+    assert "reduction_staging" not in names(capture(job(wide)))
+
+
 def test_the_rules_of_one_device_are_not_those_of_another() -> None:
     on_cpu = {"in_place_backward", "lstm_memory", "random_state"}
     assert names(capture(job(mlp))) == on_cpu | ({"blocked_convolution"} if ONE_DNN else set())
@@ -284,5 +319,6 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
         "attention_kernel",
         "foreach_optimizer",
         "cublas_workspace",
+        "reduction_staging",
         "in_place_backward",
     }

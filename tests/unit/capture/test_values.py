@@ -22,6 +22,27 @@ def loss_that(read: object) -> object:
     return loss
 
 
+def test_ctc_knows_its_table_from_the_lengths_of_the_targets() -> None:
+    longest, steps = 5, 30
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        log_probs = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+        given = torch.full((SAMPLES,), steps)
+        return F.ctc_loss(log_probs, batch["targets"], given, batch["lengths"])
+
+    def batch(samples: int) -> dict[str, Tensor]:
+        return {
+            "x": torch.randn(samples, steps, INPUTS),
+            "targets": torch.randint(1, CLASSES, (samples, 9)),
+            "lengths": torch.tensor([longest] + [2] * (samples - 1)),
+        }
+
+    trace = capture(job(lambda: nn.Linear(INPUTS, CLASSES), loss=loss, batch=batch))
+    losses, table = made_by(trace, "aten._ctc_loss.Tensor")
+    assert losses.size_bytes == SAMPLES * 4
+    assert table.size_bytes == SAMPLES * steps * (2 * longest + 1) * 4
+
+
 def test_integers_of_the_batch_and_what_is_computed_from_them_are_known() -> None:
     seen: list[object] = []
 

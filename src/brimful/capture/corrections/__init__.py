@@ -10,6 +10,7 @@ from brimful.capture.corrections.foreach import ForeachOptimizers
 from brimful.capture.corrections.out_of_place import InPlaceBackward
 from brimful.capture.corrections.random_state import RandomState
 from brimful.capture.corrections.recurrent import LstmMemory
+from brimful.capture.corrections.reductions import ReductionStaging
 
 RULES: tuple[type[Rule], ...] = (
     MaskedDropout,
@@ -17,6 +18,7 @@ RULES: tuple[type[Rule], ...] = (
     CudaAutocastLists,
     ForeachOptimizers,
     CublasWorkspace,
+    ReductionStaging,
     InPlaceBackward,
     BlockedConvolution,
     LstmMemory,
@@ -36,5 +38,6 @@ __all__ = [
     "LstmMemory",
     "MaskedDropout",
     "RandomState",
+    "ReductionStaging",
     "Rule",
 ]
