@@ -111,6 +111,18 @@ def test_a_fused_kernel_keeps_no_matrix_of_all_pairs_of_tokens() -> None:
     assert pairs not in {s.size_bytes for s in fused.storages if s.category is Category.SAVED_TENSORS}
 
 
+def test_the_backward_of_fused_attention_takes_float32_accumulators_in_between() -> None:
+    efficient = capture(job(Attention), A100)
+    inside = [
+        s.size_bytes for s in efficient.storages if "attention_backward" in s.label and "inside" in s.label
+    ]
+    sums = SAMPLES * HEADS * TOKENS * 4
+    assert sorted(set(inside)) == [sums, SAMPLES * HEADS * 64 * 64 * 4]  # 16 rows and 8 columns fill one tile
+    flash = capture(job(Attention), A100, precision=Precision.BF16)
+    inside = [s.size_bytes for s in flash.storages if "attention_backward" in s.label and "inside" in s.label]
+    assert sorted(set(inside)) == [SAMPLES * HEADS * 128 * 4, SAMPLES * HEADS * 128 * 32 * 4]
+
+
 def test_autocast_runs_softmax_and_norms_in_float32_on_cuda_but_not_on_a_cpu() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.LayerNorm(HIDDEN), nn.Softmax(-1))
@@ -317,6 +329,7 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
     assert names(capture(job(mlp), A100)) == {
         "dropout_mask",
         "attention_kernel",
+        "attention_backward",
         "foreach_optimizer",
         "cublas_workspace",
         "reduction_staging",

@@ -1,6 +1,7 @@
 """What a device does otherwise than fake tensors on a CPU: one rule a file."""
 
 from brimful.capture.corrections.attention import FusedAttention
+from brimful.capture.corrections.attention_backward import AttentionBackward
 from brimful.capture.corrections.autocast import CudaAutocastLists
 from brimful.capture.corrections.base import CorrectedFunctions, Rule
 from brimful.capture.corrections.convolution import BlockedConvolution
@@ -15,6 +16,7 @@ from brimful.capture.corrections.reductions import ReductionStaging
 RULES: tuple[type[Rule], ...] = (
     MaskedDropout,
     FusedAttention,
+    AttentionBackward,
     CudaAutocastLists,
     ForeachOptimizers,
     CublasWorkspace,
@@ -28,6 +30,7 @@ RULES: tuple[type[Rule], ...] = (
 
 __all__ = [
     "RULES",
+    "AttentionBackward",
     "BlockedConvolution",
     "CorrectedFunctions",
     "CublasWorkspace",
