@@ -17,7 +17,7 @@ _FLOAT_BYTES = 4
 _FLASH_ROWS = 128
 _EFFICIENT_ROWS = 64
 _EFFICIENT_COLUMNS = 64
-"""Rows and columns of a tile of the query's gradient; kernels for large heads take others, of about the same sum.
+"""Rows and columns of a tile of the query's gradient; those for large heads have others of like sum.
 Source: torch aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, kBlockSizeI."""
 
 
