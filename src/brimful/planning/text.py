@@ -56,7 +56,8 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
         yield "  corrected to what the device does in a step, where this machine does otherwise"
         for rule in changed:
             times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
-            size = f", {_signed(rule.changed_bytes)}" if rule.changed_bytes else ""
+            together = " together" if rule.occurrences > 1 else ""
+            size = f", {_signed(rule.changed_bytes)}{together}" if rule.changed_bytes else ""
             yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
     for uncertain in estimate.uncertain:
         yield f"  not sure about: {uncertain}"
