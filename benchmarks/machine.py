@@ -23,11 +23,15 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that ran, with a + if files differ from it."""
-    run = lambda *words: subprocess.run(  # noqa: E731
+    """The commit that ran, with a + if files other than results differ from it."""
+    return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "-uno", "..", ":!results") else "")
+
+
+def _git(*words: str) -> str:
+    done = subprocess.run(
         ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return run("rev-parse", "HEAD") + ("+" if run("status", "--porcelain", "--untracked-files=no") else "")
+    )
+    return done.stdout.strip()
 
 
 def _cpu_model() -> str:
