@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from brimful import planning
 from brimful.applying import PlannedStep
 from brimful.capture import capture_step
-from brimful.errors import UnknownNameError, UsageError
+from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
 from brimful.hardware import Device, find_device
 from brimful.job import Job
 from brimful.local import choose_device
@@ -32,8 +32,8 @@ from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.timeline import predict_memory
 from brimful.trace import Trace
 from brimful.train import Trainer
-from brimful.training import TrainingResult
-from brimful.units import parse_bytes
+from brimful.training import StopReason, TrainingResult
+from brimful.units import format_bytes, parse_bytes
 
 
 def estimate(
@@ -135,6 +135,7 @@ def plan(
         micro_batch_size=micro_batch_size,
         recompute=_parse_recompute(recompute),
         optimizer=optimizer,
+        weighs_by_count=job.count is not None,
         splits_coupled_batches=split_batch_norm,
     )
     return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
@@ -185,8 +186,12 @@ def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
     """
     if not isinstance(plan, Plan):
         return measure_step(job, plan, device=choose_device(device, None), seed=seed)
+    where = choose_device(device, plan.device_kind)
+    measured = measure_step(job, plan.settings, device=where, seed=seed)
+    if where.type != plan.device_kind:  # what was predicted for one kind of device is no twin of another's
+        return measured
     return replace(
-        measure_step(job, plan.settings, device=choose_device(device, plan.device_kind), seed=seed),
+        measured,
         predicted_peak_allocated_bytes=plan.predicted_peak_allocated_bytes,
         predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
         predicted_peak_device_bytes=plan.predicted_peak_device_bytes,
@@ -225,6 +230,7 @@ def fit(
     Raises:
         UsageError: A comparison is wanted and `plan` does not say what plain training is.
         TrainingError: Training stopped; the message says where the last good weights are.
+        InterruptedRunError: It was stopped on request before the plan's own run.
     """
 
     def run(which: Job, how: Plan | Settings, where: Path | str | None) -> TrainingResult:
@@ -247,6 +253,8 @@ def fit(
             )
         untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
         plain = run(replace(job, model=untouched, name=f"{job.name}, plain"), plan.plain.settings, None)
+        if plain.stopped_because is StopReason.INTERRUPTED:
+            raise InterruptedRunError("interrupted while training without the plan, which saves nothing.")
     return run(job, plan, run_dir), plain
 
 
@@ -340,8 +348,15 @@ def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: 
     if isinstance(budget, str) and budget.strip().endswith("%"):
         share = _share(budget)
         plain = capture(request.plain_settings())
-        return int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
-    return parse_bytes(budget)
+        asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
+    else:
+        asked = parse_bytes(budget)
+    if asked > request.device.capacity_bytes:
+        raise UsageError(
+            f"a budget of {format_bytes(asked)} is more than {request.device.name} has, "
+            f"{format_bytes(request.device.capacity_bytes)}. Leave the budget out, or take a larger device."
+        )
+    return asked
 
 
 def _share(budget: str) -> float:

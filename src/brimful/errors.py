@@ -12,6 +12,7 @@
   + TrainingError
     - NonFiniteError                   the loss or a gradient is NaN or infinite
     - SaveError                        a file could not be written; what was there before stays
+    - InterruptedRunError              stopped on request before there was anything to save
 
 A message says what was asked, what was found, why, and the nearest way out.
 """
@@ -101,6 +102,10 @@ class TrainingError(BrimfulError):
 
 class NonFiniteError(TrainingError):
     """The loss or a gradient is NaN or infinite."""
+
+
+class InterruptedRunError(TrainingError):
+    """Training was stopped on request before there was anything to save."""
 
 
 class SaveError(TrainingError):

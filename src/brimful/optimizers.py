@@ -53,6 +53,11 @@ def make_optimizer(job: Job, parameters: Iterable[nn.Parameter], name: str | Non
     chosen = job.optimizer if name is None else name
     if callable(chosen):
         return chosen(trainable)
+    if not isinstance(chosen, str):
+        raise UsageError(
+            f"{job.name}: optimizer is a {type(chosen).__name__}. Give a name, or a function that makes one: "
+            "Job(optimizer=lambda params: torch.optim.AdamW(params))."
+        )
     if chosen not in _MAKERS:
         raise UnknownNameError(
             "optimizer", chosen, _MAKERS, hint="Any other can be given as Job(optimizer=lambda params: …)."

@@ -212,9 +212,29 @@ def test_a_plan_is_carried_out_as_it_is_and_nothing_may_be_asked_beside_it(brimf
     refused = brimful("jobs:job", "--plan", "p.json", "--budget", "1GiB", "--precision", "bf16")
     assert refused.returncode == 2
     assert "--budget, --precision" in refused.stderr
+    document = plan | {"job": "another"}
+    (tmp_path / "other.json").write_text(json.dumps(document))
+    other = brimful("jobs:job", "--plan", "other.json")
+    assert other.returncode == 2
+    assert "'another'" in other.stderr
     missing = brimful("jobs:job", "--steps", "1")
     assert missing.returncode == 2
     assert "--global-batch-size" in missing.stderr
+
+
+def test_ctrl_c_while_training_without_the_plan_ends_the_whole_command(start, tmp_path: Path) -> None:
+    process = start(
+        "jobs:job", *TRAIN, "--budget", "70%", "--epochs", "1000000", "--compare-plain", "--run-dir", "run"
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    while process.poll() is None and "epoch" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _out, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "without the plan" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_budget_too_small_trains_nothing(brimful, tmp_path: Path) -> None:

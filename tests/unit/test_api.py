@@ -130,6 +130,44 @@ def test_near_its_capacity_a_step_fits_as_the_allocator_gives_back_its_cache() -
     assert short.predicted_peak_allocated_bytes == free.predicted_peak_allocated_bytes
 
 
+def test_a_split_batch_without_a_count_comes_with_a_note() -> None:
+    job = stack_job()
+    without = bf.plan(job, DEVICE, global_batch_size=8, micro_batch_size=2)
+    assert any("Job(count=" in note for note in without.notes)
+    counted = replace(job, count=lambda batch: batch.shape[0])
+    assert not any(
+        "count" in note for note in bf.plan(counted, DEVICE, global_batch_size=8, micro_batch_size=2).notes
+    )
+
+
+@pytest.mark.parametrize("budget", ["64GiB", "100000%"])
+def test_a_budget_above_what_the_device_has_is_refused(budget: str) -> None:
+    with pytest.raises(UsageError, match=r"more than .*T4.* has"):
+        bf.plan(stack_job(), "T4", global_batch_size=8, budget=budget)
+
+
+def test_what_was_planned_for_a_gpu_is_not_set_beside_a_measurement_on_a_cpu() -> None:
+    plan = bf.plan(stack_job(), DEVICE, global_batch_size=4)
+    assert bf.measure(stack_job(), plan, "cpu").predicted_peak_allocated_bytes is None
+
+
+def test_an_optimizer_that_is_made_already_is_refused() -> None:
+    job = replace(stack_job(), optimizer=torch.optim.SGD(Stack().parameters(), lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="optimizer is a SGD"):
+        bf.estimate(job, DEVICE)
+
+
+def test_recurrent_layers_on_a_gpu_are_named_as_uncertain() -> None:
+    job = bf.Job(
+        model=lambda: nn.GRU(8, 8),
+        loss=lambda model, batch: model(batch)[0].mean(),
+        batch=lambda n: torch.randn(n, 4, 8),
+        optimizer="sgd",
+    )
+    assert any("cuDNN" in uncertain for uncertain in bf.estimate(job, DEVICE).uncertain_ops)
+    assert not bf.estimate(job, cpu_like()).uncertain_ops
+
+
 def test_by_default_a_plan_leaves_a_margin_on_a_gpu() -> None:
     plan = bf.plan(stack_job(), DEVICE, global_batch_size=8)
     assert plan.budget_bytes == int(find_device(DEVICE).capacity_bytes / 1.05)

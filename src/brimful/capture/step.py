@@ -86,7 +86,7 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
             events=recorder.event_records(),
             module_classes=modules.classes,
             corrections=tuple(rule.record() for rule in rules),
-            uncertain_ops=tuple(recorder.uncertain),
+            uncertain_ops=(*recorder.uncertain, *_without_cudnn(model, device)),
             batch_coupled_modules=tuple(_batch_coupled(model)),
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -100,6 +100,13 @@ def _batch_coupled(model: nn.Module) -> Iterator[str]:
     for fqn, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             yield fqn
+
+
+def _without_cudnn(model: nn.Module, device: Device) -> Iterator[str]:
+    """Recurrent layers, which CUDA runs in one cuDNN kernel: captured step by step, in memory and time."""
+    recurrent = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.RNNBase)]
+    if recurrent and device.kind == "cuda":
+        yield f"recurrent layers, whose cuDNN kernel is not modelled: {', '.join(recurrent)}"
 
 
 def _fake_batch(batch: Batch, mode: FakeTensorMode, known: KnownValues) -> Batch:

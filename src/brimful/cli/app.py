@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from brimful import __version__
-from brimful.errors import BrimfulError, UsageError
+from brimful.errors import BrimfulError, InterruptedRunError, UsageError
 from brimful.files import write_file
 from brimful.training import StopReason
 
@@ -105,10 +105,13 @@ def estimate(
     gradient_accumulation_steps: Annotated[
         int, typer.Option(help="Forward and backward passes per optimizer step.", min=1)
     ] = 1,
-    precision: PrecisionName = "fp32",
+    precision: Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")] = "fp32",
     optimizer: OptimizerName = None,
     recompute: Recompute = "none",
-    budget: Budget = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", help="Judge against this size, such as 11GiB, not what the device has."),
+    ] = None,
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
     options: ModelOptions = None,
@@ -225,6 +228,10 @@ def train(
         if plan_file is not None:
             _check_nothing_is_asked_beside_a_plan(context)
             chosen = Plan.load(plan_file)
+            if chosen.job != job.name:
+                raise UsageError(
+                    f"{plan_file} is a plan for {chosen.job!r}, not for {job.name!r}. Plan this job."
+                )
         elif global_batch_size is None:
             raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
         else:
@@ -326,4 +333,6 @@ def _errors_told(as_json: bool) -> Iterator[None]:
 
             print(json.dumps(error_document(error), indent=2))
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error, InterruptedRunError):
+            raise typer.Exit(INTERRUPTED) from None
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None

@@ -67,6 +67,8 @@ class Request:
     recompute: Action | None = None
     """The one action for all units; None lets the plan choose for each."""
     optimizer: str | None = None
+    weighs_by_count: bool = False
+    """Whether the job says what its mean loss is a mean over."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
     computed. False keeps the mathematics: such a model trains its whole batch at once."""
@@ -151,7 +153,7 @@ def search(capture: Capture, request: Request) -> Plan:
         alternatives=_alternatives(request, candidates, verified, best),
         notes=(
             *notes,
-            *_what_splitting_changes(best.settings, plain_trace),
+            *_what_splitting_changes(best.settings, plain_trace, request),
             *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
         ),
     )
@@ -457,11 +459,16 @@ def _permitted_sizes(request: Request, plain: Trace) -> tuple[int, ...]:
     return request.micro_batch_sizes()
 
 
-def _what_splitting_changes(settings: Settings, plain: Trace) -> list[str]:
+def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) -> list[str]:
     """What is not the same as in plain training, if the batch is split."""
     if settings.gradient_accumulation_steps == 1:
         return []
     changes = []
+    if not request.weighs_by_count:
+        changes.append(
+            "The loss is taken for a mean over samples. If it is one over something else, such as the tokens "
+            "that are not ignored, say so by Job(count=...): else micro-batches are weighted wrongly."
+        )
     if plain.batch_coupled_modules:
         changes.append(
             f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over micro-batches of "

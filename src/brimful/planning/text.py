@@ -85,7 +85,7 @@ def _peak(estimate: Estimate) -> str:
 def _step(estimate: Estimate) -> str:
     time = estimate.step_time
     parts = [("forward", time.forward_seconds), ("backward", time.backward_seconds)]
-    if time.recompute_seconds:
+    if estimate.settings.recomputed:
         parts.append(("recompute", time.recompute_seconds))
     parts.append(("optimizer", time.optimizer_seconds))
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)

@@ -36,7 +36,7 @@ def find_data(job: Job, data: Data | None) -> Data:
                 f"{job.name} has no data to train on. Give it as Trainer(job, plan, data=Data(train=…)) "
                 "or as Job(data=lambda: Data(train=…)); `train` is a batch with all samples, or a DataLoader."
             )
-        data = job.data()
+        data = job.data() if callable(job.data) else job.data
     if not isinstance(data, Data):
         raise UsageError(
             f"the data of {job.name} are a {type(data).__name__}; wrap them: Data(train=…, validation=…)."
