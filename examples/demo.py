@@ -1,4 +1,4 @@
-"""The demo that `make demo` runs: two jobs trained for real in half their memory, one planned for GPUs.
+"""The demo that `make demo` runs: two jobs trained for real in 55 and 60 % of their memory, one planned.
 
 Every line that starts with $ is the command that prints what follows.
 """

@@ -233,6 +233,8 @@ def fit(
         InterruptedRunError: It was stopped on request before the plan's own run.
     """
 
+    device = choose_device(None, plan.device_kind if isinstance(plan, Plan) else None)
+
     def run(which: Job, how: Plan | Settings, where: Path | str | None) -> TrainingResult:
         return Trainer(
             which,
@@ -241,6 +243,7 @@ def fit(
             epochs=epochs,
             steps=steps,
             seed=seed,
+            device=device,
             max_gradient_norm=max_gradient_norm,
             show_progress=show_progress,
         ).fit()

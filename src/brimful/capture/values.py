@@ -173,7 +173,7 @@ class KnownValues:
     ) -> tuple[Tensor, Tensor]:
         """Losses (B,) and log alphas (B, T, 2 · longest target + 1) for log probabilities (T, B, classes).
 
-        Source: torch aten/src/ATen/native/LossCTC.cpp (checked: 2.13).
+        So the CPU's kernel makes them (torch 2.13).
         """
         with unset_fake_temporarily():
             longest = int(self.of(target_lengths).max())

@@ -323,6 +323,21 @@ def test_the_bias_gradient_of_a_linear_layer_is_staged_on_cuda_only() -> None:
     assert "reduction_staging" not in names(capture(job(wide)))
 
 
+@pytest.mark.parametrize(("tokens", "width", "hidden"), [(20, 48, 96), (33, 80, 128), (12, 200, 72)])
+def test_what_the_backward_of_an_lstm_holds_inside_is_what_the_profiler_sees(
+    tokens: int, width: int, hidden: int
+) -> None:
+    recurrent = Job(
+        model=lambda: nn.LSTM(width, hidden, batch_first=True),
+        loss=lambda model, batch: model(batch)[0].square().mean(),
+        batch=lambda n: torch.randn(n, tokens, width),
+    )
+    settings = Settings(micro_batch_size=16)
+    predicted = predict_memory(capture_step(recurrent, settings, CPU)).peak_allocated_bytes
+    measured = measure_step(recurrent, settings, steps=1).measured_peak_allocated_bytes
+    assert predicted == pytest.approx(measured, rel=0.01)
+
+
 def test_the_rules_of_one_device_are_not_those_of_another() -> None:
     on_cpu = {"in_place_backward", "lstm_memory", "random_state"}
     assert names(capture(job(mlp))) == on_cpu | ({"blocked_convolution"} if ONE_DNN else set())

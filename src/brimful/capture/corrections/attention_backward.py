@@ -32,7 +32,7 @@ class AttentionBackward(Rule):
     name = "attention_backward"
     source = (
         "torch aten/src/ATen/native/transformers/cuda/: flash_attn/flash_api.cpp, mha_bwd; "
-        "attention_backward.cu; mem_eff_attention/kernel_backward.h, workspace_size (main of 2025)"
+        "attention_backward.cu; mem_eff_attention/kernel_backward.h, workspace_size (not measured)"
     )
     watches_ops = True
 
