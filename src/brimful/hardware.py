@@ -2,15 +2,17 @@
 
 The table is `data/gpus.csv`. It holds the vendors' dense peak rates (no structured sparsity); what part of a
 peak a training step reaches is `cost`'s business. The CPU of this machine is a device too, with stated
-defaults that `measuring.calibrate_cpu` replaces by measurements.
+defaults that `measuring.calibrate_cpu` replaces by measurements. What a CUDA context takes beside torch's
+allocator is in `data/contexts.csv`; `measuring.measure_context` replaces it by a measurement.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -22,24 +24,24 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Precision
 from brimful.units import GIB, MIB, format_bytes
 
-UNMEASURED_USABLE_FRACTION = 0.9669
+UNMEASURED_USABLE_FRACTION = 0.9464
 """Part of a card's marketed memory that its driver reports, where the table has no report of that card.
 
-The lowest of the 26 rows with both figures and no in-memory ECC (RTX 5070 Ti: 15842 of 16384 MiB); their median
-is 0.987. The lowest, because a capacity set too high becomes an out-of-memory error.
+The lowest of the 49 rows with both figures and no in-memory ECC (RTX 3070: 7753 of 8192 MiB); their median is
+0.984. The lowest, because a capacity set too high becomes an out-of-memory error.
 """
 
-UNMEASURED_USABLE_FRACTION_WITH_ECC = 0.9162
-"""The same for cards whose error correction takes 1/16 of their GDDR memory: the lowest of 6 rows (A10)."""
+UNMEASURED_USABLE_FRACTION_WITH_ECC = 0.9100
+"""The same for cards whose error correction takes 1/16 of their GDDR memory: the lowest of 7 rows (T4)."""
 
 CUDA_CONTEXT_BYTES = 600 * MIB
-"""What a CUDA context with torch is taken to occupy outside the allocator: a default, not a measurement.
+"""What a CUDA context with torch is taken to occupy where `data/contexts.csv` has no applicable row.
 
-Published: 287 MB lazily loaded and 667 MB eagerly (pytorch #86509), 300 to 400 MB (pytorch #107667), 426 MiB
-on an RTX 6000 Ada with torch 2.10 (unsloth-zoo #1053). Lazy loading grows it with each kernel's first use,
-hence the upper end. Before CUDA 11.7 it was above 1000 MB (pytorch #107667): 1343 MB on a V100 in "Efficient
-Training on a Single GPU" (Transformers 4.25).
+Assumed, not measured: between the 114 MiB (T4) and 712 MiB (B200) that lazily loaded contexts take there.
 """
+
+CUDA_CONTEXT_HIGH_BYTES = 1604 * MIB
+"""The largest one measured in `data/contexts.csv`: RTX 3090, torch 1.7.1, kernels loaded eagerly."""
 
 CUDA_LAUNCH_SECONDS = 8e-6
 """Least time per op in eager PyTorch on CUDA: the host's time to submit one, however quick the kernel.
@@ -56,6 +58,23 @@ CPU_MEMORY_BANDWIDTH_BYTES_PER_SECOND = 10e9
 
 CPU_LAUNCH_SECONDS = 7e-6
 """Default for a CPU nobody calibrated: one small op with autograd took 6.8 µs in pytorch #41383."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaContext:
+    """What a CUDA context with torch takes of the device's memory beside torch's allocator.
+
+    It holds the driver's state, the stacks of all SMs and the kernels loaded so far, those of cuBLAS and cuDNN
+    among them. Not in it: NCCL's buffers and other libraries' own allocations.
+    """
+
+    context_bytes: int
+    """The median of what was measured."""
+    low_bytes: int
+    high_bytes: int
+    source: str
+    is_measured: bool
+    """Whether measured on this machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +104,11 @@ class Device:
     host_link_bytes_per_second: float | None
     """Realistic rate between host and device, one way; None on a CPU."""
     context_bytes: int
-    """What a CUDA context with torch takes outside the allocator; a stated default, no measurement."""
+    """What a CUDA context with torch takes outside the allocator; 0 on a CPU. See `CudaContext`."""
+    context_low_bytes: int
+    context_high_bytes: int
+    context_source: str
+    """Where the context's figures are from."""
     launch_seconds: float
     """Least time per op in eager PyTorch."""
     source: str
@@ -148,7 +171,7 @@ def known_devices() -> tuple[Device, ...]:
     return tuple(row.device for row in _table())
 
 
-def find_device(name: str, *, capacity_bytes: int | None = None) -> Device:
+def find_device(name: str, *, capacity_bytes: int | None = None, torch_version: str | None = None) -> Device:
     """The device meant by `name`.
 
     Upper and lower case, punctuation and vendor words ("NVIDIA", "GeForce") do not matter. A full name or
@@ -161,16 +184,136 @@ def find_device(name: str, *, capacity_bytes: int | None = None) -> Device:
             machine.
         capacity_bytes: What the driver reports, where known: it tells cards of one name apart and replaces
             the table's figure.
+        torch_version: Decides what the CUDA context takes, such as "2.13.0"; the newest where not given.
 
     Returns:
         The row, or this machine's CPU with stated default rates.
 
     Raises:
         UnknownNameError: No row has this name; says the nearest.
-        UsageError: Several rows with different memory have it; lists them.
+        UsageError: Several rows with different memory have it; lists them. Or `torch_version` is no version.
     """
     device = _cpu() if _squeezed(name) == "cpu" else _choose(name, _rows_named(name), capacity_bytes)
+    if torch_version is not None:
+        device = with_context(device, cuda_context(device, torch_version))
     return device if capacity_bytes is None else replace(device, capacity_bytes=capacity_bytes)
+
+
+def cuda_context(device: Device, torch_version: str | None = None) -> CudaContext:
+    """What a CUDA context takes on `device` according to published measurements.
+
+    Of the rows of `data/contexts.csv` for this version of torch the nearest is taken: this GPU's, else its
+    architecture's, else that of the way torch loads kernels, else the stated default. Since CUDA 11.7 kernels
+    are loaded at first use, by default since torch 1.13 (pytorch #86509): that made contexts smaller.
+
+    Most rows are computed from texts of torch's `OutOfMemoryError`, which since torch 2.1 (pytorch #99699) say
+    what NVML shows for the process: less what the allocator holds, that is the context of a real training or
+    inference run, to about 10 MiB. With three measurements or more the interval spans them; with fewer it is
+    at least 25 % either way, a little more than the nine of the T4 lie from their median.
+
+    Args:
+        device: A GPU, or the CPU, which has no context.
+        torch_version: Such as "2.13.0" or "2.13.0+cu130"; the newest where not given.
+
+    Returns:
+        Its size, interval and source; nothing of it is measured here.
+
+    Raises:
+        UsageError: `torch_version` is no version.
+
+    Source: the rows name theirs.
+    """
+    if device.kind == "cpu":
+        return _NO_CONTEXT
+    version = _NEWEST if torch_version is None else _major_minor(torch_version)
+    return _nearest_context(_contexts(), device.name, device.architecture, version)
+
+
+def with_context(device: Device, context: CudaContext) -> Device:
+    """The device with another figure for its CUDA context, such as a measured one."""
+    return replace(
+        device,
+        context_bytes=context.context_bytes,
+        context_low_bytes=context.low_bytes,
+        context_high_bytes=context.high_bytes,
+        context_source=context.source,
+    )
+
+
+_NO_CONTEXT = CudaContext(
+    context_bytes=0, low_bytes=0, high_bytes=0, source="a CPU has no CUDA context", is_measured=False
+)
+
+_Version = tuple[float, float]
+_NEWEST: _Version = (math.inf, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ContextRow:
+    """One row of `data/contexts.csv`."""
+
+    gpus: tuple[str, ...]
+    """Names of `data/gpus.csv`; empty: all."""
+    architecture: str
+    """Empty: all."""
+    torch_from: _Version
+    torch_to: _Version
+    """The first version it does not apply to."""
+    context: CudaContext
+
+    def applies(self, name: str, architecture: str, version: _Version) -> bool:
+        """Whether it may be used for this GPU and this version of torch."""
+        is_of_gpu = name in self.gpus if self.gpus else self.architecture in ("", architecture)
+        return is_of_gpu and self.torch_from <= version < self.torch_to
+
+    @property
+    def specificity(self) -> int:
+        """2: of a GPU; 1: of an architecture; 0: of all."""
+        return 2 if self.gpus else int(bool(self.architecture))
+
+
+def _nearest_context(
+    rows: tuple[_ContextRow, ...], name: str, architecture: str, version: _Version
+) -> CudaContext:
+    applicable = [row for row in rows if row.applies(name, architecture, version)]
+    if applicable:
+        return max(applicable, key=lambda row: row.specificity).context
+    return CudaContext(
+        context_bytes=CUDA_CONTEXT_BYTES,
+        low_bytes=0,
+        high_bytes=CUDA_CONTEXT_HIGH_BYTES,
+        source="default, neither measured nor published",
+        is_measured=False,
+    )
+
+
+@cache
+def _contexts() -> tuple[_ContextRow, ...]:
+    return tuple(_context_row(cells) for cells in _read_table("contexts.csv"))
+
+
+def _context_row(cells: dict[str, str]) -> _ContextRow:
+    start, end = cells["torch_from"], cells["torch_to"]
+    return _ContextRow(
+        gpus=_listed(cells["gpu"]),
+        architecture=cells["architecture"],
+        torch_from=_major_minor(start) if start else (0, 0),
+        torch_to=_major_minor(end) if end else (math.inf, math.inf),
+        context=CudaContext(
+            context_bytes=int(cells["context_bytes"]),
+            low_bytes=int(cells["low_bytes"]),
+            high_bytes=int(cells["high_bytes"]),
+            source=f"{cells['source']}; {cells['confidence']} confidence",
+            is_measured=False,
+        ),
+    )
+
+
+def _major_minor(version: str) -> _Version:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise UsageError(f"{version!r} is no version of torch. A version reads like 2.13.0.")
+    return int(match[1]), int(match[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,8 +392,12 @@ def _words(name: str) -> frozenset[str]:
 
 @cache
 def _table() -> tuple[_Row, ...]:
-    text = resources.files("brimful").joinpath("data", "gpus.csv").read_text(encoding="utf-8")
-    return tuple(_row(cells) for cells in csv.DictReader(text.splitlines()))
+    return tuple(_row(cells) for cells in _read_table("gpus.csv"))
+
+
+def _read_table(name: str) -> Iterator[dict[str, str]]:
+    text = resources.files("brimful").joinpath("data", name).read_text(encoding="utf-8")
+    return csv.DictReader(text.splitlines())
 
 
 def _row(cells: dict[str, str]) -> _Row:
@@ -266,10 +413,12 @@ def _row(cells: dict[str, str]) -> _Row:
         source += f"; capacity taken as {fraction} of the marketed memory"
         confidence = "medium" if confidence == "high" else "low"
     major, minor = cells["compute_capability"].split(".")
+    name, architecture = cells["name"], cells["architecture"]
+    context = _nearest_context(_contexts(), name, architecture, _NEWEST)
     device = Device(
-        name=cells["name"],
+        name=name,
         kind="cuda",
-        architecture=cells["architecture"],
+        architecture=architecture,
         compute_capability=(int(major), int(minor)),
         sm_count=int(cells["sm_count"]),
         capacity_bytes=capacity_bytes,
@@ -279,7 +428,10 @@ def _row(cells: dict[str, str]) -> _Row:
         fp16_flops_per_second=_optional(cells["fp16_flops"]),
         bf16_flops_per_second=_optional(cells["bf16_flops"]),
         host_link_bytes_per_second=_optional(cells["host_link_bytes_per_second"]),
-        context_bytes=CUDA_CONTEXT_BYTES,
+        context_bytes=context.context_bytes,
+        context_low_bytes=context.low_bytes,
+        context_high_bytes=context.high_bytes,
+        context_source=context.source,
         launch_seconds=CUDA_LAUNCH_SECONDS,
         source=source,
         confidence=confidence,
@@ -311,7 +463,10 @@ def _cpu() -> Device:
         fp16_flops_per_second=None,
         bf16_flops_per_second=None,
         host_link_bytes_per_second=None,
-        context_bytes=0,
+        context_bytes=_NO_CONTEXT.context_bytes,
+        context_low_bytes=_NO_CONTEXT.low_bytes,
+        context_high_bytes=_NO_CONTEXT.high_bytes,
+        context_source=_NO_CONTEXT.source,
         launch_seconds=CPU_LAUNCH_SECONDS,
         source="capacity from the operating system; rates are defaults, not measured",
         confidence="low",

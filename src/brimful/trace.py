@@ -17,7 +17,7 @@ from brimful.errors import UsageError
 from brimful.files import write_file
 from brimful.settings import Settings, settings_from_json, settings_to_json
 
-TRACE_VERSION = 1
+TRACE_VERSION = 2
 
 
 class Phase(StrEnum):
@@ -69,6 +69,9 @@ class Op:
     """Runs a second time, during backward, because the first result was not kept."""
     random: bool = False
     """Draws from the random number generator."""
+    line: str = ""
+    """Where in the user's or a library's Python code it is called, as "file.py:12", for ops that make large
+    tensors; for those of backward, where the forward op was called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class Storage:
     """Index of the op that made it; None for parameters, inputs and workspaces."""
     label: str
     """What it is: a parameter's name, the op that made it, a workspace's name."""
+    most_bytes: int | None = None
+    """The most it may be, where its size is a library's choice that cannot be known here; None where it is known."""
 
 
 class EventKind(StrEnum):
@@ -190,7 +195,13 @@ class Trace:
             for a, b in zip(self.ops, other.ops, strict=True)
         )
         storages = tuple(
-            replace(a, size_bytes=line(a.size_bytes, b.size_bytes))
+            replace(
+                a,
+                size_bytes=line(a.size_bytes, b.size_bytes),
+                most_bytes=None
+                if a.most_bytes is None or b.most_bytes is None
+                else line(a.most_bytes, b.most_bytes),
+            )
             for a, b in zip(self.storages, other.storages, strict=True)
         )
         corrections = tuple(

@@ -175,7 +175,7 @@ def test_bad_usage_says_what_was_found_and_the_nearest_way_out(
 
 def test_a_budget_too_small_says_by_how_much_because_of_what_and_what_would_fit(folder: Path) -> None:
     done = brimful(
-        folder, "plan", "mine:job", "--device", "T4", "--global-batch-size", "8", "--budget", "601MiB",
+        folder, "plan", "mine:job", "--device", "T4", "--global-batch-size", "8", "--budget", "138MiB",
         "--set", "width=1024", "--json",
     )  # fmt: skip
     document = json.loads(done.stdout)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 
-from brimful.timeline import AllocatorSettings, CachingAllocator, round_allocation
+from brimful.timeline import (
+    AllocatorSettings,
+    CachingAllocator,
+    compare_allocators,
+    live_profile,
+    replay_allocations,
+    round_allocation,
+    smallest_surviving_capacity_bytes,
+)
+from helpers.traces import TraceWriter
 
 MIB = 1 << 20
 ADDRESSES = 1 << 50
@@ -26,7 +35,16 @@ SETTINGS = st.builds(
     AllocatorSettings,
     expandable_segments=st.booleans(),
     max_split_size_bytes=st.sampled_from([None, 20 * MIB, 26 * MIB]),
-    roundup_power2_divisions=st.sampled_from([None, 1, 4]),
+    roundup_power2_divisions=st.sampled_from([None, 1, 4, (0, 2, 1, 4, *[8] * 12)]),
+    garbage_collection_threshold=st.sampled_from([None, 0.1, 0.4, 0.8]),
+)
+TABLES = st.lists(st.sampled_from([0, 1, 2, 4, 8, 1024]), min_size=16, max_size=16).map(tuple)
+ALL_SETTINGS = st.builds(
+    AllocatorSettings,
+    expandable_segments=st.booleans(),
+    max_split_size_bytes=st.none() | st.integers(20, 1 << 30).map(lambda mib: mib * MIB),
+    roundup_power2_divisions=st.none() | st.integers(0, 12).map(lambda power: 1 << power) | TABLES,
+    garbage_collection_threshold=st.none() | st.floats(0, 1, exclude_min=True, exclude_max=True),
 )
 CAPACITIES = st.one_of(st.none(), st.integers(1, 120).map(lambda mib: mib * MIB))
 quickly = run_settings(deadline=None, max_examples=150)  # shared machines are slow now and then
@@ -114,8 +132,36 @@ def test_freeing_everything_leaves_whole_segments(program, settings, capacity_by
 
 
 @quickly
+@given(program=PROGRAMS, settings=SETTINGS, capacity_bytes=CAPACITIES)
+def test_what_is_in_use_stays_where_it_is_and_its_segment_stays_whole(program, settings, capacity_bytes):
+    allocator = CachingAllocator(settings, capacity_bytes)
+    before: dict[int, tuple[int, int]] = {}
+    for _ in play(program, allocator):
+        after = {key: (block.address, block.size_bytes) for key, block in allocator._in_use.items()}
+        assert all(before[key] == after[key] for key in before.keys() & after.keys())
+        before = after
+        held = {id(block) for pool in blocks_by_pool(allocator) for block in pool}
+        for block in allocator._in_use.values():
+            neighbours = [beside for beside in (block.previous, block.next) if beside and beside.mapped]
+            assert all(id(beside) in held for beside in neighbours), "part of a segment in use was given back"
+
+
+@quickly
+@given(program=PROGRAMS, threshold=st.sampled_from([0.1, 0.4, 0.8]), capacity_mib=st.integers(20, 200))
+def test_collection_leaves_no_more_above_the_threshold_than_it_must(program, threshold, capacity_mib):
+    capacity_bytes = capacity_mib * MIB
+    allocator = CachingAllocator(AllocatorSettings(garbage_collection_threshold=threshold), capacity_bytes)
+    for _ in play(program, allocator):
+        allocator._collect_garbage()
+        left = [block for block in allocator._large.free_blocks if block.is_whole_segment]
+        assert not left or allocator.reserved_bytes <= threshold * capacity_bytes
+
+
+@quickly
 @given(program=PROGRAMS, settings=SETTINGS)
 def test_what_is_reserved_without_limit_is_enough_as_a_limit(program, settings):
+    # Only if nothing is collected below the limit: that can leave blocks worse placed.
+    settings = replace(settings, garbage_collection_threshold=None)
     unlimited = CachingAllocator(settings)
     assert not any(any(refused) for refused in play(program, unlimited))
     limited = CachingAllocator(settings, unlimited.peak_reserved_bytes)
@@ -151,6 +197,52 @@ def test_an_expandable_pool_has_no_gaps_while_nothing_is_freed(program):
     assert allocator.reserved_bytes == -(-small // (2 * MIB)) * 2 * MIB + -(-large // (20 * MIB)) * 20 * MIB
 
 
+def trace_of(program):
+    """A trace with the allocations and releases of a program."""
+    writer = TraceWriter()
+    in_use: list[int] = []
+    for request in program:
+        if request > 0:
+            in_use.append(writer.allocate(request, "storage"))
+        elif in_use:
+            writer.free(in_use.pop(request % len(in_use)))
+    return writer.trace()
+
+
+@quickly
+@given(program=PROGRAMS, settings=SETTINGS)
+def test_the_smallest_capacity_is_survived_and_a_page_less_is_not(program, settings):
+    trace = trace_of(program)
+    capacity_bytes = smallest_surviving_capacity_bytes(trace, allocator=settings)
+    survived = replay_allocations(trace, allocator=settings, capacity_bytes=capacity_bytes)
+    assert survived.out_of_memory_at is None
+    assert survived.peak_reserved_bytes <= capacity_bytes
+    assert survived.profile.peak_bytes <= capacity_bytes
+    less = replay_allocations(trace, allocator=settings, capacity_bytes=capacity_bytes - 2 * MIB)
+    assert less.out_of_memory_at is not None or capacity_bytes == 0
+    if settings.garbage_collection_threshold is None:
+        unlimited = replay_allocations(trace, allocator=settings)
+        assert capacity_bytes <= unlimited.peak_reserved_bytes
+
+
+@run_settings(deadline=None, max_examples=30)
+@given(program=PROGRAMS, capacity_mib=st.integers(20, 400))
+def test_compared_allocators_hold_what_is_live(program, capacity_mib):
+    trace = trace_of(program)
+    live_bytes = live_profile(trace, 512).peak_bytes
+    for row in compare_allocators(trace, capacity_mib * MIB):
+        assert row.peak_reserved_bytes >= live_bytes
+        assert row.smallest_surviving_capacity_bytes >= live_bytes
+        assert not row.fits or row.peak_reserved_bytes <= capacity_mib * MIB
+        assert row.fits or row.cache_flushes == 0
+
+
+@run_settings(deadline=None, max_examples=300)
+@given(settings=ALL_SETTINGS)
+def test_settings_are_read_back_from_their_text(settings):
+    assert AllocatorSettings.parse(str(settings)) == settings
+
+
 @run_settings(deadline=None, max_examples=300)
 @given(program=PROGRAMS, settings=SETTINGS, capacity_bytes=CAPACITIES)
 def test_the_plain_allocator_agrees(program, settings, capacity_bytes):
@@ -169,6 +261,7 @@ class Span:
     state: str  # used, free or unmapped
     size: int
     key: int | None = None
+    since: int = 0  # searches in its pool when it was freed
 
 
 class PlainAllocator:
@@ -178,6 +271,7 @@ class PlainAllocator:
         self.settings = settings
         self.capacity = capacity_bytes or ADDRESSES
         self.cache_flushes = 0
+        self.searches = {"small": 0, "large": 0}
         self.segments = {"small": [], "large": []}  # by age, which is by address
         if settings.expandable_segments:
             self.segments = {kind: [[Span("unmapped", ADDRESSES)]] for kind in self.segments}
@@ -194,9 +288,13 @@ class PlainAllocator:
         return sum(span.size for span in self.spans() if span.state != "unmapped")
 
     def allocate(self, key, size):
-        wanted = round_allocation(size, power2_divisions=self.settings.roundup_power2_divisions)
+        wanted = round_allocation(size, power2_divisions=self.settings.power2_divisions_for(size))
         kind = "small" if wanted <= MIB else "large"
-        place = self.cached(kind, wanted) or self.grown(kind, wanted)
+        self.searches[kind] += 1
+        place = self.cached(kind, wanted)
+        if place is None:
+            self.collect()
+            place = self.grown(kind, wanted)
         if place is None and self.release_oversize(kind, wanted):
             place = self.grown(kind, wanted)
         if place is None:
@@ -214,9 +312,10 @@ class PlainAllocator:
         return False
 
     def free(self, key):
-        for span in self.spans():
-            if span.state == "used" and span.key == key:
-                span.state, span.key = "free", None
+        for kind, segments in self.segments.items():
+            for span in (span for segment in segments for span in segment):
+                if span.state == "used" and span.key == key:
+                    span.state, span.key, span.since = "free", None, self.searches[kind]
         self.tidy()
 
     def limit(self):
@@ -307,6 +406,27 @@ class PlainAllocator:
         self.segments[kind] = [s for s in self.segments[kind] if not any(s is gone for gone in released)]
         return sum(gone[0].size for gone in released) >= missing
 
+    def collect(self):
+        threshold = self.settings.garbage_collection_threshold
+        if threshold is None or self.capacity == ADDRESSES or self.settings.expandable_segments:
+            return
+        while self.reserved_bytes > int(threshold * self.capacity):
+            large = self.segments["large"]
+            ages = [
+                self.searches["large"] - segment[0].since
+                if len(segment) == 1 and segment[0].state == "free"
+                else None
+                for segment in large
+            ]
+            known = [age for age in ages if age is not None]
+            if not known:
+                return
+            self.segments["large"] = [
+                segment
+                for segment, age in zip(large, ages, strict=True)
+                if age is None or age * len(known) < sum(known)
+            ]
+
     def flush(self):
         self.cache_flushes += 1
         for kind, segments in self.segments.items():
@@ -337,6 +457,7 @@ class PlainAllocator:
                 for span in segment:
                     if span.size and joined and span.state != "used" and joined[-1].state == span.state:
                         joined[-1].size += span.size
+                        joined[-1].since = max(joined[-1].since, span.since)
                     elif span.size:
                         joined.append(span)
                 segment[:] = joined

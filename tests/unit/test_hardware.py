@@ -9,20 +9,26 @@ import pytest
 
 from brimful import hardware
 from brimful.errors import UnknownNameError, UsageError
-from brimful.hardware import find_device, known_devices
+from brimful.hardware import CudaContext, cuda_context, find_device, known_devices, with_context
 from brimful.settings import Precision
-from brimful.units import GIB
+from brimful.units import GIB, MIB
+
+NEWEST = (float("inf"), 0.0)
+
+
+def read_table(name: str) -> list[dict[str, str]]:
+    text = resources.files("brimful").joinpath("data", name).read_text(encoding="utf-8")
+    return list(csv.DictReader(text.splitlines()))
 
 
 @pytest.fixture(scope="module")
 def cells() -> list[dict[str, str]]:
-    text = resources.files("brimful").joinpath("data", "gpus.csv").read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
+    return read_table("gpus.csv")
 
 
-def test_there_are_at_least_thirty_gpus_from_pascal_to_blackwell() -> None:
+def test_there_are_sixty_gpus_from_pascal_to_blackwell() -> None:
     devices = known_devices()
-    assert len(devices) >= 30
+    assert len(devices) >= 60
     assert {"Pascal", "Volta", "Turing", "Ampere", "Ada Lovelace", "Hopper", "Blackwell"} <= {
         device.architecture for device in devices
     }
@@ -55,6 +61,17 @@ def test_tf32_and_bf16_rates_are_there_exactly_from_compute_capability_8(device:
     assert device.supports(Precision.FP32)
 
 
+GEFORCE = [device for device in known_devices() if device.name.startswith(("RTX 30", "RTX 40", "RTX 50"))]
+
+
+@pytest.mark.parametrize("device", GEFORCE, ids=lambda device: device.name)
+def test_geforce_rates_are_dense_and_of_accumulation_in_float32(device: hardware.Device) -> None:
+    """Half of the rate of accumulating in float16: per SM 512 operations of a half type, 256 of float32."""
+    assert device.fp16_flops_per_second == pytest.approx(2 * device.fp32_flops_per_second, rel=1e-3)
+    assert device.bf16_flops_per_second == device.fp16_flops_per_second
+    assert device.tf32_flops_per_second == device.fp32_flops_per_second
+
+
 @pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
 def test_every_row_is_found_by_its_own_name(device: hardware.Device) -> None:
     assert find_device(device.name) == device
@@ -76,6 +93,9 @@ def test_every_row_is_found_by_its_own_name(device: hardware.Device) -> None:
         ("NVIDIA A100-SXM4-80GB", "A100 80GB SXM"),
         ("NVIDIA H100 80GB HBM3", "H100 SXM"),
         ("V100 SXM2 32G", "V100 32GB SXM2"),
+        ("RTX PRO 6000", "RTX PRO 6000 Blackwell"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000 Blackwell Server"),
+        ("4080 super", "RTX 4080 Super"),
         ("RTX 3080 12 GiB", "RTX 3080 12GB"),
         ("a10", "A10"),
         ("L4", "L4"),
@@ -87,13 +107,18 @@ def test_names_people_and_drivers_use_resolve(name: str, found: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "slower"),
-    [("A100 40GB", "A100 40GB PCIe"), ("H100 80GB", "H100 PCIe"), ("V100 16GB", "V100 16GB PCIe")],
+    [
+        ("A100 40GB", "A100 40GB PCIe"),
+        ("H100 80GB", "H100 PCIe"),
+        ("V100 16GB", "V100 16GB PCIe"),
+        ("V100 32GB", "V100 32GB PCIe"),
+    ],
 )
 def test_of_two_forms_with_one_memory_size_the_slower_is_taken(name: str, slower: str) -> None:
     assert find_device(name).name == slower
 
 
-@pytest.mark.parametrize("name", ["A100", "RTX 3080", "NVIDIA GeForce RTX 3080", "4060 Ti"])
+@pytest.mark.parametrize("name", ["A100", "RTX 3080", "NVIDIA GeForce RTX 3080", "4060 Ti", "5060 Ti"])
 def test_a_name_that_leaves_the_memory_open_is_refused_with_the_choices(name: str) -> None:
     with pytest.raises(UsageError, match=r"several cards with different memory.*GiB.*Say which"):
         find_device(name)
@@ -168,6 +193,80 @@ def test_a_derived_capacity_is_below_the_marketed_one_and_says_so(cells: list[di
         assert device.capacity_bytes < int(row["memory_bytes_marketed"])
         assert "capacity taken as" in device.source
         assert device.confidence != "high"
+
+
+@pytest.mark.parametrize("row", read_table("contexts.csv"), ids=lambda row: row["gpu"] or row["architecture"])
+def test_every_context_row_is_sourced_and_names_known_gpus(row: dict[str, str]) -> None:
+    names = {device.name for device in known_devices()}
+    architectures = {device.architecture for device in known_devices()}
+    gpus = [name for name in row["gpu"].split(";") if name]
+    assert set(gpus) <= names
+    assert row["architecture"] in architectures | {""}
+    assert not (gpus and row["architecture"])
+    assert 100 * MIB < int(row["low_bytes"]) < int(row["context_bytes"]) < int(row["high_bytes"]) < 2 * GIB
+    assert int(row["high_bytes"]) <= hardware.CUDA_CONTEXT_HIGH_BYTES or row["loading"] == "eager"
+    assert row["loading"] in {"lazy", "eager"}
+    assert len(row["source"]) > 10
+    assert row["confidence"] in {"high", "medium", "low"}
+
+
+@pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
+def test_every_gpu_has_a_published_context_with_its_interval_and_source(device: hardware.Device) -> None:
+    context = cuda_context(device)
+    assert with_context(device, context) == device
+    assert device.context_low_bytes < device.context_bytes < device.context_high_bytes
+    assert "confidence" in device.context_source
+    assert not context.is_measured
+
+
+def test_contexts_shrank_when_kernels_began_to_be_loaded_at_first_use() -> None:
+    eager, lazy = (find_device("RTX 3090", torch_version=version) for version in ("1.12.1+cu116", "1.13.0"))
+    assert eager.context_low_bytes > lazy.context_high_bytes
+    assert lazy == find_device("RTX 3090", torch_version="2.13.0+cu130") == find_device("RTX 3090")
+
+
+def context_row(size_bytes: int, *, gpus: tuple[str, ...] = (), architecture: str = "") -> hardware._ContextRow:
+    context = CudaContext(
+        context_bytes=size_bytes, low_bytes=0, high_bytes=size_bytes, source="by hand", is_measured=False
+    )
+    return hardware._ContextRow(
+        gpus=gpus, architecture=architecture, torch_from=(1, 13), torch_to=(9, 0), context=context
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "version", "size_bytes"),
+    [
+        ("T4", "Turing", (2, 13), 3),
+        ("RTX 2080 Ti", "Turing", (2, 13), 2),
+        ("RTX 3090", "Ampere", (1, 13), 1),
+        ("T4", "Turing", (1, 12), hardware.CUDA_CONTEXT_BYTES),
+        ("T4", "Turing", (9, 0), hardware.CUDA_CONTEXT_BYTES),
+    ],
+    ids=["the GPU's", "the architecture's", "the generation's", "too old: the default", "too new: the default"],
+)
+def test_the_nearest_applicable_row_is_taken(
+    name: str, architecture: str, version: tuple[int, int], size_bytes: int
+) -> None:
+    rows = (context_row(1), context_row(2, architecture="Turing"), context_row(3, gpus=("L4", "T4")))
+    for order in (rows, rows[::-1]):
+        assert hardware._nearest_context(order, name, architecture, version).context_bytes == size_bytes
+
+
+def test_the_default_context_says_that_it_is_one() -> None:
+    context = hardware._nearest_context((), "GPU", "architecture", NEWEST)
+    assert context.low_bytes < context.context_bytes < context.high_bytes
+    assert context.source.startswith("default")
+
+
+def test_a_cpu_has_no_context() -> None:
+    assert cuda_context(find_device("cpu")).high_bytes == find_device("cpu").context_high_bytes == 0
+
+
+@pytest.mark.parametrize("version", ["", "newest", "2", "v2.13"])
+def test_what_is_no_version_of_torch_is_refused(version: str) -> None:
+    with pytest.raises(UsageError, match="no version of torch"):
+        find_device("T4", torch_version=version)
 
 
 def test_devices_and_costs_are_looked_up_without_torch() -> None:

@@ -85,7 +85,9 @@ class Recorder(TorchDispatchMode):
         self.labels: list[str] = []
         self.makers: list[int | None] = []
         self.marked: dict[int, Category] = {}
-        self._temporaries: list[tuple[int, str]] = []
+        self.most: dict[int, int] = {}
+        """The most bytes of storages whose size is not known for sure."""
+        self._temporaries: list[tuple[int, str, int | None]] = []
         """Of the op that is being recorded."""
         self.uncertain: dict[str, None] = {}
         self.item_value: float = 1.0
@@ -106,6 +108,16 @@ class Recorder(TorchDispatchMode):
                 self.marked[index] = category
                 self.labels[index] = self.labels[index] if name is None else name
 
+    def mark_input(self, tensor: Tensor) -> None:
+        """Say that a tensor is of the batch."""
+        self.mark([tensor], Category.INPUTS)
+
+    def empty_copy(self, tensor: Tensor) -> Tensor:
+        """A tensor of the same shape and type, on the device, with the same values where they are known."""
+        copied = torch.empty_like(tensor)
+        self._known.carry_over(tensor, copied)
+        return copied
+
     def see(self, tensor: Tensor, label: str) -> None:
         """Record a tensor that no op made as allocated now, until it is dropped."""
         self._see(tensor, None, label)
@@ -114,9 +126,15 @@ class Recorder(TorchDispatchMode):
         """Record a block that no tensor stands for, such as a library's workspace; its index."""
         return self._new_storage(size_bytes, None, label)
 
-    def add_temporary(self, size_bytes: int, label: str) -> None:
-        """Record memory that the op just run took beside its outputs and gave back before it ended."""
-        self._temporaries.append((size_bytes, label))
+    def add_temporary(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None:
+        """Record memory that the op just run took beside its outputs and gave back before it ended.
+
+        Args:
+            size_bytes: What it is taken to be.
+            label: What it is.
+            most_bytes: What it may be at most, where that is not known for sure.
+        """
+        self._temporaries.append((size_bytes, label, most_bytes))
 
     def release_early(self, tensor: Tensor) -> int:
         """Record that the storage of a tensor is free from now on; its bytes, 0 if it was so already."""
@@ -135,6 +153,7 @@ class Recorder(TorchDispatchMode):
                 category=self._category(index, maker, freed_in.get(index)),
                 op=maker,
                 label=label,
+                most_bytes=self.most.get(index),
             )
             for index, (size_bytes, maker, label) in enumerate(
                 zip(self.sizes, self.makers, self.labels, strict=True)
@@ -259,7 +278,13 @@ class Recorder(TorchDispatchMode):
         return fresh
 
     def _record_temporaries(self) -> None:
-        blocks = [self._new_storage(size_bytes, None, label) for size_bytes, label in self._temporaries]
+        if not self._temporaries:
+            return
+        blocks = []
+        for size_bytes, label, most_bytes in self._temporaries:
+            blocks.append(self._new_storage(size_bytes, None, label))
+            if most_bytes is not None:
+                self.most[blocks[-1]] = most_bytes
         self.events += [(False, block, len(self.ops) - 1) for block in blocks]
         self._temporaries.clear()
 

@@ -13,10 +13,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.applying import apply_units
-from brimful.batches import make_batch, map_tensors, named_tensors
+from brimful.batches import make_batch, map_tensors
 from brimful.capture.corrections import RULES, CorrectedFunctions
+from brimful.capture.corrections.device_calls import HOST_MARK
 from brimful.capture.fakes import build_fake_model, fakes_in_lists, to_fake
 from brimful.capture.libraries import answers_of_a_real_step
+from brimful.capture.loop import run_loop
+from brimful.capture.marks import copy_to_device, mark_gradients, mark_model, mark_state
 from brimful.capture.modules import ModuleCalls
 from brimful.capture.recorder import Recorder
 from brimful.capture.values import KnownValues
@@ -26,7 +29,7 @@ from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.step import make_scaler, run_step
-from brimful.trace import Category, Phase, Trace
+from brimful.trace import Phase, Trace
 
 DISTINCT_MICRO_BATCHES = 2
 """The first micro-batch makes the gradients, the second adds to them; all further ones repeat the second."""
@@ -54,6 +57,11 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
     rules = [rule for make in RULES if (rule := make(target=device, settings=settings)).applies()]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known = KnownValues()
+
+    def begin_step() -> None:
+        for rule in rules:
+            rule.begin_step()
+
     with _told_clearly(job, settings), _without_garbage_collection():
         batch = _fake_batch(make_batch(job, settings.micro_batch_size), mode, known)
         model = build_fake_model(job, mode, known)
@@ -67,13 +75,15 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
             stack.enter_context(fakes_in_lists())
             stack.enter_context(modules.follow())
             stack.enter_context(mode)
-            stack.enter_context(CorrectedFunctions(rules))
+            functions = stack.enter_context(CorrectedFunctions(rules))
             stack.enter_context(recorder)
-            run = _prepare(job, settings, model, batch, recorder, known)
-            for step in range(steps):
-                for rule in rules:
-                    rule.begin_step()
-                run(step)
+            if job.loop is not None:
+                run_loop(job, model, batch, recorder, functions, steps=steps, begin_step=begin_step)
+            else:
+                run = _prepare(job, settings, model, batch, recorder)
+                for step in range(steps):
+                    begin_step()
+                    run(step)
         trace = Trace(
             job=job.name,
             settings=settings,
@@ -113,6 +123,7 @@ def _fake_batch(batch: Batch, mode: FakeTensorMode, known: KnownValues) -> Batch
     def with_values(tensor: Tensor) -> Tensor:
         fake = to_fake(tensor, mode)
         known.remember(fake, tensor)
+        setattr(fake, HOST_MARK, True)
         return fake
 
     return map_tensors(batch, with_values)
@@ -123,32 +134,21 @@ def _captured_micro_batches(settings: Settings) -> int:
 
 
 def _prepare(
-    job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder, known: KnownValues
+    job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder
 ) -> Callable[[int], None]:
     """Record what is there before training; what it returns runs and records the step of a number."""
-    parameters = dict(model.named_parameters())
-    recorder.mark(parameters.values(), Category.PARAMETERS, parameters)
-    buffers = dict(model.named_buffers())
-    recorder.mark(buffers.values(), Category.PARAMETERS, buffers)
+    mark_model(model, recorder)
     optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
     scaler = make_scaler(settings.precision, "cpu")
     made_early = _create_optimizer_state(optimizer, recorder)
     count = _captured_micro_batches(settings)
 
-    def copy(tensor: Tensor) -> Tensor:
-        copied = torch.empty_like(tensor)
-        known.carry_over(tensor, copied)
-        return copied
-
     def move(host_batch: Batch) -> Batch:
-        moved = map_tensors(host_batch, copy)
-        names, tensors = zip(*named_tensors(moved), strict=True)
-        recorder.mark(tensors, Category.INPUTS, names)
-        return moved
+        return copy_to_device(host_batch, recorder)
 
     def observe(phase: Phase, micro_batch: int) -> None:
         if phase is Phase.OPTIMIZER:
-            _mark_gradients(model, recorder)
+            mark_gradients(model, recorder)
             _drop_state_of_unused(optimizer, made_early)
         recorder.item_value = 0.0 if phase is Phase.OPTIMIZER else 1.0
         recorder.at(phase, micro_batch)
@@ -169,7 +169,7 @@ def _prepare(
             observe=observe,
             move=move,
         )
-        _mark_state(optimizer, recorder)
+        mark_state(optimizer, recorder)
 
     return run
 
@@ -183,7 +183,7 @@ def _create_optimizer_state(optimizer: Optimizer, recorder: Recorder) -> list[nn
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    _mark_state(optimizer, recorder)
+    mark_state(optimizer, recorder)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [parameter for parameter in parameters if parameter not in there_before]
 
@@ -194,18 +194,6 @@ def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter]) 
         if parameter.grad is None:
             optimizer.state.pop(parameter, None)
     made_early.clear()
-
-
-def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    recorder.mark(gradients.values(), Category.GRADIENTS, gradients)
-
-
-def _mark_state(optimizer: Optimizer, recorder: Recorder) -> None:
-    recorder.mark(
-        (value for state in optimizer.state.values() for _name, value in named_tensors(state)),
-        Category.OPTIMIZER_STATE,
-    )
 
 
 @contextmanager

@@ -12,18 +12,23 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from brimful.hardware import Device, find_device
 from brimful.units import MIB
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 CACHE_VERSION = 1
+CACHE_FILE = "cpu.json"
 
 # Up to one layer of a mid-sized model: (1024, 1024) @ (1024, 4096), 8.6 GFLOP. Smaller ones are for types
 # without fast kernels: float16 ran at 1 GFLOP/s where float32 ran at 170 (AMD EPYC, 2 cores).
@@ -59,11 +64,11 @@ def calibrate_cpu(*, remeasure: bool = False) -> Device:
         `find_device("cpu")` with measured rates, and "measured on this machine" as source.
     """
     key = _cache_key()
-    kept = _read_cache()
+    kept = read_kept(CACHE_FILE, "cpus", _kept_rates)
     rates = None if remeasure else kept.get(key)
     if rates is None:
         rates = measure_cpu()
-        _write_cache(kept | {key: rates})
+        write_kept(CACHE_FILE, "cpus", kept | {key: rates}, what="the CPU's measured rates")
     return replace(find_device("cpu"), **asdict(rates), source="measured on this machine", confidence="medium")
 
 
@@ -79,9 +84,70 @@ def measure_cpu() -> CpuRates:
 
 
 def cache_path() -> Path:
-    """Where measurements are kept: `$XDG_CACHE_HOME/brimful`, else `~/.cache/brimful`."""
+    """Where measurements of the CPU are kept, in `cache_directory`."""
+    return cache_directory() / CACHE_FILE
+
+
+def cache_directory() -> Path:
+    """Where all measurements of this machine are kept.
+
+    Returns:
+        `$XDG_CACHE_HOME/brimful`, else `~/.cache/brimful`; it need not exist yet.
+
+    Raises:
+        RuntimeError: There is no home directory.
+    """
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "brimful" / "cpu.json"
+    return (Path(home) if home else Path.home() / ".cache") / "brimful"
+
+
+Record = TypeVar("Record", bound="DataclassInstance")
+
+
+def read_kept(file_name: str, section: str, record: Callable[[dict[str, Any]], Record]) -> dict[str, Record]:
+    """Measurements kept earlier; none if the file is missing, broken or of another version.
+
+    Args:
+        file_name: In the cache directory.
+        section: The document's part that holds them.
+        record: Makes a record of an entry's values; an entry it raises ValueError or TypeError for is left out.
+
+    Returns:
+        The records, each under the key it was kept with.
+    """
+    try:
+        document = json.loads((cache_directory() / file_name).read_text(encoding="utf-8"))
+        if document["version"] != CACHE_VERSION:
+            return {}
+        entries = dict(document[section])
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+    kept = {}
+    for key, values in entries.items():
+        with suppress(ValueError, TypeError):
+            kept[key] = record(values)
+    return kept
+
+
+def write_kept(file_name: str, section: str, kept: Mapping[str, DataclassInstance], *, what: str) -> None:
+    """Keep measurements for later; where the file cannot be written, that is a warning.
+
+    Args:
+        file_name: In the cache directory; is replaced as a whole.
+        section: The document's part that holds them.
+        kept: All records to be kept.
+        what: Names them in the warning.
+    """
+    document = {"version": CACHE_VERSION, section: {key: asdict(record) for key, record in kept.items()}}
+    try:
+        path = cache_directory() / file_name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process may read meanwhile: it must see the old file or the new one.
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+            json.dump(document, file, indent=2)
+        Path(file.name).replace(path)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        warnings.warn(f"{what} could not be kept: {error}", stacklevel=3)
 
 
 def _matmul_flops_per_second(dtype: torch.dtype) -> float:
@@ -146,26 +212,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _read_cache() -> dict[str, CpuRates]:
-    """Measurements kept earlier; none if the file is missing, broken or of another version."""
-    try:
-        document = json.loads(cache_path().read_text(encoding="utf-8"))
-        if document["version"] != CACHE_VERSION:
-            return {}
-        kept = {key: CpuRates(**rates) for key, rates in document["cpus"].items()}
-        return {key: rates for key, rates in kept.items() if all(rate > 0 for rate in asdict(rates).values())}
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _write_cache(kept: dict[str, CpuRates]) -> None:
-    document = {"version": CACHE_VERSION, "cpus": {key: asdict(rates) for key, rates in kept.items()}}
-    try:
-        path = cache_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read meanwhile: it must see the old file or the new one.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(document, file, indent=2)
-        Path(file.name).replace(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        warnings.warn(f"the CPU's measured rates could not be kept: {error}", stacklevel=3)
+def _kept_rates(values: dict[str, Any]) -> CpuRates:
+    rates = CpuRates(**values)
+    if not all(rate > 0 for rate in asdict(rates).values()):
+        raise ValueError(f"{rates} cannot be")
+    return rates

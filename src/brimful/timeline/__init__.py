@@ -1,11 +1,11 @@
 """What a trace takes of memory over time: live bytes, the caching allocator simulated, who holds the peak."""
 
-from brimful.timeline.allocator import (
-    DEFAULT_ALLOCATOR,
-    AllocatorSettings,
-    CachingAllocator,
-    OutOfMemory,
-    round_allocation,
+from brimful.timeline.allocator import CachingAllocator, OutOfMemory, round_allocation
+from brimful.timeline.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSettings
+from brimful.timeline.capacity import (
+    AllocatorWhatIf,
+    compare_allocators,
+    smallest_surviving_capacity_bytes,
 )
 from brimful.timeline.liveness import LiveProfile, live_profile, rounding_bytes_of
 from brimful.timeline.memory import (
@@ -13,14 +13,15 @@ from brimful.timeline.memory import (
     HeldStorage,
     MemoryPrediction,
     Replay,
+    most_reserved_bytes,
     predict_memory,
     replay_allocations,
-    smallest_surviving_capacity_bytes,
 )
 
 __all__ = [
     "DEFAULT_ALLOCATOR",
     "AllocatorSettings",
+    "AllocatorWhatIf",
     "CachingAllocator",
     "FailedAllocation",
     "HeldStorage",
@@ -28,7 +29,9 @@ __all__ = [
     "MemoryPrediction",
     "OutOfMemory",
     "Replay",
+    "compare_allocators",
     "live_profile",
+    "most_reserved_bytes",
     "predict_memory",
     "replay_allocations",
     "round_allocation",

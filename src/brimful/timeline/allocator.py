@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from brimful.errors import UsageError
+from brimful.timeline.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.timeline.pools import (
-    LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
     SMALL_REQUEST_BYTES,
     UNLIMITED_BYTES,
@@ -21,45 +20,6 @@ from brimful.timeline.pools import (
     ExpandablePool,
     SegmentPool,
 )
-from brimful.units import format_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorSettings:
-    """What the environment variable `PYTORCH_ALLOC_CONF` can change; the defaults are PyTorch's.
-
-    `max_non_split_rounding_mb`, `large_segment_size_mb` and `garbage_collection_threshold` stay at theirs.
-
-    Source: c10/core/AllocatorConfig.h, class AcceleratorAllocatorConfig (checked: torch 2.13).
-    """
-
-    expandable_segments: bool = False
-    """One growing segment per pool in place of many fixed ones. Source: use_expandable_segments."""
-    max_split_size_bytes: int | None = None
-    """Blocks from this size on are neither cut nor given to smaller requests; None sets no limit.
-
-    Source: max_split_size.
-    """
-    roundup_power2_divisions: int | None = None
-    """Round requests up to one of this many steps between powers of two; None rounds to 512 bytes only.
-
-    Source: roundup_power2_divisions, with one value for all sizes.
-    """
-
-    def __post_init__(self) -> None:
-        limit_bytes = self.max_split_size_bytes
-        if limit_bytes is not None and limit_bytes < LARGE_SEGMENT_BYTES:
-            raise UsageError(
-                f"max_split_size_bytes is {limit_bytes} ({format_bytes(limit_bytes)}); "
-                f"PyTorch takes none below {format_bytes(LARGE_SEGMENT_BYTES)}."
-            )
-        divisions = self.roundup_power2_divisions
-        if divisions is not None and (divisions < 1 or divisions.bit_count() != 1):
-            raise UsageError(f"roundup_power2_divisions is {divisions}; PyTorch takes a power of two.")
-
-
-DEFAULT_ALLOCATOR = AllocatorSettings()
-"""PyTorch's allocator with nothing set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +43,7 @@ def round_allocation(size_bytes: int, *, power2_divisions: int | None = None) ->
 
     Args:
         size_bytes: Requested bytes, at least 1.
-        power2_divisions: Steps between powers of two to round to; None rounds to 512 bytes only.
+        power2_divisions: Steps between powers of two to round to; 0, 1 and None round to 512 bytes only.
 
     Returns:
         `size_bytes` rounded up to a multiple of 512, or to the step if `size_bytes` is over 512 × divisions.
@@ -125,8 +85,12 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.cache_flushes = 0
         """How often all free segments were given back to make room: the counter num_alloc_retries."""
-        self._power2_divisions = settings.roundup_power2_divisions
+        self._settings = settings
         self._device = Device(UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes)
+        threshold = settings.garbage_collection_threshold
+        self._collect_above_bytes = UNLIMITED_BYTES
+        if threshold is not None and capacity_bytes is not None:
+            self._collect_above_bytes = int(threshold * capacity_bytes)
         pool = ExpandablePool if settings.expandable_segments else SegmentPool
         max_split_bytes = settings.max_split_size_bytes or UNLIMITED_BYTES
         self._small = pool(self._device, is_small=True, max_split_bytes=max_split_bytes)
@@ -162,7 +126,8 @@ class CachingAllocator:
         if size_bytes == 0:
             self._in_use[key] = None
             return None
-        wanted_bytes = round_allocation(size_bytes, power2_divisions=self._power2_divisions)
+        divisions = self._settings.power2_divisions_for(size_bytes)
+        wanted_bytes = round_allocation(size_bytes, power2_divisions=divisions)
         pool = self._small if wanted_bytes <= SMALL_REQUEST_BYTES else self._large
         block = pool.take(wanted_bytes)
         if block is None:
@@ -195,6 +160,7 @@ class CachingAllocator:
 
         Source: DeviceCachingAllocator::malloc.
         """
+        self._collect_garbage()
         block = pool.grow(wanted_bytes)
         if block is None and pool.release_oversize(wanted_bytes):
             block = pool.grow(wanted_bytes)
@@ -202,6 +168,15 @@ class CachingAllocator:
             self._flush_cache()
             block = pool.grow(wanted_bytes)
         return block
+
+    def _collect_garbage(self) -> None:
+        """Give back large segments long unused if too much is reserved.
+
+        Source: garbage_collect_cached_blocks.
+        """
+        excess_bytes = self.reserved_bytes - self._collect_above_bytes
+        if excess_bytes > 0:
+            self._large.release_unused(excess_bytes)
 
     def _flush_cache(self) -> None:
         """Give back what no block in use needs. Source: release_cached_blocks."""

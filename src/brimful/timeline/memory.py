@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from brimful.errors import UsageError
-from brimful.timeline.allocator import DEFAULT_ALLOCATOR, AllocatorSettings, CachingAllocator
+from brimful.timeline.allocator import CachingAllocator
+from brimful.timeline.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.timeline.liveness import LiveProfile, live_profile, profile_of_levels, rounding_bytes_of
-from brimful.timeline.pools import SEGMENT_ROUNDING_BYTES
 from brimful.trace import Category, EventKind, Phase, Trace
 
 LARGEST_STORAGES = 20
@@ -132,35 +132,27 @@ def predict_memory(
     )
 
 
-def smallest_surviving_capacity_bytes(
-    trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR
-) -> int | None:
-    """The smallest capacity at which a trace still runs, below its peak reserved bytes by what flushing saves.
-
-    It is found by bisection over some ten replays, so it takes that much longer than `predict_memory`. A larger
-    capacity need not be survived too, as flushing changes where blocks lie; this one is, and 2 MiB less is not.
+def most_reserved_bytes(trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR) -> int:
+    """Peak reserved bytes if every storage whose size is not known for sure is as large as it may be.
 
     Args:
         trace: Some training steps.
-        allocator: The CUDA allocator's settings.
+        allocator: The CUDA allocator's settings; nothing to a CPU.
 
     Returns:
-        A multiple of 2 MiB, as segments are; None for a CPU, which caches nothing.
+        At least what is reserved with the sizes taken as likely.
     """
-    rounding_bytes = rounding_bytes_of(trace.device_kind)
-    if trace.device_kind != "cuda":
-        return None
-    page_bytes = SEGMENT_ROUNDING_BYTES
-    too_few_pages = (live_profile(trace, rounding_bytes).peak_bytes - 1) // page_bytes
-    enough_pages = replay_allocations(trace, allocator=allocator).peak_reserved_bytes // page_bytes
-    while enough_pages - too_few_pages > 1:
-        pages = (too_few_pages + enough_pages) // 2
-        tried = replay_allocations(trace, allocator=allocator, capacity_bytes=pages * page_bytes)
-        if tried.out_of_memory_at is None:
-            enough_pages = pages
-        else:
-            too_few_pages = pages
-    return enough_pages * page_bytes
+    likely = replay_allocations(trace, allocator=allocator).peak_reserved_bytes
+    if all(storage.most_bytes is None for storage in trace.storages):
+        return likely
+    largest = replace(
+        trace,
+        storages=tuple(
+            storage if storage.most_bytes is None else replace(storage, size_bytes=storage.most_bytes)
+            for storage in trace.storages
+        ),
+    )
+    return max(likely, replay_allocations(largest, allocator=allocator).peak_reserved_bytes)
 
 
 def replay_allocations(

@@ -4,8 +4,9 @@ A pool obtains memory from the device in segments, cuts blocks off them, and mer
 its free neighbours. `SegmentPool` asks the device for one fixed segment after another; `ExpandablePool` has a
 single segment and maps pages at its end, or into its holes.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp for one stream, read at commit 001074d; each function
-names the one it follows. The constants were checked in torch 2.13, c10/core/AllocatorConfig.h.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp for one stream, read at commit 001074d (before torch
+2.5) and compared with a copy from torch 2.10 or later; each function names the one it follows. The constants
+were checked in torch 2.13, c10/core/AllocatorConfig.h.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Device:
 class Block:
     """A run of addresses in one pool: in use, free, or not mapped to memory."""
 
-    __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size_bytes")
+    __slots__ = ("address", "cached_at", "free", "mapped", "next", "pool", "previous", "size_bytes")
 
     def __init__(self, pool: Pool, address: int, size_bytes: int, *, mapped: bool = True) -> None:
         self.pool = pool
@@ -83,6 +84,8 @@ class Block:
         self.mapped = mapped
         """Backed by memory; False only for the unused addresses of an expandable pool."""
         self.free = True
+        self.cached_at = 0
+        """Searches made in the pool before the block came into its cache. Source: gc_count_base."""
         self.previous: Block | None = None
         """Neighbour in the same segment, at lower addresses."""
         self.next: Block | None = None
@@ -115,6 +118,7 @@ class Pool(ABC):
         self._max_split_bytes = max_split_bytes
         self._order: list[tuple[int, int]] = []  # (size, address) of the free blocks, sorted
         self._free: dict[int, Block] = {}  # the free blocks by address
+        self._searches = 0  # the clock by which cached blocks age: get_free_blocks_call_count
 
     @property
     def free_blocks(self) -> tuple[Block, ...]:
@@ -138,11 +142,16 @@ class Pool(ABC):
     def release_oversize(self, wanted_bytes: int) -> bool:
         """Give back uncuttable blocks to make room for `wanted_bytes`; say whether enough were found."""
 
+    @abstractmethod
+    def release_unused(self, target_bytes: int) -> None:
+        """Give back what was not used for long, until `target_bytes` are given back or nothing is left."""
+
     def take(self, wanted_bytes: int) -> Block | None:
         """Remove the best free block for a request from the pool: the smallest, then the lowest.
 
         Source: get_free_block.
         """
+        self._searches += 1
         index = self._best_fit(wanted_bytes)
         if index == len(self._order):
             return None
@@ -185,6 +194,7 @@ class Pool(ABC):
         return wanted_bytes < self._max_split_bytes and rest_bytes > SMALL_REQUEST_BYTES
 
     def _insert(self, block: Block) -> None:
+        block.cached_at = self._searches
         insort(self._order, (block.size_bytes, block.address))
         self._free[block.address] = block
 
@@ -258,6 +268,23 @@ class SegmentPool(Pool):
             missing_bytes -= block.size_bytes
         return missing_bytes <= 0
 
+    def release_unused(self, target_bytes: int) -> None:
+        """Give back the whole segments of average age or older, again and again until enough are given back.
+
+        The age of a segment is the number of searches in the pool since it came into the cache. All segments as
+        old as the average go, even where fewer would be enough.
+
+        Source: garbage_collect_cached_blocks.
+        """
+        unused = [block for block in self.free_blocks if block.is_whole_segment]
+        while unused and target_bytes > 0:
+            average = sum(self._searches - block.cached_at for block in unused) / len(unused)
+            old = [block for block in unused if self._searches - block.cached_at >= average]
+            unused = [block for block in unused if self._searches - block.cached_at < average]
+            for block in old:
+                self._release_segment(block)
+                target_bytes -= block.size_bytes
+
     def _segment_bytes(self, wanted_bytes: int) -> int:
         """Size of the segment obtained for a request. Source: get_allocation_size."""
         if self._is_small:
@@ -314,6 +341,9 @@ class ExpandablePool(Pool):
     def release_oversize(self, wanted_bytes: int) -> bool:
         """Nothing: expandable segments are only given back page by page."""
         return False
+
+    def release_unused(self, target_bytes: int) -> None:
+        """Nothing: PyTorch collects fixed segments only (since torch 2.5; earlier ones could stop here)."""
 
     def _best_fit(self, wanted_bytes: int) -> int:
         """As in the base, but a block before unmapped addresses counts with what it can grow by.

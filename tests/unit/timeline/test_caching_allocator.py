@@ -246,10 +246,129 @@ def test_peaks_stay_after_everything_is_freed():
     assert (mib(allocator.peak_allocated_bytes), mib(allocator.peak_reserved_bytes)) == (10, 10)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("max_split_size_bytes", 19 * MIB), ("roundup_power2_divisions", 3), ("roundup_power2_divisions", 0)],
-)
-def test_settings_that_pytorch_refuses_are_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
-        AllocatorSettings(**{field: value})
+def collecting(threshold: float, capacity_mib: int, **settings) -> CachingAllocator:
+    chosen = AllocatorSettings(garbage_collection_threshold=threshold, **settings)
+    return CachingAllocator(chosen, capacity_bytes=capacity_mib * MIB)
+
+
+def test_segments_are_collected_once_more_than_the_threshold_is_reserved():
+    allocator = collecting(0.5, 100)
+    allocator.allocate("a", 20 * MIB)
+    allocator.free("a")
+    allocator.allocate("b", 30 * MIB)  # 20 are reserved
+    assert held(allocator) == (30, 50)
+    allocator.allocate("c", 22 * MIB)  # 50 are reserved, which is just the threshold
+    assert held(allocator) == (52, 72)
+    allocator.allocate("d", 24 * MIB)  # 72 are, so a's 20 go
+    assert held(allocator) == (76, 76)
+    assert allocator.cache_flushes == 0
+
+
+def test_nothing_is_collected_while_the_cache_serves_requests():
+    allocator = collecting(0.1, 1000)
+    for key, size_mib in (("a", 100), ("b", 200)):
+        allocator.allocate(key, size_mib * MIB)
+        allocator.free(key)
+    allocator.allocate("c", 100 * MIB)
+    assert held(allocator) == (100, 300)  # 300 are over 100, but a's 100 serve c
+
+
+def test_segments_of_average_age_or_older_are_collected_first():
+    allocator = collecting(0.12, 1000)
+    allocator.allocate("a", 40 * MIB)  # search 1
+    allocator.allocate("b", 60 * MIB)  # search 2
+    allocator.free("a")
+    allocator.allocate("c", 50 * MIB)  # search 3; 100 are not over 120
+    allocator.free("b")
+    allocator.allocate(
+        "d", 70 * MIB
+    )  # search 4; 150 are 30 over; ages a 2, b 1, average 1.5: a's 40 are enough
+    assert held(allocator) == (120, 180)
+
+
+def test_younger_segments_follow_while_too_little_is_collected():
+    allocator = collecting(0.1, 1000)
+    allocator.allocate("a", 40 * MIB)
+    allocator.allocate("b", 60 * MIB)
+    allocator.free("a")
+    allocator.allocate("c", 50 * MIB)
+    allocator.free("b")
+    allocator.allocate("d", 70 * MIB)  # as above, but 150 are 50 over: after a's 40 b's 60 go too
+    assert held(allocator) == (120, 120)
+
+
+def test_segments_of_one_age_are_collected_together():
+    allocator = collecting(0.09, 1000)
+    allocator.allocate("a", 40 * MIB)
+    allocator.allocate("b", 60 * MIB)
+    allocator.free("a")
+    allocator.free("b")
+    allocator.allocate("c", 70 * MIB)  # 100 are 10 over; either would be enough
+    assert held(allocator) == (70, 70)
+
+
+def test_a_segment_that_was_used_is_young_again():
+    allocator = collecting(0.09, 1000)
+    allocator.allocate("a", 40 * MIB)
+    allocator.allocate("b", 60 * MIB)
+    allocator.free("a")
+    allocator.free("b")
+    allocator.allocate("a", 40 * MIB)  # search 3
+    allocator.free("a")
+    allocator.allocate("c", 70 * MIB)  # search 4; ages a 1, b 2
+    assert held(allocator) == (70, 110)
+
+
+def test_segments_age_by_large_requests_alone():
+    allocator = collecting(0.1, 1000)
+    allocator.allocate("a", 40 * MIB)  # search 1
+    allocator.allocate("b", 60 * MIB)  # search 2
+    allocator.allocate("small", 512)
+    allocator.free("a")
+    allocator.allocate("small too", 512)
+    allocator.free("b")
+    allocator.allocate("c", 70 * MIB)  # search 3; both are 1 old, so both go, though 102 are but 2 over
+    assert allocator.allocated_bytes == 70 * MIB + 2 * 512
+    assert mib(allocator.reserved_bytes) == 2 + 70
+
+
+def test_segments_partly_in_use_and_small_ones_are_not_collected():
+    allocator = collecting(0.01, 1000)
+    allocator.allocate("a", 8 * MIB)  # cut off 20
+    allocator.allocate("small", 512)
+    allocator.free("small")
+    allocator.allocate("b", 70 * MIB)  # 22 are over 10
+    assert held(allocator) == (78, 92)
+
+
+def test_a_small_request_collects_large_segments():
+    allocator = collecting(0.01, 1000)
+    allocator.allocate("a", 40 * MIB)
+    allocator.free("a")
+    allocator.allocate("b", MIB)
+    assert held(allocator) == (1, 2)
+
+
+def test_without_a_capacity_nothing_is_collected():
+    allocator = CachingAllocator(AllocatorSettings(garbage_collection_threshold=0.01))
+    allocator.allocate("a", 40 * MIB)
+    allocator.free("a")
+    allocator.allocate("b", 50 * MIB)
+    assert held(allocator) == (50, 90)
+
+
+def test_expandable_segments_are_not_collected():
+    allocator = collecting(0.01, 1000, expandable_segments=True)
+    allocator.allocate("a", 40 * MIB)
+    allocator.free("a")
+    allocator.allocate("b", MIB)
+    assert held(allocator) == (1, 42)
+
+
+def test_requests_round_by_the_range_their_size_is_in():
+    halves_from_4_mib = (0, 0, *[2] * 14)
+    allocator = CachingAllocator(AllocatorSettings(roundup_power2_divisions=halves_from_4_mib))
+    allocator.allocate("a", 3 * MIB + 512)  # from 2 MiB: as it is
+    assert allocator.allocated_bytes == 3 * MIB + 512
+    allocator.allocate("b", 4 * MIB + 512)  # from 4 MiB: to 6
+    assert allocator.allocated_bytes == 9 * MIB + 512

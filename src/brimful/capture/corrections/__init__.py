@@ -6,6 +6,8 @@ from brimful.capture.corrections.autocast import CudaAutocastLists
 from brimful.capture.corrections.base import CorrectedFunctions, Rule
 from brimful.capture.corrections.convolution import BlockedConvolution
 from brimful.capture.corrections.cublas import CublasWorkspace
+from brimful.capture.corrections.cudnn_convolution import CudnnConvolution
+from brimful.capture.corrections.device_calls import DeviceCalls
 from brimful.capture.corrections.dropout import MaskedDropout
 from brimful.capture.corrections.foreach import ForeachOptimizers
 from brimful.capture.corrections.out_of_place import InPlaceBackward
@@ -14,6 +16,7 @@ from brimful.capture.corrections.recurrent import LstmMemory
 from brimful.capture.corrections.reductions import ReductionStaging
 
 RULES: tuple[type[Rule], ...] = (
+    DeviceCalls,
     MaskedDropout,
     FusedAttention,
     AttentionBackward,
@@ -21,6 +24,7 @@ RULES: tuple[type[Rule], ...] = (
     ForeachOptimizers,
     CublasWorkspace,
     ReductionStaging,
+    CudnnConvolution,
     InPlaceBackward,
     BlockedConvolution,
     LstmMemory,
@@ -35,6 +39,7 @@ __all__ = [
     "CorrectedFunctions",
     "CublasWorkspace",
     "CudaAutocastLists",
+    "DeviceCalls",
     "ForeachOptimizers",
     "FusedAttention",
     "InPlaceBackward",

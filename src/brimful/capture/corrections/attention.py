@@ -66,10 +66,9 @@ class FusedAttention(Rule):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """To autocast's type, which the direct calls of the kernels would miss."""
-        name = self.settings.precision.autocast_dtype
-        if name is None or not torch.is_autocast_enabled("cpu"):
+        if not torch.is_autocast_enabled("cpu"):
             return query, key, value, mask
-        dtype = getattr(torch, name)
+        dtype = torch.get_autocast_dtype("cpu")
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
         return query.to(dtype), key.to(dtype), value.to(dtype), mask

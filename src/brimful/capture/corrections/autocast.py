@@ -34,10 +34,6 @@ class CudaAutocastLists(Rule):
     name = "autocast_lists"
     source = "torch aten/src/ATen/autocast_mode.h (checked: 2.13)"
 
-    def applies(self) -> bool:
-        """Only under autocast."""
-        return super().applies() and self.settings.precision.autocast_dtype is not None
-
     @contextmanager
     def context(self, recorder: Any) -> Iterator[None]:
         """The kernels are registered while the context is open, and gone after it."""

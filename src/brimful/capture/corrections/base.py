@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -85,6 +85,7 @@ class CorrectedFunctions(TorchFunctionMode):
         self._stand_ins = {
             function: stand_in for rule in rules for function, stand_in in rule.functions().items()
         }
+        self._tell_backward: Callable[[bool], None] = lambda _begins: None
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -93,7 +94,20 @@ class CorrectedFunctions(TorchFunctionMode):
         if func in (torch.Tensor.backward, torch.autograd.backward):
             return self._backward(*args, **kwargs)
         stand_in = self._stand_ins.get(func)
-        return (stand_in or func)(*args, **kwargs)
+        if stand_in is not None:
+            return stand_in(*args, **kwargs)
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}  # where the fakes are
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def backward_told(self, tell: Callable[[bool], None]) -> Iterator[None]:
+        """Call `tell` with True as a backward pass begins and with False as it ends."""
+        before, self._tell_backward = self._tell_backward, tell
+        try:
+            yield
+        finally:
+            self._tell_backward = before
 
     def _backward(
         self,
@@ -113,6 +127,7 @@ class CorrectedFunctions(TorchFunctionMode):
         elif isinstance(given, torch.Tensor):
             given = (given,)
         wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        self._tell_backward(True)
         with self:
             torch.autograd.graph._engine_run_backward(
                 roots,
@@ -123,3 +138,4 @@ class CorrectedFunctions(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
+        self._tell_backward(False)

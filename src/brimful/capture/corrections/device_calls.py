@@ -1,0 +1,94 @@
+"""Code that names the device "cuda" runs, and what it copies there is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.amp.autocast_mode import autocast
+from torch.amp.grad_scaler import GradScaler
+
+from brimful.capture.corrections.base import Rule
+
+HOST_MARK = "_brimful_host"
+"""Attribute of fake tensors that stand for a batch in the host's memory."""
+
+
+class DeviceCalls(Rule):
+    """Take "cuda" for the CPU that the fakes are on; a batch that is moved there is copied.
+
+    A model is on the device from the start, so moving it does nothing. `torch.autocast("cuda")` and
+    `GradScaler("cuda")`, which turn themselves off without a GPU, are in force.
+    """
+
+    name = "device_calls"
+    source = "torch.Tensor.to, torch.Tensor.cuda, torch/amp/autocast_mode.py (checked: 2.13)"
+
+    _recorder: Any = None
+
+    def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+        """`Tensor.to`, `Tensor.cuda` and `Tensor.pin_memory`."""
+        return {Tensor.to: self._to, Tensor.cuda: self._cuda, Tensor.pin_memory: lambda tensor, *_: tensor}
+
+    @contextmanager
+    def context(self, recorder: Any) -> Iterator[None]:
+        """Modules stay where they are while the context is open; autocast and scaling work."""
+        self._recorder = recorder
+        make_autocast, make_scaler = autocast.__init__, GradScaler.__init__
+        move_module = nn.Module.to
+
+        def stay(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            args = tuple(value for value in args if not _is_device(value))
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking")}
+            return move_module(module, *args, **kwargs) if args or kwargs else module
+
+        def on_cpu(make: Callable[..., None]) -> Callable[..., None]:
+            def init(self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
+                kwargs.pop("device_type", None)
+                kwargs.pop("device", None)
+                if make is make_autocast and not args and kwargs.get("dtype") is None and _is_cuda(device):
+                    kwargs["dtype"] = torch.float16  # autocast's default on CUDA; on a CPU it is bfloat16
+                make(self, "cpu" if _is_cuda(device) else device, *args, **kwargs)
+
+            return init
+
+        with (
+            patch.object(nn.Module, "to", stay),
+            patch.object(nn.Module, "cuda", lambda module, *_: module),
+            patch.object(autocast, "__init__", on_cpu(make_autocast)),
+            patch.object(GradScaler, "__init__", on_cpu(make_scaler)),
+        ):
+            yield
+        self._recorder = None
+
+    def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        device = kwargs.pop("device", None)
+        if args and _is_device(args[0]):
+            device, args = args[0], args[1:]
+        kwargs.pop("non_blocking", None)
+        moved = self._copied(tensor) if device is not None and _is_cuda(device) else tensor
+        return moved.to(*args, **kwargs) if args or kwargs else moved
+
+    def _cuda(self, tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        return self._copied(tensor)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        """A recorded copy of what lies on the host; anything else is on the device already."""
+        if not getattr(tensor, HOST_MARK, False):
+            return tensor
+        copy: Tensor = self._recorder.empty_copy(tensor)
+        self._recorder.mark_input(copy)
+        self.count(copy.nbytes)
+        return copy
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, (str, int, torch.device)) and not isinstance(value, bool)
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, int) or str(device).startswith("cuda")

@@ -1,0 +1,39 @@
+"""Telling the recorder what tensors of a training step hold."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.batches import map_tensors, named_tensors
+from brimful.capture.recorder import Recorder
+from brimful.job import Batch
+from brimful.trace import Category
+
+
+def mark_model(model: nn.Module, recorder: Recorder) -> None:
+    """Parameters and buffers, as there before the first step."""
+    for tensors in (dict(model.named_parameters()), dict(model.named_buffers())):
+        recorder.mark(tensors.values(), Category.PARAMETERS, tensors)
+
+
+def mark_gradients(model: nn.Module, recorder: Recorder) -> None:
+    """The gradients that parameters hold now."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    recorder.mark(gradients.values(), Category.GRADIENTS, gradients)
+
+
+def mark_state(optimizer: Optimizer, recorder: Recorder) -> None:
+    """The tensors an optimizer keeps between steps."""
+    recorder.mark(
+        (value for state in optimizer.state.values() for _name, value in named_tensors(state)),
+        Category.OPTIMIZER_STATE,
+    )
+
+
+def copy_to_device(batch: Batch, recorder: Recorder) -> Batch:
+    """A copy of a host batch on the device, recorded as the step's input."""
+    moved = map_tensors(batch, recorder.empty_copy)
+    names, tensors = zip(*named_tensors(moved), strict=True)
+    recorder.mark(tensors, Category.INPUTS, names)
+    return moved
