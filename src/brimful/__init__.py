@@ -16,6 +16,7 @@ __all__ = [
     "Data",
     "Device",
     "Estimate",
+    "Estimator",
     "InfeasibleError",
     "Job",
     "Measurement",
@@ -30,9 +31,11 @@ __all__ = [
     "apply",
     "capture_trace",
     "estimate",
+    "estimator",
     "find_architecture",
     "find_device",
     "fit",
+    "gpus",
     "measure",
     "plan",
 ]
@@ -43,6 +46,7 @@ _HOMES = {
     "Data": "job",
     "Device": "hardware",
     "Estimate": "planning",
+    "Estimator": "planning",
     "InfeasibleError": "errors",
     "Job": "job",
     "Measurement": "measurement",
@@ -56,21 +60,23 @@ _HOMES = {
     "apply": "api",
     "capture_trace": "api",
     "estimate": "api",
+    "estimator": "api",
     "find_architecture": "architectures",
     "find_device": "hardware",
     "fit": "api",
+    "gpus": "api",
     "measure": "api",
     "plan": "api",
 }
 
 if TYPE_CHECKING:
-    from brimful.api import apply, capture_trace, estimate, fit, measure, plan
+    from brimful.api import apply, capture_trace, estimate, estimator, fit, gpus, measure, plan
     from brimful.architectures import find_architecture
     from brimful.errors import BrimfulError, InfeasibleError
     from brimful.hardware import Device, find_device
     from brimful.job import Data, Job
     from brimful.measurement import Measurement
-    from brimful.planning import Estimate, Plan
+    from brimful.planning import Estimate, Estimator, Plan
     from brimful.settings import Action, Precision, Settings, UnitAction
     from brimful.trace import Trace
     from brimful.train import Trainer

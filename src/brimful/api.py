@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,14 +23,24 @@ from brimful import planning
 from brimful.applying import PlannedStep
 from brimful.capture import capture_step
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
-from brimful.hardware import Device, find_device
+from brimful.hardware import Device, find_device, known_devices, with_context
 from brimful.job import Job
 from brimful.local import choose_device
 from brimful.measurement import Measurement
-from brimful.measuring import calibrate_cpu, measure_step
-from brimful.planning import MARGIN_FRACTION, Estimate, Plan, Request, estimate_trace, find_units
+from brimful.measuring import best_context, calibrate_cpu, measure_step
+from brimful.planning import (
+    MARGIN_FRACTION,
+    Estimate,
+    Estimator,
+    GpuFit,
+    Plan,
+    Request,
+    estimate_trace,
+    find_units,
+    survey_gpus,
+)
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.timeline import predict_memory
+from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
 from brimful.trace import Trace
 from brimful.train import Trainer
 from brimful.training import StopReason, TrainingResult
@@ -46,8 +57,15 @@ def estimate(
     optimizer: str | None = None,
     recompute: str | Action | None = None,
     budget: str | int | None = None,
+    allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
+    compare_allocators: bool = False,
+    evaluate: bool = False,
+    without: Collection[str] = (),
 ) -> Estimate:
     """Predict what one optimizer step takes, without running it.
+
+    A job with a `loop` of its own is estimated as that loop runs; precision, accumulation and optimizer are
+    then the loop's.
 
     Args:
         job: What is trained.
@@ -58,6 +76,10 @@ def estimate(
         optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
         recompute: "all" recomputes every unit, "none" keeps everything.
         budget: Judge against this size instead of the device's capacity.
+        allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
+        compare_allocators: Also tell what other settings of the allocator would change.
+        evaluate: Also tell what an evaluation of one micro-batch takes after a step.
+        without: Names of corrections to leave out, to see what they change.
 
     Returns:
         Peaks, what holds them, time, and whether it fits.
@@ -67,18 +89,118 @@ def estimate(
         CaptureError: The step cannot be run on fake tensors.
     """
     target = resolve_device(device)
-    settings = Settings(
-        micro_batch_size=micro_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        precision=parse_precision(precision),
-        optimizer=optimizer,
+    settings = _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer)
+    capture = partial(
+        capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
     )
-    target.check_precision(settings.precision)
-    trace = capture_step(job, settings, target)
+    trace = capture(settings)
     if _parse_recompute(recompute) is Action.RECOMPUTE:
-        units = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in find_units(trace))
-        trace = capture_step(job, replace(settings, units=units), target)
-    return estimate_trace(trace, target, capacity_bytes=None if budget is None else parse_bytes(budget))
+        trace = capture(_with_all_recomputed(settings, trace))
+    return estimate_trace(
+        trace,
+        target,
+        capacity_bytes=None if budget is None else parse_bytes(budget),
+        allocator=_parse_allocator(allocator),
+        compares_allocators=compare_allocators,
+    )
+
+
+def estimator(
+    job: Job,
+    device: str | Device = "auto",
+    *,
+    gradient_accumulation_steps: int = 1,
+    precision: str | Precision = Precision.FP32,
+    optimizer: str | None = None,
+    recompute: str | Action | None = None,
+    budget: str | int | None = None,
+    allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
+) -> Estimator:
+    """Predict any micro-batch size from captures at two.
+
+    Args:
+        job: What is trained.
+        device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
+        gradient_accumulation_steps: Passes per optimizer step.
+        precision: "fp32", "tf32", "fp16" or "bf16".
+        optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
+        recompute: "all" recomputes every unit, "none" keeps everything.
+        budget: Judge against this size instead of the device's capacity.
+        allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF.
+
+    Returns:
+        `at(size)` estimates a micro-batch, `largest()` finds the largest that fits.
+
+    Raises:
+        UsageError: An argument is invalid.
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    target = resolve_device(device)
+    settings = _settings(job, target, 1, gradient_accumulation_steps, precision, optimizer)
+
+    def capture(settings: Settings, steps: int = 1) -> Trace:
+        return capture_step(job, settings, target, steps=steps)
+
+    if _parse_recompute(recompute) is Action.RECOMPUTE:
+        settings = _with_all_recomputed(settings, capture(settings))
+    return Estimator(
+        capture,
+        settings,
+        target,
+        steps=_steps_of(job),
+        estimate=partial(
+            estimate_trace,
+            capacity_bytes=None if budget is None else parse_bytes(budget),
+            allocator=_parse_allocator(allocator),
+        ),
+    )
+
+
+def gpus(
+    job: Job,
+    *,
+    global_batch_size: int,
+    precision: str | Precision = Precision.FP32,
+    optimizer: str | None = None,
+    split_batch_norm: bool = False,
+    devices: Sequence[str | Device] | None = None,
+) -> tuple[GpuFit, ...]:
+    """Which GPUs train a job, how, and how fast.
+
+    Args:
+        job: What is trained.
+        global_batch_size: Samples per optimizer step.
+        precision: Of plain training; GPUs without it are judged in fp32.
+        optimizer: Replaces the job's own.
+        split_batch_norm: Permit splitting a batch that BatchNorm couples.
+        devices: Those to try; None tries all of the hardware table.
+
+    Returns:
+        One record for each: plain training's peak, the fastest of some settings that fit, or what would fit.
+
+    Raises:
+        UsageError: An argument is invalid.
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    base = Settings(
+        micro_batch_size=global_batch_size, precision=parse_precision(precision), optimizer=optimizer
+    )
+    asked = known_devices() if devices is None else [resolve_device(device) for device in devices]
+    others = [device.name for device in asked if device.kind != "cuda"]
+    if others:
+        raise UsageError(f"{', '.join(others)} is no CUDA GPU; this table compares GPUs.")
+    planned = replace(job, loop=None)
+
+    @functools.cache
+    def capture(settings: Settings, device: Device) -> Trace:
+        return capture_step(planned, settings, device)
+
+    return survey_gpus(
+        capture,
+        [_with_best_context(device) for device in asked],
+        base,
+        splits_coupled_batches=split_batch_norm,
+    )
 
 
 def plan(
@@ -121,10 +243,11 @@ def plan(
     target = resolve_device(device)
     if global_batch_size < 1:
         raise UsageError(f"global_batch_size is {global_batch_size}; it must be at least 1.")
+    planned = replace(job, loop=None)
 
     @functools.cache
     def capture(settings: Settings, steps: int = 1) -> Trace:
-        return capture_step(job, settings, target, steps=steps)
+        return capture_step(planned, settings, target, steps=steps)
 
     request = Request(
         job=job.name,
@@ -297,13 +420,18 @@ def resolve_device(device: str | Device) -> Device:
     if name == "cpu":
         return calibrate_cpu()
     if name != "cuda":
-        return find_device(device)
+        return _with_best_context(find_device(device))
     if not torch.cuda.is_available():
         raise UsageError(
             'this machine has no CUDA GPU that torch can use. Name one, such as "RTX 3090", to plan.'
         )
     properties = torch.cuda.get_device_properties(0)
-    return find_device(properties.name, capacity_bytes=properties.total_memory)
+    return _with_best_context(find_device(properties.name, capacity_bytes=properties.total_memory))
+
+
+def _with_best_context(device: Device) -> Device:
+    """The device with the context that was measured for it and kept, or else published."""
+    return with_context(device, best_context(device))
 
 
 def parse_precision(precision: str | Precision) -> Precision:
@@ -322,6 +450,46 @@ def parse_precision(precision: str | Precision) -> Precision:
         return Precision(precision)
     except ValueError:
         raise UnknownNameError("precision", str(precision), [str(p) for p in Precision]) from None
+
+
+LOOP_STEPS = 3
+"""Batches that a job's own loop is given: optimizer state is made in the first, the third is steady."""
+
+
+def _steps_of(job: Job) -> int:
+    return 2 if job.loop is None else LOOP_STEPS
+
+
+def _settings(
+    job: Job,
+    device: Device,
+    micro_batch_size: int,
+    gradient_accumulation_steps: int,
+    precision: str | Precision,
+    optimizer: str | None,
+) -> Settings:
+    settings = Settings(
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        precision=parse_precision(precision),
+        optimizer=optimizer,
+    )
+    device.check_precision(settings.precision)
+    if job.loop is not None and settings != Settings(micro_batch_size=micro_batch_size):
+        raise UsageError(
+            f"{job.name!r} brings its own training loop, which decides precision, accumulation and optimizer. "
+            "Leave them out, or take the loop out of the job."
+        )
+    return settings
+
+
+def _with_all_recomputed(settings: Settings, trace: Trace) -> Settings:
+    units = tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in find_units(trace))
+    return replace(settings, units=units)
+
+
+def _parse_allocator(allocator: str | AllocatorSettings) -> AllocatorSettings:
+    return allocator if isinstance(allocator, AllocatorSettings) else AllocatorSettings.parse(allocator)
 
 
 def _precisions(

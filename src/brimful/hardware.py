@@ -60,6 +60,18 @@ CPU_LAUNCH_SECONDS = 7e-6
 """Default for a CPU nobody calibrated: one small op with autograd took 6.8 µs in pytorch #41383."""
 
 
+CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+"""8.125 MiB: ":4096:2:16:8". Source: torch CublasHandlePool.cpp, parseChosenWorkspaceSize; 8,519,680 B stand
+in public memory snapshots of Ampere cards (pytorch issue 95668)."""
+
+HOPPER_CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""Compute capability 9.0 and later. Source: as above, pytorch pull request 89027; on Blackwell the default went
+back and forth (pull requests 175344, 182669)."""
+
+_THREADS_PER_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""By compute capability; 2048 elsewhere."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaContext:
     """What a CUDA context with torch takes of the device's memory beside torch's allocator.
@@ -115,6 +127,22 @@ class Device:
     """Where the row is from."""
     confidence: str
     """"high", "medium" or "low"."""
+
+    @property
+    def threads_per_multiprocessor(self) -> int | None:
+        """The most threads resident on a multiprocessor at once; None on a CPU.
+
+        Source: CUDA C programming guide, technical specifications per compute capability.
+        """
+        if self.compute_capability is None:
+            return None
+        return _THREADS_PER_MULTIPROCESSOR.get(self.compute_capability, 2048)
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What cuBLAS takes from torch's allocator for each thread that multiplies matrices."""
+        is_hopper_or_later = self.compute_capability is not None and self.compute_capability >= (9, 0)
+        return HOPPER_CUBLAS_WORKSPACE_BYTES if is_hopper_or_later else CUBLAS_WORKSPACE_BYTES
 
     def flops_per_second(self, dtype: str, precision: Precision = Precision.FP32) -> float | None:
         """The rate of arithmetic in `dtype`.

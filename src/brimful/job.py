@@ -45,9 +45,9 @@ class Job:
     count: Callable[[Batch], Tensor | int] | None = None
     """How many terms the mean in `loss` is over (tokens, say); None means the batch's samples."""
     loop: Callable[[nn.Module, Iterable[Batch]], object] | None = None
-    """Your own training loop, `loop(model, batches)`, to estimate it as it is written: what it keeps alive, where
-    it clears gradients, how many optimizers it steps. `loss` and `optimizer` are then not used. It is run over a
-    few batches on fake tensors; planning and training use brimful's own loop."""
+    """Your own training loop, `loop(model, batches)`, to estimate it as it is written: what it keeps alive,
+    where it clears gradients, how many optimizers it steps. `loss` and `optimizer` are then not used. It is run
+    over a few batches on fake tensors; planning and training use brimful's own loop."""
     data: Callable[[], Data] | None = None
     """What to train on; only training needs it."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | float]] | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from brimful.errors import UsageError
 from brimful.files import write_file
+from brimful.kernels import Kernel
 from brimful.settings import Settings, settings_from_json, settings_to_json
 
 TRACE_VERSION = 2
@@ -30,6 +32,8 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"
     """Unscaling, clipping, the optimizer's step, clearing gradients."""
+    EVALUATION = "evaluation"
+    """A forward pass without gradients, in evaluation mode, after the last step."""
 
 
 class Category(StrEnum):
@@ -86,7 +90,9 @@ class Storage:
     label: str
     """What it is: a parameter's name, the op that made it, a workspace's name."""
     most_bytes: int | None = None
-    """The most it may be, where its size is a library's choice that cannot be known here; None where it is known."""
+    """The most it may be, where its size is a library's choice that cannot be known; None where it is known."""
+    kernel: Kernel | None = None
+    """What decides its size, where that is not affine in the micro-batch; None where it is."""
 
 
 class EventKind(StrEnum):
@@ -194,16 +200,7 @@ class Trace:
             )
             for a, b in zip(self.ops, other.ops, strict=True)
         )
-        storages = tuple(
-            replace(
-                a,
-                size_bytes=line(a.size_bytes, b.size_bytes),
-                most_bytes=None
-                if a.most_bytes is None or b.most_bytes is None
-                else line(a.most_bytes, b.most_bytes),
-            )
-            for a, b in zip(self.storages, other.storages, strict=True)
-        )
+        storages = tuple(_scaled(a, b, line) for a, b in zip(self.storages, other.storages, strict=True))
         corrections = tuple(
             replace(a, changed_bytes=line(a.changed_bytes, b.changed_bytes))
             for a, b in zip(self.corrections, other.corrections, strict=False)
@@ -277,31 +274,52 @@ class Trace:
         return cls(**values)
 
 
+def _scaled(a: Storage, b: Storage, line: Callable[[int, int], int]) -> Storage:
+    """A storage on the line through its sizes in two traces."""
+    if a.kernel is not None and b.kernel is not None:
+        kernel = a.kernel.scaled(b.kernel, line)
+        return replace(a, size_bytes=kernel.size_bytes(), kernel=kernel)
+    size_bytes = line(a.size_bytes, b.size_bytes)
+    if a.most_bytes is None or b.most_bytes is None:
+        return a if size_bytes == a.size_bytes else replace(a, size_bytes=size_bytes)
+    return replace(a, size_bytes=size_bytes, most_bytes=line(a.most_bytes, b.most_bytes))
+
+
 _TABLES: dict[str, type[Any]] = {
     "ops": Op,
     "storages": Storage,
     "events": Event,
     "corrections": Correction,
 }
-_ENUMS: dict[str, type[StrEnum]] = {"phase": Phase, "category": Category, "kind": EventKind}
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "phase": Phase,
+    "category": Category,
+    "kind": EventKind,
+    "kernel": lambda cell: Kernel(name=cell[0], numbers=tuple(cell[1])),
+}
+"""What a cell of a column stands for."""
+
+
+def _to_cell(value: Any) -> Any:
+    return [value.name, value.numbers] if isinstance(value, Kernel) else value
 
 
 def _to_table(records: tuple[Any, ...], row: type[Any]) -> dict[str, Any]:
     columns = [field.name for field in fields(row)]
     return {
         "columns": columns,
-        "rows": [[getattr(record, column) for column in columns] for record in records],
+        "rows": [[_to_cell(getattr(record, column)) for column in columns] for record in records],
     }
 
 
 def _from_table(table: dict[str, Any], row: type[Any]) -> tuple[Any, ...]:
     columns = table["columns"]
-    enums = [_ENUMS.get(column) for column in columns]
+    readers = [_READERS.get(column) for column in columns]
     return tuple(
         row(
             **{
-                column: value if enum is None else enum(value)
-                for column, enum, value in zip(columns, enums, values, strict=True)
+                column: value if value is None or read is None else read(value)
+                for column, read, value in zip(columns, readers, values, strict=True)
             }
         )
         for values in table["rows"]

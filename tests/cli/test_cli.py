@@ -72,11 +72,17 @@ ESTIMATE_KEYS = {
     "predicted_peak_allocated_bytes",
     "predicted_peak_reserved_bytes",
     "predicted_peak_device_bytes",
+    "predicted_device_interval_bytes",
+    "smallest_surviving_capacity_bytes",
     "predicted_step_seconds",
     "predicted_samples_per_second",
     "breakdown",
     "peak",
     "largest",
+    "modules",
+    "phases",
+    "allocators",
+    "context_source",
     "cache_flushes",
     "out_of_memory_at",
     "corrections",
@@ -135,6 +141,32 @@ def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
     assert json.loads((folder / "plan.json").read_text()) == document
 
 
+def test_gpus_json_has_exactly_the_documented_keys(folder: Path) -> None:
+    done = brimful(
+        folder, "gpus", "mine:job", "--global-batch-size", "8", "--device", "T4", "--device", "RTX 4090", "--json"
+    )
+    document = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert set(document) == {"job", "global_batch_size", "gpus"}
+    assert [gpu["device"] for gpu in document["gpus"]] == ["T4", "RTX 4090"]
+    assert set(document["gpus"][0]) == {
+        "device", "capacity_bytes", "plain_fits", "plain_peak_device_bytes", "settings",
+        "predicted_peak_device_bytes", "predicted_step_seconds", "predicted_samples_per_second",
+        "smallest_peak_device_bytes", "change",
+    }  # fmt: skip
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(folder: Path) -> None:
+    asked = ("estimate", "mine:job", "--device", "T4", "--budget", "500MiB", "--set", "width=2048", "--json")
+    largest = json.loads(brimful(folder, *asked, "--largest").stdout)
+    size = largest["settings"]["micro_batch_size"]
+    assert largest["verdict"] == "fits"
+    again = json.loads(brimful(folder, *asked, "--micro-batch-size", str(size)).stdout)
+    assert again["predicted_peak_reserved_bytes"] == largest["predicted_peak_reserved_bytes"]
+    beyond = json.loads(brimful(folder, *asked, "--micro-batch-size", str(size + 1)).stdout)
+    assert beyond["verdict"] != "fits"
+
+
 def test_a_file_and_model_options_name_a_job(folder: Path) -> None:
     small = brimful(folder, "estimate", "mine.py:job", "--device", "T4", "--json")
     large = brimful(folder, "estimate", "mine.py:job", "--device", "T4", "--set", "width=1024", "--json")
@@ -150,6 +182,10 @@ def test_a_file_and_model_options_name_a_job(folder: Path) -> None:
         (["estimate", "mine:job", "--device", "T4", "--optimizer", "adamv"], 2, ["adamw"]),
         (["estimate", "mine:job", "--device", "T4", "--precision", "fp61"], 2, ["fp16"]),
         (["estimate", "mine:job", "--device", "T4", "--precision", "bf16"], 2, ["T4", "bf16", "fp16"]),
+        (["estimate", "mine:job", "--device", "T4", "--without", "dropout"], 2, ["dropout_mask"]),
+        (["estimate", "mine:job", "--device", "T4", "--allocator", "expandable:True"], 2, ["expandable_segments"]),
+        (["estimate", "mine:job", "--largest", "--micro-batch-size", "2"], 2, ["--largest", "--micro-batch-size"]),
+        (["gpus", "mine:job", "--global-batch-size", "8", "--device", "cpu"], 2, ["no CUDA GPU"]),
         (["estimate", "mine:job", "--device", "T4", "--budget", "lots"], 2, ["lots", "11GiB"]),
         (["estimate", "mine:job", "--device", "T4", "--budget", "16"], 2, ["16GiB"]),
         (["estimate", "mine:job", "--device", "T4", "--set", "height=3"], 2, ["height", "width"]),
@@ -205,7 +241,12 @@ def test_help_loads_no_torch(folder: Path) -> None:
 OPTIONS = {
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
-        "--recompute", "--budget", "--seq-len", "--image-size", "--set", "--save-trace", "--json",
+        "--recompute", "--budget", "--seq-len", "--image-size", "--set", "--largest", "--allocator",
+        "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
+    ],
+    "gpus": [
+        "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--seq-len",
+        "--image-size", "--set", "--json",
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",

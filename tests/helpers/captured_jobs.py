@@ -79,3 +79,9 @@ def made_by(trace: Trace, name: str, phase: Phase = Phase.FORWARD) -> list[Stora
         for storage in trace.storages
         if storage.op in wanted and storage.op is not None and trace.ops[storage.op].phase is phase
     ]
+
+
+def changed(trace: Trace, name: str) -> int:
+    """Bytes that a correction added or took away in the last step."""
+    (found,) = [correction for correction in trace.corrections if correction.name == name]
+    return found.changed_bytes

@@ -6,7 +6,7 @@ Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._for
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,7 +103,7 @@ def _replace_tensors(model: nn.Module, mode: FakeTensorMode, known: KnownValues)
 
 
 @contextmanager
-def fakes_in_lists() -> Iterator[None]:
+def _fakes_in_lists() -> Iterator[None]:
     """Let torch's choice of foreach kernels take fake tensors for the plain ones they stand for."""
     lists: list[list[Any]] = [
         _foreach_utils._foreach_supported_types,
@@ -116,6 +116,80 @@ def fakes_in_lists() -> Iterator[None]:
     finally:
         for supported in lists:
             supported.remove(FakeTensor)
+
+
+@contextmanager
+def fakes_behave() -> Iterator[None]:
+    """Let fake tensors pass for the real ones they stand for, where torch treats them otherwise."""
+    with _fakes_in_lists(), _fakes_converted_in_place(), _fakes_in_text():
+        yield
+
+
+@contextmanager
+def _fakes_in_text() -> Iterator[None]:
+    """Let a fake number be formatted as a number: some models name their parts so."""
+    plain = Tensor.__format__
+
+    def as_number(tensor: Tensor, spec: str) -> str:
+        return format(tensor.item(), spec) if tensor.dim() == 0 else plain(tensor, spec)
+
+    Tensor.__format__ = as_number  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.__format__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _fakes_converted_in_place() -> Iterator[None]:
+    """Let `module.to(dtype)` change fake parameters as it changes real ones, by setting their data.
+
+    Torch swaps fakes instead, which it cannot do once anything refers to them weakly, as the recorder does.
+
+    Source: torch/nn/modules/module.py, Module._apply (checked: 2.13).
+    """
+    apply = nn.Module._apply
+
+    def apply_to_fakes(
+        module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
+        if not any(isinstance(tensor, FakeTensor) for tensor in _tensors(module)):
+            return apply(module, convert, recurse)
+        for part in module.modules() if recurse else (module,):
+            for parameter in part._parameters.values():
+                for tensor in (parameter, None if parameter is None else parameter.grad):
+                    if tensor is not None:
+                        with torch.no_grad():
+                            tensor.data = convert(tensor)
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else convert(buffer)
+        return module
+
+    nn.Module._apply = apply_to_fakes  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+@contextmanager
+def fakes_can_be_copied() -> Iterator[None]:
+    """Let `copy.deepcopy`, which averages of weights use, clone fake tensors; torch's own looks at their memory."""
+
+    def copied(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
+        if id(fake) not in memo:
+            clone = fake.detach().clone().requires_grad_(fake.requires_grad)
+            if isinstance(fake, nn.Parameter):
+                clone._is_param = True  # type: ignore[attr-defined]  # what makes a fake one an nn.Parameter
+            memo[id(fake)] = clone
+        copy: Tensor = memo[id(fake)]
+        return copy
+
+    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
 
 
 def to_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

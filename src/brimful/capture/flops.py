@@ -1,7 +1,8 @@
 """Floating-point operations of an op, from torch's own table.
 
 `torch.utils.flop_counter.flop_registry` counts matmuls, convolutions and attention, two per multiply-add. The
-CPU's flash attention and fused LSTM are missing there (checked: torch 2.13) and are added alike.
+CPU's flash attention and fused LSTM and cuDNN's recurrent layers are missing there (checked: torch 2.13) and
+are added alike.
 """
 
 from __future__ import annotations
@@ -34,11 +35,24 @@ def _cpu_rnn_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _cpu_rnn(*args, **kwargs)
 
 
+def _cudnn_rnn(inputs: Any, weights: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Each step multiplies by every matrix of every layer and direction."""
+    steps = inputs.numel() // inputs.shape[-1]
+    return int(2 * steps * sum(weight.numel() for weight in weights if weight.dim() > 1))
+
+
+def _cudnn_rnn_backward(*args: Any, **kwargs: Any) -> int:
+    """Gradients of inputs and of weights, each as much as forward."""
+    return 2 * _cudnn_rnn(*args, **kwargs)
+
+
 _ADDED: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     aten.mkldnn_rnn_layer: _cpu_rnn,
     aten.mkldnn_rnn_layer_backward: _cpu_rnn_backward,
+    aten._cudnn_rnn: _cudnn_rnn,
+    aten._cudnn_rnn_backward: _cudnn_rnn_backward,
 }
 
 

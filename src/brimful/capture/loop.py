@@ -26,7 +26,7 @@ from brimful.job import Batch, Job
 from brimful.trace import Phase
 
 
-class LoopEnded(BaseException):  # noqa: N818  # no error: it ends loops that would go on for ever
+class LoopEnded(BaseException):  # no error: it ends loops that would go on for ever
     """A loop asked for batches after the last one had been given out."""
 
 
@@ -64,7 +64,9 @@ def run_loop(
         except LoopEnded:
             pass
     if batches.given == 0:
-        raise CaptureError(f"the loop of {job.name!r} asked for no batch. It is called as loop(model, batches).")
+        raise CaptureError(
+            f"the loop of {job.name!r} asked for no batch. It is called as loop(model, batches)."
+        )
     if not batches.steps_done:
         raise CaptureError(
             f"the loop of {job.name!r} made no optimizer step in {batches.given} batches. "
@@ -119,7 +121,7 @@ def _phases_followed(
         recorder.item_value = 1.0  # optimizers read their step count
 
     def after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        mark_state(optimizer, recorder)
+        mark_state(optimizer, model, recorder)
         batches.note_optimizer_step()
         recorder.at(Phase.FORWARD, batches.micro_batch)
 

@@ -23,12 +23,15 @@ def mark_gradients(model: nn.Module, recorder: Recorder) -> None:
     recorder.mark(gradients.values(), Category.GRADIENTS, gradients)
 
 
-def mark_state(optimizer: Optimizer, recorder: Recorder) -> None:
-    """The tensors an optimizer keeps between steps."""
-    recorder.mark(
-        (value for state in optimizer.state.values() for _name, value in named_tensors(state)),
-        Category.OPTIMIZER_STATE,
-    )
+def mark_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> None:
+    """The tensors an optimizer keeps between steps, named after their parameters."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {
+        f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}": value
+        for parameter, values in optimizer.state.items()
+        for key, value in named_tensors(values)
+    }
+    recorder.mark(state.values(), Category.OPTIMIZER_STATE, state)
 
 
 def copy_to_device(batch: Batch, recorder: Recorder) -> Batch:

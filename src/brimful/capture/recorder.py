@@ -10,10 +10,14 @@ Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autogr
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +32,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
 from brimful.capture.modules import OPTIMIZER, ModuleCalls
+from brimful.capture.shapes import SHAPED_BY_VALUES, run_with_known_shape, run_with_largest_shape
 from brimful.capture.values import KnownValues, NotKnownError
+from brimful.kernels import Kernel
 from brimful.trace import Category, Event, EventKind, Op, Phase, Storage
+from brimful.units import MIB
 
 aten = torch.ops.aten
 
@@ -39,6 +46,12 @@ _WITHOUT_WRITE = frozenset(
     {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 )
 _READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+_LOCATED_BYTES = MIB
+"""Ops that write less are not looked for in the code: walking the stack takes longer than recording them."""
+_OWN_FOLDER, _OWN_MODELS = (f"{Path(__file__).parent.parent / name}/" for name in ("", "architectures"))
+_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
+_PYTHON_FOLDER = f"{Path(contextlib.__file__).parent}/"
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _GATHERS = frozenset(
     {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 )
@@ -87,9 +100,13 @@ class Recorder(TorchDispatchMode):
         self.marked: dict[int, Category] = {}
         self.most: dict[int, int] = {}
         """The most bytes of storages whose size is not known for sure."""
-        self._temporaries: list[tuple[int, str, int | None]] = []
+        self.kernels: dict[int, Kernel] = {}
+        """What decides the size of storages inside kernels."""
+        self._temporaries: list[tuple[int, str, int | None, Kernel | None]] = []
         """Of the op that is being recorded."""
         self.uncertain: dict[str, None] = {}
+        self._lines: dict[int, str] = {}
+        """Where the forward op was called whose autograd node has a number."""
         self.item_value: float = 1.0
         """What reading a number from a fake tensor gives."""
 
@@ -134,7 +151,13 @@ class Recorder(TorchDispatchMode):
             label: What it is.
             most_bytes: What it may be at most, where that is not known for sure.
         """
-        self._temporaries.append((size_bytes, label, most_bytes))
+        self._temporaries.append((size_bytes, label, most_bytes, None))
+
+    def add_kernel(self, kernel: Kernel, label: str) -> int:
+        """Record what a kernel took inside the op just run; its bytes."""
+        size_bytes = kernel.size_bytes()
+        self._temporaries.append((size_bytes, label, None, kernel))
+        return size_bytes
 
     def release_early(self, tensor: Tensor) -> int:
         """Record that the storage of a tensor is free from now on; its bytes, 0 if it was so already."""
@@ -154,6 +177,7 @@ class Recorder(TorchDispatchMode):
                 op=maker,
                 label=label,
                 most_bytes=self.most.get(index),
+                kernel=self.kernels.get(index),
             )
             for index, (size_bytes, maker, label) in enumerate(
                 zip(self.sizes, self.makers, self.labels, strict=True)
@@ -197,6 +221,10 @@ class Recorder(TorchDispatchMode):
             rule.after_op(self, func, args, outputs)
         if not info.is_random:
             self._known.follow(func, args, kwargs, inputs, outputs)
+        elif self._known.follow_draw(func, args, kwargs, outputs):
+            self.uncertain.setdefault(
+                f"a number drawn at random in {self._modules.owner()!r}, taken for its mean"
+            )
         if not info.is_view:
             self.ops.append(self._op(info, func, args, kwargs, out, inputs, outputs))
             for tensor in outputs:
@@ -211,14 +239,18 @@ class Recorder(TorchDispatchMode):
         except DataDependentOutputException:
             with suppress(NotKnownError):
                 return self._known.compute(func, args, kwargs)
-            if func is not aten._local_scalar_dense.default:
-                raise
             if not self._is_in_optimizer():
                 self.uncertain.setdefault(f"a number read from a tensor in {self._modules.owner()!r}")
-            return self.item_value
+            return _as_number(self.item_value, func, args[0])
         except DynamicOutputShapeException:
             with suppress(NotKnownError):
-                return self._known.run_with_known_shape(func, args, kwargs)
+                return run_with_known_shape(self._known, func, args, kwargs)
+            with suppress(NotKnownError):
+                out = run_with_largest_shape(self._known, func, args, kwargs)
+                self.uncertain.setdefault(
+                    f"{func} in {self._modules.owner()!r}, taken for as large as it can be"
+                )
+                return out
             raise
 
     def _op(
@@ -251,7 +283,19 @@ class Recorder(TorchDispatchMode):
             dtype="" if main is None else str(main.dtype).removeprefix("torch."),
             recomputed=self._phase is Phase.BACKWARD and _is_recomputing(),
             random=info.is_random,
+            line=self._line() if written >= _LOCATED_BYTES else "",
         )
+
+    def _line(self) -> str:
+        """Where in Python the op is called; in backward, where its forward op was."""
+        node = torch._C._current_autograd_node()
+        if node is not None and not torch.is_grad_enabled():
+            return self._lines.get(node._sequence_nr(), "")
+        line = _calling_line()
+        if torch.is_grad_enabled():
+            # Autograd makes an op's node, and so counts on, before the op comes here.
+            self._lines[torch._C._autograd._get_sequence_nr() - 1] = line
+        return line
 
     def _is_in_optimizer(self) -> bool:
         return self._phase is Phase.OPTIMIZER or self._phase is Phase.SETUP
@@ -281,10 +325,12 @@ class Recorder(TorchDispatchMode):
         if not self._temporaries:
             return
         blocks = []
-        for size_bytes, label, most_bytes in self._temporaries:
+        for size_bytes, label, most_bytes, kernel in self._temporaries:
             blocks.append(self._new_storage(size_bytes, None, label))
             if most_bytes is not None:
                 self.most[blocks[-1]] = most_bytes
+            if kernel is not None:
+                self.kernels[blocks[-1]] = kernel
         self.events += [(False, block, len(self.ops) - 1) for block in blocks]
         self._temporaries.clear()
 
@@ -311,6 +357,31 @@ class Recorder(TorchDispatchMode):
         return Category.TEMPORARIES
 
 
+def _calling_line() -> str:
+    """The innermost line of the user's or a library's code, as "file.py:12"; "" if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = _shown_file(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+@cache
+def _shown_file(file: str) -> str:
+    """A source file as people name it; "" for files of torch, Python and brimful but for the models it brings."""
+    is_own = file.startswith(_OWN_FOLDER) and not file.startswith(_OWN_MODELS)
+    is_package = any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
+    if is_own or file.startswith(("<", _TORCH_FOLDER)) or (file.startswith(_PYTHON_FOLDER) and not is_package):
+        return ""
+    path, here = Path(file), Path.cwd()
+    for folder in map(Path, sys.path):
+        if folder.name in _PACKAGE_FOLDERS and path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
 def _describe(func: Any) -> _OpInfo:
     returns = func._schema.returns
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
@@ -320,10 +391,16 @@ def _describe(func: Any) -> _OpInfo:
         is_view=is_view or func in _WITHOUT_COST,
         # Fused attention is tagged as random even where it draws nothing, so the tag alone is not believed.
         is_random=torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func),
-        reads_values=torch.Tag.data_dependent_output in func.tags
-        or torch.Tag.dynamic_output_shape in func.tags,
+        reads_values=not _READ_VALUES.isdisjoint(func.tags) or func in SHAPED_BY_VALUES,
         is_foreach_write=not returns and str(func).startswith("aten._foreach_"),
     )
+
+
+def _as_number(value: float, func: Any, tensor: Tensor) -> float | bool:
+    """A number as what an op returns that reads one: of the tensor's own type, or whether tensors are equal."""
+    if func is not aten._local_scalar_dense.default or tensor.dtype is torch.bool:
+        return bool(value)
+    return value if tensor.is_floating_point() else int(value)
 
 
 def _is_recomputing() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from brimful.applying import apply_units
 from brimful.batches import make_batch, map_tensors
-from brimful.capture.corrections import RULES, CorrectedFunctions
+from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
-from brimful.capture.fakes import build_fake_model, fakes_in_lists, to_fake
+from brimful.capture.fakes import build_fake_model, fakes_behave, fakes_can_be_copied, to_fake
 from brimful.capture.libraries import answers_of_a_real_step
 from brimful.capture.loop import run_loop
 from brimful.capture.marks import copy_to_device, mark_gradients, mark_model, mark_state
@@ -28,33 +28,45 @@ from brimful.hardware import Device
 from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
-from brimful.step import make_scaler, run_step
+from brimful.step import autocast, make_scaler, run_step
 from brimful.trace import Phase, Trace
 
 DISTINCT_MICRO_BATCHES = 2
 """The first micro-batch makes the gradients, the second adds to them; all further ones repeat the second."""
 
 
-def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2) -> Trace:
+def capture_step(
+    job: Job,
+    settings: Settings,
+    device: Device,
+    *,
+    steps: int = 2,
+    evaluates: bool = False,
+    without: Collection[str] = (),
+) -> Trace:
     """Run training steps on fake tensors and record what they do.
 
     No weights are made and no GPU is needed. Optimizer state is created before the first step, so that every
-    step is a steady one; more steps only add to the history that the allocator has seen.
+    step is a steady one; more steps only add to the history that the allocator has seen. A job's own loop is
+    run as it is.
 
     Args:
-        job: Its model, loss, batch and optimizer are used as they are.
+        job: Its model, loss, batch and optimizer are used as they are, or its loop.
         settings: Their unit actions are applied to the model.
         device: The device whose decisions are followed.
-        steps: Optimizer steps to run, at least 1.
+        steps: Optimizer steps to run, at least 1; for a job's own loop, the batches it is given.
+        evaluates: Run the loss once more afterwards, without gradients and in evaluation mode.
+        without: Names of corrections to leave out.
 
     Returns:
         The trace. Of the micro-batches of a step it has at most two.
 
     Raises:
         CaptureError: The step cannot be run on fake tensors; the message says where it stopped.
+        UnknownNameError: There is no correction of a name in `without`.
         BrimfulError: The job is wrong in another way: its loss, its batch, its model.
     """
-    rules = [rule for make in RULES if (rule := make(target=device, settings=settings)).applies()]
+    rules = rules_for(device, settings, without)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     known = KnownValues()
 
@@ -72,7 +84,8 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
             for rule in rules:
                 stack.enter_context(rule.context(recorder))
             stack.enter_context(answers_of_a_real_step())
-            stack.enter_context(fakes_in_lists())
+            stack.enter_context(fakes_behave())
+            stack.enter_context(fakes_can_be_copied())
             stack.enter_context(modules.follow())
             stack.enter_context(mode)
             functions = stack.enter_context(CorrectedFunctions(rules))
@@ -84,6 +97,9 @@ def capture_step(job: Job, settings: Settings, device: Device, *, steps: int = 2
                 for step in range(steps):
                     begin_step()
                     run(step)
+                if evaluates:
+                    recorder.at(Phase.EVALUATION, 0, steps)
+                    _evaluate(job, settings, model, batch, recorder)
         trace = Trace(
             job=job.name,
             settings=settings,
@@ -140,7 +156,7 @@ def _prepare(
     mark_model(model, recorder)
     optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
     scaler = make_scaler(settings.precision, "cpu")
-    made_early = _create_optimizer_state(optimizer, recorder)
+    made_early = _create_optimizer_state(optimizer, model, recorder)
     count = _captured_micro_batches(settings)
 
     def move(host_batch: Batch) -> Batch:
@@ -169,12 +185,20 @@ def _prepare(
             observe=observe,
             move=move,
         )
-        mark_state(optimizer, recorder)
+        mark_state(optimizer, model, recorder)
 
     return run
 
 
-def _create_optimizer_state(optimizer: Optimizer, recorder: Recorder) -> list[nn.Parameter]:
+def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
+    """One micro-batch as validation runs it."""
+    model.eval()
+    with torch.no_grad(), autocast(model, settings.precision):
+        job.loss(model, copy_to_device(batch, recorder))
+    model.train()
+
+
+def _create_optimizer_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> list[nn.Parameter]:
     """Let the optimizer make its state by one step with gradients that are never written; whose it made."""
     recorder.at(Phase.SETUP, 0)
     there_before = set(optimizer.state)
@@ -183,7 +207,7 @@ def _create_optimizer_state(optimizer: Optimizer, recorder: Recorder) -> list[nn
             parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    mark_state(optimizer, recorder)
+    mark_state(optimizer, model, recorder)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [parameter for parameter in parameters if parameter not in there_before]
 

@@ -1,8 +1,8 @@
-"""Values of integer tensors, for the Python code that reads them.
+"""Values of tensors, for the Python code that reads them.
 
 A model may ask whether its attention mask is all ones, a loss which labels count, and run other ops for another
-answer. Fake tensors have no values. So the integers and booleans of the real batch and of buffers are kept
-beside their fakes, and what is computed from them alone is computed for real as well.
+answer. Fake tensors have no values. So what is small of the real batch and of buffers is kept beside the fakes,
+and what is computed from it alone is computed for real as well.
 
 Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._pytree`,
 `torch.utils._python_dispatch` (checked: torch 2.13).
@@ -11,8 +11,9 @@ Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._pyt
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,10 +25,13 @@ from torch.utils._pytree import tree_map_only
 aten = torch.ops.aten
 
 LARGEST_KNOWN_NUMEL = 2**20
-"""Tensors with more elements are not followed. An id for each token of a batch is fewer, a mask for each pair
-of tokens is more; so following an op takes a millisecond at most."""
+"""Tensors of more integers or booleans are not followed. An id for each token of a batch is fewer, a mask for
+each pair of tokens is more; so following an op takes a millisecond at most."""
+LARGEST_KNOWN_FLOATS = 2**16
+"""The same for other numbers, which most ops have to do with: a mask that is added for each token is fewer,
+most activations are more."""
 
-_FOLLOWED = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 _FILLS: dict[Any, Callable[..., Any]] = {
     aten.zeros_like.default: lambda *_args, **_kwargs: 0,
@@ -39,8 +43,22 @@ _FILLS: dict[Any, Callable[..., Any]] = {
 }
 """What fills the result of ops that look at no more than the shape of their argument."""
 
-_UNDEFINED = frozenset({aten.empty.memory_format, aten.empty_strided.default})
-"""Ops without tensor arguments whose result has no values yet."""
+_UNDEFINED = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_strided.default,
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+"""Ops whose result has no values yet. Integers are taken for zeros, which known ones may be written over."""
+
+_DRAWS = frozenset({aten.rand.default, aten.uniform_.default})
+"""Ops that draw numbers evenly between two bounds, 0 and 1 if they are not given."""
+
+_WRITE_UNSAID: dict[Any, tuple[int, ...]] = {aten.native_batch_norm.default: (3, 4)}
+"""Positions of arguments that an op writes to, its running statistics, though its schema does not say so."""
 
 
 class NotKnownError(Exception):
@@ -48,15 +66,16 @@ class NotKnownError(Exception):
 
 
 class KnownValues:
-    """The values that some fake tensors stand for."""
+    """The values that some fake tensors stand for.
+
+    They are kept on the tensor, with how often its storage had been written to by then in unknown ways.
+    """
 
     _ATTRIBUTE = "_brimful_known"
-
-    def __init__(self) -> None:
-        self._generation = 0
+    _WRITES = "_brimful_unknown_writes"
 
     def remember(self, fake: Tensor, real: Tensor) -> None:
-        """Keep the values of `real`, which `fake` stands for, if they are few integers or booleans."""
+        """Keep the values of `real`, which `fake` stands for, if they are few."""
         if isinstance(fake, FakeTensor) and _is_followed(real) and real.device.type != "meta":
             with _disable_current_modes():  # the recorder's too: the copy is none of the step's
                 self._keep(fake, real.detach().to("cpu", copy=True))
@@ -80,9 +99,10 @@ class KnownValues:
         """
         if type(tensor) is not FakeTensor:
             return tensor
-        generation, value = tensor.__dict__.get(self._ATTRIBUTE, (None, None))
-        if value is None or generation != self._generation:
+        known = tensor.__dict__.get(self._ATTRIBUTE)
+        if known is None or known[0] != self._unknown_writes(tensor):
             raise NotKnownError
+        value = known[1]
         assert isinstance(value, Tensor)
         return value
 
@@ -121,91 +141,123 @@ class KnownValues:
             inputs: The tensors among them.
             outputs: The tensors it returned.
         """
-        if not outputs or func in _UNDEFINED or not all(map(_is_followed, outputs)):
-            return
         try:
-            if func in _FILLS:
-                value = _FILLS[func](*args, **kwargs)
-                with unset_fake_temporarily():
-                    computed = torch.full(outputs[0].shape, value, dtype=outputs[0].dtype)
-            else:
-                for tensor in inputs:  # most ops end here, at their first input
-                    self.of(tensor)
-                computed = self.compute(func, args, kwargs)
+            computed = self._computed(func, args, kwargs, inputs, outputs)
         except NotKnownError:
-            if func._schema.is_mutable:
-                # Views of what was written to may be known. It is rare, so that all is forgotten.
-                self._generation += 1
+            self.forget_written(func, args, kwargs)
             return
         values = computed if isinstance(computed, (tuple, list)) else (computed,)
         for out, value in zip(outputs, values, strict=True):
             self._keep(out, value)
 
-    def run_with_known_shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an op whose output shape depends on values.
+    def follow_draw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]
+    ) -> bool:
+        """Take a single number drawn at random for its mean, so that Python code can compare it.
+
+        Layers that are skipped at random are decided so: what is likelier than not happens.
 
         Args:
-            func: An op that cannot be run on fake tensors for that reason.
+            func: An op that draws.
             args: Its arguments.
             kwargs: Its keyword arguments.
+            outputs: The tensors it returned.
 
         Returns:
-            Fake tensors of the shapes that the known values lead to.
-
-        Raises:
-            NotKnownError: The values that decide are not known.
+            Whether it drew one such number.
         """
-        if func is aten.index.Tensor:
-            tensor, indices = args
-            return func(tensor, self._without_booleans(indices), **kwargs)
-        if func is aten.masked_select.default:
-            tensor, mask = args
-            known = self.of(mask)
-            with unset_fake_temporarily():
-                selected = int(known.expand(torch.broadcast_shapes(tensor.shape, mask.shape)).sum())
-            return tensor.new_empty(selected)
-        if func is aten._ctc_loss.Tensor:
-            return self._ctc_loss(*args)
-        return tree_map_only(Tensor, self._to_fake, self.compute(func, args, kwargs))
-
-    def _ctc_loss(
-        self, log_probs: Tensor, _targets: Tensor, _lengths: Tensor, target_lengths: Tensor, *_others: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Losses (B,) and log alphas (B, T, 2 · longest target + 1) for log probabilities (T, B, classes).
-
-        So the CPU's kernel makes them (torch 2.13).
-        """
+        self.forget_written(func, args, kwargs)
+        if func not in _DRAWS or outputs[0].shape not in ((), (1,)):
+            return False
+        low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :]) if func is aten.uniform_.default else (0.0, 1.0)
         with unset_fake_temporarily():
-            longest = int(self.of(target_lengths).max())
-        steps, samples, _classes = log_probs.shape
-        return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, 2 * longest + 1)
+            self._keep(outputs[0], torch.full(outputs[0].shape, (low + high) / 2))
+        return True
 
-    def _without_booleans(self, indices: Iterable[Tensor | None]) -> list[Tensor | None]:
-        """Indices with each boolean one given by the positions at which it is true."""
-        plain: list[Tensor | None] = []
-        for index in indices:
-            if index is not None and index.dtype in (torch.bool, torch.uint8):
-                known = self.of(index)
-                with unset_fake_temporarily():
-                    positions = known.nonzero(as_tuple=True)
-                plain += [self._to_fake(position) for position in positions]
-            else:
-                plain.append(index)
-        return plain
+    def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hold nothing for known of what an op writes to, through any view of it."""
+        for tensor in _written(func, args, kwargs):
+            self._forget(tensor)
 
-    def _to_fake(self, real: Tensor) -> Tensor:
+    def to_fake(self, real: Tensor) -> Tensor:
+        """A fake tensor that stands for a real one; what is small of that is known."""
         fake = torch.empty_like(real)  # fake, as the fake mode is in force
         self.remember(fake, real)
         return fake
 
+    def _computed(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> Any:
+        if not outputs or not all(map(_is_followed, outputs)):
+            raise NotKnownError
+        if func in _FILLS:
+            return _filled(outputs[0], _FILLS[func](*args, **kwargs))
+        if func in _UNDEFINED:
+            if outputs[0].dtype not in _WHOLE:
+                raise NotKnownError
+            return _filled(outputs[0], 0)
+        for tensor in inputs:  # most ops end here, at their first input
+            self.of(tensor)
+        for tensor in _written(func, args, kwargs):
+            self._make_writable(tensor)
+        return self.compute(func, args, kwargs)
+
+    def _make_writable(self, tensor: Tensor) -> None:
+        """Give a tensor that is filled with one number, which is kept once, numbers of its own."""
+        value = self.of(tensor)
+        if type(tensor) is FakeTensor and 0 in value.stride():
+            self._forget(tensor)  # views of it were known by the one number
+            with unset_fake_temporarily():
+                self._keep(tensor, value.clone(memory_format=torch.contiguous_format))
+
+    def _forget(self, tensor: Tensor) -> None:
+        if type(tensor) is FakeTensor and tensor.layout is torch.strided:
+            setattr(tensor.untyped_storage(), self._WRITES, self._unknown_writes(tensor) + 1)
+
+    def _unknown_writes(self, tensor: Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            return 0
+        writes: int = getattr(tensor.untyped_storage(), self._WRITES, 0)
+        return writes
+
     def _keep(self, fake: Tensor, value: Tensor) -> None:
         if type(fake) is FakeTensor:
-            fake.__dict__[self._ATTRIBUTE] = (self._generation, value)
+            fake.__dict__[self._ATTRIBUTE] = (self._unknown_writes(fake), value)
+
+
+def _filled(tensor: Tensor, value: Any) -> Tensor:
+    """A real tensor that holds one number once, however many it stands for."""
+    with unset_fake_temporarily():
+        return torch.full((), value, dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an op writes to."""
+    positions, names = _writes(func)
+    for written in (*(args[i] for i in positions if i < len(args)), *map(kwargs.get, names)):
+        for tensor in written if isinstance(written, (list, tuple)) else (written,):
+            if isinstance(tensor, Tensor):
+                yield tensor
 
 
 def _is_followed(tensor: Tensor) -> bool:
-    return (
-        tensor.dtype in _FOLLOWED
-        and tensor.layout is torch.strided
-        and math.prod(tensor.shape) <= LARGEST_KNOWN_NUMEL
-    )
+    largest = LARGEST_KNOWN_NUMEL if tensor.dtype in _WHOLE else LARGEST_KNOWN_FLOATS
+    return tensor.layout is torch.strided and math.prod(tensor.shape) <= largest
+
+
+@cache
+def _writes(func: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the arguments that an op writes to."""
+    if func in _WRITE_UNSAID:
+        return _WRITE_UNSAID[func], ()
+    written = [
+        (position, argument)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return tuple(position for position, _ in written), tuple(argument.name for _, argument in written)

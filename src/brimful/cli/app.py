@@ -101,7 +101,7 @@ def _root(
 def estimate(
     model: Model,
     device: DeviceName = "auto",
-    micro_batch_size: MicroBatch = 1,
+    micro_batch_size: MicroBatch = None,
     gradient_accumulation_steps: Annotated[
         int, typer.Option(help="Forward and backward passes per optimizer step.", min=1)
     ] = 1,
@@ -115,6 +115,24 @@ def estimate(
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
     options: ModelOptions = None,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="Find the largest micro-batch that fits, from two captures.")
+    ] = False,
+    allocator: Annotated[
+        str,
+        typer.Option(
+            help="How PyTorch's allocator is set, as in PYTORCH_ALLOC_CONF: expandable_segments:True."
+        ),
+    ] = "",
+    compare_allocators: Annotated[
+        bool, typer.Option("--compare-allocators", help="Also tell what other settings of it would change.")
+    ] = False,
+    phases: Annotated[
+        bool, typer.Option("--phases", help="Also tell what evaluation, saving and loading take.")
+    ] = False,
+    without: Annotated[
+        list[str] | None, typer.Option("--without", help="Leave out this correction; may be repeated.")
+    ] = None,
     save_trace: Annotated[
         Path | None, typer.Option(help="Write the captured step to this file (.json or .json.gz).")
     ] = None,
@@ -124,24 +142,86 @@ def estimate(
     with _errors_told(as_json):
         from brimful import api
         from brimful.planning import Verdict
+        from brimful.planning.text import phase_lines
         from brimful.report import estimate_document
 
         job = _job(model, seq_len, image_size, options)
-        result = api.estimate(
-            job,
-            device,
-            micro_batch_size=micro_batch_size or 1,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            precision=precision,
-            optimizer=optimizer,
-            recompute=recompute,
-            budget=budget,
-        )
+        if largest:
+            beside = {
+                "--micro-batch-size": micro_batch_size,
+                "--compare-allocators": compare_allocators,
+                "--phases": phases,
+                "--without": without,
+            }
+            asked = [name for name, value in beside.items() if value]
+            if asked:
+                raise UsageError(f"--largest finds the micro-batch; it does not go with {', '.join(asked)}.")
+            result = api.estimator(
+                job,
+                device,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                precision=precision,
+                optimizer=optimizer,
+                recompute=recompute,
+                budget=budget,
+                allocator=allocator,
+            ).largest()
+        else:
+            result = api.estimate(
+                job,
+                device,
+                micro_batch_size=micro_batch_size or 1,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                precision=precision,
+                optimizer=optimizer,
+                recompute=recompute,
+                budget=budget,
+                allocator=allocator,
+                compare_allocators=compare_allocators,
+                evaluate=phases,
+                without=without or (),
+            )
         if save_trace is not None:
             api.capture_trace(job, result.settings, device).save(save_trace)
         _show(result, lambda: estimate_document(result), as_json)
+        if phases and not as_json:
+            print("\n".join(phase_lines(result)))
     if result.verdict is Verdict.DOES_NOT_FIT:
         raise typer.Exit(1)
+
+
+@app.command()
+def gpus(
+    model: Model,
+    global_batch_size: GlobalBatch,
+    precision: Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")] = "fp32",
+    optimizer: OptimizerName = None,
+    split_batch_norm: SplitBatchNorm = False,
+    device: Annotated[
+        list[str] | None, typer.Option("--device", help="Only this GPU; may be repeated. Left out: all known.")
+    ] = None,
+    seq_len: SequenceLength = None,
+    image_size: ImageSize = None,
+    options: ModelOptions = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell which GPUs train a model, how, and how fast."""
+    with _errors_told(as_json):
+        from brimful import api
+        from brimful.planning.text import gpus_text
+        from brimful.report import gpus_document
+
+        job = _job(model, seq_len, image_size, options)
+        fits = api.gpus(
+            job,
+            global_batch_size=global_batch_size,
+            precision=precision,
+            optimizer=optimizer,
+            split_batch_norm=split_batch_norm,
+            devices=device,
+        )
+        text = gpus_text(job.name, global_batch_size, fits)
+        _show(text, lambda: gpus_document(job.name, global_batch_size, fits), as_json)
 
 
 @app.command()

@@ -1,8 +1,10 @@
 """Options, solver, joint search → Plan. Never imports torch: what runs a step is handed in."""
 
-from brimful.planning.estimate import MARGIN_FRACTION, Estimate, Verdict, estimate_trace
+from brimful.planning.estimate import MARGIN_FRACTION, Estimate, PhasePeak, Verdict, estimate_trace
+from brimful.planning.gpus import GpuFit, survey_gpus
 from brimful.planning.records import Alternative, Plan, PlanStatus
-from brimful.planning.search import Capture, Request, search
+from brimful.planning.search import Request, search
+from brimful.planning.sizes import Capture, Estimator
 from brimful.planning.units import find_units
 
 __all__ = [
@@ -10,6 +12,9 @@ __all__ = [
     "Alternative",
     "Capture",
     "Estimate",
+    "Estimator",
+    "GpuFit",
+    "PhasePeak",
     "Plan",
     "PlanStatus",
     "Request",
@@ -17,4 +22,5 @@ __all__ = [
     "estimate_trace",
     "find_units",
     "search",
+    "survey_gpus",
 ]

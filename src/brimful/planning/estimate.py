@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -10,21 +11,49 @@ from brimful.errors import UsageError
 from brimful.hardware import Device
 from brimful.planning.text import estimate_text
 from brimful.settings import Settings
-from brimful.timeline import FailedAllocation, HeldStorage, predict_memory
+from brimful.timeline import (
+    DEFAULT_ALLOCATOR,
+    AllocatorSettings,
+    AllocatorWhatIf,
+    FailedAllocation,
+    HeldStorage,
+    MemoryPrediction,
+    ModuleShare,
+    compare_allocators,
+    most_reserved_bytes,
+    predict_memory,
+    smallest_surviving_capacity_bytes,
+)
 from brimful.trace import Category, Correction, Phase, Trace
 
 MARGIN_FRACTION = 0.05
-"""A prediction within this share under the capacity is called tight. Assumed, not yet measured on a GPU: public
-runs of other tools' predictions and a plain prototype of this one scatter by 2 to 6 %."""
+"""What a plan without a budget leaves free on a GPU. Of 54 public runs, 5 took over 5 % more than predicted
+(benchmarks/gpu_truth.py); those five have causes of their own there."""
+
+RESIDUAL_FRACTION = 0.02
+"""What a known allocation sequence may reserve beyond the prediction, in the upper end of the interval: about
+the largest miss of the public runs of transformers whose loop is known (benchmarks/gpu_truth.py)."""
 
 
 class Verdict(StrEnum):
     """Whether a step fits a capacity."""
 
     FITS = "fits"
+    """The upper end of the interval does."""
     TIGHT = "tight"
-    """It fits by less than `MARGIN_FRACTION`, or only because the allocator gives back its cache in time."""
+    """The likely size fits; the upper end does not, or the allocator must give back its cache in time."""
     DOES_NOT_FIT = "does not fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """The memory of one part of a training run."""
+
+    name: str
+    """"first step", "steady step", "evaluation", "saving weights" or "loading weights"."""
+    predicted_peak_allocated_bytes: int
+    note: str
+    """What is assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +69,12 @@ class Estimate:
     """As `torch.cuda.max_memory_reserved` counts; on a CPU, which caches nothing, the same as allocated."""
     predicted_peak_device_bytes: int
     """Reserved plus the CUDA context, as nvidia-smi shows for the process; on a CPU the same as reserved."""
+    predicted_device_interval_bytes: tuple[int, int]
+    """From what the step cannot do without to what it may take at most, CUDA context included: the lower end is
+    the smallest capacity at which the simulated allocator survives, the upper end has every library's workspace
+    as large as it may be."""
+    smallest_surviving_capacity_bytes: int
+    """What the allocator cannot do without, less than it reserves where there is room; context not included."""
     predicted_step_seconds: float
     step_time: StepTime
     capacity_bytes: int
@@ -54,7 +89,14 @@ class Estimate:
     peak_module: str | None
     peak_op: str | None
     largest: tuple[HeldStorage, ...]
-    """The largest blocks at the peak."""
+    """The largest blocks at the peak, at most 20."""
+    modules: tuple[ModuleShare, ...]
+    """Bytes held at the peak by module, in the order of the tree."""
+    phases: tuple[PhasePeak, ...]
+    allocators: tuple[AllocatorWhatIf, ...]
+    """The same step under other settings of the allocator, PyTorch's defaults first; empty if not asked for."""
+    context_source: str
+    """Where the size of the CUDA context is from."""
     corrections: tuple[Correction, ...]
     uncertain_ops: tuple[str, ...]
     parameter_count: int
@@ -67,7 +109,7 @@ class Estimate:
         """Whether the step fits."""
         if self.out_of_memory_at is not None:
             return Verdict.DOES_NOT_FIT
-        if self.cache_flushes or self.predicted_peak_device_bytes * (1 + MARGIN_FRACTION) > self.capacity_bytes:
+        if self.cache_flushes or self.predicted_device_interval_bytes[1] > self.capacity_bytes:
             return Verdict.TIGHT
         return Verdict.FITS
 
@@ -83,13 +125,22 @@ class Estimate:
         return self.settings.global_batch_size / self.predicted_step_seconds
 
 
-def estimate_trace(trace: Trace, device: Device, *, capacity_bytes: int | None = None) -> Estimate:
+def estimate_trace(
+    trace: Trace,
+    device: Device,
+    *,
+    capacity_bytes: int | None = None,
+    allocator: AllocatorSettings = DEFAULT_ALLOCATOR,
+    compares_allocators: bool = False,
+) -> Estimate:
     """What the traced step takes on `device`.
 
     Args:
         trace: A capture that follows the decisions of the device's kind.
         device: Where the step would run.
         capacity_bytes: Bytes permitted, the CUDA context included; None permits all the device has.
+        allocator: How the CUDA allocator is set.
+        compares_allocators: Also replay the step under other settings, which takes about a second.
 
     Returns:
         Peaks over all captured steps, time of the last one, and a verdict. Where the steps do not fit, the
@@ -104,7 +155,9 @@ def estimate_trace(trace: Trace, device: Device, *, capacity_bytes: int | None =
             f"{device.name}. Capture it for that device."
         )
     capacity = device.capacity_bytes if capacity_bytes is None else capacity_bytes
-    memory = predict_memory(trace, capacity_bytes=max(capacity - device.context_bytes, 0))
+    reservable = max(capacity - device.context_bytes, 0)
+    memory = predict_memory(trace, allocator=allocator, capacity_bytes=reservable)
+    surviving = smallest_surviving_capacity_bytes(trace, allocator=allocator) or memory.peak_reserved_bytes
     time = step_seconds(trace, device)
     return Estimate(
         job=trace.job,
@@ -113,6 +166,8 @@ def estimate_trace(trace: Trace, device: Device, *, capacity_bytes: int | None =
         predicted_peak_allocated_bytes=memory.peak_allocated_bytes,
         predicted_peak_reserved_bytes=memory.peak_reserved_bytes,
         predicted_peak_device_bytes=memory.peak_reserved_bytes + device.context_bytes,
+        predicted_device_interval_bytes=_interval(trace, device, memory, surviving),
+        smallest_surviving_capacity_bytes=surviving,
         predicted_step_seconds=time.total_seconds,
         step_time=time,
         capacity_bytes=capacity,
@@ -123,7 +178,40 @@ def estimate_trace(trace: Trace, device: Device, *, capacity_bytes: int | None =
         peak_module=memory.peak_module,
         peak_op=memory.peak_op,
         largest=memory.largest,
+        modules=memory.modules,
+        phases=tuple(_phases(trace, memory)),
+        allocators=compare_allocators(trace, reservable) if compares_allocators else (),
+        context_source=device.context_source,
         corrections=trace.corrections,
         uncertain_ops=trace.uncertain_ops,
         parameter_count=trace.parameter_count,
     )
+
+
+def _interval(trace: Trace, device: Device, memory: MemoryPrediction, surviving_bytes: int) -> tuple[int, int]:
+    """The least and the most on the device; on a CPU what is predicted, with what kernels may take inside."""
+    most = max(most_reserved_bytes(trace, allocator=memory.allocator), memory.peak_reserved_bytes)
+    if device.kind == "cpu":
+        return memory.peak_reserved_bytes, most
+    least = min(surviving_bytes, memory.peak_reserved_bytes)
+    return least + device.context_low_bytes, int(most * (1 + RESIDUAL_FRACTION)) + device.context_high_bytes
+
+
+def _phases(trace: Trace, memory: MemoryPrediction) -> Iterator[PhasePeak]:
+    """Peaks of the parts of a run, so far as the trace tells."""
+
+    def phase(name: str, peak_bytes: int, note: str) -> PhasePeak:
+        return PhasePeak(name=name, predicted_peak_allocated_bytes=peak_bytes, note=note)
+
+    yield phase("first step", memory.first_step_peak_allocated_bytes, "the making of optimizer state included")
+    yield phase("steady step", memory.steady_peak_allocated_bytes, "all further ones")
+    if memory.evaluation_peak_allocated_bytes is not None:
+        yield phase("evaluation", memory.evaluation_peak_allocated_bytes, "one micro-batch, without gradients")
+    parameters, state = (
+        sum(storage.size_bytes for storage in trace.storages if storage.category is category)
+        for category in (Category.PARAMETERS, Category.OPTIMIZER_STATE)
+    )
+    yield phase(
+        "saving weights", parameters + state, "torch.save and safetensors copy tensor by tensor to the host"
+    )
+    yield phase("loading weights", 2 * parameters, "into the model, from a file read onto the device")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError, InfeasibleError, UsageError
@@ -17,18 +16,12 @@ from brimful.hardware import Device
 from brimful.planning.estimate import Estimate, estimate_trace
 from brimful.planning.problem import ACTIONS, build_problem
 from brimful.planning.records import Alternative, Plan, PlanStatus
+from brimful.planning.sizes import SCALED_SIZES, Capture
 from brimful.planning.solver import Problem, Solution, smallest_peak_bytes, solve
 from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Trace
 from brimful.units import format_bytes
-
-
-class Capture(Protocol):
-    """Runs steps under some settings on fake tensors; may be asked for the same again."""
-
-    def __call__(self, settings: Settings, steps: int = 1) -> Trace:
-        """The trace of so many optimizer steps."""
 
 
 REPLAYED_STEPS = 2
@@ -37,9 +30,6 @@ REPLAYED_STEPS = 2
 NO_LIMIT_BYTES = 1 << 62
 """A plan must fit without the allocator giving back its cache, which would stall every step. So candidates are
 simulated without a limit, and what they reserve is compared with the budget."""
-
-SCALED_SIZES = (2, 3)
-"""Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
 
 # These bound how long a search takes: each round is a capture, 1 to 5 seconds for a large model.
 MOST_REPAIRS = 4

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from brimful.units import format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from brimful.planning.estimate import Estimate
+    from brimful.planning.gpus import GpuFit
     from brimful.planning.records import Alternative, Plan
+    from brimful.timeline import ModuleShare
 
 _BAR_CELLS = 24
 _LISTED_BLOCKS = 5
+_LISTED_MODULES = 10
+_SHOWN_MODULE_FRACTION = 0.05
 _LABEL_CELLS = 44
 
 
@@ -24,6 +28,41 @@ def estimate_text(estimate: Estimate) -> str:
 def plan_text(plan: Plan) -> str:
     """What was chosen, what it takes, and what else was close."""
     return "\n".join(_plan_lines(plan))
+
+
+def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
+    """A table of GPUs: those that fit by speed, then the others by what they lack."""
+    fitting = [fit for fit in fits if fit.settings is not None]
+    others = [fit for fit in fits if fit.settings is None]
+    lines = [f"{job}, global batch {global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs"]
+    lines.append(f"  {'GPU':<31}{'has':>9}{'plain':>10}{'takes':>10}{'speed':>17}  how")
+    for fit in sorted(fitting, key=lambda fit: -(fit.samples_per_second() or 0)):
+        assert fit.settings is not None
+        assert fit.predicted_peak_device_bytes is not None
+        how = "plain" if fit.plain_fits and not fit.settings.recomputed else fit.settings.describe()
+        if fit.settings.gradient_accumulation_steps > 1 and how == "plain":
+            how = fit.settings.describe()
+        lines.append(
+            f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
+            f"{format_bytes(fit.plain_peak_device_bytes):>10}{format_bytes(fit.predicted_peak_device_bytes):>10}"
+            f"{format_rate(fit.samples_per_second() or 0):>17}  {how}"
+        )
+    for fit in sorted(others, key=lambda fit: fit.smallest_peak_device_bytes - fit.capacity_bytes):
+        change = f"fits with {fit.change}" if fit.change else "no change tried is enough"
+        lines.append(
+            f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
+            f"{format_bytes(fit.plain_peak_device_bytes):>10}{format_bytes(fit.smallest_peak_device_bytes):>10}"
+            f"{'does not fit':>17}  {change}"
+        )
+    return "\n".join(lines)
+
+
+def phase_lines(estimate: Estimate) -> Iterator[str]:
+    """What each part of a training run takes."""
+    yield "  allocated at most in each part of a run"
+    for phase in estimate.phases:
+        size = format_bytes(phase.predicted_peak_allocated_bytes)
+        yield f"    {phase.name:<16}{size:>9}  {phase.note}"
 
 
 def bar(share: float) -> str:
@@ -38,6 +77,9 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     )
     yield f"  settings        {estimate.settings.describe()}"
     yield f"  predicted peak  {_peak(estimate)}"
+    low, high = estimate.predicted_device_interval_bytes
+    if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
+        yield f"  interval        {format_bytes(low)} needed at least, {format_bytes(high)} taken at most"
     yield f"  predicted step  {_step(estimate)}"
     yield from _what_happens_at_capacity(estimate)
     where = f"{estimate.peak_phase}, {estimate.peak_module or 'setup'}, {estimate.peak_op or '-'}"
@@ -49,8 +91,12 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     yield "  largest blocks there"
     for block in estimate.largest[:_LISTED_BLOCKS]:
         label = block.label if len(block.label) <= _LABEL_CELLS else f"…{block.label[1 - _LABEL_CELLS :]}"
-        origin = f" in {block.module}" if block.module and block.module != block.label else ""
-        yield f"    {format_bytes(block.held_bytes):>9}  {block.category.replace('_', ' ')}: {label}{origin}"
+        origin = f" in {block.module}" if block.module and not block.module.startswith("<") else ""
+        line = f" ({block.line})" if block.line else ""
+        what = block.category.replace("_", " ")
+        yield f"    {format_bytes(block.held_bytes):>9}  {what}: {label}{origin}{line}"
+    yield from _module_lines(estimate)
+    yield from _allocator_lines(estimate)
     changed = [rule for rule in estimate.corrections if rule.occurrences]
     if changed:
         yield "  corrected to what the device does in a step, where this machine does otherwise"
@@ -63,10 +109,55 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
         yield f"  not sure about: {uncertain}"
 
 
+def _allocator_lines(estimate: Estimate) -> Iterator[str]:
+    """What other settings of the allocator would change."""
+    if not estimate.allocators:
+        return
+    yield "  with other settings of PyTorch's allocator: reserved at most, and the least that suffices"
+    for what_if in estimate.allocators:
+        reserved = format_bytes(what_if.peak_reserved_bytes)
+        enough = format_bytes(what_if.smallest_surviving_capacity_bytes)
+        flushes = f", {what_if.cache_flushes} cache flushes" if what_if.cache_flushes else ""
+        fits = "" if what_if.fits else ", does not fit"
+        yield f"    {reserved:>9} {enough:>9}  {str(what_if.settings) or 'as they are'}{flushes}{fits}"
+
+
+def _module_lines(estimate: Estimate) -> Iterator[str]:
+    """The modules that hold most, as a tree that ends where it gets fine; numbered siblings are one line."""
+    least = _SHOWN_MODULE_FRACTION * estimate.predicted_peak_allocated_bytes
+    siblings: dict[tuple[str, str], list[ModuleShare]] = {}
+    for share in estimate.modules:
+        parent, _, name = share.fqn.rpartition(".")
+        if share.depth:
+            siblings.setdefault((parent, share.class_name if name.isdecimal() else name), []).append(share)
+    lines = []
+    folded: tuple[str, ...] = ()
+    for (parent, _), group in siblings.items():
+        held = sum(share.held_bytes for share in group)
+        if held < least or f"{parent}.".startswith(folded):
+            continue
+        first, last = group[0], group[-1]
+        indent = "  " * (first.depth - 1)
+        if len(group) > 2:
+            folded += tuple(f"{share.fqn}." for share in group)
+            name = f"{first.fqn.rpartition('.')[2]}…{last.fqn.rpartition('.')[2]}"
+            lines.append(f"    {format_bytes(held):>9}  {indent}{name} ({len(group)} × {first.class_name})")
+        else:
+            lines += [
+                f"    {format_bytes(share.held_bytes):>9}  {indent}{share.fqn.rpartition('.')[2]}"
+                + (f" ({share.class_name})" if share.class_name else "")
+                for share in group
+                if share.held_bytes >= least
+            ]
+    if lines:
+        yield "  by module, what is inside included"
+        yield from lines[:_LISTED_MODULES]
+
+
 def _what_happens_at_capacity(estimate: Estimate) -> Iterator[str]:
     failed = estimate.out_of_memory_at
     if failed is not None:
-        where = ", ".join(filter(None, (str(failed.phase), failed.module, failed.op)))
+        where = ", ".join(filter(None, (str(failed.phase), failed.module, failed.op, failed.line)))
         yield f"  out of memory   {where}: {format_bytes(failed.requested_bytes)} more for {failed.label}"
     elif estimate.cache_flushes:
         yield f"  cache flushes   {estimate.cache_flushes}: to fit, the allocator gives back its cache: slow"

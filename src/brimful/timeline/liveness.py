@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from brimful.errors import UnknownNameError
 from brimful.timeline.pools import MIN_BLOCK_BYTES, round_up
-from brimful.trace import Category, EventKind, Op, Trace
+from brimful.trace import Category, EventKind, Op, Phase, Trace
 
 _ROUNDING_BYTES = {"cpu": 1, "cuda": MIN_BLOCK_BYTES}
 
@@ -45,13 +45,19 @@ class LiveProfile:
 
     @property
     def last_step(self) -> int:
-        """Index of the last optimizer step that has events; 0 without any."""
-        return int(self._steps().max(initial=0))
+        """Index of the last optimizer step captured."""
+        return max((op.step for op in self.trace.ops if op.phase is not Phase.EVALUATION), default=0)
 
     def peak_bytes_in_step(self, step: int) -> int:
         """The most bytes live in an optimizer step, what it starts with included; setup belongs to step 0."""
         first, end = np.searchsorted(self._steps(), (step, step + 1))
         return int(self.live_bytes[max(first - 1, 0) : end].max(initial=0))
+
+    def peak_bytes_in_evaluation(self) -> int | None:
+        """The most bytes live in the evaluation after the last step; None if none was captured."""
+        if self.trace.ops and self.trace.ops[-1].phase is Phase.EVALUATION:
+            return self.peak_bytes_in_step(self.trace.ops[-1].step)
+        return None
 
     def op_at(self, position: int) -> Op | None:
         """The latest op begun at a position; None in setup."""

@@ -10,7 +10,7 @@ from brimful.errors import UsageError
 from brimful.timeline.allocator import CachingAllocator
 from brimful.timeline.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.timeline.liveness import LiveProfile, live_profile, profile_of_levels, rounding_bytes_of
-from brimful.trace import Category, EventKind, Phase, Trace
+from brimful.trace import Category, EventKind, Phase, Storage, Trace
 
 LARGEST_STORAGES = 20
 """How many of the storages live at the peak a prediction names."""
@@ -26,6 +26,20 @@ class HeldStorage:
     """`fqn` of the module whose op made it; None for parameters, inputs and workspaces."""
     held_bytes: int
     """The whole block it holds: its size, rounded up, with what was too small to be cut off."""
+    line: str
+    """Where in the code it was made, as "file.py:12"; "" for small ones and those no op made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleShare:
+    """What a module and all modules in it hold at the peak: parameters, gradients, optimizer state, tensors."""
+
+    fqn: str
+    """Dotted path; "" is the whole model."""
+    class_name: str
+    held_bytes: int
+    depth: int
+    """How many modules it is inside of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +50,8 @@ class FailedAllocation:
     """Name of the latest op begun; None in setup."""
     module: str | None
     """`fqn` of that op's module; None in setup."""
+    line: str
+    """Where in the code that op is called, as "file.py:12"; "" where not known."""
     phase: Phase
     step: int
     label: str
@@ -75,6 +91,11 @@ class MemoryPrediction:
     """Bytes held at that peak by category, each storage with its whole block; they sum to the peak."""
     largest: tuple[HeldStorage, ...]
     """The storages that hold most at that peak, at most 20, largest first."""
+    modules: tuple[ModuleShare, ...]
+    """Bytes held at that peak by module, in the order of the tree; they sum to the peak but for what belongs to
+    no module."""
+    evaluation_peak_allocated_bytes: int | None
+    """The peak of an evaluation after the last step; None if none was captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,6 +150,8 @@ def predict_memory(
         peak_step=peak_op.step if peak_op else 0,
         breakdown=profile.breakdown_at(profile.peak_position),
         largest=_largest_storages(profile, profile.peak_position),
+        modules=_module_shares(profile, profile.peak_position),
+        evaluation_peak_allocated_bytes=profile.peak_bytes_in_evaluation(),
     )
 
 
@@ -217,6 +240,7 @@ def _failed_allocation(trace: Trace, position: int) -> FailedAllocation:
     return FailedAllocation(
         op=op.name if op else None,
         module=op.module if op else None,
+        line=op.line if op else "",
         phase=op.phase if op else Phase.SETUP,
         step=op.step if op else 0,
         label=storage.label,
@@ -237,4 +261,46 @@ def _held_storage(trace: Trace, index: int, held_bytes: int) -> HeldStorage:
         category=storage.category,
         module=None if storage.op is None else trace.ops[storage.op].module,
         held_bytes=held_bytes,
+        line="" if storage.op is None else trace.ops[storage.op].line,
     )
+
+
+def _module_shares(profile: LiveProfile, position: int) -> tuple[ModuleShare, ...]:
+    """What each module holds at a position, what is inside it included."""
+    trace = profile.trace
+    classes = dict(trace.module_classes)
+    held: dict[str, int] = {}
+    for index, held_bytes in profile.held_bytes_at(position).items():
+        for fqn in _paths_to(_owner(trace, trace.storages[index])):
+            held[fqn] = held.get(fqn, 0) + held_bytes
+    return tuple(
+        ModuleShare(
+            fqn=fqn,
+            class_name=classes.get(fqn, ""),
+            held_bytes=held_bytes,
+            depth=0 if not fqn else fqn.count(".") + 1,
+        )
+        for fqn, held_bytes in sorted(held.items(), key=lambda item: _in_tree_order(item[0]))
+    )
+
+
+def _owner(trace: Trace, storage: Storage) -> str:
+    """Path of the module a storage belongs to; "<…>" for the loss and the optimizer, "" for what is no module's."""
+    if storage.category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE):
+        name = storage.label.partition(" ")[0]
+        return name.rpartition(".")[0]
+    return "" if storage.op is None else trace.ops[storage.op].module
+
+
+def _paths_to(fqn: str) -> tuple[str, ...]:
+    """The module and all it is inside of, outermost first: "", "a", "a.b"."""
+    if fqn.startswith("<"):
+        return ()
+    parts = fqn.split(".") if fqn else []
+    return tuple(".".join(parts[:count]) for count in range(len(parts) + 1))
+
+
+def _in_tree_order(fqn: str) -> tuple[tuple[int, int, str], ...]:
+    """Children after their parent, numbered ones by number."""
+    parts = fqn.split(".") if fqn else []
+    return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.errors import CaptureError
 from brimful.trace import Phase
 from helpers.captured_jobs import CLASSES, INPUTS, SAMPLES, capture, job, made_by, mlp, ops, rows
 
@@ -107,7 +106,7 @@ def test_a_value_that_is_not_known_reads_as_1_and_is_named() -> None:
 
 def test_integers_that_come_from_unknown_values_are_not_known() -> None:
     def read(batch: dict[str, Tensor]) -> None:
-        batch["y"][:2] = batch["x"][:2, 0].long()  # unknown is written over known
+        batch["y"][:2] = torch.randn(2).long()  # unknown is written over known
         batch["y"].max().item()
 
     (named,) = capture(job(loss=loss_that(read))).uncertain_ops
@@ -131,12 +130,104 @@ def test_a_mask_of_known_values_selects_as_many_rows_as_it_does_for_real() -> No
     assert ops(trace, "aten.index_put", Phase.BACKWARD)
 
 
-def test_a_mask_of_unknown_values_is_a_capture_error_that_says_where() -> None:
+def test_a_mask_of_unknown_values_is_taken_for_true_everywhere_and_named() -> None:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         logits = model(batch["x"])
-        return logits[logits > 0].mean()
+        is_kept = logits[:, 0] > 0
+        kept = logits[is_kept]
+        assert len(kept) == SAMPLES
+        assert is_kept.sum().item() == SAMPLES  # from then on it counts as such
+        assert is_kept.nonzero().shape == (SAMPLES, 1)
+        assert torch.masked_select(logits, logits > 0).shape == (SAMPLES * CLASSES,)
+        assert [positions.tolist() for positions in torch.where(logits[:2, :1] > 0)] == [[0, 1], [0, 0]]
+        return kept.mean()
 
-    with pytest.raises(
-        CaptureError, match=r"one step of 'job' cannot be run on fake tensors .*micro_batch_size=8"
-    ):
-        capture(job(loss=loss))
+    named = capture(job(loss=loss)).uncertain_ops
+    assert "aten.index.Tensor in '<loss>', taken for as large as it can be" in named
+
+
+def test_all_elements_of_unknown_values_are_taken_to_differ() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"])
+        rounded = logits.detach().round()
+        each, back, counts = torch.unique(rounded, return_inverse=True, return_counts=True)
+        assert each.shape == counts.shape == (SAMPLES * CLASSES,)
+        assert each[back].shape == rounded.shape
+        assert torch.unique(rounded > 0).shape == (2,)
+        assert torch.unique(rounded, dim=0).shape == rounded.shape
+        assert torch.bincount(rounded[0].long(), minlength=CLASSES + 2).shape == (CLASSES + 2,)
+        return logits.mean()
+
+    capture(job(loss=loss))
+
+
+def test_a_large_mask_costs_no_memory_for_its_positions() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = model(batch["x"]).sum() + torch.zeros(2**13, 2**13)
+        assert x[x > 0].shape == (x > 0).nonzero()[:, 0].shape == (2**26,)
+        return x[x > 0].mean()
+
+    capture(job(loss=loss))
+
+
+def test_small_numbers_are_followed_as_far_as_the_batch_decides_them() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        added = (1.0 - batch["mask"].float()) * -10000.0
+        assert (added == 0).all()
+        assert not bool((added < 0).any())
+        total = torch.zeros(3)
+        total += 2
+        assert total.sum().item() == 6
+        total.view(1, 3)[:, :1].copy_(model(batch["x"]).detach()[:1, :1])
+        total.sum().item()  # unknown now
+        return model(batch["x"]).mean()
+
+    def batch(samples: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(samples, INPUTS), "mask": torch.ones(samples, 4, dtype=torch.long)}
+
+    (named,) = capture(job(loss=loss, batch=batch)).uncertain_ops
+    assert "a number read" in named
+
+
+def test_what_is_drawn_in_place_over_known_values_is_not_known() -> None:
+    def read(batch: dict[str, Tensor]) -> None:
+        batch["y"].random_(0, 3)
+        batch["y"].max().item()
+
+    (named,) = capture(job(loss=loss_that(read))).uncertain_ops
+    assert "a number read" in named
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.9])
+def test_a_layer_dropped_at_random_is_there_if_that_is_likelier(rate: float) -> None:
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(INPUTS, INPUTS) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                if torch.rand([]) < rate:
+                    continue
+                x = layer(x)
+            return x
+
+    trace = capture(job(lambda: nn.Sequential(Dropped(), mlp())))
+    ran = {op.module for op in ops(trace, "aten.addmm", Phase.FORWARD)} & {f"0.layers.{i}" for i in range(3)}
+    assert len(ran) == (3 if rate < 0.5 else 0)
+    assert "a number drawn at random in '0', taken for its mean" in trace.uncertain_ops
+
+
+def test_an_unknown_number_has_the_type_of_its_tensor() -> None:
+    seen: list[object] = []
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"])
+        seen.extend([logits.argmax().item(), logits.max().item(), (logits > 0).any().item()])
+        seen.append(torch.equal(logits, logits + 1))
+        assert f"layer {logits.argmax()}" == "layer 1"
+        return logits.mean()
+
+    capture(job(loss=loss))
+    assert seen[:4] == [1, 1.0, True, True]
+    assert list(map(type, seen[:4])) == [int, float, bool, bool]

@@ -63,7 +63,7 @@ def test_a_storage_counts_with_its_whole_block():
     predicted = predict_memory(writer.trace())
     assert dict(predicted.breakdown)[Category.INPUTS] == 14 * MIB
     assert predicted.largest == (
-        HeldStorage(label="x", category=Category.INPUTS, module=None, held_bytes=14 * MIB),
+        HeldStorage(label="x", category=Category.INPUTS, module=None, held_bytes=14 * MIB, line=""),
     )
 
 
@@ -82,6 +82,7 @@ def test_where_a_trace_does_not_fit_the_failure_is_placed_and_the_peaks_are_the_
     assert predicted.out_of_memory_at == FailedAllocation(
         op="aten.mm_backward",
         module="layer",
+        line="",
         phase=Phase.BACKWARD,
         step=1,
         label="aten.mm_backward",

@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from brimful.capture.corrections.attention_choice import AttentionCall, AttentionKernel, choose_kernel
 from brimful.capture.corrections.base import Rule
+from brimful.capture.corrections.versions import torch_version
 
 # B batch, H heads, M query length, N key length, D head size.
 
 aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
+
+_ATTENTION = F.scaled_dot_product_attention
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+_FLASH_MULTIPLE = 8
+"""Flash attention fills heads up to a multiple. Source: attention.cpp, pad_last_dim."""
+_BIAS_MULTIPLE = 8
+"""So are the strides of a bias for memory-efficient attention. Source: attention.cpp, preprocess_mask."""
+_CUDNN_MASKED = -65504.0
+"""Stands for minus infinity in cuDNN's biases. Source: attention.cpp, convert_boolean_attn_mask_cudnn."""
 
 
 class FusedAttention(Rule):
-    """Choose between the flash, memory-efficient and math kernels as CUDA does.
+    """Choose between the cuDNN, flash, memory-efficient and math kernels as CUDA does, and prepare as it does.
 
-    cuDNN's kernel, which Hopper prefers with a recent cuDNN, saves what flash saves; it is taken for flash.
+    Key and value heads that are shared are copied for the math kernel alone.
     """
 
     name = "attention_kernel"
-    source = "torch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (about 2.9)"
+    source = (
+        "torch aten/src/ATen/native/transformers/: cuda/sdp_utils.cpp (001f694a; about 2.9), attention.cpp "
+        "(about 2.6)"
+    )
+    watches_ops = True
+
+    _is_in_math = False
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """`F.scaled_dot_product_attention`."""
-        return {F.scaled_dot_product_attention: self._attention}
+        return {_ATTENTION: self._attention}
+
+    def context(self, recorder: Any) -> AbstractContextManager[object]:
+        """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
+        return patch.object(F, "scaled_dot_product_attention", self._attention)
 
     def _attention(
         self,
@@ -41,86 +64,114 @@ class FusedAttention(Rule):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attention of (B, H, M, D) queries over (B, H, N, D) keys and values."""
+        """Attention of (B, H, M, D) queries over (B, H or fewer, N, D) keys and values."""
         query, key, value, attn_mask = self._cast(query, key, value, attn_mask)
-        if self._flash_takes(query, key, value, attn_mask, is_causal, enable_gqa):
-            self.count(0)
-            if enable_gqa and key.size(1) != query.size(1):
-                # The op's fake form wants equal heads; flash reads shared heads without a copy.
-                key, value = (_shared_heads(t, query.size(1)) for t in (key, value))
-            return aten._scaled_dot_product_flash_attention(
-                query, key, value, dropout_p, is_causal, scale=scale
-            )[0]
-        if self._efficient_takes(query, key, value, enable_gqa):
-            self.count(0)
-            bias = None if attn_mask is None else _additive(attn_mask, query, key)
-            return aten._scaled_dot_product_efficient_attention(
-                query, key, value, bias, True, dropout_p, is_causal, scale=scale
-            )[0]
+        call = AttentionCall(
+            query=query,
+            key=key,
+            value=value,
+            mask=attn_mask,
+            dropout=dropout_p,
+            is_causal=is_causal,
+            shares_heads=enable_gqa,
+            capability=self.target.compute_capability or (0, 0),
+            torch_version=torch_version(),
+        )
+        run = {
+            AttentionKernel.CUDNN: _cudnn,
+            AttentionKernel.FLASH: _flash,
+            AttentionKernel.EFFICIENT: _efficient,
+            AttentionKernel.MATH: self._math,
+        }
         self.count(0)
-        return aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # as autocast leaves what it has cast
+            return run[choose_kernel(call)](call, scale)
+
+    def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
+        """Let the math kernel add its mask in place: torch does not while a dispatch mode is on."""
+        if self._is_in_math and func is aten.add.Tensor:
+            self.changed_bytes -= recorder.release_early(args[0])
 
     def _cast(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """To autocast's type, which the direct calls of the kernels would miss."""
-        if not torch.is_autocast_enabled("cpu"):
+        if not torch.is_autocast_enabled("cpu") or query.dtype is torch.float64:
             return query, key, value, mask
         dtype = torch.get_autocast_dtype("cpu")
         if mask is not None and mask.is_floating_point():
             mask = mask.to(dtype)
         return query.to(dtype), key.to(dtype), value.to(dtype), mask
 
-    def _flash_takes(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> bool:
-        head_size = query.size(-1)
-        return (
-            self._capability() >= (8, 0)
-            and query.dtype in _HALF
-            and mask is None
-            and query.dim() == 4
-            and head_size == key.size(-1) == value.size(-1) <= 256
-            and (enable_gqa or query.size(1) == key.size(1))
-            and not (is_causal and query.size(-2) != key.size(-2))
-        )
-
-    def _efficient_takes(self, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-        capability = self._capability()
-        if query.dtype is torch.bfloat16 and capability < (8, 0):
-            return False
-        if query.dtype in _HALF:
-            alignment = 8 if capability >= (7, 0) else 1
-        else:
-            alignment = 4 if capability >= (8, 0) else 1
-        return (
-            query.dtype in (*_HALF, torch.float32)
-            and query.dim() == 4
-            and query.size(-1) % alignment == 0
-            and value.size(-1) % alignment == 0
-            and (query.size(1) == key.size(1) or not enable_gqa)
-        )
-
-    def _capability(self) -> tuple[int, int]:
-        return self.target.compute_capability or (0, 0)
+    def _math(self, call: AttentionCall, scale: float | None) -> Tensor:
+        """Computed op by op, halves in float32."""
+        mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
+        self._is_in_math = True
+        try:
+            return aten._scaled_dot_product_attention_math(
+                call.query,
+                call.key,
+                call.value,
+                mask,
+                call.dropout,
+                call.is_causal,
+                scale=scale,
+                enable_gqa=call.shares_heads,
+            )[0]
+        finally:
+            self._is_in_math = False
 
 
-def _shared_heads(tensor: Tensor, heads: int) -> Tensor:
-    """(B, G, N, D) as (B, heads, N, D) without a copy where the layout permits it."""
-    return tensor.repeat_interleave(heads // tensor.size(1), 1)
+def _cudnn(call: AttentionCall, scale: float | None) -> Tensor:
+    mask = call.mask
+    if mask is not None and mask.dtype is torch.bool:
+        zero = torch.zeros((), dtype=call.query.dtype)
+        mask = torch.where(mask.logical_not(), torch.full_like(zero, _CUDNN_MASKED), zero)
+    return aten._scaled_dot_product_cudnn_attention(
+        call.query,
+        call.key,
+        call.value,
+        mask,
+        call.needs_gradient,
+        call.dropout,
+        call.is_causal,
+        False,
+        scale=scale,
+    )[0]
 
 
-def _additive(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as a bias of the query's type, expanded to (B, H, M, N)."""
-    if mask.dtype is torch.bool:
-        zero = torch.zeros((), dtype=query.dtype)
-        mask = torch.where(mask, zero, torch.full((), float("-inf"), dtype=query.dtype))
-    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+def _flash(call: AttentionCall, scale: float | None) -> Tensor:
+    head_size = call.query.size(-1)
+    filled = -head_size % _FLASH_MULTIPLE
+    query, key, value = (F.pad(t, (0, filled)) if filled else t for t in (call.query, call.key, call.value))
+    scale = head_size**-0.5 if scale is None else scale
+    output = aten._scaled_dot_product_flash_attention(
+        query, key, value, call.dropout, call.is_causal, scale=scale
+    )[0]
+    return output[..., :head_size] if filled else output
+
+
+def _efficient(call: AttentionCall, scale: float | None) -> Tensor:
+    bias = None
+    if call.mask is not None:
+        bias = _aligned(_additive(call.mask, call.query.dtype))
+        bias = bias.expand(*call.query.shape[:3], call.key.size(2))
+    return aten._scaled_dot_product_efficient_attention(
+        call.query, call.key, call.value, bias, call.needs_gradient, call.dropout, call.is_causal, scale=scale
+    )[0]
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as a bias: what is masked gets minus infinity."""
+    if mask.dtype is not torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=dtype)
+    return torch.where(mask, zero, torch.full_like(zero, float("-inf")))
+
+
+def _aligned(bias: Tensor) -> Tensor:
+    """A view of a copy with longer rows, unless rows begin at multiples already."""
+    if bias.stride(-1) == 1 and all(stride % _BIAS_MULTIPLE == 0 for stride in bias.stride()[:-1]):
+        return bias
+    width = bias.size(-1)
+    return F.pad(bias, (0, _BIAS_MULTIPLE - width % _BIAS_MULTIPLE))[..., :width]

@@ -15,7 +15,7 @@ from brimful.capture.corrections.base import Rule
 _FLOAT32_OPS = (
     "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
     "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
-    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "nll_loss",
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "nll_loss", "nll_loss2d",
     "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "kl_div", "logsumexp",
     "binary_cross_entropy_with_logits", "norm.Scalar", "norm.ScalarOpt_dim",
 )  # fmt: skip
@@ -26,6 +26,17 @@ _FLOAT32_RESULTS = (
     "linalg_vector_norm",
 )  # fmt: skip
 """They are given dtype=float32 and read their inputs as they are. Source: as above, fp32_set_opt_dtype."""
+
+
+_HALF_TO_FLOAT = {
+    torch.ops.aten.softmax.int: torch.ops.aten._softmax.default,
+    torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax.default,
+}
+"""Of float16 their kernels give float32 without a copy; bfloat16 is converted first. Source: torch
+aten/src/ATen/native/SoftMax.cpp."""
+
+_NOT_LISTED = ("cross_entropy_loss",)
+"""On the CPU's float32 list but on none of CUDA's: its parts are, so its input is not cast as a whole."""
 
 
 class CudaAutocastLists(Rule):
@@ -50,6 +61,8 @@ class CudaAutocastLists(Rule):
                         packet, _, overload = name.partition(".")
                         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
                         library.impl(name, kernel(op), "AutocastCPU", allow_override=True)
+                for name in _NOT_LISTED:
+                    library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
             yield
         finally:
             library._destroy()
@@ -68,9 +81,12 @@ class CudaAutocastLists(Rule):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             is_half = isinstance(args[0], Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
-            if is_half and not _asked_dtype(op, args, kwargs):
-                kwargs["dtype"] = torch.float32
+            is_asked = _asked_dtype(op, args, kwargs)
             with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+                if is_half and not is_asked and args[0].dtype is torch.float16 and op in _HALF_TO_FLOAT:
+                    return _HALF_TO_FLOAT[op](args[0], args[1], True)
+                if is_half and not is_asked:
+                    kwargs["dtype"] = torch.float32
                 return op(*args, **kwargs)
 
         return run

@@ -11,23 +11,29 @@ from brimful.capture.corrections.base import Rule
 
 aten = torch.ops.aten
 
-_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
-
-WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
-"""8.125 MiB: ":4096:2:16:8". Source: torch CublasHandlePool.cpp, parseChosenWorkspaceSize; 8,519,680 B stand
-in public memory snapshots of Ampere cards (pytorch issue 95668)."""
-
-HOPPER_WORKSPACE_BYTES = 32 * 1024 * 1024
-"""Compute capability 9.0 and later. Source: as above, pytorch pull request 89027; on Blackwell the default went
-back and forth (pull requests 175344, 182669)."""
+_MATMULS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.mv.default,
+        aten.addmv.default,
+        aten.dot.default,
+    }
+)
 
 
 @dataclass
 class CublasWorkspace(Rule):
-    """Add one workspace for the forward's thread and one for autograd's."""
+    """Add one workspace for the forward's thread and one for autograd's; `Device` knows its size.
+
+    cuBLASLt works in the same block since January 2026 (pytorch pull requests 168175, 173002); before, it took
+    1 MiB of its own.
+    """
 
     name = "cublas_workspace"
-    source = "torch aten/src/ATen/cuda/CublasHandlePool.cpp (checked: 2.9; public snapshots)"
+    source = "torch aten/src/ATen/cuda/CublasHandlePool.cpp (checked: 2.9, early 2026; public snapshots)"
     lasts = True
     watches_ops = True
 
@@ -38,7 +44,6 @@ class CublasWorkspace(Rule):
         """Allocate the thread's workspace before its first matmul."""
         if func in _MATMULS and in_backward not in self.threads_seen:
             self.threads_seen.add(in_backward)
-            major = (self.target.compute_capability or (0, 0))[0]
-            size_bytes = HOPPER_WORKSPACE_BYTES if major >= 9 else WORKSPACE_BYTES
+            size_bytes = self.target.cublas_workspace_bytes
             recorder.allocate_block(size_bytes, "cuBLAS workspace")
             self.count(size_bytes)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
+
+_DROPOUT = F.dropout
 
 
 class MaskedDropout(Rule):
@@ -20,13 +24,17 @@ class MaskedDropout(Rule):
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """`F.dropout` and `torch.dropout`."""
-        return {F.dropout: self._functional, torch.dropout: self._plain}
+        return {_DROPOUT: self._functional, torch.dropout: self._plain}
+
+    def context(self, recorder: Any) -> AbstractContextManager[object]:
+        """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
+        return patch.object(F, "dropout", self._functional)
 
     def _functional(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Tensor:
         if inplace or not training or not 0 < p < 1:
-            return F.dropout(input, p, training, inplace)
+            return _DROPOUT(input, p, training, inplace)
         self.count(input.numel() * (1 - input.element_size()))
         return torch.native_dropout(input, p, True)[0]
 

@@ -1,0 +1,67 @@
+"""Gradients of norms are added up in parts on CUDA where there are many rows."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.base import Rule
+from brimful.kernels import Kernel
+
+# M rows, N their width; of images, B samples, C channels, G groups
+
+aten = torch.ops.aten
+
+_FLOAT_BYTES = 4
+_MOST_BATCH_NORM_PARTS = 128
+"""Blocks along the rows of a channels-last batch norm. Source: Normalization.cuh, flexible_launch_configs."""
+
+
+class NormMemory(Rule):
+    """Count the partial sums of layer, group and batch norm.
+
+    Layer norm: for M > 65536 rows that are narrow for the GPU, parts of the gradients of weight and bias, about
+    a million numbers each. Group norm: sums of each sample and channel, (B, C), three in backward with two of
+    each group, two in forward. Batch norm of channels-last images: statistics of at most 128 parts, four
+    numbers a channel in forward and two in backward; in the NCHW layout none.
+    """
+
+    name = "norm_parts"
+    source = (
+        "torch aten/src/ATen/native/cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel; "
+        "group_norm_kernel.cu; Normalization.cuh (header of 2.13; none measured)"
+    )
+    watches_ops = True
+
+    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        """Add what the op takes beside its results."""
+        if func is aten.native_layer_norm_backward.default:
+            self._layer_norm(recorder, func, args)
+        elif func in (aten.native_group_norm.default, aten.native_group_norm_backward.default):
+            is_backward = func is aten.native_group_norm_backward.default
+            place = 5 if is_backward else 3
+            samples, channels, _size, groups = args[place : place + 4]
+            size_bytes = samples * (3 * channels + 2 * groups if is_backward else 2 * channels) * _FLOAT_BYTES
+            recorder.add_temporary(size_bytes, f"inside {func}")
+            self.count(size_bytes)
+        elif func in (aten.native_batch_norm.default, aten.native_batch_norm_backward.default):
+            is_backward = func is aten.native_batch_norm_backward.default
+            x = args[1 if is_backward else 0]
+            if x.dim() == 4 and not x.is_contiguous():
+                most = (2 if is_backward else 4) * x.size(1) * _MOST_BATCH_NORM_PARTS * _FLOAT_BYTES
+                recorder.add_temporary(0, f"inside {func}", most_bytes=most)
+                self.count(0)
+
+    def _layer_norm(self, recorder: Any, func: Any, args: tuple[Any, ...]) -> None:
+        x, shape, weight = args[1], args[2], args[5]
+        multiprocessors, threads = self.target.sm_count, self.target.threads_per_multiprocessor
+        if weight is None or multiprocessors is None or threads is None:
+            return
+        width = max(prod(shape), 1)
+        numbers = (multiprocessors, threads, x.numel() // width, width, weight.element_size())
+        for _gradient in range(2):
+            kernel = Kernel(name="layer norm backward", numbers=numbers)
+            self.count(recorder.add_kernel(kernel, f"inside {func}"))

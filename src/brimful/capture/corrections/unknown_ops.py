@@ -1,0 +1,60 @@
+"""Ops whose memory on CUDA nobody has told: what they take inside is not known, only bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.base import Rule
+
+aten = torch.ops.aten
+
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "profiler"})
+_NOT_MODELLED = frozenset(
+    {
+        aten._ctc_loss.default,
+        aten._ctc_loss.Tensor,
+        aten._ctc_loss_backward.default,
+        aten._ctc_loss_backward.Tensor,
+        aten._embedding_bag.default,
+        aten._embedding_bag_dense_backward.default,
+        aten._fft_r2c.default,
+        aten._fft_c2c.default,
+        aten._fft_c2r.default,
+        aten._linalg_eigh.default,
+        aten._linalg_svd.default,
+        aten.linalg_qr.default,
+        aten.linalg_cholesky_ex.default,
+        aten.linalg_lu_factor_ex.default,
+        aten.linalg_inv_ex.default,
+        aten.linalg_solve_triangular.default,
+        aten.grid_sampler_2d_backward.default,
+        aten.kthvalue.default,
+        aten.median.default,
+        aten.median.dim,
+    }
+)
+"""Aten ops that ask a library, or allocate by rules not written down here: cuFFT, cuSOLVER, sorting."""
+
+
+class UnknownOps(Rule):
+    """Widen the interval by what an unknown op reads and writes, and name it.
+
+    Such are ops of `torch.library`, Triton's and those of other packages, and a few of aten.
+    """
+
+    name = "unknown_ops"
+    source = "no source: as much again as the op's inputs and outputs is a guess"
+    watches_ops = True
+
+    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+        """Add a block of no likely size."""
+        if func.namespace in _KNOWN_NAMESPACES and func not in _NOT_MODELLED:
+            return
+        inputs = [value for value in args if isinstance(value, Tensor)]
+        most = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        recorder.add_temporary(0, f"inside {func}", most_bytes=most)
+        recorder.uncertain.setdefault(f"{func}: what it takes inside on CUDA is not known")
+        self.count(0)

@@ -1,0 +1,13 @@
+"""The version of torch whose decisions are followed: the one that captures."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+
+def torch_version() -> tuple[int, int]:
+    """Major and minor number."""
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
+    return int(major), int(minor)

@@ -1,0 +1,133 @@
+"""Estimates of one job at any micro-batch size, from captures at two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from brimful.errors import BatchError, CaptureError, InfeasibleError
+from brimful.hardware import Device
+from brimful.planning.estimate import Estimate, Verdict, estimate_trace
+from brimful.settings import Settings
+from brimful.trace import Trace
+from brimful.units import format_bytes
+
+SCALED_SIZES = (2, 3)
+"""Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
+
+MOST_SAMPLES = 2**20
+"""No larger micro-batch is looked for."""
+
+
+class Capture(Protocol):
+    """Runs steps under some settings on fake tensors; may be asked for the same again."""
+
+    def __call__(self, settings: Settings, steps: int = 1) -> Trace:
+        """The trace of so many optimizer steps."""
+
+
+class Estimator:
+    """Tells what a step takes at any micro-batch size.
+
+    Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels take
+    inside is worked out from the scaled sizes. So two captures tell every size exactly. Where the two run
+    different ops, or the job makes no batches of such sizes, each size is captured for itself.
+
+    Args:
+        capture: Runs a step on fake tensors.
+        settings: Their micro-batch size is replaced.
+        device: Where the step would run.
+        steps: Optimizer steps of each capture.
+        estimate: Makes an estimate of a trace; for instance `estimate_trace` with a capacity.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        settings: Settings,
+        device: Device,
+        *,
+        steps: int = 2,
+        estimate: Callable[[Trace, Device], Estimate] = estimate_trace,
+    ) -> None:
+        self._capture = capture
+        self._settings = settings
+        self._device = device
+        self._steps = steps
+        self._estimate = estimate
+        self._pair: tuple[Trace, Trace] | None = None
+        self._can_scale = True
+
+    def at(self, micro_batch_size: int) -> Estimate:
+        """What the step takes at one size.
+
+        Args:
+            micro_batch_size: Samples in one forward and backward pass.
+
+        Returns:
+            The estimate.
+
+        Raises:
+            CaptureError: The step cannot be run on fake tensors.
+        """
+        return self._estimate(self._trace_at(micro_batch_size), self._device)
+
+    def largest(self) -> Estimate:
+        """The largest micro-batch that fits, with the upper end of its interval and no cache given back.
+
+        It is found by doubling and bisection, so memory is taken to grow with the micro-batch.
+
+        Returns:
+            Its estimate.
+
+        Raises:
+            InfeasibleError: Not even one sample fits; the message says by how much.
+        """
+        fits, too_large = None, 2
+        while too_large <= MOST_SAMPLES and (found := self.at(too_large)).verdict is Verdict.FITS:
+            fits, too_large = found, 2 * too_large
+        if fits is None:
+            fits = self.at(1)
+            if fits.verdict is not Verdict.FITS:
+                raise _nothing_fits(fits)
+        while too_large - fits.settings.micro_batch_size > 1:
+            middle = self.at((fits.settings.micro_batch_size + too_large) // 2)
+            if middle.verdict is Verdict.FITS:
+                fits = middle
+            else:
+                too_large = middle.settings.micro_batch_size
+        return fits
+
+    def _trace_at(self, micro_batch_size: int) -> Trace:
+        pair = self._scalable_pair()
+        if pair is None or micro_batch_size == 1:
+            return self._capture(replace(self._settings, micro_batch_size=micro_batch_size), self._steps)
+        return pair[0].at_micro_batch_size(pair[1], micro_batch_size)
+
+    def _scalable_pair(self) -> tuple[Trace, Trace] | None:
+        """Captures at two sizes that run the same ops; None if there are none."""
+        if self._pair is None and self._can_scale:
+            try:
+                small, large = (
+                    self._capture(replace(self._settings, micro_batch_size=size), self._steps)
+                    for size in SCALED_SIZES
+                )
+            except (CaptureError, BatchError):  # a job may not make batches of just any size
+                self._can_scale = False
+                return None
+            self._can_scale = small.has_same_shape_as(large)
+            self._pair = (small, large) if self._can_scale else None
+        return self._pair
+
+
+def _nothing_fits(estimate: Estimate) -> InfeasibleError:
+    needed = estimate.predicted_device_interval_bytes[1]
+    return InfeasibleError(
+        f"not even one sample of {estimate.job!r} surely fits {format_bytes(estimate.capacity_bytes)} on "
+        f"{estimate.device}: it may take up to {format_bytes(needed)}, "
+        f"{format_bytes(max(needed - estimate.capacity_bytes, 0))} too much. Recompute its units, choose an "
+        "optimizer with less state or half precision, or let `brimful plan` find what fits.",
+        budget_bytes=estimate.capacity_bytes,
+        smallest_peak_bytes=needed,
+    )

@@ -1,0 +1,225 @@
+"""A user's own training loop is captured as it is written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from brimful.capture import capture_step
+from brimful.errors import CaptureError
+from brimful.settings import Settings
+from brimful.timeline import live_profile, predict_memory
+from brimful.trace import Category, Phase, Trace
+from helpers.captured_jobs import A100, CPU, cross_entropy, job
+
+SAMPLES, WIDTH, CLASSES = 64, 512, 4096
+LOGITS_BYTES = SAMPLES * CLASSES * 4
+PARAMETER_BYTES = (WIDTH * WIDTH + WIDTH + WIDTH * CLASSES + CLASSES) * 4
+
+Loop = Callable[[nn.Module, Iterable[Any]], object]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+
+
+def rows(samples: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, WIDTH), "y": torch.randint(0, CLASSES, (samples,))}
+
+
+def captured(loop: Loop, device: Any = A100, steps: int = 3) -> Trace:
+    the_job = job(model, cross_entropy, rows, loop=loop)
+    return capture_step(the_job, Settings(micro_batch_size=SAMPLES), device, steps=steps)
+
+
+def peak(loop: Loop) -> int:
+    return predict_memory(captured(loop)).peak_allocated_bytes
+
+
+def plain(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+    optimizer = torch.optim.SGD(network.parameters())
+    for batch in batches:
+        x, y = batch["x"].to("cuda"), batch["y"].cuda()
+        loss = F.cross_entropy(network(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_a_plain_loop_holds_parameters_gradients_and_the_batch() -> None:
+    trace = captured(plain)
+    held = {
+        category: sum(s.size_bytes for s in trace.storages if s.category is category) for category in Category
+    }
+    assert held[Category.PARAMETERS] == PARAMETER_BYTES
+    assert held[Category.INPUTS] == 3 * (SAMPLES * WIDTH * 4 + SAMPLES * 8)
+    assert held[Category.GRADIENTS] == 3 * PARAMETER_BYTES
+    assert {op.phase for op in trace.ops} >= {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
+    assert max(op.step for op in trace.ops) == 2
+
+
+def test_gradients_that_are_cleared_early_are_not_there_in_forward() -> None:
+    def cleared_first(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda()).backward()
+            optimizer.step()
+
+    def kept(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            optimizer.zero_grad(set_to_none=False)
+            F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda()).backward()
+            optimizer.step()
+
+    def forward_peak(loop: Loop) -> int:
+        trace = captured(loop)
+        profile = live_profile(trace, 512)
+        last = [i for i, event in enumerate(trace.events) if event.op >= 0 and trace.ops[event.op].step == 2]
+        forward = [i for i in last if trace.ops[trace.events[i].op].phase is Phase.FORWARD]
+        return max(int(profile.live_bytes[i]) for i in forward)
+
+    assert forward_peak(kept) - forward_peak(cleared_first) == pytest.approx(PARAMETER_BYTES, rel=0.01)
+
+
+def test_outputs_that_stay_alive_until_the_next_forward_returns_count() -> None:
+    def dropped(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            logits = network(batch["x"].cuda())
+            F.cross_entropy(logits, batch["y"].cuda()).backward()
+            del logits
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def kept(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            logits = network(batch["x"].cuda())
+            F.cross_entropy(logits, batch["y"].cuda()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def live_at_end(loop: Loop) -> int:
+        trace = captured(loop)
+        positions = [
+            i for i, event in enumerate(trace.events) if event.op >= 0 and trace.ops[event.op].step == 2
+        ]
+        return int(live_profile(trace, 512).live_bytes[positions[0] - 1])
+
+    assert live_at_end(kept) - live_at_end(dropped) == pytest.approx(LOGITS_BYTES, rel=0.01)
+
+
+def test_an_average_of_weights_takes_a_copy_of_the_parameters() -> None:
+    def averaged(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        average = copy.deepcopy(network)
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            loss = F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), network.parameters(), strict=True):
+                    mean.lerp_(parameter, 0.01)
+
+    assert peak(averaged) - peak(plain) == pytest.approx(PARAMETER_BYTES, rel=0.01)
+
+
+def test_gradient_clipping_takes_next_to_nothing() -> None:
+    def clipped(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            loss = F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimizer.step()
+
+    assert abs(peak(clipped) - peak(plain)) < 2**20
+
+
+def test_two_optimizers_of_one_batch_make_one_step() -> None:
+    def adversarial(network: Any, batches: Iterable[dict[str, Tensor]]) -> None:
+        first = torch.optim.Adam(network[0].parameters())
+        second = torch.optim.Adam(network[2].parameters())
+        for batch in batches:
+            x, y = batch["x"].cuda(), batch["y"].cuda()
+            F.cross_entropy(network(x).detach() + network[2](network[0](x)), y).backward()
+            first.step()
+            F.cross_entropy(network(x), y).backward()
+            second.step()
+            network.zero_grad()
+
+    trace = captured(adversarial)
+    state = [s for s in trace.storages if s.category is Category.OPTIMIZER_STATE and s.size_bytes > 4]
+    assert sum(s.size_bytes for s in state) == 2 * PARAMETER_BYTES
+    assert max(op.step for op in trace.ops) == 2
+
+
+def test_a_loop_with_cuda_autocast_and_a_scaler_runs_in_half_precision() -> None:
+    def mixed(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters(), momentum=0.9)
+        scaler = torch.amp.GradScaler("cuda")
+        for batch in batches:
+            optimizer.zero_grad()
+            with torch.autocast("cuda"):
+                loss = F.cross_entropy(network(batch["x"].to("cuda")), batch["y"].to("cuda"))
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    trace = captured(mixed)
+    assert {op.dtype for op in trace.ops if op.name == "aten.addmm.default"} == {"float16"}
+    assert any(op.phase is Phase.OPTIMIZER for op in trace.ops if op.step == 2)
+
+
+def test_gradients_accumulated_over_two_batches_make_half_the_steps() -> None:
+    def accumulating(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for index, batch in enumerate(batches):
+            F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda()).backward()
+            if index % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    trace = captured(accumulating, steps=4)
+    assert max(op.step for op in trace.ops) == 1
+    assert max(op.micro_batch for op in trace.ops) == 1
+
+
+def test_a_loop_that_never_ends_is_ended() -> None:
+    def endless(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        while True:
+            for batch in batches:
+                F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda()).backward()
+                optimizer.step()
+
+    assert captured(endless).captured_steps == 3
+
+
+def test_loops_that_take_no_batch_or_make_no_step_are_refused() -> None:
+    with pytest.raises(CaptureError, match="asked for no batch"):
+        captured(lambda network, batches: None)
+    with pytest.raises(CaptureError, match="no optimizer step in 3 batches"):
+        captured(lambda network, batches: [network(batch["x"].cuda()).sum().backward() for batch in batches])
+
+
+def test_a_loop_runs_on_a_cpu_too() -> None:
+    def on_cpu(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            optimizer.zero_grad()
+            F.cross_entropy(network(batch["x"]), batch["y"]).backward()
+            optimizer.step()
+
+    trace = captured(on_cpu, CPU)
+    assert predict_memory(trace).peak_allocated_bytes > 2 * PARAMETER_BYTES
