@@ -1,10 +1,14 @@
-"""How long an estimate takes after imports, and how much memory it needs.
+"""How long an estimate takes after imports, and how much memory it needs; torch's MemTracker beside it.
 
     python benchmarks/estimate_speed.py
 
-Each model is estimated in processes of its own: nothing is warm, and the peak resident memory is of that one.
-Asked for are BERT-large at micro-batch 4 × 512 tokens in under 5 s, and 7 billion parameters or more in under
-4 GiB.
+Each model is estimated in processes of its own. A first estimate also imports what torch and transformers load at
+first use; so a tiny model is estimated first, and both times are told: the first estimate's of a process, and that
+of the model once all is imported. Then a further micro-batch size from the two captures of an `Estimator`, and one
+step of the same model under torch's own MemTracker, which tells allocated bytes only.
+
+Asked for are BERT-large at micro-batch 4 × 512 tokens in 3 s, Llama-3-8B at 4096 tokens in 6 s, ResNet-152 in 6 s, a
+further micro-batch in 0.3 s, and 7 billion parameters in under 4 GiB.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ CASES = (
     ("llama-3-8b", 1, 4096),
     ("vit-large", 16, None),
     ("resnet50", 32, None),
+    ("resnet152", 32, None),
     ("unet", 8, None),
 )
 
@@ -46,10 +51,12 @@ def main() -> None:
             "micro_batch_size": case[1],
             "seq_len": case[2],
             "parameters": runs[0]["parameters"],
-            "import_seconds": round(statistics.median(run["import_seconds"] for run in runs), 2),
-            "estimate_seconds": round(statistics.median(run["estimate_seconds"] for run in runs), 2),
             "peak_resident_bytes": max(run["peak_resident_bytes"] for run in runs),
             "predicted_peak_reserved_bytes": runs[0]["predicted_peak_reserved_bytes"],
+        } | {
+            name: round(statistics.median(run[name] for run in runs), 3)
+            for name in runs[0]
+            if name.endswith("_seconds")
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
@@ -73,7 +80,7 @@ def run(case: tuple[str, int, int | None]) -> dict[str, Any]:
 
 
 def estimate(name: str, micro_batch_size: int, seq_len: int | None) -> dict[str, Any]:
-    """Import, then estimate; both timed."""
+    """Import, estimate something tiny, then the model itself, then another size of it; all timed."""
     start = time.perf_counter()
     import torch
     import transformers  # noqa: F401
@@ -84,17 +91,59 @@ def estimate(name: str, micro_batch_size: int, seq_len: int | None) -> dict[str,
 
     imported = time.perf_counter()
     job = resolve_job(name) if seq_len is None else resolve_job(name, sequence_length=seq_len)
+    small = job if seq_len is None else resolve_job(name, sequence_length=8, num_hidden_layers=1)
+    bf.estimate(small if seq_len is not None else resolve_job("unet"), DEVICE, micro_batch_size=1)
+    if seq_len is None:
+        job.model()  # what the model's own classes import
+    warm = time.perf_counter()
     found = bf.estimate(job, DEVICE, micro_batch_size=micro_batch_size)
     done = time.perf_counter()
+    peak_resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    estimator = bf.estimator(job, DEVICE)
+    estimator.at(micro_batch_size)
+    captured = time.perf_counter()
+    estimator.at(micro_batch_size + 2)
+    scaled = time.perf_counter()
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in job.model().parameters())
     return {
         "parameters": parameters,
         "import_seconds": imported - start,
-        "estimate_seconds": done - imported,
-        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "first_estimate_seconds": warm - imported,
+        "estimate_seconds": done - warm,
+        "further_micro_batch_seconds": scaled - captured,
+        "mem_tracker_seconds": mem_tracker_seconds(job, micro_batch_size),
+        "peak_resident_bytes": peak_resident_bytes,
         "predicted_peak_reserved_bytes": found.predicted_peak_reserved_bytes,
     }
+
+
+def mem_tracker_seconds(job: Any, micro_batch_size: int) -> float:
+    """Two steps under torch's MemTracker on fake tensors, as many as an estimate captures."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    from brimful.batches import make_batch, map_tensors
+    from brimful.capture.fakes import build_fake_model, fakes_behave, to_fake
+    from brimful.capture.values import KnownValues
+    from brimful.optimizers import make_optimizer
+
+    start = time.perf_counter()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    model = build_fake_model(job, mode, KnownValues())
+    batch = map_tensors(make_batch(job, micro_batch_size), lambda tensor: to_fake(tensor, mode))
+    with mode, fakes_behave():
+        optimizer = make_optimizer(job, model.parameters())
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            for step in range(2):
+                job.loss(model, batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 0:
+                    tracker.reset_mod_stats()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | `vit-base`, `vit-large` | classification; `pixel_values`, `labels` | `image_size` 224, `num_classes` 1000, \
 `num_hidden_layers` | AdamW |
-| `resnet50`, `vgg16` | classification; `images`, `labels` | `image_size` 224, `num_classes` 1000 | SGD |
+| `resnet50`, `resnet101`, `resnet152`, `vgg16` | classification; `images`, `labels` | `image_size` 224, `num_classes` 1000 | SGD |
 | `unet` | segmentation; `images`, `labels` by pixel | `image_size` 256, `num_classes` 2 | SGD |
 
 Images are square, float32, with 3 channels. The loss is the cross-entropy, a mean over images or pixels. The
@@ -50,13 +50,13 @@ def _vit(layers: int, width: int, heads: int) -> Published:
     )
 
 
-class ResNet50(nn.Module):
-    """He et al. 2015, "Deep Residual Learning for Image Recognition", table 1, 50 layers.
+class ResNet(nn.Module):
+    """He et al. 2015, "Deep Residual Learning for Image Recognition", table 1, with bottlenecks.
 
     The stride sits on the 3×3 convolution, as in torchvision ("v1.5"), not on the first 1×1.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, blocks_of_stages: tuple[int, int, int, int], num_classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(_IMAGE_CHANNELS, 64, 7, stride=2, padding=3, bias=False),
@@ -66,7 +66,7 @@ class ResNet50(nn.Module):
         )
         stages = []
         in_channels = 64
-        for blocks, width, stride in ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2)):
+        for blocks, width, stride in zip(blocks_of_stages, (64, 128, 256, 512), (1, 2, 2, 2), strict=True):
             stage = [_Bottleneck(in_channels, width, stride)]
             in_channels = _Bottleneck.EXPANSION * width
             stage += [_Bottleneck(in_channels, width, 1) for _ in range(blocks - 1)]
@@ -79,6 +79,11 @@ class ResNet50(nn.Module):
         """Logits (B, classes) of images (B, 3, H, W)."""
         features = self.stages(self.stem(images))
         return self.classifier(features.mean(dim=(2, 3)))
+
+
+ResNet50 = partial(ResNet, (3, 4, 6, 3))
+ResNet101 = partial(ResNet, (3, 4, 23, 3))
+ResNet152 = partial(ResNet, (3, 8, 36, 3))
 
 
 class _Bottleneck(nn.Module):
@@ -304,6 +309,8 @@ VISION_ARCHITECTURES: dict[str, Callable[..., Job]] = {
     "vit-large": partial(_vit_job, "vit-large", _vit(24, 1024, 16)),
     # both halve the image five times; at 32 pixels the last BatchNorm of one image would see one pixel
     "resnet50": partial(_image_classifier_job, "resnet50", ResNet50, 33),
+    "resnet101": partial(_image_classifier_job, "resnet101", ResNet101, 33),
+    "resnet152": partial(_image_classifier_job, "resnet152", ResNet152, 33),
     "vgg16": partial(_image_classifier_job, "vgg16", VGG16, 32),
     "unet": partial(_unet_job, "unet"),
 }

@@ -14,8 +14,8 @@ from brimful.capture import capture_step
 from brimful.capture.corrections.recurrent import lstm_workspace_bytes
 from brimful.hardware import Device
 from brimful.job import Job
-from brimful.measuring import measure_step
 from brimful.kernels import reduction_kernels
+from brimful.measuring import measure_step
 from brimful.settings import Precision, Settings
 from brimful.timeline import predict_memory
 from brimful.trace import Category, Phase, Trace
@@ -351,9 +351,11 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
     assert names(capture(job(mlp), A100)) == {
         "attention_backward",
         "attention_kernel",
+        "autocast_lists",
         "cublas_workspace",
         "cudnn_convolution",
         "cudnn_rnn",
+        "device_calls",
         "dropout_mask",
         "embedding_backward",
         "fake_forms",

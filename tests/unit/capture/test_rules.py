@@ -22,7 +22,7 @@ def test_each_rule_has_its_own_name_and_says_where_it_is_from() -> None:
 def test_rules_are_those_of_the_device_in_the_order_of_the_list() -> None:
     order = [make.name for make in RULES]
     on_cpu = [rule.name for rule in rules_for(CPU, SETTINGS)]
-    assert ON_CUDA == sorted(ON_CUDA, key=order.index)
+    assert sorted(ON_CUDA, key=order.index) == ON_CUDA
     assert "cudnn_rnn" in ON_CUDA
     assert "cudnn_rnn" not in on_cpu
     assert "lstm_memory" in on_cpu

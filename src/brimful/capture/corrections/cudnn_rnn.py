@@ -53,8 +53,13 @@ class CudnnRnn(Rule):
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """The functions that the modules call."""
-        modes = {torch.lstm: _LSTM, torch.gru: _GRU, torch.rnn_tanh: _TANH, torch.rnn_relu: _RELU}
-        return {function: partial(self._run, function, mode) for function, mode in modes.items()}
+        modes: tuple[tuple[Callable[..., Any], int], ...] = (
+            (torch.lstm, _LSTM),
+            (torch.gru, _GRU),
+            (torch.rnn_tanh, _TANH),
+            (torch.rnn_relu, _RELU),
+        )
+        return {function: partial(self._run, function, mode) for function, mode in modes}
 
     @contextmanager
     def context(self, recorder: Any) -> Iterator[None]:

@@ -83,7 +83,7 @@ class _Pack(torch.autograd.Function):
         return some.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.new_zeros(ctx.shape), None
 
 
@@ -98,6 +98,6 @@ class _Pad(torch.autograd.Function):
         return padded
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         copied = grad.clone(memory_format=torch.contiguous_format)
         return copied.flatten(0, 1)[: ctx.steps].clone(), None, None, None
