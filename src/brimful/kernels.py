@@ -29,7 +29,7 @@ class Kernel:
     name: str
     """One of `KERNELS`."""
     numbers: tuple[int, ...]
-    """Multiprocessors, the most threads on each, then sizes and strides, which are affine in the micro-batch."""
+    """Multiprocessors, the most threads on each, then sizes and strides, affine in the micro-batch."""
 
     def size_bytes(self) -> int:
         """What it takes at these sizes."""

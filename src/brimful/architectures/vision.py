@@ -4,7 +4,8 @@
 |---|---|---|---|
 | `vit-base`, `vit-large` | classification; `pixel_values`, `labels` | `image_size` 224, `num_classes` 1000, \
 `num_hidden_layers` | AdamW |
-| `resnet50`, `resnet101`, `resnet152`, `vgg16` | classification; `images`, `labels` | `image_size` 224, `num_classes` 1000 | SGD |
+| `resnet50`, `resnet101`, `resnet152`, `vgg16` | classification; `images`, `labels` | `image_size` 224, \
+`num_classes` 1000 | SGD |
 | `unet` | segmentation; `images`, `labels` by pixel | `image_size` 256, `num_classes` 2 | SGD |
 
 Images are square, float32, with 3 channels. The loss is the cross-entropy, a mean over images or pixels. The

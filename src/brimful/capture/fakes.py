@@ -174,18 +174,18 @@ def _fakes_converted_in_place() -> Iterator[None]:
 
 @contextmanager
 def fakes_can_be_copied() -> Iterator[None]:
-    """Let `copy.deepcopy`, which averages of weights use, clone fake tensors; torch's own looks at their memory."""
+    """Let `copy.deepcopy`, which averages of weights use, clone fake tensors; torch reads their memory."""
 
     def copied(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
         if id(fake) not in memo:
             clone = fake.detach().clone().requires_grad_(fake.requires_grad)
             if isinstance(fake, nn.Parameter):
-                clone._is_param = True  # type: ignore[attr-defined]  # what makes a fake one an nn.Parameter
+                clone._is_param = True  # what makes a fake one an nn.Parameter
             memo[id(fake)] = clone
         copy: Tensor = memo[id(fake)]
         return copy
 
-    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ weights: all that is in the code, so it is run rather than described.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -58,11 +58,8 @@ def run_loop(
     recorder.at(Phase.SETUP, 0)
     mark_model(model, recorder)
     batches = _Batches(batch, steps, recorder, begin_step)
-    with _phases_followed(model, recorder, functions, batches):
-        try:
-            job.loop(model, batches)
-        except LoopEnded:
-            pass
+    with _phases_followed(model, recorder, functions, batches), suppress(LoopEnded):
+        job.loop(model, batches)
     if batches.given == 0:
         raise CaptureError(
             f"the loop of {job.name!r} asked for no batch. It is called as loop(model, batches)."
@@ -115,7 +112,7 @@ def _phases_followed(
 ) -> Iterator[None]:
     """Say what phase the loop is in: backward, an optimizer's step, else forward."""
 
-    def before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def before_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
         mark_gradients(model, recorder)
         recorder.at(Phase.OPTIMIZER, batches.micro_batch)
         recorder.item_value = 1.0  # optimizers read their step count

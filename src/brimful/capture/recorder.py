@@ -167,6 +167,13 @@ class Recorder(TorchDispatchMode):
         self.events.append((False, index, len(self.ops) - 1))
         return self.sizes[index]
 
+    def never_made(self, tensors: Iterable[Tensor]) -> None:
+        """Say that what was recorded as allocated was not: it holds no bytes."""
+        for tensor in tensors:
+            index = self._live.get(tensor.untyped_storage()._cdata)
+            if index is not None:
+                self.sizes[index] = 0
+
     def storages(self) -> tuple[Storage, ...]:
         """All blocks seen, with what they hold."""
         freed_in = {index: op for is_allocation, index, op in self.events if not is_allocation}
@@ -370,7 +377,7 @@ def _calling_line() -> str:
 
 @cache
 def _shown_file(file: str) -> str:
-    """A source file as people name it; "" for files of torch, Python and brimful but for the models it brings."""
+    """A source file as people name it; "" for torch, Python and brimful but for the models it brings."""
     is_own = file.startswith(_OWN_FOLDER) and not file.startswith(_OWN_MODELS)
     is_package = any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
     if is_own or file.startswith(("<", _TORCH_FOLDER)) or (file.startswith(_PYTHON_FOLDER) and not is_package):

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.applying import apply_units
-from brimful.batches import make_batch, map_tensors
+from brimful.batches import make_batch, map_tensors, named_tensors
 from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
 from brimful.capture.fakes import build_fake_model, fakes_behave, fakes_can_be_copied, to_fake
@@ -112,7 +112,7 @@ def capture_step(
             events=recorder.event_records(),
             module_classes=modules.classes,
             corrections=tuple(rule.record() for rule in rules),
-            uncertain_ops=(*recorder.uncertain, *_without_cudnn(model, device)),
+            uncertain_ops=tuple(recorder.uncertain),
             batch_coupled_modules=tuple(_batch_coupled(model)),
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -126,13 +126,6 @@ def _batch_coupled(model: nn.Module) -> Iterator[str]:
     for fqn, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             yield fqn
-
-
-def _without_cudnn(model: nn.Module, device: Device) -> Iterator[str]:
-    """Recurrent layers, which CUDA runs in one cuDNN kernel: captured step by step, in memory and time."""
-    recurrent = [fqn for fqn, module in model.named_modules() if isinstance(module, nn.RNNBase)]
-    if recurrent and device.kind == "cuda":
-        yield f"recurrent layers, whose cuDNN kernel is not modelled: {', '.join(recurrent)}"
 
 
 def _fake_batch(batch: Batch, mode: FakeTensorMode, known: KnownValues) -> Batch:
@@ -165,7 +158,7 @@ def _prepare(
     def observe(phase: Phase, micro_batch: int) -> None:
         if phase is Phase.OPTIMIZER:
             mark_gradients(model, recorder)
-            _drop_state_of_unused(optimizer, made_early)
+            _drop_state_of_unused(optimizer, made_early, recorder)
         recorder.item_value = 0.0 if phase is Phase.OPTIMIZER else 1.0
         recorder.at(phase, micro_batch)
 
@@ -212,11 +205,12 @@ def _create_optimizer_state(optimizer: Optimizer, model: nn.Module, recorder: Re
     return [parameter for parameter in parameters if parameter not in there_before]
 
 
-def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter]) -> None:
-    """Optimizers pass over parameters without a gradient, so those that no loss reaches have no state."""
+def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter], recorder: Recorder) -> None:
+    """Optimizers pass over parameters without a gradient, so those that no loss reaches never had a state."""
     for parameter in made_early:
         if parameter.grad is None:
-            optimizer.state.pop(parameter, None)
+            state = optimizer.state.pop(parameter, {})
+            recorder.never_made(value for _name, value in named_tensors(state))
     made_early.clear()
 
 

@@ -57,6 +57,16 @@ _UNDEFINED = frozenset(
 _DRAWS = frozenset({aten.rand.default, aten.uniform_.default})
 """Ops that draw numbers evenly between two bounds, 0 and 1 if they are not given."""
 
+_LOOK_AT_STRIDES = frozenset(
+    {
+        aten.as_strided.default,
+        aten.as_strided_.default,
+        aten.as_strided_copy.default,
+        aten.as_strided_scatter.default,
+    }
+)
+"""Ops whose result depends on how their first argument lies in memory; its values may lie otherwise."""
+
 _WRITE_UNSAID: dict[Any, tuple[int, ...]] = {aten.native_batch_norm.default: (3, 4)}
 """Positions of arguments that an op writes to, its running statistics, though its schema does not say so."""
 
@@ -203,6 +213,8 @@ class KnownValues:
             return _filled(outputs[0], 0)
         for tensor in inputs:  # most ops end here, at their first input
             self.of(tensor)
+        if func in _LOOK_AT_STRIDES and self.of(inputs[0]).stride() != inputs[0].stride():
+            raise NotKnownError
         for tensor in _written(func, args, kwargs):
             self._make_writable(tensor)
         return self.compute(func, args, kwargs)

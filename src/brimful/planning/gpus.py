@@ -70,7 +70,7 @@ def survey_gpus(
     Args:
         capture: Runs a step on fake tensors.
         devices: GPUs of the table.
-        base: Plain training: its micro-batch is the global batch. GPUs without its precision are judged in fp32.
+        base: Plain training: its micro-batch is the global batch. GPUs without its precision take fp32.
         splits_coupled_batches: Whether a batch may be split although BatchNorm couples its samples.
 
     Returns:

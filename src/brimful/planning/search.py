@@ -23,7 +23,6 @@ from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Trace
 from brimful.units import format_bytes
 
-
 REPLAYED_STEPS = 2
 """What is chosen is captured for two steps, as an estimate is: the second finds the allocator used."""
 

@@ -285,7 +285,7 @@ def _module_shares(profile: LiveProfile, position: int) -> tuple[ModuleShare, ..
 
 
 def _owner(trace: Trace, storage: Storage) -> str:
-    """Path of the module a storage belongs to; "<…>" for the loss and the optimizer, "" for what is no module's."""
+    """Path of the module a storage belongs to; "<…>" for loss and optimizer, "" for what is no module's."""
     if storage.category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE):
         name = storage.label.partition(" ")[0]
         return name.rpartition(".")[0]

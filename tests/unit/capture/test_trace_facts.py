@@ -219,7 +219,10 @@ def test_a_parameter_that_no_loss_reaches_has_no_optimizer_state() -> None:
     profile = live_profile(trace, 1)
     held = dict(profile.breakdown_at(len(trace.events) - 1))
     used = INPUTS * CLASSES + CLASSES
-    assert held[Category.OPTIMIZER_STATE] == 2 * 4 * used + 2 * 4  # two moments each, and a step count
+    state = 2 * 4 * used + 2 * 4  # two moments each, and a step count
+    assert held[Category.OPTIMIZER_STATE] == state
+    in_step = [i for i, event in enumerate(trace.events) if trace.ops[event.op].phase is Phase.FORWARD]
+    assert {dict(profile.breakdown_at(i))[Category.OPTIMIZER_STATE] for i in in_step} == {state}
 
 
 class Doubled(torch.autograd.Function):

@@ -189,6 +189,19 @@ def test_small_numbers_are_followed_as_far_as_the_batch_decides_them() -> None:
     assert "a number read" in named
 
 
+def test_views_by_strides_of_what_is_filled_with_one_number_are_not_known() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        filled = torch.zeros(6, 4)
+        filled.as_strided((3, 4), (8, 1)).sum()
+        filled += 1
+        assert filled.sum().item() == 24
+        filled.as_strided((3, 4), (8, 1)).add_(1)
+        assert filled.sum().item() == 36
+        return model(batch["x"]).mean()
+
+    assert capture(job(loss=loss)).uncertain_ops == ()
+
+
 def test_what_is_drawn_in_place_over_known_values_is_not_known() -> None:
     def read(batch: dict[str, Tensor]) -> None:
         batch["y"].random_(0, 3)

@@ -1,8 +1,8 @@
 """The CPU's convolutions copy their operands into oneDNN's layouts, and their results back.
 
-Against the profiler, with torch 2.13 on AVX-512, what is left out: scratch memory of the kernels for strides, up
-to a fifth of the copies, and of those for 1 × 1 with a stride; and what the threads of a weight gradient add up
-in, some KiB. oneDNN chooses other layouts on other machines.
+Against the profiler, with torch 2.13 on AVX-512, what is left out: scratch memory of the kernels for strides,
+up to a fifth of the copies, and of those for 1 × 1 with a stride; and what the threads of a weight gradient add
+up in, some KiB. oneDNN chooses other layouts on other machines.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _WANT_CONTIGUOUS = frozenset(
         aten._fused_rms_norm_backward.default,
     }
 )
-"""Source: torch aten/src/ATen/native/cuda/SoftMax.cu and layer_norm_kernel.cu, `.contiguous()` as they begin."""
+"""Source: torch aten/src/ATen/native/cuda/SoftMax.cu and layer_norm_kernel.cu, `.contiguous()` on entry."""
 _MATMULS = {
     aten.mm.default: (0, 1),
     aten.addmm.default: (1, 2),
