@@ -1,14 +1,14 @@
-"""How long an estimate takes after imports, and how much memory it needs; torch's MemTracker beside it.
+"""How long an estimate takes after imports, and how much memory; torch's MemTracker beside it.
 
     python benchmarks/estimate_speed.py
 
-Each model is estimated in processes of its own. A first estimate also imports what torch and transformers load at
-first use; so a tiny model is estimated first, and both times are told: the first estimate's of a process, and that
-of the model once all is imported. Then a further micro-batch size from the two captures of an `Estimator`, and one
-step of the same model under torch's own MemTracker, which tells allocated bytes only.
+Each model is estimated in processes of its own. A first estimate also imports what torch and transformers
+load at first use; so a tiny model is estimated first, and both times are told: that of the first estimate of a
+process, and that of the model once all is imported. Then a further micro-batch size from the two captures of an
+`Estimator`, and two steps of the same model under torch's own MemTracker, which tells allocated bytes only.
 
-Asked for are BERT-large at micro-batch 4 × 512 tokens in 3 s, Llama-3-8B at 4096 tokens in 6 s, ResNet-152 in 6 s, a
-further micro-batch in 0.3 s, and 7 billion parameters in under 4 GiB.
+Asked for are BERT-large at micro-batch 4 × 512 tokens in 3 s, Llama-3-8B at 4096 tokens in 6 s, ResNet-152 in
+6 s, a further micro-batch in 0.3 s, and 7 billion parameters in under 4 GiB.
 """
 
 from __future__ import annotations

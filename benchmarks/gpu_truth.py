@@ -11,6 +11,9 @@ SchedTune and LLMem on the same runs, which are compared in the same way.
 
 from __future__ import annotations
 
+import gpu_truth_models as models  # before transformers
+
+# isort: split
 import argparse
 import csv
 import json
@@ -21,18 +24,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-import gpu_truth_models as models  # noqa: I001  # before transformers
 import transformers
+
 from brimful.capture import capture_step
-from brimful.hardware import find_device
-from brimful.planning import estimate_trace
+from brimful.hardware import Device, find_device
+from brimful.planning import Estimate, estimate_trace
 from brimful.settings import Settings
 from machine import commit, machine
 
 RESULTS = Path(__file__).parent / "results" / "gpu_truth.json"
 UNKNOWN_MODE, OTHER_MODES = 0, (1, 2)
-"""Where a run's record does not say when it cleared gradients, the mode its code falls back to, and the others."""
+"""Where a run's record does not say when it cleared gradients: what its code falls back to, and the others."""
 OUTLIER_FRACTION = 0.06
 OTHERS = {
     "xMem": "xmem_bytes",

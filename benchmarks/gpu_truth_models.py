@@ -12,13 +12,15 @@ repeated. Their requirements say "~=4.48"; attention through this interface came
 
 from __future__ import annotations
 
+import torchvision_on_cpu  # noqa: F401  # before transformers, which looks for torchvision
+
+# isort: split
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchvision_on_cpu  # noqa: F401  # before transformers, which looks for torchvision
 import transformers
 from torch import Tensor, nn
 from transformers.integrations import sdpa_attention
@@ -150,7 +152,7 @@ _IMAGE_MODELS: dict[str, Callable[[Any], nn.Module]] = {
 
 
 def _keep_first_states(layer: Any, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-    """What a layer's cache did with its first states in transformers 4.48: keep them. Later releases copy them."""
+    """What a layer's cache did with its first states in transformers 4.48: keep them; it copies them today."""
     layer.lazy_initialization(key_states, value_states)
     layer.keys, layer.values = key_states, value_states
     return key_states, value_states
@@ -198,7 +200,7 @@ def job_of_run(model: str, optimizer: str, zero_grad_mode: int) -> bf.Job:
     return bf.Job(
         model=partial(_text_model, model),
         loss=_unused,
-        batch=partial(_tokens, model),
+        batch=_tokens,
         loop=partial(_text_loop, optimizer, zero_grad_mode),
         name=model,
     )
@@ -232,7 +234,7 @@ def _text_model(name: str) -> nn.Module:
     return model
 
 
-def _tokens(name: str, samples: int) -> dict[str, Tensor]:
+def _tokens(samples: int) -> dict[str, Tensor]:
     """A batch padded to its longest text, which is cut at 128 tokens; all but the first are shorter."""
     input_ids = torch.randint(10, 30000, (samples, TOKENS))
     attention_mask = torch.ones_like(input_ids)
@@ -257,7 +259,7 @@ def _image_loop(
     for inputs, labels in batches:
         if zero_grad_mode == 0:
             optimizer.zero_grad()
-        inputs, labels = inputs.to("cuda"), labels.to("cuda")  # noqa: PLW2901  # as the runs do
+        inputs, labels = inputs.to("cuda"), labels.to("cuda")
         outputs = model(inputs)
         loss = F.cross_entropy(outputs, labels)
         if zero_grad_mode == 1:
@@ -276,7 +278,7 @@ def _text_loop(
     for batch in batches:
         if zero_grad_mode == 0:
             optimizer.zero_grad()
-        batch = {key: value.to("cuda") for key, value in batch.items()}  # noqa: PLW2901  # as the runs do
+        batch = {key: value.to("cuda") for key, value in batch.items()}
         outputs = model(**batch)
         loss = outputs.loss
         if zero_grad_mode == 1:

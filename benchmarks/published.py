@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import published_jobs as jobs  # noqa: I001  # before transformers
 import transformers
+
+import published_jobs as jobs
 from brimful.capture import capture_step
 from brimful.hardware import CudaContext, Device, find_device, with_context
 from brimful.job import Job
@@ -140,11 +142,11 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     summary = {}
     for table in dict.fromkeys(row["table"] for row in rows):
         of_table = [row for row in rows if row["table"] == table and not row["variant"]]
-        errors = sorted(abs(row["error_fraction"]) for row in of_table if row["error_fraction"] is not None)
+        errors = [abs(row["error_fraction"]) for row in of_table if row["error_fraction"] is not None]
         summary[table] = {
             "rows": len(of_table),
-            "median_error_fraction": errors[len(errors) // 2] if errors else None,
-            "largest_error_fraction": errors[-1] if errors else None,
+            "median_error_fraction": statistics.median(errors) if errors else None,
+            "largest_error_fraction": max(errors, default=None),
             "in_interval": sum(bool(row["is_in_interval"]) for row in of_table),
             "verdicts_that_agree": sum(row["verdict_agrees"] for row in of_table),
         }
@@ -158,12 +160,12 @@ def line_of(row: dict[str, Any]) -> str:
         row["error_fraction"],
         row["predicted_device_interval_bytes"],
     )
-    name = f"  {row['variant']}" if row["variant"] else f"{row['table']} {row['name']}"
+    ends = f"[{interval[0] / MIB:.0f} {interval[1] / MIB:.0f}]" if interval else ""
+    name = f"    or: {row['variant']}" if row["variant"] else f"{row['table']} {row['name']}"
     return (
-        f"{name:<62} {'OOM' if published is None else published:>6}"
+        f"{name:<58} {'OOM' if published is None else published:>6}"
         f" {row['predicted_peak_device_bytes'] / MIB:>6.0f} {'' if error is None else f'{error:+.1%}':>7}"
-        f"  [{interval[0] / MIB:.0f} {interval[1] / MIB:.0f}]" * bool(interval)
-        + f"  {row['predicted_verdict']}  {row['seconds']} s"
+        f"  {ends:<15}  {row['predicted_verdict']:<12}  {row['seconds']:>5.1f} s"
     )
 
 
@@ -178,8 +180,10 @@ _XLM_R_DIFFERS = (
     "what else the workstation's display held on the GPU is not known and not in the prediction",
 )
 _XLM_R_WHY = (
-    "fp32 and fp16 at batch 8 and the large model miss by the same 0.1 to 0.9 GiB, which a larger context or a "
-    "display would explain; batch 16 misses by more than twice that, which they do not"
+    "at batch 8 the base model misses by 0.4 GiB in fp32 and 0.3 in fp16, which the unit, the context or a "
+    "display would explain; the large model in fp16 by 1.1, in line with batch 4 in fp16 of E (0.5 GiB at half "
+    "the samples); batch 16 by 1.7, more than that explains: not known. With 256 tokens every row would take "
+    "far less, and the one that ran out of memory would fit"
 )
 
 
@@ -221,10 +225,10 @@ def xlm_r() -> Iterator[Experiment]:
 # B: "Training Larger Models on GPU with Gradient Checkpointing", 2022
 
 _VGG_DIFFERS = (
-    "GPU not published: a P100 of 16 GB, what Kaggle lent then; its context is the default of contexts.csv, whose "
-    "interval holds those of the T4 and V100 too",
+    "GPU not published: a P100 of 16 GB, as Kaggle lent then; its context is the default of contexts.csv, "
+    "whose interval holds those of the T4 and V100 too",
     "torch not published: 1.10, of that winter",
-    "cuDNN's choice of kernels, their workspaces and whether torch.backends.cudnn.benchmark was on are not known",
+    "cuDNN's kernels, their workspaces and torch.backends.cudnn.benchmark are not known",
     "torchvision's features (ReLU in place); the article's own may differ",
     "validation after each epoch is not in it; without no_grad it would hold what training holds",
 )
@@ -234,9 +238,11 @@ _VGG_SEGMENTS_DIFFERS = (
     "the images require a gradient, without which reentrant checkpointing trains nothing in the first segment",
 )
 _VGG_WHY = (
-    "cuDNN's workspaces: for float32 convolutions of 64 images, cuDNN 7 and 8's heuristics chose FFT and Winograd "
-    "kernels with gigabytes of workspace on Pascal and Volta, which torch took from its allocator without a limit; "
-    "the likely size has none of it, the upper end one copy of a convolution's activations"
+    "likely cuDNN's workspaces: until 2.0, torch took the algorithm that cuDNN's heuristics put first, "
+    "with whatever workspace it asked for; FFT and Winograd ones ask for gigabytes at 64 images. "
+    "The likely size has none of it, the upper end one copy of a convolution's activations. What is certain "
+    "(weights, gradients, momentum, saved tensors) is 5.8 GiB of the whole; the three choices of segments "
+    "differ by 0.5 GiB"
 )
 
 
@@ -265,10 +271,10 @@ def vgg16() -> Iterator[Experiment]:
 # E: "Efficient Training on a Single GPU", documentation of transformers 4.25; its nvidia-smi is of 2022-01-11
 
 _BERT_DIFFERS = (
-    "torch 1.10 and transformers 4.15 assumed, of the date in the article's nvidia-smi; the loop is written anew",
-    "the context is the 1343 MiB that the article measured, less torch's first segment; what cuBLAS adds to it at "
-    "the first matmul is not known",
-    "torch 1.10 let cuBLAS allocate its workspace; the prediction has one of 8 MiB per thread in the cache",
+    "torch 1.10 and transformers 4.15, of the date in the article's nvidia-smi; the loop is written anew",
+    "the context is the 1343 MiB that the article measured, less torch's first segment; what cuBLAS adds to it "
+    "at the first matmul is not known",
+    "cuBLAS's workspace was its own then; the prediction has one of 8 MiB for each of two threads in the cache",
     "kernels of 1.10 other than softmax's are taken to save what those of today save",
 )
 _FP16_DIFFERS = (
@@ -276,15 +282,18 @@ _FP16_DIFFERS = (
     "(tried: 12 MiB more)",
 )
 _ADAM8BIT_DIFFERS = (
-    "Adam8bit stands for bitsandbytes': every tensor of 4096 elements or more in 8 bits, the embeddings too, as "
-    "the article's code reads; its note on embeddings would mean the variant",
+    "Adam8bit stands for bitsandbytes': every tensor of 4096 elements or more in 8 bits, the embeddings too, "
+    "as the article's code reads; its note on embeddings would mean the variant",
 )
 _BERT_FP16_WHY = (
-    "not known: some 500 MiB, 21 MiB a layer. The allocator's order is not it (ten orders of addresses, "
-    "five of optimizers and parameters: 200 MiB at most), nor a skipped first step; with checkpointing, where a "
-    "layer's tensors come once, fp16 fits to 10 MiB. So likely something that autocast of 1.10 saved per layer"
+    "not known: 510 MiB, 21 a layer. It is not the allocator's order (ten orders of addresses: no difference; "
+    "other orders of parameters, other optimizers: 80 MiB at most), nor a skipped first step. With "
+    "checkpointing, where a layer's tensors come once and one sample at a time, fp16 fits to 10 MiB. So likely "
+    "something that 1.10 saved per layer under autocast"
 )
-_SOFTMAX_WHY = "torch 1.11 no longer saved softmax's input: 24 × 64 MiB (pytorch issue 49600, pull request 65242)"
+_SOFTMAX_WHY = (
+    "torch 1.11 no longer saves softmax's input: 24 × 64 MiB (pytorch issue 49600, pull request 65242)"
+)
 
 
 def bert_large() -> Iterator[Experiment]:

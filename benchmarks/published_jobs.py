@@ -1,8 +1,8 @@
 """The models, optimizers and training loops of the published experiments that `published.py` predicts.
 
 The articles are of 2021 and early 2022, so the loops are those of torch 1.8 to 1.10: `zero_grad` leaves zeroed
-gradients in place, the optimizers walk over the parameters one by one, attention is not fused, softmax saves its
-input, checkpointing is reentrant. What transformers did then is written here anew.
+gradients in place, the optimizers walk over the parameters one by one, attention is not fused, softmax saves
+its input, checkpointing is reentrant. What transformers did then is written here anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torchvision_on_cpu  # noqa: F401, I001  # before transformers, which looks for torchvision
 import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -143,7 +142,7 @@ class VGG16WithHead(nn.Module):
 def _image_loop(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, foreach=False)
     for images, labels in batches:
-        images, labels = images.to("cuda"), labels.to("cuda")  # noqa: PLW2901  # as loops do
+        images, labels = images.to("cuda"), labels.to("cuda")
         optimizer.zero_grad(set_to_none=False)
         outputs = model(images)
         loss = F.cross_entropy(outputs, labels)
@@ -202,7 +201,7 @@ def _grouped(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class TransformersAdamW(torch.optim.Optimizer):
-    """`transformers.AdamW`, the Trainer's default until 4.x: parameter by parameter, one temporary of its size."""
+    """`transformers.AdamW`, the Trainer's default then: for each parameter, one temporary of its size."""
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
         super().__init__(groups, {"lr": 5e-5, "betas": (0.9, 0.999), "eps": 1e-8})
@@ -226,7 +225,7 @@ class TransformersAdamW(torch.optim.Optimizer):
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """The memory of `bitsandbytes.optim.Adam8bit` (0.26), not its arithmetic: fused kernels without temporaries.
+    """The memory of `bitsandbytes.optim.Adam8bit`, not its arithmetic: fused kernels without temporaries.
 
     Two bytes a parameter, two float32 maxima per block of 2048, and two tables of 256 for all; tensors of fewer
     than 4096 elements keep float32 state, and so do those of at least `least_kept_float32` rows.
@@ -298,7 +297,7 @@ class _SoftmaxOf110(torch.autograd.Function):
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: None, **options: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: None, **options: Any
 ) -> tuple[Tensor, None]:
     """Attention over (B, H, T, D) as BERT computed it then; a batch without a mask got one of zeros.
 

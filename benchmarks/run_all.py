@@ -1,4 +1,4 @@
-"""Every benchmark that needs no GPU, one after another; results in benchmarks/results/.
+"""Every benchmark that needs no GPU and no data of others, one after another; results in benchmarks/results/.
 
 python benchmarks/run_all.py
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("cpu_truth.py", "estimate_speed.py", "demo_runs.py")
+BENCHMARKS = ("cpu_truth.py", "cpu_zoo.py", "published.py", "estimate_speed.py", "demo_runs.py")
 
 
 def main() -> int:

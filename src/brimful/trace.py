@@ -148,6 +148,8 @@ class Trace:
     batch_coupled_modules: tuple[str, ...] = ()
     """Modules whose result for a sample depends on the other samples: BatchNorm in training mode. Splitting a
     batch changes what they compute."""
+    is_own_loop: bool = False
+    """Whether the job's own loop ran, which decides precision, accumulation and optimizer."""
     parameter_count: int = 0
     trainable_parameter_count: int = 0
 

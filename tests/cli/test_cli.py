@@ -67,6 +67,7 @@ ESTIMATE_KEYS = {
     "job",
     "device",
     "settings",
+    "is_own_loop",
     "verdict",
     "capacity_bytes",
     "predicted_peak_allocated_bytes",

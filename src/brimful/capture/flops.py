@@ -1,8 +1,7 @@
 """Floating-point operations of an op, from torch's own table.
 
-`torch.utils.flop_counter.flop_registry` counts matmuls, convolutions and attention, two per multiply-add. The
-CPU's flash attention and fused LSTM and cuDNN's recurrent layers are missing there (checked: torch 2.13) and
-are added alike.
+`torch.utils.flop_counter.flop_registry` counts matmuls and convolutions, two per multiply-add (checked: torch
+2.13). Fused attention and recurrent layers are counted here in the same way.
 """
 
 from __future__ import annotations
@@ -11,17 +10,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
 
-def _cpu_attention(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+def _attention(query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Scores and their weighted sum: (B, H, M, D) queries, N keys; keys and values may have fewer heads."""
+    samples, heads, rows, head_size = query.shape
+    return int(2 * samples * heads * rows * key.shape[-2] * (head_size + value.shape[-1]))
 
 
-def _cpu_attention_backward(grad: Any, query: Any, key: Any, value: Any, *_a: Any, **_k: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
+def _attention_backward(_grad: Any, query: Any, key: Any, value: Any, *_args: Any, **_kwargs: Any) -> int:
+    """The scores again, and the gradients of weights, values, queries and keys: five products for two."""
+    samples, heads, rows, head_size = query.shape
+    return int(2 * samples * heads * rows * key.shape[-2] * (3 * head_size + 2 * value.shape[-1]))
 
 
 def _cpu_rnn(inputs: Any, input_weight: Any, hidden_weight: Any, *_args: Any, **_kwargs: Any) -> int:
@@ -46,9 +49,17 @@ def _cudnn_rnn_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _cudnn_rnn(*args, **kwargs)
 
 
+_FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+"""Torch's own table refuses shared heads in 2.11 and lacks the last."""
+
 _ADDED: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    **{getattr(aten, name): _attention for name in _FUSED_ATTENTION},
+    **{getattr(aten, f"{name}_backward"): _attention_backward for name in _FUSED_ATTENTION},
     aten.mkldnn_rnn_layer: _cpu_rnn,
     aten.mkldnn_rnn_layer_backward: _cpu_rnn_backward,
     aten._cudnn_rnn: _cudnn_rnn,

@@ -114,6 +114,7 @@ def capture_step(
             corrections=tuple(rule.record() for rule in rules),
             uncertain_ops=tuple(recorder.uncertain),
             batch_coupled_modules=tuple(_batch_coupled(model)),
+            is_own_loop=job.loop is not None,
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )

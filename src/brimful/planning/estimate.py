@@ -63,6 +63,8 @@ class Estimate:
     job: str
     device: str
     settings: Settings
+    is_own_loop: bool
+    """Whether the job's own loop was captured; of the settings only the micro-batch size is then in force."""
     predicted_peak_allocated_bytes: int
     """As `torch.cuda.max_memory_allocated` counts."""
     predicted_peak_reserved_bytes: int
@@ -163,6 +165,7 @@ def estimate_trace(
         job=trace.job,
         device=device.name,
         settings=trace.settings,
+        is_own_loop=trace.is_own_loop,
         predicted_peak_allocated_bytes=memory.peak_allocated_bytes,
         predicted_peak_reserved_bytes=memory.peak_reserved_bytes,
         predicted_peak_device_bytes=memory.peak_reserved_bytes + device.context_bytes,

@@ -75,7 +75,8 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
         f"{estimate.job} on {estimate.device}: {estimate.verdict} "
         f"({format_bytes(estimate.predicted_peak_device_bytes)} of {format_bytes(estimate.capacity_bytes)})"
     )
-    yield f"  settings        {estimate.settings.describe()}"
+    loop = f"the job's own loop, batches of {estimate.settings.micro_batch_size}"
+    yield f"  settings        {loop if estimate.is_own_loop else estimate.settings.describe()}"
     yield f"  predicted peak  {_peak(estimate)}"
     low, high = estimate.predicted_device_interval_bytes
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:

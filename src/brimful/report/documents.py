@@ -17,6 +17,7 @@ def estimate_document(estimate: Estimate) -> dict[str, Any]:
         "job": estimate.job,
         "device": estimate.device,
         "settings": settings_to_json(estimate.settings),
+        "is_own_loop": estimate.is_own_loop,
         "verdict": str(estimate.verdict),
         "capacity_bytes": estimate.capacity_bytes,
         "predicted_peak_allocated_bytes": estimate.predicted_peak_allocated_bytes,

@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from brimful.capture import capture_step
 from brimful.errors import CaptureError
+from brimful.planning import estimate_trace
 from brimful.settings import Settings
 from brimful.timeline import live_profile, predict_memory
 from brimful.trace import Category, Phase, Trace
@@ -193,6 +195,24 @@ def test_gradients_accumulated_over_two_batches_make_half_the_steps() -> None:
     trace = captured(accumulating, steps=4)
     assert max(op.step for op in trace.ops) == 1
     assert max(op.micro_batch for op in trace.ops) == 1
+
+
+def test_backward_goes_on_after_a_reentrant_checkpoint_inside_it() -> None:
+    def checkpointing(network: Any, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            optimizer.zero_grad()
+            hidden = checkpoint(network[1], network[0](batch["x"].cuda()), use_reentrant=True)
+            F.cross_entropy(network[2](hidden), batch["y"].cuda()).backward()
+            optimizer.step()
+
+    trace = captured(checkpointing)
+    last_gradient = [op for op in trace.ops if op.name == "aten.mm.default"][-1]
+    assert last_gradient.phase is Phase.BACKWARD
+
+
+def test_an_estimate_of_a_loop_says_so() -> None:
+    assert "the job's own loop, batches of 64" in str(estimate_trace(captured(plain), A100))
 
 
 def test_a_loop_that_never_ends_is_ended() -> None:

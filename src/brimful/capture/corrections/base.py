@@ -86,6 +86,8 @@ class CorrectedFunctions(TorchFunctionMode):
             function: stand_in for rule in rules for function, stand_in in rule.functions().items()
         }
         self._tell_backward: Callable[[bool], None] = lambda _begins: None
+        self._backward_depth = 0
+        """Reentrant checkpointing runs a backward pass inside another."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -127,7 +129,9 @@ class CorrectedFunctions(TorchFunctionMode):
         elif isinstance(given, torch.Tensor):
             given = (given,)
         wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        self._tell_backward(True)
+        if self._backward_depth == 0:
+            self._tell_backward(True)
+        self._backward_depth += 1
         with self:
             torch.autograd.graph._engine_run_backward(
                 roots,
@@ -138,4 +142,6 @@ class CorrectedFunctions(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
-        self._tell_backward(False)
+        self._backward_depth -= 1
+        if self._backward_depth == 0:
+            self._tell_backward(False)

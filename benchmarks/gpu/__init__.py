@@ -1,0 +1,1 @@
+"""What a real GPU does, recorded beside what is predicted for it."""
