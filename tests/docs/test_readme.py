@@ -28,7 +28,13 @@ def test_the_first_example_runs_as_pasted_and_its_estimate_is_the_one_shown(tmp_
     script.write_text(block("python"), encoding="utf-8")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "2"}
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, script.name],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     shown = re.search(r"^```\n(job on RTX 3090.*?)^```$", README, re.DOTALL | re.MULTILINE)
@@ -45,11 +51,18 @@ def test_the_commands_shown_are_commands() -> None:
     from brimful.cli.app import app
 
     shown = [line for text in (README,) for line in text.splitlines() if line.startswith("brimful ")]
-    assert {shlex.split(line)[1] for line in shown} == {"estimate", "plan", "train"}
+    assert {shlex.split(line)[1] for line in shown} == {"estimate", "gpus", "plan", "train"}
     for line in shown:
         _, name, *arguments = shlex.split(line)
         command = get_command(app).commands[name]  # type: ignore[attr-defined]
         command.make_context(name, arguments)
+
+
+def test_every_correction_is_told_about() -> None:
+    from brimful.capture.corrections import RULES
+
+    told = (ROOT / "docs" / "how-the-estimate-works.md").read_text(encoding="utf-8")
+    assert [rule.name for rule in RULES if f"`{rule.name}`" not in told] == []
 
 
 def test_the_tables_are_those_of_the_results() -> None:
