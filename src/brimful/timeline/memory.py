@@ -156,7 +156,10 @@ def predict_memory(
 
 
 def most_reserved_bytes(trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR) -> int:
-    """Peak reserved bytes if every storage whose size is not known for sure is as large as it may be.
+    """Peak reserved bytes if what is not known for sure is as large as it may be.
+
+    Larger requests do not always make more be reserved: a block obtained for one of them may serve others later.
+    So all uncertain sizes are enlarged together, then those of each phase alone, and the most is taken.
 
     Args:
         trace: Some training steps.
@@ -166,16 +169,33 @@ def most_reserved_bytes(trace: Trace, *, allocator: AllocatorSettings = DEFAULT_
         At least what is reserved with the sizes taken as likely.
     """
     likely = replay_allocations(trace, allocator=allocator).peak_reserved_bytes
-    if all(storage.most_bytes is None for storage in trace.storages):
-        return likely
-    largest = replace(
+    uncertain = {
+        event.storage: Phase.SETUP if event.op < 0 else trace.ops[event.op].phase
+        for event in trace.events
+        if event.kind is EventKind.ALLOCATE and trace.storages[event.storage].most_bytes is not None
+    }
+    phases = set(uncertain.values())
+    scenarios = [phases, *({phase} for phase in sorted(phases))] if len(phases) > 1 else [phases]
+    largest = (
+        _enlarged(trace, {storage for storage, phase in uncertain.items() if phase in scenario})
+        for scenario in scenarios
+        if scenario
+    )
+    peaks = (replay_allocations(each, allocator=allocator).peak_reserved_bytes for each in largest)
+    return max(likely, *peaks, likely)
+
+
+def _enlarged(trace: Trace, storages: set[int]) -> Trace:
+    """The trace with some storages as large as they may be."""
+    return replace(
         trace,
         storages=tuple(
-            storage if storage.most_bytes is None else replace(storage, size_bytes=storage.most_bytes)
-            for storage in trace.storages
+            replace(storage, size_bytes=storage.most_bytes)
+            if index in storages and storage.most_bytes is not None
+            else storage
+            for index, storage in enumerate(trace.storages)
         ),
     )
-    return max(likely, replay_allocations(largest, allocator=allocator).peak_reserved_bytes)
 
 
 def replay_allocations(

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from brimful.timeline import (
     AllocatorSettings,
     FailedAllocation,
     HeldStorage,
+    most_reserved_bytes,
     predict_memory,
     replay_allocations,
     smallest_surviving_capacity_bytes,
@@ -153,3 +155,24 @@ def test_an_unknown_kind_of_device_is_refused():
 def test_the_timeline_does_not_import_torch():
     code = "import sys, brimful.timeline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def uncertain_trace():
+    """A workspace in forward and one in backward, of no likely size and of 30 MiB at most."""
+    writer = TraceWriter("cuda")
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        writer.op("aten.convolution", phase=phase)
+        writer.free(writer.allocate(0, "workspace"))
+        writer.allocate(12 * MIB, f"kept of {phase}")
+    trace = writer.trace()
+    storages = (replace(s, most_bytes=30 * MIB) if s.label == "workspace" else s for s in trace.storages)
+    return replace(trace, storages=tuple(storages))
+
+
+def test_sizes_that_are_not_known_for_sure_count_at_their_most_in_the_upper_end_only():
+    trace = uncertain_trace()
+    assert predict_memory(trace).peak_reserved_bytes == 24 * MIB
+    # A segment of 30 for each workspace: the first one's, with a kept tensor in it, has no room for the second.
+    assert most_reserved_bytes(trace) == 60 * MIB
+    known = replace(trace, storages=tuple(replace(s, most_bytes=None) for s in trace.storages))
+    assert most_reserved_bytes(known) == 24 * MIB
