@@ -294,7 +294,8 @@ def variants(model: Model) -> Iterator[tuple[str, Job, Settings]]:
 
 def compare(job: Job, settings: Settings) -> dict[str, Any]:
     """One row: predicted, measured, and what explains their difference."""
-    prediction = predict_memory(capture_step(job, settings, find_device("cpu")))
+    trace = capture_step(job, settings, find_device("cpu"))
+    prediction = predict_memory(trace)
     measurement = measure_step(job, settings, steps=1)
     predicted, measured = prediction.peak_allocated_bytes, measurement.measured_peak_allocated_bytes
     temporaries = measurement.temporaries_at_peak
@@ -309,6 +310,7 @@ def compare(job: Job, settings: Settings) -> dict[str, Any]:
         "unexplained_bytes": max(0, measured - named - predicted) + max(0, predicted - measured),
         "predicted_peak_op": prediction.peak_op,
         "predicted_peak_phase": str(prediction.peak_phase),
+        "uncertain_ops": list(trace.uncertain_ops),
     }
 
 
@@ -320,6 +322,8 @@ def explanation(row: dict[str, Any]) -> str:
         f"{each['op']} {format_bytes(each['size_bytes'])}" for each in row["temporaries_at_peak"][:2]
     )
     unexplained = row["unexplained_bytes"]
+    if row["error_fraction"] > 0 and row["uncertain_ops"]:
+        return "; ".join(row["uncertain_ops"])
     return named + (f" (unexplained: {format_bytes(unexplained)})" if unexplained else "")
 
 

@@ -106,12 +106,20 @@ def published_lines(result: dict[str, Any]) -> Iterator[str]:
 def zoo_lines(result: dict[str, Any]) -> Iterator[str]:
     """The zoo on a CPU."""
     summary = result["summary"]
-    median, largest = summary["median_error_fraction"], summary["largest_error_fraction"]
     yield (
-        f"Peak allocated bytes of one step of {summary['rows']} architectures on a CPU, predicted against the "
-        f"profiler: median error {median:.2%}, {summary['rows_within_1_percent']} within 1 %, largest "
-        f"{largest:.1%}; each above 1 % is named in the JSON. {stamp(result)}"
+        f"Peak allocated bytes of one step of {summary['rows']} architectures of {summary['families']} kinds on a CPU, "
+        f"predicted against the profiler: median error {percent(summary['median_error_fraction'])}, "
+        f"{summary['rows_within_1_percent']} within 1 %. {stamp(result)} The others:"
     )
+    yield ""
+    yield "| model | error | why |"
+    yield "|---|--:|---|"
+    for row in result["rows"]:
+        if abs(row["error_fraction"]) > 0.01:
+            why = "; ".join(row["uncertain_ops"]) or ", ".join(
+                each["op"] for each in row["temporaries_at_peak"]
+            )
+            yield f"| {row['model']} | {percent(row['error_fraction'])} | {why} |"
 
 
 def cpu_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -1,0 +1,103 @@
+"""Every architecture of `benchmarks/zoo` is captured, for a CPU and for a GPU, and some are measured."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from torch import Tensor, nn
+
+from brimful.capture import capture_step
+from brimful.hardware import find_device
+from brimful.measuring import measure_step
+from brimful.settings import Settings
+from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
+from brimful.trace import Category, Trace
+from zoo import ZOO, ZooModel, missing
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what the libraries warn of is theirs
+
+SLOW = {
+    "efficientnet", "longformer", "longt5", "mamba", "mobilenet-v2", "mobilevit", "rwkv", "segformer", "switch",
+    "densenet121 (torchvision)", "efficientnet_b0 (torchvision)", "vgg11 (torchvision)",
+}  # fmt: skip
+"""They take two seconds and more for both devices."""
+MEASURED = (
+    "bert", "gpt2", "vit", "resnet-18", "unet", "vae", "wavenet", "lstm lm", "bidirectional lstm, packed",
+    "mlp", "lora", "own checkpoint", "own checkpoint, reentrant", "graph", "boolean index", "recommender",
+)  # fmt: skip
+WITHIN_FRACTION = 0.005
+"""Predicted against measured; benchmarks/results/cpu_zoo.json has all models."""
+
+
+@pytest.fixture(autouse=True)
+def _frozen_heap() -> Iterator[None]:
+    """A capture collects garbage once; with transformers imported that takes longer than the capture."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def skip_if_missing(model: ZooModel) -> None:
+    reason = missing(model.needs) if model.needs else None
+    if reason:
+        pytest.skip(f"{model.needs}: {reason}")
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers, those that are shared once."""
+    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return sum(
+        (1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)))
+        * tensor.element_size()
+        for tensor in tensors.values()
+        if tensor.numel()
+    )
+
+
+def live_bytes_after_steps(trace: Trace) -> list[int]:
+    """Bytes live when each captured step has ended."""
+    profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
+    steps = np.array([trace.ops[event.op].step if event.op >= 0 else -1 for event in trace.events])
+    return [int(profile.live_bytes[np.flatnonzero(steps == step)[-1]]) for step in range(trace.captured_steps)]
+
+
+@pytest.mark.parametrize("device", ["cpu", "RTX 3090"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, id=m.name, marks=[pytest.mark.slow] if m.name in SLOW else []) for m in ZOO],
+)
+def test_a_step_is_captured_and_leaves_nothing_behind(model: ZooModel, device: str) -> None:
+    skip_if_missing(model)
+    job = model.job()
+    trace = capture_step(job, Settings(micro_batch_size=model.micro_batch_size), find_device(device))
+    assert trace.ops
+    held = [storage for storage in trace.storages if storage.category is Category.PARAMETERS]
+    built = job.model()
+    assert sum(storage.size_bytes for storage in held) == resident_bytes(built)
+    assert trace.parameter_count == sum(parameter.numel() for parameter in built.parameters())
+    first, *_, last = live_bytes_after_steps(trace)
+    assert last == first
+    assert predict_memory(trace).peak_allocated_bytes > resident_bytes(built)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_is_predicted_for_a_cpu_is_what_a_step_takes(name: str) -> None:
+    (model,) = [model for model in ZOO if model.name == name]
+    settings = Settings(micro_batch_size=model.micro_batch_size)
+    predicted = predict_memory(capture_step(model.job(), settings, find_device("cpu"))).peak_allocated_bytes
+    measured = measure_step(model.job(), settings, steps=1).measured_peak_allocated_bytes
+    assert predicted == pytest.approx(measured, rel=WITHIN_FRACTION)
+
+
+def test_the_zoo_is_large_and_every_model_has_a_name_of_its_own() -> None:
+    names = [model.name for model in ZOO]
+    assert len(set(names)) == len(names) >= 45
+    assert set(names) >= {*SLOW, *MEASURED}
+
+
+def test_a_package_that_cannot_be_imported_is_named_with_the_reason() -> None:
+    assert missing("torch") is None
+    assert "no_such_package" in str(missing("no_such_package"))
