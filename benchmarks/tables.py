@@ -107,8 +107,8 @@ def zoo_lines(result: dict[str, Any]) -> Iterator[str]:
     """The zoo on a CPU."""
     summary = result["summary"]
     yield (
-        f"Peak allocated bytes of one step of {summary['rows']} architectures of {summary['families']} kinds on a CPU, "
-        f"predicted against the profiler: median error {percent(summary['median_error_fraction'])}, "
+        f"Peak allocated bytes of one step of {summary['rows']} architectures of {summary['families']} kinds "
+        f"on a CPU, predicted against the profiler: median error {percent(summary['median_error_fraction'])}, "
         f"{summary['rows_within_1_percent']} within 1 %. {stamp(result)} The others:"
     )
     yield ""

@@ -143,9 +143,8 @@ def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
 
 
 def test_gpus_json_has_exactly_the_documented_keys(folder: Path) -> None:
-    done = brimful(
-        folder, "gpus", "mine:job", "--global-batch-size", "8", "--device", "T4", "--device", "RTX 4090", "--json"
-    )
+    asked = ("--global-batch-size", "8", "--device", "T4", "--device", "RTX 4090", "--json")
+    done = brimful(folder, "gpus", "mine:job", *asked)
     document = json.loads(done.stdout)
     assert done.returncode == 0
     assert set(document) == {"job", "global_batch_size", "gpus"}
@@ -184,8 +183,8 @@ def test_a_file_and_model_options_name_a_job(folder: Path) -> None:
         (["estimate", "mine:job", "--device", "T4", "--precision", "fp61"], 2, ["fp16"]),
         (["estimate", "mine:job", "--device", "T4", "--precision", "bf16"], 2, ["T4", "bf16", "fp16"]),
         (["estimate", "mine:job", "--device", "T4", "--without", "dropout"], 2, ["dropout_mask"]),
-        (["estimate", "mine:job", "--device", "T4", "--allocator", "expandable:True"], 2, ["expandable_segments"]),
-        (["estimate", "mine:job", "--largest", "--micro-batch-size", "2"], 2, ["--largest", "--micro-batch-size"]),
+        (["estimate", "mine:job", "--device", "T4", "--allocator", "expand:True"], 2, ["expandable_segments"]),
+        (["estimate", "mine:job", "--largest", "--micro-batch-size", "2"], 2, ["--largest", "--micro-batch"]),
         (["gpus", "mine:job", "--global-batch-size", "8", "--device", "cpu"], 2, ["no CUDA GPU"]),
         (["estimate", "mine:job", "--device", "T4", "--budget", "lots"], 2, ["lots", "11GiB"]),
         (["estimate", "mine:job", "--device", "T4", "--budget", "16"], 2, ["16GiB"]),

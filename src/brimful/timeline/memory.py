@@ -158,8 +158,8 @@ def predict_memory(
 def most_reserved_bytes(trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR) -> int:
     """Peak reserved bytes if what is not known for sure is as large as it may be.
 
-    Larger requests do not always make more be reserved: a block obtained for one of them may serve others later.
-    So all uncertain sizes are enlarged together, then those of each phase alone, and the most is taken.
+    Larger requests do not always make more be reserved: a block obtained for one of them may serve others
+    later. So all uncertain sizes are enlarged together, then those of each phase alone, and the most is taken.
 
     Args:
         trace: Some training steps.
