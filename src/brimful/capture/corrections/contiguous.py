@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def copied_bytes(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> lis
         return [args[i].nbytes for i in _CONTIGUOUS[func] if not args[i].is_contiguous()]
     if func in _DENSE:
         return [args[i].nbytes for i in _DENSE[func] if not _is_dense(args[i])]
-    name = func.overloadpacket._qualified_op_name.removeprefix("aten::").rstrip("_")
+    name = _base_name(func)
     if name in _IN_THE_RESULTS_TYPE:
         return _cast_bytes(args[:1], outputs[0].dtype) if outputs else []
     if name in _OF_ONE_TYPE:
@@ -91,6 +92,12 @@ def copied_bytes(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> lis
         ]
         return _cast_bytes(tensors, _common_dtype(args, outputs)) if outputs else []
     return []
+
+
+@cache
+def _base_name(func: Any) -> str:
+    """Such as "add" for `aten.add_.Tensor`."""
+    return str(func.overloadpacket._qualified_op_name).removeprefix("aten::").rstrip("_")
 
 
 def _cast_bytes(tensors: Any, dtype: torch.dtype) -> list[int]:
