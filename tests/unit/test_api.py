@@ -157,14 +157,16 @@ def test_an_optimizer_that_is_made_already_is_refused() -> None:
         bf.estimate(job, DEVICE)
 
 
-def test_recurrent_layers_on_a_gpu_are_named_as_uncertain() -> None:
+def test_what_cudnn_keeps_for_recurrent_layers_widens_the_interval() -> None:
     job = bf.Job(
         model=lambda: nn.GRU(8, 8),
         loss=lambda model, batch: model(batch)[0].mean(),
         batch=lambda n: torch.randn(n, 4, 8),
         optimizer="sgd",
     )
-    assert any("cuDNN" in uncertain for uncertain in bf.estimate(job, DEVICE).uncertain_ops)
+    trace = bf.capture_trace(job, bf.Settings(micro_batch_size=64), DEVICE)
+    assert "aten._cudnn_rnn.default" in {op.name for op in trace.ops}
+    assert any(storage.most_bytes is not None for storage in trace.storages)
     assert not bf.estimate(job, cpu_like()).uncertain_ops
 
 

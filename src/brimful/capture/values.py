@@ -217,7 +217,10 @@ class KnownValues:
             raise NotKnownError
         for tensor in _written(func, args, kwargs):
             self._make_writable(tensor)
-        return self.compute(func, args, kwargs)
+        try:
+            return self.compute(func, args, kwargs)
+        except (RuntimeError, ValueError, IndexError) as error:  # the CPU lacks some kernels that a GPU has
+            raise NotKnownError from error
 
     def _make_writable(self, tensor: Tensor) -> None:
         """Give a tensor that is filled with one number, which is kept once, numbers of its own."""

@@ -202,6 +202,19 @@ def test_views_by_strides_of_what_is_filled_with_one_number_are_not_known() -> N
     assert capture(job(loss=loss)).uncertain_ops == ()
 
 
+def test_what_a_cpu_has_no_kernel_for_is_not_known() -> None:
+    halves = torch.ones(2, 3, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="not implemented for 'Half'"):
+        torch.cdist(halves, halves)
+
+    def read(_batch: dict[str, Tensor]) -> None:
+        points = torch.ones(2, 3, dtype=torch.float16)
+        torch.cdist(points, points).max().item()
+
+    (named,) = capture(job(loss=loss_that(read))).uncertain_ops
+    assert "a number read" in named
+
+
 def test_what_is_drawn_in_place_over_known_values_is_not_known() -> None:
     def read(batch: dict[str, Tensor]) -> None:
         batch["y"].random_(0, 3)
