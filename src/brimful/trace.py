@@ -158,8 +158,7 @@ class Trace:
         return (
             len(self.ops) == len(other.ops)
             and len(self.storages) == len(other.storages)
-            and len(self.events) == len(other.events)
-            and all(a == b for a, b in zip(self.events, other.events, strict=True))
+            and self.events == other.events
             and all(
                 (a.name, a.module, a.phase, a.recomputed) == (b.name, b.module, b.phase, b.recomputed)
                 for a, b in zip(self.ops, other.ops, strict=True)
@@ -193,16 +192,10 @@ class Trace:
             rise = (at_large - at_small) * (micro_batch_size - small)
             return at_small + rise // (large - small)
 
-        ops = tuple(
-            replace(
-                a,
-                flops=line(a.flops, b.flops),
-                read_bytes=line(a.read_bytes, b.read_bytes),
-                written_bytes=line(a.written_bytes, b.written_bytes),
-            )
-            for a, b in zip(self.ops, other.ops, strict=True)
+        ops = tuple(_scaled_op(a, b, line) for a, b in zip(self.ops, other.ops, strict=True))
+        storages = tuple(
+            _scaled_storage(a, b, line) for a, b in zip(self.storages, other.storages, strict=True)
         )
-        storages = tuple(_scaled(a, b, line) for a, b in zip(self.storages, other.storages, strict=True))
         corrections = tuple(
             replace(a, changed_bytes=line(a.changed_bytes, b.changed_bytes))
             for a, b in zip(self.corrections, other.corrections, strict=False)
@@ -276,7 +269,19 @@ class Trace:
         return cls(**values)
 
 
-def _scaled(a: Storage, b: Storage, line: Callable[[int, int], int]) -> Storage:
+def _scaled_op(a: Op, b: Op, line: Callable[[int, int], int]) -> Op:
+    """An op on the line through its work in two traces."""
+    if (a.flops, a.read_bytes, a.written_bytes) == (b.flops, b.read_bytes, b.written_bytes):
+        return a
+    return replace(
+        a,
+        flops=line(a.flops, b.flops),
+        read_bytes=line(a.read_bytes, b.read_bytes),
+        written_bytes=line(a.written_bytes, b.written_bytes),
+    )
+
+
+def _scaled_storage(a: Storage, b: Storage, line: Callable[[int, int], int]) -> Storage:
     """A storage on the line through its sizes in two traces."""
     if a.kernel is not None and b.kernel is not None:
         kernel = a.kernel.scaled(b.kernel, line)

@@ -217,8 +217,7 @@ def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter], 
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Collect reference cycles before and after, not at moments that depend on what else the process does."""
-    gc.collect()
+    """Collect no reference cycles at moments that depend on what else the process does."""
     enabled = gc.isenabled()
     gc.disable()
     try:

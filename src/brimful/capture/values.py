@@ -116,6 +116,22 @@ class KnownValues:
         assert isinstance(value, Tensor)
         return value
 
+    def number_of(self, tensor: Tensor) -> float | bool:
+        """The one number of a tensor.
+
+        Args:
+            tensor: A fake or a real one, of one element.
+
+        Returns:
+            What `item` would.
+
+        Raises:
+            NotKnownError: It is not known.
+        """
+        value = self.of(tensor)
+        with unset_fake_temporarily():
+            return value.item()
+
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an op returns for the values of its arguments.
 

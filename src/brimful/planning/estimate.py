@@ -159,7 +159,10 @@ def estimate_trace(
     capacity = device.capacity_bytes if capacity_bytes is None else capacity_bytes
     reservable = max(capacity - device.context_bytes, 0)
     memory = predict_memory(trace, allocator=allocator, capacity_bytes=reservable)
-    surviving = smallest_surviving_capacity_bytes(trace, allocator=allocator) or memory.peak_reserved_bytes
+    surviving = smallest_surviving_capacity_bytes(
+        trace, allocator=allocator, unlimited_peak_reserved_bytes=memory.unlimited_peak_reserved_bytes
+    )
+    surviving = memory.peak_reserved_bytes if surviving is None else surviving
     time = step_seconds(trace, device)
     return Estimate(
         job=trace.job,
@@ -193,7 +196,7 @@ def estimate_trace(
 
 def _interval(trace: Trace, device: Device, memory: MemoryPrediction, surviving_bytes: int) -> tuple[int, int]:
     """The least and the most on the device; on a CPU what is predicted, with what kernels may take inside."""
-    most = max(most_reserved_bytes(trace, allocator=memory.allocator), memory.peak_reserved_bytes)
+    most = most_reserved_bytes(trace, memory.unlimited_peak_reserved_bytes, allocator=memory.allocator)
     if device.kind == "cpu":
         return memory.peak_reserved_bytes, most
     least = min(surviving_bytes, memory.peak_reserved_bytes)

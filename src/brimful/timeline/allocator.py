@@ -138,7 +138,8 @@ class CachingAllocator:
         block.free = False
         self._in_use[key] = block
         self.allocated_bytes += block.size_bytes
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return None
 
     def free(self, key: Hashable) -> None:

@@ -20,6 +20,8 @@ ALTERNATIVES = (
 """Settings to try on any trace, each alone. The numbers are examples, not tuned."""
 COLLECTING = AllocatorSettings(garbage_collection_threshold=0.8)
 """To try where the capacity is known; 0.8 is the example in PyTorch's notes on CUDA."""
+_RESOLUTION = 1024
+"""The smallest capacity is found to one part in so many: finer than any estimate, in ten replays at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +32,7 @@ class AllocatorWhatIf:
     peak_reserved_bytes: int
     """The most held in segments: within the capacity where the steps fit, else without any limit."""
     smallest_surviving_capacity_bytes: int
-    """The smallest capacity at which the steps run to their end, a multiple of 2 MiB."""
+    """The smallest capacity at which the steps run to their end, see `smallest_surviving_capacity_bytes`."""
     cache_flushes: int
     """How often the whole cache has to be given back to fit the capacity; 0 if the steps do not fit."""
     fits: bool
@@ -63,16 +65,21 @@ def compare_allocators(trace: Trace, capacity_bytes: int | None = None) -> tuple
 
 
 def smallest_surviving_capacity_bytes(
-    trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR
+    trace: Trace,
+    *,
+    allocator: AllocatorSettings = DEFAULT_ALLOCATOR,
+    unlimited_peak_reserved_bytes: int | None = None,
 ) -> int | None:
     """The smallest capacity at which a trace still runs, below its peak reserved bytes by what flushing saves.
 
-    It is found by bisection over some ten replays, so it takes that much longer than `predict_memory`. A larger
-    capacity need not be survived too, as flushing changes where blocks lie; this one is, and 2 MiB less is not.
+    It is found by bisection over up to ten replays, so it takes that much longer than `predict_memory`. A
+    larger capacity need not be survived too, as flushing changes where blocks lie; this one is, and a thousandth
+    less, or 2 MiB if that is more, is not.
 
     Args:
         trace: Some training steps.
         allocator: The CUDA allocator's settings.
+        unlimited_peak_reserved_bytes: What the trace reserves without limit, if that is known already.
 
     Returns:
         A multiple of 2 MiB, as segments are; None for a CPU, which caches nothing.
@@ -83,8 +90,9 @@ def smallest_surviving_capacity_bytes(
     rounding_bytes_of(trace.device_kind)
     if trace.device_kind != "cuda":
         return None
-    unlimited = replay_allocations(trace, allocator=allocator)
-    return _smallest_surviving_capacity(trace, allocator, unlimited.peak_reserved_bytes)
+    if unlimited_peak_reserved_bytes is None:
+        unlimited_peak_reserved_bytes = replay_allocations(trace, allocator=allocator).peak_reserved_bytes
+    return _smallest_surviving_capacity(trace, allocator, unlimited_peak_reserved_bytes)
 
 
 def _what_if(trace: Trace, settings: AllocatorSettings, capacity_bytes: int | None) -> AllocatorWhatIf:
@@ -113,7 +121,7 @@ def _smallest_surviving_capacity(
     live_bytes = live_profile(trace, rounding_bytes_of(trace.device_kind)).peak_bytes
     too_few_pages = (live_bytes - 1) // page_bytes
     enough_pages = _enough_bytes(trace, settings, unlimited_peak_reserved_bytes) // page_bytes
-    while enough_pages - too_few_pages > 1:
+    while enough_pages - too_few_pages > max(enough_pages // _RESOLUTION, 1):
         pages = (too_few_pages + enough_pages) // 2
         if _survives(trace, settings, pages * page_bytes):
             enough_pages = pages

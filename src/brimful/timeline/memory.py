@@ -73,6 +73,8 @@ class MemoryPrediction:
     """The most held by live storages, in whole blocks."""
     peak_reserved_bytes: int
     """The most held in segments; on a CPU, which caches nothing, what is allocated."""
+    unlimited_peak_reserved_bytes: int
+    """The most held in segments where nothing limits them."""
     first_step_peak_allocated_bytes: int
     """The peak of setup and the first optimizer step, in which gradients and optimizer state are made."""
     steady_peak_allocated_bytes: int
@@ -132,7 +134,9 @@ def predict_memory(
         raise UsageError(f"the trace of {trace.job!r} allocates nothing, so it has no peak. Capture it again.")
     limited = replay_allocations(trace, allocator=allocator, capacity_bytes=capacity_bytes)
     fits = limited.out_of_memory_at is None
-    finished = limited if fits else replay_allocations(trace, allocator=allocator)
+    is_untouched = fits and not limited.cache_flushes and allocator.garbage_collection_threshold is None
+    unlimited = limited if is_untouched else replay_allocations(trace, allocator=allocator)
+    finished = limited if fits else unlimited
     profile = finished.profile
     peak_op = profile.op_at(profile.peak_position)
     return MemoryPrediction(
@@ -140,6 +144,7 @@ def predict_memory(
         capacity_bytes=capacity_bytes,
         peak_allocated_bytes=profile.peak_bytes,
         peak_reserved_bytes=finished.peak_reserved_bytes,
+        unlimited_peak_reserved_bytes=unlimited.peak_reserved_bytes,
         first_step_peak_allocated_bytes=profile.peak_bytes_in_step(0),
         steady_peak_allocated_bytes=profile.peak_bytes_in_step(profile.last_step),
         cache_flushes=finished.cache_flushes,
@@ -155,7 +160,9 @@ def predict_memory(
     )
 
 
-def most_reserved_bytes(trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR) -> int:
+def most_reserved_bytes(
+    trace: Trace, likely_bytes: int, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR
+) -> int:
     """Peak reserved bytes if what is not known for sure is as large as it may be.
 
     Larger requests do not always make more be reserved: a block obtained for one of them may serve others
@@ -163,12 +170,12 @@ def most_reserved_bytes(trace: Trace, *, allocator: AllocatorSettings = DEFAULT_
 
     Args:
         trace: Some training steps.
+        likely_bytes: What is reserved without limit if they are as large as they likely are.
         allocator: The CUDA allocator's settings; nothing to a CPU.
 
     Returns:
-        At least what is reserved with the sizes taken as likely.
+        `likely_bytes` or more.
     """
-    likely = replay_allocations(trace, allocator=allocator).peak_reserved_bytes
     uncertain = {
         event.storage: Phase.SETUP if event.op < 0 else trace.ops[event.op].phase
         for event in trace.events
@@ -182,7 +189,7 @@ def most_reserved_bytes(trace: Trace, *, allocator: AllocatorSettings = DEFAULT_
         if scenario
     )
     peaks = (replay_allocations(each, allocator=allocator).peak_reserved_bytes for each in largest)
-    return max(likely, *peaks, likely)
+    return max((likely_bytes, *peaks))
 
 
 def _enlarged(trace: Trace, storages: set[int]) -> Trace:
