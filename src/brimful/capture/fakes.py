@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
+from brimful.capture.replaced import replaced
 from brimful.capture.values import KnownValues
 from brimful.errors import CaptureError, UsageError
 from brimful.job import Job
@@ -73,11 +74,8 @@ def _parameters_on_meta() -> Iterator[None]:
             light.__dict__.update(param.__dict__)
             module._parameters[name] = light
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(nn.Module, "register_parameter", register_on_meta):
         yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def _is_lazy(tensor: Tensor) -> bool:
@@ -133,11 +131,8 @@ def _fakes_in_text() -> Iterator[None]:
     def as_number(tensor: Tensor, spec: str) -> str:
         return format(tensor.item(), spec) if tensor.dim() == 0 else plain(tensor, spec)
 
-    Tensor.__format__ = as_number  # type: ignore[method-assign]
-    try:
+    with replaced(Tensor, "__format__", as_number):
         yield
-    finally:
-        Tensor.__format__ = plain  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -165,11 +160,8 @@ def _fakes_converted_in_place() -> Iterator[None]:
                 part._buffers[name] = None if buffer is None else convert(buffer)
         return module
 
-    nn.Module._apply = apply_to_fakes  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, "_apply", apply_to_fakes):
         yield
-    finally:
-        nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -185,11 +177,8 @@ def fakes_can_be_copied() -> Iterator[None]:
         copy: Tensor = memo[id(fake)]
         return copy
 
-    FakeTensor.__deepcopy__ = copied  # type: ignore[method-assign, assignment]
-    try:
+    with replaced(FakeTensor, "__deepcopy__", copied):
         yield
-    finally:
-        del FakeTensor.__deepcopy__
 
 
 def to_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from brimful.capture.replaced import replaced
+
 
 @contextmanager
 def answers_of_a_real_step() -> Iterator[None]:
@@ -22,9 +24,5 @@ def answers_of_a_real_step() -> Iterator[None]:
     if module is None or not hasattr(module, "is_fake_tensor"):
         yield
         return
-    before = module.is_fake_tensor
-    module.is_fake_tensor = lambda _tensor: False
-    try:
+    with replaced(module, "is_fake_tensor", lambda _tensor: False):
         yield
-    finally:
-        module.is_fake_tensor = before

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
-from unittest.mock import patch
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -21,6 +20,7 @@ from torch.optim.optimizer import (
 from brimful.capture.corrections import CorrectedFunctions
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
 from brimful.capture.recorder import Recorder
+from brimful.capture.replaced import replaced
 from brimful.errors import CaptureError
 from brimful.job import Batch, Job
 from brimful.trace import Phase
@@ -145,5 +145,5 @@ def _no_overflow_found(recorder: Recorder) -> Iterator[None]:
         finally:
             recorder.item_value = 1.0
 
-    with patch.object(GradScaler, "_maybe_opt_step", decided):
+    with replaced(GradScaler, "_maybe_opt_step", decided):
         yield

@@ -144,9 +144,37 @@ class Recorder(TorchDispatchMode):
         """Record a tensor that no op made as allocated now, until it is dropped."""
         self._see(tensor, None, label)
 
-    def allocate_block(self, size_bytes: int, label: str) -> int:
-        """Record a block that no tensor stands for, such as a library's workspace; its index."""
-        return self._new_storage(size_bytes, None, label)
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """The values of a tensor, as a real one on the CPU.
+
+        Raises:
+            NotKnownError: They are not known.
+        """
+        return self._known.of(tensor)
+
+    def remember(self, fake: Tensor, real: Tensor) -> None:
+        """Say what values a fake tensor stands for."""
+        self._known.remember(fake, real)
+
+    def allocate_block(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> int:
+        """Record a block that no tensor stands for, such as a library's workspace.
+
+        Args:
+            size_bytes: What it is taken to be.
+            label: What it is.
+            most_bytes: What it may be at most, where that is not known for sure.
+
+        Returns:
+            Its index, to release it by; without that it stays to the end.
+        """
+        block = self._new_storage(size_bytes, None, label)
+        if most_bytes is not None:
+            self.most[block] = most_bytes
+        return block
+
+    def release_block(self, block: int) -> None:
+        """Record that a block is free from now on."""
+        self.events.append((False, block, len(self.ops) - 1))
 
     def add_temporary(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None:
         """Record memory that the op just run took beside its outputs and gave back before it ended.
@@ -169,7 +197,7 @@ class Recorder(TorchDispatchMode):
         index = self._live.pop(tensor.untyped_storage()._cdata, None)
         if index is None:
             return 0
-        self.events.append((False, index, len(self.ops) - 1))
+        self.release_block(index)
         return self.sizes[index]
 
     def never_made(self, tensors: Iterable[Tensor]) -> None:
@@ -334,7 +362,7 @@ class Recorder(TorchDispatchMode):
         if index is not None:
             if self.sizes[index] == storage.nbytes():
                 return index
-            self.events.append((False, index, len(self.ops) - 1))  # resized: another block from now on
+            self.release_block(index)  # resized: another block from now on
             maker, label = self.makers[index], self.labels[index]
         fresh = self._new_storage(storage.nbytes(), maker, label)
         if index is None:
@@ -349,12 +377,11 @@ class Recorder(TorchDispatchMode):
             return
         blocks = []
         for size_bytes, label, most_bytes, kernel in self._temporaries:
-            blocks.append(self._new_storage(size_bytes, None, label))
-            if most_bytes is not None:
-                self.most[blocks[-1]] = most_bytes
+            blocks.append(self.allocate_block(size_bytes, label, most_bytes=most_bytes))
             if kernel is not None:
                 self.kernels[blocks[-1]] = kernel
-        self.events += [(False, block, len(self.ops) - 1) for block in blocks]
+        for block in blocks:
+            self.release_block(block)
         self._temporaries.clear()
 
     def _new_storage(self, size_bytes: int, maker: int | None, label: str) -> int:
@@ -368,7 +395,7 @@ class Recorder(TorchDispatchMode):
     def _freed(self, address: int) -> None:
         index = self._live.pop(address, None)
         if index is not None:
-            self.events.append((False, index, len(self.ops) - 1))
+            self.release_block(index)
 
     def _category(self, index: int, maker: int | None, freed_in: int | None) -> Category:
         if index in self.marked:

@@ -73,8 +73,8 @@ def smallest_surviving_capacity_bytes(
     """The smallest capacity at which a trace still runs, below its peak reserved bytes by what flushing saves.
 
     It is found by bisection over up to ten replays, so it takes that much longer than `predict_memory`. A
-    larger capacity need not be survived too, as flushing changes where blocks lie; this one is, and a thousandth
-    less, or 2 MiB if that is more, is not.
+    larger capacity need not be survived too, as flushing changes where blocks lie. This one is, and one smaller
+    by a thousandth, or by 2 MiB if that is more, is not.
 
     Args:
         trace: Some training steps.

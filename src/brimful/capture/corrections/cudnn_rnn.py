@@ -277,13 +277,8 @@ def _add_copy(recorder: Any, inputs: Tensor) -> None:
 
 def _add_uncertain_part(recorder: Any, storage: torch.UntypedStorage, extra_bytes: int) -> None:
     """A block of no likely size that lives as long as a storage does."""
-    block = recorder.allocate_block(0, "cuDNN RNN reserve, uncertain part")
-    recorder.most[block] = extra_bytes
-
-    def free() -> None:
-        recorder.events.append((False, block, len(recorder.ops) - 1))
-
-    weakref.finalize(storage, free).atexit = False
+    block = recorder.allocate_block(0, "cuDNN RNN reserve, uncertain part", most_bytes=extra_bytes)
+    weakref.finalize(storage, recorder.release_block, block).atexit = False
 
 
 def _bytes(tensor: Tensor) -> int:

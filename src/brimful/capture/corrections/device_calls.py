@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
 from brimful.capture.corrections.base import Rule
+from brimful.capture.replaced import replaced
 
 HOST_MARK = "_brimful_host"
 """Attribute of fake tensors that stand for a batch in the host's memory."""
@@ -57,10 +57,10 @@ class DeviceCalls(Rule):
             return init
 
         with (
-            patch.object(nn.Module, "to", stay),
-            patch.object(nn.Module, "cuda", lambda module, *_: module),
-            patch.object(autocast, "__init__", on_cpu(make_autocast)),
-            patch.object(GradScaler, "__init__", on_cpu(make_scaler)),
+            replaced(nn.Module, "to", stay),
+            replaced(nn.Module, "cuda", lambda module, *_: module),
+            replaced(autocast, "__init__", on_cpu(make_autocast)),
+            replaced(GradScaler, "__init__", on_cpu(make_scaler)),
         ):
             yield
         self._recorder = None

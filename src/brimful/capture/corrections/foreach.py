@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
 from brimful.capture.corrections.base import Rule
+from brimful.capture.replaced import replaced
 
 _NAME = "_get_foreach_kernels_supported_devices"
 
@@ -29,14 +30,10 @@ class ForeachOptimizers(Rule):
         """Torch's list of devices names the CPU too while the context is open."""
         devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
         modules = [module for module in (optimizer_module, _foreach_utils) if hasattr(module, _NAME)]
-        before = [getattr(module, _NAME) for module in modules]
-        try:
+        with ExitStack() as stack:
             for module in modules:
-                setattr(module, _NAME, lambda: devices)
+                stack.enter_context(replaced(module, _NAME, lambda: devices))
             yield
-        finally:
-            for module, function in zip(modules, before, strict=True):
-                setattr(module, _NAME, function)
 
     watches_ops = True
 

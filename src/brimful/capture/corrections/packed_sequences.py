@@ -50,7 +50,7 @@ class PackedSequences(Rule):
     def _pad(
         self, data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, longest: int
     ) -> tuple[Tensor, Tensor]:
-        sizes = self._recorder._known.of(batch_sizes).tolist()
+        sizes = self._recorder.values_of(batch_sizes).tolist()
         lengths = [sum(size > sample for size in sizes) for sample in range(sizes[0])]
         padded = _Pad.apply(data, max(longest, len(sizes)), sizes[0], value)
         self.count(0)
@@ -58,7 +58,7 @@ class PackedSequences(Rule):
 
     def _lengths(self, lengths: Tensor, samples: int, steps: int) -> list[int]:
         try:
-            known: list[int] = self._recorder._known.of(lengths).tolist()
+            known: list[int] = self._recorder.values_of(lengths).tolist()
         except NotKnownError:
             self._recorder.uncertain.setdefault("lengths of packed sequences, taken for the longest")
             return [steps] * samples
@@ -69,7 +69,7 @@ class PackedSequences(Rule):
         fake = torch.empty(len(numbers), dtype=torch.int64)
         with unset_fake_temporarily():
             real = torch.tensor(numbers)
-        self._recorder._known.remember(fake, real)
+        self._recorder.remember(fake, real)
         return fake
 
 

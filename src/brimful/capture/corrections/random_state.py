@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
+from brimful.capture.replaced import replaced
 
 
 class RandomState(Rule):
@@ -36,8 +37,5 @@ class RandomState(Rule):
             self.count(state.numel())
             return state
 
-        torch.get_rng_state = recorded
-        try:
+        with replaced(torch, "get_rng_state", recorded):
             yield
-        finally:
-            torch.get_rng_state = get_rng_state
