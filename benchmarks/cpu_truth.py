@@ -11,14 +11,12 @@ difference they do not cover.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,9 +31,8 @@ from brimful.planning import find_units
 from brimful.settings import Action, Settings, UnitAction
 from brimful.timeline import predict_memory
 from brimful.units import format_bytes
-from machine import commit, machine
+from machine import keep
 
-RESULTS = Path(__file__).parent / "results" / "cpu_truth.json"
 NAMED_ABOVE_FRACTION = 0.01
 """Errors above this are explained in the table."""
 
@@ -351,16 +348,9 @@ def main() -> None:
         "largest_error_fraction": max(errors),
     }
     print(summary)
-    document = {
-        "command": "python benchmarks/cpu_truth.py",
-        "commit": commit(),
-        "machine": machine(),
-        "seconds": round(time.perf_counter() - start, 1),
-        "summary": summary,
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    seconds = round(time.perf_counter() - start, 1)
+    content = {"seconds": seconds, "summary": summary, "rows": rows}
+    keep("cpu_truth.json", "python benchmarks/cpu_truth.py", content)
 
 
 if __name__ == "__main__":

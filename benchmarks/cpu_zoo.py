@@ -9,22 +9,19 @@ Names run some models alone and write nothing.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from brimful.settings import Settings
 from brimful.units import format_bytes
 from cpu_truth import NAMED_ABOVE_FRACTION, compare, explanation
-from machine import commit, machine
+from machine import keep
 from zoo import ZOO, ZooModel, missing
 
-RESULTS = Path(__file__).parent / "results" / "cpu_zoo.json"
 CLOSE_FRACTION = 0.005
 AS_LARGE_AS = "as large as it can be"
 """What a capture says of a result whose shape depends on unknown values."""
@@ -90,17 +87,9 @@ def main(names: list[str]) -> None:
         print(f"left out: {name} ({reason})")
     if names:
         return
-    document = {
-        "command": "python benchmarks/cpu_zoo.py",
-        "commit": commit(),
-        "machine": machine(),
-        "seconds": round(time.perf_counter() - start, 1),
-        "summary": summary,
-        "left_out": left_out,
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+    seconds = round(time.perf_counter() - start, 1)
+    content = {"seconds": seconds, "summary": summary, "left_out": left_out, "rows": rows}
+    keep("cpu_zoo.json", "python benchmarks/cpu_zoo.py", content)
 
 
 if __name__ == "__main__":

@@ -19,22 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks")]
 
 import demo  # noqa: E402
-from machine import commit, machine  # noqa: E402
-
-RESULTS = Path(__file__).parent / "results" / "demo_runs.json"
+from machine import keep  # noqa: E402
 
 
 def main() -> None:
     """Train, print and keep."""
     rows = [train(training) for training in demo.TRAINED]
-    document = {
-        "command": "python benchmarks/demo_runs.py",
-        "commit": commit(),
-        "machine": machine(),
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    keep("demo_runs.json", "python benchmarks/demo_runs.py", {"rows": rows})
     for row in rows:
         print(json.dumps(row, indent=1))
 

@@ -20,12 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from machine import commit, machine
+from machine import keep
 
-RESULTS = Path(__file__).parent / "results" / "estimate_speed.json"
 DEVICE = "RTX 3090"
 REPEATS = 3
 CASES = (
@@ -57,16 +55,8 @@ def main() -> None:
         }
         rows.append(row)
         print(json.dumps(row), flush=True)
-    document = {
-        "command": "python benchmarks/estimate_speed.py",
-        "commit": commit(),
-        "machine": machine(),
-        "device": DEVICE,
-        "repeats": REPEATS,
-        "rows": rows,
-    }
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    content = {"device": DEVICE, "repeats": REPEATS, "rows": rows}
+    keep("estimate_speed.json", "python benchmarks/estimate_speed.py", content)
 
 
 def run(case: tuple[str, int, int | None], *, tracks: bool) -> dict[str, Any]:

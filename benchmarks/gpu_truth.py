@@ -30,9 +30,8 @@ from brimful.capture import capture_step
 from brimful.hardware import Device, find_device
 from brimful.planning import Estimate, estimate_trace
 from brimful.settings import Settings
-from machine import commit, machine
+from machine import keep
 
-RESULTS = Path(__file__).parent / "results" / "gpu_truth.json"
 UNKNOWN_MODE, OTHER_MODES = 0, (1, 2)
 """Where a run's record does not say when it cleared gradients: what its code falls back to, and the others."""
 OUTLIER_FRACTION = 0.06
@@ -56,6 +55,8 @@ def main() -> None:
     options = parser.parse_args()
     with options.runs.open(encoding="utf-8") as file:
         runs = [run for run in csv.DictReader(file) if not options.only or options.only in run["model"]]
+    if not runs:
+        parser.error(f"no model of {options.runs} has {options.only!r} in its name")
     rows = []
     start = time.perf_counter()
     for run in runs:
@@ -71,15 +72,13 @@ def main() -> None:
     summary = summarise(rows)
     print(json.dumps(summary, indent=1))
     if not options.only:
-        document = {
-            "command": "python benchmarks/gpu_truth.py PATH/gpu_truth.csv",
-            "commit": commit(),
-            "machine": machine() | {"transformers": transformers.__version__},
-            "seconds": round(time.perf_counter() - start, 1),
-            "summary": summary,
-            "rows": rows,
-        }
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        seconds = round(time.perf_counter() - start, 1)
+        keep(
+            "gpu_truth.json",
+            "python benchmarks/gpu_truth.py PATH/gpu_truth.csv",
+            {"seconds": seconds, "summary": summary, "rows": rows},
+            transformers=transformers.__version__,
+        )
 
 
 def compare(run: dict[str, str]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""What a result is stamped with: the machine, the versions, the commit."""
+"""What is measured is kept as JSON, with the machine, the versions and the commit."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -9,6 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def keep(name: str, command: str, content: dict[str, Any], **versions: str) -> None:
+    """Write a result.
+
+    Args:
+        name: Of its file.
+        command: Makes it anew.
+        content: Follows what the result is stamped with.
+        versions: Of packages besides torch.
+    """
+    stamp = {"command": command, "commit": commit(), "machine": machine() | versions}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / name).write_text(json.dumps(stamp | content, indent=1) + "\n", encoding="utf-8")
 
 
 def machine() -> dict[str, Any]:

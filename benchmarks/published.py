@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -27,9 +26,8 @@ from brimful.hardware import CudaContext, Device, find_device, with_context
 from brimful.job import Job
 from brimful.planning import Estimate, estimate_trace
 from brimful.settings import Settings
-from machine import commit, machine
+from machine import keep
 
-RESULTS = Path(__file__).parent / "results" / "published.json"
 MIB = 2**20
 STEPS = 3
 """Optimizer steps: in the first, gradients and optimizer state are made; the third is as the second."""
@@ -71,15 +69,13 @@ def main() -> None:
     summary = summarise(rows)
     print(json.dumps(summary, indent=1))
     if not options.only:
-        document = {
-            "command": "python benchmarks/published.py",
-            "commit": commit(),
-            "machine": machine() | {"transformers": transformers.__version__},
-            "seconds": round(time.perf_counter() - start, 1),
-            "summary": summary,
-            "rows": rows,
-        }
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        seconds = round(time.perf_counter() - start, 1)
+        keep(
+            "published.json",
+            "python benchmarks/published.py",
+            {"seconds": seconds, "summary": summary, "rows": rows},
+            transformers=transformers.__version__,
+        )
 
 
 def compare(experiment: Experiment) -> dict[str, Any]:

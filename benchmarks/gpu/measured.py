@@ -14,20 +14,14 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
-from brimful.batches import make_batch, split_batch
 from brimful.job import Job
 from brimful.local import build_model
-from brimful.measuring import PeakMemory, peak_memory
+from brimful.measuring import PeakMemory, peak_memory, repeated_step
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.step import (
-    StepOutcome,
-    copied_to,
-    device_of,
-    loss_weights,
     make_scaler,
     matmul_precision,
-    run_step,
 )
 from gpu.allocations import Entry, start_history, stop_history
 
@@ -71,7 +65,7 @@ def measure(
     if scaler is not None:
         scaler = GradScaler(device.type, init_scale=_FIRST_SCALE)
     applied = apply_units(model, settings)
-    run = _step_of(job, settings, model, optimizer, scaler)
+    run = repeated_step(job, settings, model, optimizer, scaler)
     peaks: list[PeakMemory] = []
     seconds: list[float] = []
     losses: list[float] = []
@@ -105,33 +99,6 @@ def _measurement(peaks: list[PeakMemory], seconds: list[float]) -> dict[str, Any
         "measured_reserved_by_step_bytes": [peak.reserved_bytes for peak in peaks],
         "measured_seconds_by_step": seconds,
     }
-
-
-def _step_of(
-    job: Job,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: GradScaler | None,
-) -> Callable[[], StepOutcome]:
-    """One optimizer step on one global batch."""
-    device = device_of(model)
-    micro_batches = split_batch(make_batch(job, settings.global_batch_size), settings.micro_batch_size)
-    weights = loss_weights(job.count, micro_batches)
-
-    def run() -> StepOutcome:
-        return run_step(
-            model=model,
-            loss=job.loss,
-            optimizer=optimizer,
-            micro_batches=micro_batches,
-            weights=weights,
-            precision=settings.precision,
-            scaler=scaler,
-            move=copied_to(device),
-        )
-
-    return run
 
 
 @contextmanager

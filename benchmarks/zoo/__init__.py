@@ -1,5 +1,8 @@
 """Small versions of many architectures, to be captured and measured."""
 
+import torchvision_on_cpu  # noqa: F401  # before transformers, which looks for torchvision
+
+# isort: split
 from zoo.audio import AUDIO
 from zoo.convolutional import CONVOLUTIONAL
 from zoo.model import ZooModel

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -12,41 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchvision_on_cpu import why_not_imported
 from zoo.model import CLASSES, ZooModel, image_batch, own
 
 SIZE = 64
 
 
-@cache
-def missing(name: str) -> str | None:
-    """Why a package cannot be imported; None if it can."""
-    try:
-        importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:
-        return str(error)
-    return None
-
-
-def _prepare_torchvision() -> None:
-    """Let torchvision be imported where its compiled part is for another torch: its models need none of it.
-
-    On import it gives fake forms to ops that the compiled part would have defined. Other packages look for
-    torchvision too, so this comes before them.
-    """
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    reason = missing("torchvision")
-    if reason is not None and "nms" in reason:
-        _LIBRARY.append(torch.library.Library("torchvision", "DEF"))
-        for op in ("nms", "qnms"):
-            _LIBRARY[0].define(f"{op}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        for module in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[module]
-        missing.cache_clear()
-
-
-_LIBRARY: list[Any] = []  # lives as long as the process, else torch forgets the ops
-_prepare_torchvision()
+missing = cache(why_not_imported)
 
 
 def _torchvision(name: str) -> nn.Module:

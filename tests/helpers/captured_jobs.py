@@ -13,7 +13,7 @@ from brimful.capture import capture_step
 from brimful.hardware import find_device
 from brimful.job import Job
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.trace import Op, Phase, Storage, Trace
+from brimful.trace import Category, Op, Phase, Storage, Trace
 
 CPU = find_device("cpu")
 A100 = find_device("A100-SXM4-80GB")
@@ -79,6 +79,10 @@ def made_by(trace: Trace, name: str, phase: Phase = Phase.FORWARD) -> list[Stora
         for storage in trace.storages
         if storage.op in wanted and storage.op is not None and trace.ops[storage.op].phase is phase
     ]
+
+
+def bytes_of(trace: Trace, category: Category) -> int:
+    return sum(storage.size_bytes for storage in trace.storages if storage.category is category)
 
 
 def changed(trace: Trace, name: str) -> int:

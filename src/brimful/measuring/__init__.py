@@ -3,7 +3,7 @@
 from brimful.measuring.calibrate import calibrate_cpu
 from brimful.measuring.context import best_context, kept_context, measure_context
 from brimful.measuring.peak import PeakMemory, peak_memory
-from brimful.measuring.step import measure_step
+from brimful.measuring.step import measure_step, repeated_step
 
 __all__ = [
     "PeakMemory",
@@ -13,4 +13,5 @@ __all__ = [
     "measure_context",
     "measure_step",
     "peak_memory",
+    "repeated_step",
 ]

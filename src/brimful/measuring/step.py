@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
 from brimful.batches import make_batch, split_batch
@@ -18,7 +19,15 @@ from brimful.measurement import Measurement
 from brimful.measuring.peak import peak_memory
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
-from brimful.step import StepOutcome, copied_to, loss_weights, make_scaler, matmul_precision, run_step
+from brimful.step import (
+    StepOutcome,
+    copied_to,
+    device_of,
+    loss_weights,
+    make_scaler,
+    matmul_precision,
+    run_step,
+)
 
 _WARM_STEPS = 2
 """The first step makes optimizer state and workspaces, the second finds the allocator as later ones do."""
@@ -55,7 +64,7 @@ def measure_step(
         model = build_model(job, is_copied=True).to(device).train()
         optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
         applied = apply_units(model, settings)
-        run = _step_of(job, settings, model, optimizer, device)
+        run = repeated_step(job, settings, model, optimizer, make_scaler(settings.precision, device.type))
         with matmul_precision(settings.precision):
             first = run()
             for _ in range(_WARM_STEPS - 1):
@@ -76,17 +85,31 @@ def measure_step(
     )
 
 
-def _step_of(
+def repeated_step(
     job: Job,
     settings: Settings,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    device: torch.device,
+    scaler: GradScaler | None,
 ) -> Callable[[], StepOutcome]:
-    """One optimizer step on one global batch, to be repeated."""
+    """One optimizer step on one global batch, to be run again and again.
+
+    Args:
+        job: Its loss is minimised, on a batch made once.
+        settings: How the step is carried out.
+        model: Is trained where it is.
+        optimizer: Of the model's parameters.
+        scaler: For float16; None without.
+
+    Returns:
+        Runs the step.
+
+    Raises:
+        BatchError: The job's batch cannot be made or split.
+    """
+    device = device_of(model)
     micro_batches = split_batch(make_batch(job, settings.global_batch_size), settings.micro_batch_size)
     weights = loss_weights(job.count, micro_batches)
-    scaler = make_scaler(settings.precision, device.type)
 
     def run() -> StepOutcome:
         return run_step(

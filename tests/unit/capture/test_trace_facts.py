@@ -19,6 +19,7 @@ from helpers.captured_jobs import (
     HIDDEN,
     INPUTS,
     SAMPLES,
+    bytes_of,
     capture,
     cross_entropy,
     job,
@@ -27,10 +28,6 @@ from helpers.captured_jobs import (
     ops,
     rows,
 )
-
-
-def bytes_of(trace: Trace, category: Category) -> int:
-    return sum(storage.size_bytes for storage in trace.storages if storage.category is category)
 
 
 def first_step_ops(trace: Trace) -> list[str]:

@@ -18,6 +18,7 @@ from helpers.captured_jobs import (
     HIDDEN,
     INPUTS,
     SAMPLES,
+    bytes_of,
     capture,
     cross_entropy,
     job,
@@ -29,10 +30,6 @@ from helpers.captured_jobs import (
 
 def looped(loop: Any, model: Any = mlp) -> Trace:
     return capture(job(model, loop=loop), A100)
-
-
-def persistent_bytes(trace: Trace, category: Category) -> int:
-    return sum(s.size_bytes for s in trace.storages if s.category is category)
 
 
 def test_a_loss_scaler_keeps_its_scale_and_unscales_in_place() -> None:
@@ -114,9 +111,9 @@ def test_gradients_that_are_zeroed_stay_where_they_are() -> None:
         return run
 
     kept, dropped = looped(loop(False)), looped(loop(True))
-    assert persistent_bytes(dropped, Category.GRADIENTS) == dropped.captured_steps * 4 * dropped.parameter_count
+    assert bytes_of(dropped, Category.GRADIENTS) == dropped.captured_steps * 4 * dropped.parameter_count
     # zeroed gradients are added to: the first step's blocks stay, the second step's are temporaries
-    assert persistent_bytes(kept, Category.GRADIENTS) == 4 * kept.parameter_count
+    assert bytes_of(kept, Category.GRADIENTS) == 4 * kept.parameter_count
     assert predict_memory(kept).peak_allocated_bytes >= predict_memory(dropped).peak_allocated_bytes
 
 

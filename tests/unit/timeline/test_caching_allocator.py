@@ -297,22 +297,24 @@ def test_younger_segments_follow_while_too_little_is_collected():
     assert held(allocator) == (120, 120)
 
 
-def test_segments_of_one_age_are_collected_together():
-    allocator = collecting(0.09, 1000)
+def with_two_cached(threshold):
+    """Segments of 40 and 60 MiB, both free, obtained by searches 1 and 2."""
+    allocator = collecting(threshold, 1000)
     allocator.allocate("a", 40 * MIB)
     allocator.allocate("b", 60 * MIB)
     allocator.free("a")
     allocator.free("b")
+    return allocator
+
+
+def test_segments_of_one_age_are_collected_together():
+    allocator = with_two_cached(0.09)
     allocator.allocate("c", 70 * MIB)  # 100 are 10 over; either would be enough
     assert held(allocator) == (70, 70)
 
 
 def test_a_segment_that_was_used_is_young_again():
-    allocator = collecting(0.09, 1000)
-    allocator.allocate("a", 40 * MIB)
-    allocator.allocate("b", 60 * MIB)
-    allocator.free("a")
-    allocator.free("b")
+    allocator = with_two_cached(0.09)
     allocator.allocate("a", 40 * MIB)  # search 3
     allocator.free("a")
     allocator.allocate("c", 70 * MIB)  # search 4; ages a 1, b 2
