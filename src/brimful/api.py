@@ -61,6 +61,7 @@ def estimate(
     compare_allocators: bool = False,
     evaluate: bool = False,
     without: Collection[str] = (),
+    save_trace: str | Path | None = None,
 ) -> Estimate:
     """Predict what one optimizer step takes, without running it.
 
@@ -80,6 +81,7 @@ def estimate(
         compare_allocators: Also tell what other settings of the allocator would change.
         evaluate: Also tell what an evaluation of one micro-batch takes after a step.
         without: Names of corrections to leave out, to see what they change.
+        save_trace: Write the captured steps to this file; see `Trace.save`.
 
     Returns:
         Peaks, what holds them, time, and whether it fits.
@@ -87,6 +89,7 @@ def estimate(
     Raises:
         UsageError: An argument is invalid.
         CaptureError: The step cannot be run on fake tensors.
+        SaveError: The trace cannot be written.
     """
     target = resolve_device(device)
     settings = _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer)
@@ -94,8 +97,10 @@ def estimate(
         capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
     )
     trace = capture(settings)
-    if _parse_recompute(recompute) is Action.RECOMPUTE:
+    if _parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE:
         trace = capture(_with_all_recomputed(settings, trace))
+    if save_trace is not None:
+        trace.save(save_trace)
     return estimate_trace(
         trace,
         target,
@@ -141,7 +146,7 @@ def estimator(
     def capture(settings: Settings, steps: int = 1) -> Trace:
         return capture_step(job, settings, target, steps=steps)
 
-    if _parse_recompute(recompute) is Action.RECOMPUTE:
+    if _parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE:
         settings = _with_all_recomputed(settings, capture(settings))
     return Estimator(
         capture,
@@ -393,9 +398,12 @@ def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") ->
         device: The device whose decisions are followed.
 
     Returns:
-        Two optimizer steps at least, so that the last one is steady.
+        So many optimizer steps that the last one is steady: two, of a job's own loop three.
+
+    Raises:
+        CaptureError: The step cannot be run on fake tensors.
     """
-    return capture_step(job, settings, resolve_device(device))
+    return capture_step(job, settings, resolve_device(device), steps=_steps_of(job))
 
 
 def resolve_device(device: str | Device) -> Device:
@@ -453,7 +461,7 @@ def parse_precision(precision: str | Precision) -> Precision:
 
 
 LOOP_STEPS = 3
-"""Batches that a job's own loop is given: optimizer state is made in the first, the third is steady."""
+"""Optimizer steps that a job's own loop makes: its state is made in the first, the third is steady."""
 
 
 def _steps_of(job: Job) -> int:
@@ -502,12 +510,12 @@ def _precisions(
     return tuple(parse_precision(p) for p in precision)
 
 
-def _parse_recompute(recompute: str | Action | None) -> Action | None:
-    actions = {None: None, "auto": None, "all": Action.RECOMPUTE, "none": Action.KEEP}
-    if isinstance(recompute, Action):
+def _parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True) -> Action | None:
+    actions = {"all": Action.RECOMPUTE, "none": Action.KEEP} | ({"auto": None} if permits_auto else {})
+    if recompute is None or isinstance(recompute, Action):
         return recompute
     if recompute not in actions:
-        raise UnknownNameError("value of recompute", str(recompute), ["all", "none", "auto"])
+        raise UnknownNameError("value of recompute", str(recompute), list(actions))
     return actions[recompute]
 
 

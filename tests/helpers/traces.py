@@ -49,7 +49,7 @@ class TraceWriter:
             settings=Settings(micro_batch_size=1),
             device_kind=self.device_kind,
             torch_version="none",
-            captured_steps=1,
+            captured_steps=max((op.step for op in self.ops), default=0) + 1,
             captured_micro_batches=1,
             ops=tuple(self.ops),
             storages=tuple(self.storages),

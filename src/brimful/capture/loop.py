@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -25,6 +25,9 @@ from brimful.errors import CaptureError
 from brimful.job import Batch, Job
 from brimful.trace import Phase
 
+MOST_MICRO_BATCHES = 64
+"""Micro-batches of one optimizer step of a loop that are captured; each takes as long as a whole step else."""
+
 
 class LoopEnded(BaseException):  # no error: it ends loops that would go on for ever
     """A loop asked for batches after the last one had been given out."""
@@ -39,17 +42,20 @@ def run_loop(
     *,
     steps: int,
     begin_step: Callable[[], None],
-) -> None:
-    """Run a job's own loop over some fake batches and record it.
+) -> LoopSteps:
+    """Run a job's own loop over fake batches until it has made some optimizer steps, and record it.
 
     Args:
         job: Its `loop` is called.
         model: With fake parameters, on the device already.
-        batch: A fake batch on the host; the loop gets it once a step.
+        batch: A fake batch on the host; the loop gets it again and again.
         recorder: Is in force.
         functions: In force too; tells when backward runs.
-        steps: How many batches the loop is given.
+        steps: How many optimizer steps it may make. Optimizers that step on one batch make one together.
         begin_step: Called before each.
+
+    Returns:
+        What it did.
 
     Raises:
         CaptureError: The loop took no batch, or never stepped an optimizer.
@@ -64,30 +70,43 @@ def run_loop(
         raise CaptureError(
             f"the loop of {job.name!r} asked for no batch. It is called as loop(model, batches)."
         )
-    if not batches.steps_done:
+    if not batches.micro_batches:
         raise CaptureError(
-            f"the loop of {job.name!r} made no optimizer step in {batches.given} batches. "
-            f"Give at least as many steps as it accumulates gradients over."
+            f"the loop of {job.name!r} made no optimizer step in {batches.given} micro-batches, and it is "
+            f"given {MOST_MICRO_BATCHES} at most. If it accumulates gradients over more, let it do so over fewer "
+            "here: from two micro-batches on the memory is the same."
         )
+    return LoopSteps(steps=len(batches.micro_batches), micro_batches=batches.micro_batches[-1])
+
+
+class LoopSteps(NamedTuple):
+    """What a loop did."""
+
+    steps: int
+    """Optimizer steps it completed, at least 1."""
+    micro_batches: int
+    """Batches that it took for the last of them."""
 
 
 class _Batches:
-    """What stands for the data loader: one host batch, given out a few times."""
+    """What stands for the data loader: one host batch, given out until enough optimizer steps are made."""
 
-    def __init__(self, batch: Batch, count: int, recorder: Recorder, begin_step: Callable[[], None]) -> None:
-        self._batch, self._count, self._recorder, self._begin_step = batch, count, recorder, begin_step
+    def __init__(self, batch: Batch, steps: int, recorder: Recorder, begin_step: Callable[[], None]) -> None:
+        self._batch, self._steps, self._recorder, self._begin_step = batch, steps, recorder, begin_step
         self._is_exhausted = False
         self.given = 0
-        self.steps_done = 0
+        self.micro_batches: list[int] = []
+        """Of each optimizer step made."""
         self._since_step = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self._steps * MOST_MICRO_BATCHES  # what it is used for, a schedule say, is nothing we look at
 
     def __iter__(self) -> Iterator[Batch]:
-        while self.given < self._count:
-            self._begin_step()
-            self._recorder.at(Phase.FORWARD, self._since_step, self.steps_done)
+        while len(self.micro_batches) < self._steps and self._since_step < MOST_MICRO_BATCHES:
+            if self._since_step == 0:
+                self._begin_step()
+            self._recorder.at(Phase.FORWARD, self._since_step, len(self.micro_batches))
             self.given += 1
             self._since_step += 1
             yield self._batch
@@ -98,7 +117,7 @@ class _Batches:
     def note_optimizer_step(self) -> None:
         """Optimizers that step on one batch make one step together."""
         if self._since_step:
-            self.steps_done += 1
+            self.micro_batches.append(self._since_step)
             self._since_step = 0
 
     @property
@@ -113,6 +132,7 @@ def _phases_followed(
     """Say what phase the loop is in: backward, an optimizer's step, else forward."""
 
     def before_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        mark_model(model, recorder)  # `model.to(dtype)` gives parameters other storages
         mark_gradients(model, recorder)
         recorder.at(Phase.OPTIMIZER, batches.micro_batch)
         recorder.item_value = 1.0  # optimizers read their step count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +55,13 @@ def capture_step(
         job: Its model, loss, batch and optimizer are used as they are, or its loop.
         settings: Their unit actions are applied to the model.
         device: The device whose decisions are followed.
-        steps: Optimizer steps to run, at least 1; for a job's own loop, the batches it is given.
+        steps: Optimizer steps to run, at least 1.
         evaluates: Run the loss once more afterwards, without gradients and in evaluation mode.
         without: Names of corrections to leave out.
 
     Returns:
-        The trace. Of the micro-batches of a step it has at most two.
+        The trace. Of the micro-batches of a step it has at most two, but all of a job's own loop, which says
+        how many there are.
 
     Raises:
         CaptureError: The step cannot be run on fake tensors; the message says where it stopped.
@@ -90,8 +92,12 @@ def capture_step(
             stack.enter_context(mode)
             functions = stack.enter_context(CorrectedFunctions(rules))
             stack.enter_context(recorder)
+            captured_micro_batches = _captured_micro_batches(settings)
             if job.loop is not None:
-                run_loop(job, model, batch, recorder, functions, steps=steps, begin_step=begin_step)
+                steps, captured_micro_batches = run_loop(
+                    job, model, batch, recorder, functions, steps=steps, begin_step=begin_step
+                )
+                settings = replace(settings, gradient_accumulation_steps=captured_micro_batches)
             else:
                 run = _prepare(job, settings, model, batch, recorder)
                 for step in range(steps):
@@ -106,7 +112,7 @@ def capture_step(
             device_kind=device.kind,
             torch_version=torch.__version__,
             captured_steps=steps,
-            captured_micro_batches=_captured_micro_batches(settings),
+            captured_micro_batches=captured_micro_batches,
             ops=tuple(recorder.ops),
             storages=recorder.storages(),
             events=recorder.event_records(),

@@ -107,7 +107,9 @@ def estimate(
     ] = 1,
     precision: Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")] = "fp32",
     optimizer: OptimizerName = None,
-    recompute: Recompute = "none",
+    recompute: Annotated[
+        str, typer.Option("--recompute", help="all or none: what becomes of saved tensors.")
+    ] = "none",
     budget: Annotated[
         str | None,
         typer.Option("--budget", help="Judge against this size, such as 11GiB, not what the device has."),
@@ -134,7 +136,7 @@ def estimate(
         list[str] | None, typer.Option("--without", help="Leave out this correction; may be repeated.")
     ] = None,
     save_trace: Annotated[
-        Path | None, typer.Option(help="Write the captured step to this file (.json or .json.gz).")
+        Path | None, typer.Option(help="Write the captured steps to this file (.json or .json.gz).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -152,6 +154,7 @@ def estimate(
                 "--compare-allocators": compare_allocators,
                 "--phases": phases,
                 "--without": without,
+                "--save-trace": save_trace,
             }
             asked = [name for name, value in beside.items() if value]
             if asked:
@@ -180,9 +183,8 @@ def estimate(
                 compare_allocators=compare_allocators,
                 evaluate=phases,
                 without=without or (),
+                save_trace=save_trace,
             )
-        if save_trace is not None:
-            api.capture_trace(job, result.settings, device).save(save_trace)
         _show(result, lambda: estimate_document(result), as_json)
         if phases and not as_json:
             print("\n".join(phase_lines(result)))

@@ -75,8 +75,7 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
         f"{estimate.job} on {estimate.device}: {estimate.verdict} "
         f"({format_bytes(estimate.predicted_peak_device_bytes)} of {format_bytes(estimate.capacity_bytes)})"
     )
-    loop = f"the job's own loop, batches of {estimate.settings.micro_batch_size}"
-    yield f"  settings        {loop if estimate.is_own_loop else estimate.settings.describe()}"
+    yield f"  settings        {_settings(estimate)}"
     yield f"  predicted peak  {_peak(estimate)}"
     low, high = estimate.predicted_device_interval_bytes
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
@@ -108,6 +107,19 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
             yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
     for uncertain in estimate.uncertain:
         yield f"  not sure about: {uncertain}"
+
+
+def _settings(estimate: Estimate) -> str:
+    settings = estimate.settings
+    if not estimate.is_own_loop:
+        return settings.describe()
+    accumulated = settings.gradient_accumulation_steps
+    parts = [
+        f"the job's own loop, batches of {settings.micro_batch_size}",
+        f"{accumulated} to an optimizer step" if accumulated > 1 else "",
+        f"all {len(settings.recomputed)} units recomputed" if settings.recomputed else "",
+    ]
+    return ", ".join(filter(None, parts))
 
 
 def _allocator_lines(estimate: Estimate) -> Iterator[str]:

@@ -45,8 +45,8 @@ class LiveProfile:
 
     @property
     def last_step(self) -> int:
-        """Index of the last optimizer step captured."""
-        return max((op.step for op in self.trace.ops if op.phase is not Phase.EVALUATION), default=0)
+        """Index of the last optimizer step captured to its end."""
+        return self.trace.captured_steps - 1
 
     def peak_bytes_in_step(self, step: int) -> int:
         """The most bytes live in an optimizer step, what it starts with included; setup belongs to step 0."""

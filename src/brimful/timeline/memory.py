@@ -160,6 +160,16 @@ def predict_memory(
     )
 
 
+def held_bytes_at_end(trace: Trace, category: Category) -> int:
+    """Bytes of one category that are live when a trace ends."""
+    freed = {event.storage for event in trace.events if event.kind is EventKind.FREE}
+    return sum(
+        storage.size_bytes
+        for index, storage in enumerate(trace.storages)
+        if storage.category is category and index not in freed
+    )
+
+
 def most_reserved_bytes(
     trace: Trace, likely_bytes: int, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR
 ) -> int:
