@@ -1,7 +1,7 @@
 """Floating-point operations of an op, from torch's own table.
 
 `torch.utils.flop_counter.flop_registry` counts matmuls and convolutions, two per multiply-add (checked: torch
-2.13). Fused attention and recurrent layers are counted here in the same way.
+2.13). Fused attention, recurrent layers and products that it lacks are counted here in the same way.
 """
 
 from __future__ import annotations
@@ -49,6 +49,21 @@ def _cudnn_rnn_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _cudnn_rnn(*args, **kwargs)
 
 
+def _matrix_vector(matrix: Any, _vector: Any, *_args: Any, **_kwargs: Any) -> int:
+    return int(2 * matrix.numel())
+
+
+def _add_matrix_vector(_bias: Any, matrix: Any, _vector: Any, *_args: Any, **_kwargs: Any) -> int:
+    return int(2 * matrix.numel())
+
+
+def _grouped_matmul(a: Any, b: Any, *_args: Any, **_kwargs: Any) -> int:
+    """Of G groups (experts): (M, K) or (G, M, K) by (G, K, N) or (K, N); the rows or columns are shared out."""
+    if a.dim() == 3 and b.dim() == 2:
+        return int(2 * b.numel() * a.shape[-2])
+    return int(2 * a.numel() * b.shape[-1])
+
+
 _FUSED_ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -60,6 +75,10 @@ _FUSED_ATTENTION = (
 _ADDED: dict[Any, Callable[..., int]] = {
     **{getattr(aten, name): _attention for name in _FUSED_ATTENTION},
     **{getattr(aten, f"{name}_backward"): _attention_backward for name in _FUSED_ATTENTION},
+    aten.mv: _matrix_vector,
+    aten.dot: _matrix_vector,
+    aten.addmv: _add_matrix_vector,
+    aten._grouped_mm: _grouped_matmul,
     aten.mkldnn_rnn_layer: _cpu_rnn,
     aten.mkldnn_rnn_layer_backward: _cpu_rnn_backward,
     aten._cudnn_rnn: _cudnn_rnn,

@@ -72,9 +72,9 @@ def run_loop(
         )
     if not batches.micro_batches:
         raise CaptureError(
-            f"the loop of {job.name!r} made no optimizer step in {batches.given} micro-batches, and it is "
-            f"given {MOST_MICRO_BATCHES} at most. If it accumulates gradients over more, let it do so over fewer "
-            "here: from two micro-batches on the memory is the same."
+            f"the loop of {job.name!r} made no optimizer step in {batches.given} micro-batches; it gets "
+            f"{MOST_MICRO_BATCHES} at most. If it accumulates over more, let it do so over fewer here: "
+            "from two micro-batches on the memory is the same."
         )
     return LoopSteps(steps=len(batches.micro_batches), micro_batches=batches.micro_batches[-1])
 

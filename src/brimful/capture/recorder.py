@@ -248,8 +248,9 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # asked often; through the fake mode the answer takes 30 times as long
         if info.is_question:
             return func(*args, **kwargs)
+        in_backward = self._phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
         for before_op in self._before_op:
-            before_op(self, func, args, in_backward=self._phase is Phase.BACKWARD)
+            before_op(self, func, args, in_backward=in_backward)
         if info.is_view and _can_be_viewed(args[0]):
             out = _view(func, args, kwargs)
         elif info.is_foreach_write and _has_no_value(args[0]):
@@ -260,7 +261,7 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         inputs, outputs = list(_tensors_in((args, kwargs))), list(_tensors_in(out))
         for after_op in self._after_op:
-            after_op(self, func, args, outputs)
+            after_op(self, func, args, kwargs, outputs)
         if not info.is_random:
             self._known.follow(func, args, kwargs, inputs, outputs)
         elif self._known.follow_draw(func, args, kwargs, outputs):

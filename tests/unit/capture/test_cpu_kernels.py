@@ -58,7 +58,7 @@ def predicted_and_measured(rules: tuple[type[Rule], ...], func: Any, args: tuple
     held = sum(tensor.untyped_storage().nbytes() for tensor in outputs)
     recorder = Temporaries()
     for make in rules:
-        make(target=CPU, settings=Settings(micro_batch_size=1)).after_op(recorder, func, args, outputs)
+        make(target=CPU, settings=Settings(micro_batch_size=1)).after_op(recorder, func, args, {}, outputs)
     assert sum(tensor.untyped_storage().nbytes() for tensor in outputs) == held
     return sum(recorder.sizes), peak.peak_bytes - held
 

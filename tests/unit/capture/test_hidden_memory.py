@@ -116,20 +116,59 @@ def test_a_gradient_that_is_expanded_is_copied_before_it_is_sorted() -> None:
     assert labelled(captured(loss), "inside aten.index_put.default") == [6 * 8 * SAMPLES, values, 0]
 
 
-def test_sorting_long_rows_takes_pairs_of_row_and_place() -> None:
-    def loss(length: int) -> Callable[..., Tensor]:
-        def sorted_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-            return model(batch["x"]).sum() + model[0].weight.new_ones(2, length).sort(-1)[0].sum()
+@pytest.mark.parametrize(
+    ("shape", "dim", "likely", "unsure"),
+    [
+        ((1, 5000), -1, 5000 * 8, 5000 * 12),  # one row: its places
+        ((2, 1_000_000), -1, 1_000_000 * 8, 1_000_000 * 12),  # long rows, one after another
+        ((2, 5000), -1, 10000 * (2 * 8 + 4), 10000 * 12),  # as one: pairs twice, and the values
+        ((200, 5000), -1, 1_000_000 * 8, 1_000_000 * 12),  # many: the places of all
+        ((5000, 2), 0, 10000 * (2 * 8 + 4) + 10000 * (4 + 4 + 8), 10000 * 12),  # copied, and both results too
+    ],
+)
+def test_sorting_long_rows_takes_places_beside_the_results(
+    shape: tuple[int, ...], dim: int, likely: int, unsure: int
+) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).sum() + model[0].weight.new_ones(shape).sort(dim=dim, stable=True)[0].sum()
 
-        return sorted_loss
-
-    (block,) = {
+    blocks = {
         (s.size_bytes, s.most_bytes)
-        for s in captured(loss(5000)).storages
-        if "aten.sort" in s.label and s.op is None
+        for s in captured(loss).storages
+        if s.label.startswith("inside aten.sort") and s.op is None
     }
-    assert block == (2 * 10000 * 8, 2 * 10000 * 8 + 10000 * 12)
-    assert labelled(captured(loss(4096)), "inside aten.sort.default") == [0]
+    assert blocks == {(likely, likely + unsure)}
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 4096), -1), ((100_000, 8), -1), ((), -1)])
+def test_short_rows_are_sorted_where_they_are(shape: tuple[int, ...], dim: int) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return model(batch["x"]).sum() + model[0].weight.new_ones(shape).sort(dim)[0].sum()
+
+    assert not [s for s in captured(loss).storages if s.label.startswith("inside aten.sort")]
+
+
+def test_a_norm_over_some_dimensions_is_staged_as_a_sum_over_them() -> None:
+    def staged(reduce: Callable[[Tensor], Tensor], name: str) -> list[int]:
+        def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            return model(batch["x"]).sum() + reduce(model[0].weight.new_ones(65536, 512)).sum()
+
+        return [size_bytes for size_bytes in labelled(captured(loss), f"inside {name}") if size_bytes > 0]
+
+    sums = staged(lambda x: x.sum(0), "aten.sum.dim_IntList")
+    assert staged(lambda x: torch.linalg.vector_norm(x, dim=0), "aten.linalg_vector_norm.default") == sums[:2]
+    assert max(sums) > 2**20
+
+
+def test_a_gradient_taken_inside_the_loss_runs_on_autograds_thread() -> None:
+    def penalised(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"].requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x)
+        with torch.no_grad():
+            return gradient.square().sum().requires_grad_()
+
+    assert len(labelled(captured(penalised), "cuBLAS workspace")) == 1
+    assert len([s for s in captured(penalised).storages if s.label == "cuBLAS workspace"]) == 2
 
 
 def layer_norm_bytes(multiprocessors: int, rows_: int, columns: int) -> int:

@@ -40,7 +40,9 @@ class AttentionBackward(Rule):
     )
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add what the op takes beside the gradients."""
         most = None
         if func is aten._scaled_dot_product_flash_attention_backward.default:

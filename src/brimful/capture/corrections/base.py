@@ -50,7 +50,14 @@ class Rule:
     def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Called before each op if `watches_ops`."""
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[torch.Tensor]) -> None:
+    def after_op(
+        self,
+        recorder: Any,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[torch.Tensor],
+    ) -> None:
         """Called after each op if `watches_ops`, before its outputs are recorded."""
 
     def begin_step(self) -> None:
@@ -95,6 +102,9 @@ class CorrectedFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in (torch.Tensor.backward, torch.autograd.backward):
             return self._backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            with self._in_backward():
+                return func(*args, **kwargs)
         stand_in = self._stand_ins.get(func)
         if stand_in is not None:
             return stand_in(*args, **kwargs)
@@ -129,10 +139,7 @@ class CorrectedFunctions(TorchFunctionMode):
         elif isinstance(given, torch.Tensor):
             given = (given,)
         wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-        if self._backward_depth == 0:
-            self._tell_backward(True)
-        self._backward_depth += 1
-        with self:
+        with self._in_backward(), self:
             torch.autograd.graph._engine_run_backward(
                 roots,
                 tuple(given),
@@ -142,6 +149,15 @@ class CorrectedFunctions(TorchFunctionMode):
                 allow_unreachable=True,
                 accumulate_grad=True,
             )
-        self._backward_depth -= 1
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
         if self._backward_depth == 0:
-            self._tell_backward(False)
+            self._tell_backward(True)
+        self._backward_depth += 1
+        try:
+            yield
+        finally:
+            self._backward_depth -= 1
+            if self._backward_depth == 0:
+                self._tell_backward(False)

@@ -61,7 +61,9 @@ class ContiguousCopies(Rule):
         """Only on a CPU."""
         return self.target.kind == "cpu"
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add the copies to the op's outputs."""
         for size_bytes in copied_bytes(func, args, outputs):
             recorder.add_temporary(size_bytes, f"copy inside {func}")

@@ -51,7 +51,9 @@ class BlockedConvolution(Rule):
         """On CPUs whose vectors oneDNN blocks for."""
         return self.target.kind == "cpu" and torch.backends.cpu.get_cpu_capability() in _BLOCKS
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add the op's hidden memory to its outputs."""
         if func is aten.convolution.default:
             x, weight, _bias, *how = args

@@ -33,7 +33,9 @@ class CudnnConvolution(Rule):
     )
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add a workspace of no likely size for each kernel the op runs."""
         if func is aten.convolution.default:
             x, y, groups, kernels = args[0], outputs[0], args[8], 1

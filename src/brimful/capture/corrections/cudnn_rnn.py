@@ -117,7 +117,9 @@ class CudnnRnn(Rule):
             self._has_dropout_state = True
             self._recorder.allocate_block(_DROPOUT_STATE_BYTES, "cuDNN dropout state")
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Give the reserve its size; add workspaces and copies."""
         if func is aten._cudnn_rnn.default:
             self._after_forward(recorder, args, outputs)

@@ -31,7 +31,9 @@ class EmbeddingBackward(Rule):
     )
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add what the op takes beside its result."""
         if func is not aten.embedding_dense_backward.default:
             return

@@ -25,7 +25,9 @@ class ForeachNorm(Rule):
     source = "torch aten/src/ATen/native/cuda/ForeachReduceOp.cu (6430a5db), kChunkSize"
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add the parts, in float32."""
         if func is not aten._foreach_norm.Scalar:
             return

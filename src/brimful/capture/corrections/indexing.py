@@ -33,8 +33,7 @@ class IndexBackward(Rule):
     """Count what `index_put_(accumulate=True)`, the backward of `x[indices]`, takes beside its result.
 
     n indices four times in 8 bytes, and twice more while they are sorted; a contiguous copy of the values
-    unless they are so; a copy of the result where the indexed dimensions do not lie together, counted where
-    they are not the first.
+    unless they are so; a copy of the result where the indexed dimensions do not lie together.
     """
 
     name = "index_backward"
@@ -43,7 +42,9 @@ class IndexBackward(Rule):
     )
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add what the op takes beside its result."""
         if func not in _ACCUMULATES or len(args) < 4 or not args[3]:
             return
@@ -51,42 +52,60 @@ class IndexBackward(Rule):
         given = [index for index in indices if index is not None]
         count = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
         sorting_bytes = (_INDEX_ARRAYS + _SORT_BUFFERS) * count * _INDEX_BYTES
-        for size_bytes in (
-            sorting_bytes,
-            0 if values.is_contiguous() else _bytes(values),
-            0 if _lie_together(indices) else _bytes(x),
-        ):
+        values_bytes = 0 if values.is_contiguous() else values.nbytes
+        result_bytes = 0 if _lie_together(indices) else x.nbytes
+        for size_bytes in (sorting_bytes, values_bytes, result_bytes):
             recorder.add_temporary(size_bytes, f"inside {func}")
-        self.count(sorting_bytes)
+        self.count(sorting_bytes + values_bytes + result_bytes)
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable})
 _MOST_SORTED_IN_PLACE = 4096
-"""Values of a row that one block sorts in shared memory. Source: torch aten/src/ATen/native/cuda/Sort.cpp,
-should_use_small_sort (not read)."""
+"""Values of a row that are sorted where they are. Source: Sort.h, should_use_small_sort."""
+_ROW_SORTED_ALONE = 1_000_000
+_MOST_ROWS_SORTED_TOGETHER = 127
+"""A single row and longer ones are sorted one after another; up to so many rows as one; more by cub's sort of
+segments. Source: SortStable.cu, launch_stable_sort_kernel."""
 
 
 class SortMemory(Rule):
-    """Count what sorting long rows takes beside values and indices.
+    """Count what sorting rows of more than 4096 values takes beside values and indices.
 
-    Several rows are sorted as one: pairs of row and place (8 bytes) twice, and as much for cub at most. One row
-    alone: its indices once more, and cub's copy of values and indices.
+    One row after another: the places of a row (8 bytes each). Several as one: pairs of row and place (8 bytes)
+    twice and the sorted values. Many: places for all. Rows that do not lie in memory as such are copied, and so
+    are both results. Of what cub takes only a bound is known: keys and values once more.
     """
 
     name = "sort"
-    source = "torch aten/src/ATen/native/cuda/SortStable.cu, launch_stable_sort_kernel; cub: not measured"
+    source = (
+        "torch aten/src/ATen/native/cuda/Sort.cpp, sort_cuda_kernel, and SortStable.cu, "
+        "launch_stable_sort_kernel (public copies of about 2.9); cub: not measured"
+    )
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add what the op takes beside its results."""
-        if func not in _SORTS:
+        if func not in _SORTS or args[0].dim() == 0:
             return
-        x, values = args[0], outputs[0]
-        longest = max(x.shape, default=0)
-        likely = 0
-        if longest > _MOST_SORTED_IN_PLACE:
-            likely = 2 * x.numel() * _INDEX_BYTES
-        cub_bytes = x.numel() * (values.element_size() + _INDEX_BYTES) if likely else 0
+        x = args[0]
+        dim = kwargs.get("dim", args[1] if len(args) > 1 and func is aten.sort.default else -1)
+        length = x.shape[dim]
+        if length <= _MOST_SORTED_IN_PLACE:
+            return
+        sorted_at_once, key_bytes = x.numel(), x.element_size()
+        rows = x.numel() // length
+        if rows == 1 or length >= _ROW_SORTED_ALONE:
+            sorted_at_once = length
+            likely = length * _INDEX_BYTES
+        elif rows <= _MOST_ROWS_SORTED_TOGETHER:
+            likely = x.numel() * (2 * _INDEX_BYTES + key_bytes)
+        else:
+            likely = x.numel() * _INDEX_BYTES
+        if x.stride(dim) != 1 or not torch._prims_common.is_non_overlapping_and_dense_or_false(x):
+            likely += x.numel() * (2 * key_bytes + _INDEX_BYTES)
+        cub_bytes = sorted_at_once * (key_bytes + _INDEX_BYTES)
         recorder.add_temporary(likely, f"inside {func}", most_bytes=likely + cub_bytes)
         self.count(likely)
 
@@ -95,7 +114,3 @@ def _lie_together(indices: list[Tensor | None]) -> bool:
     """Whether no dimension between indexed ones is left out."""
     given = [place for place, index in enumerate(indices) if index is not None]
     return given == list(range(given[0], given[0] + len(given)))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -32,7 +32,9 @@ class KernelTemporaries(Rule):
         """Only on a CPU."""
         return self.target.kind == "cpu"
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add the op's temporaries to its outputs."""
         if func in _TEMPORARIES:
             size_bytes = _TEMPORARIES[func](args, outputs)

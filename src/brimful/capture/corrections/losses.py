@@ -32,7 +32,9 @@ class ReducedLosses(Rule):
         """Only on a CPU."""
         return self.target.kind == "cpu"
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Let the loss's storage grow; add what is freed."""
         if func not in _KEPT and func not in _TWICE:
             return

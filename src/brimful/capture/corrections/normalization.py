@@ -36,7 +36,9 @@ class NormMemory(Rule):
     )
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add what the op takes beside its results."""
         if func is aten.native_layer_norm_backward.default:
             self._layer_norm(recorder, func, args)

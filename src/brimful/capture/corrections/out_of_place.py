@@ -76,7 +76,9 @@ class InPlaceBackward(Rule):
         ):
             self.count(-recorder.release_early(args[0]))
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Note what a node makes: the sum of two such things is its formula's, not the engine's."""
         if self._node is not None:
             self._made.update(output.untyped_storage()._cdata for output in outputs)

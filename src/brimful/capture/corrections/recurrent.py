@@ -34,7 +34,9 @@ class LstmMemory(Rule):
         """Only on a CPU: CUDA runs recurrent layers in cuDNN."""
         return self.target.kind == "cpu"
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Let the workspace's storage grow to its size; add what backward takes."""
         if func is aten.mkldnn_rnn_layer.default:
             inputs, mode, hidden_size, is_training = args[0], args[9], args[10], args[15]

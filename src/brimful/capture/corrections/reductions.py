@@ -12,10 +12,15 @@ from brimful.kernels import reduction_kernels
 
 aten = torch.ops.aten
 
-_REDUCTIONS = frozenset(
-    {aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default, aten.linalg_vector_norm.default}
-)
-"""They add up in float32. The bias gradient of every Linear is a `sum.dim_IntList` over all rows."""
+_DIMS: dict[Any, int | None] = {
+    aten.sum.default: None,
+    aten.sum.dim_IntList: 1,
+    aten.mean.default: None,
+    aten.mean.dim: 1,
+    aten.linalg_vector_norm.default: 2,
+}
+"""Position of the dimensions among the arguments of ops that add up in float32; None: they take none. The bias
+gradient of every Linear is a `sum.dim_IntList` over all rows."""
 
 
 class ReductionStaging(Rule):
@@ -25,13 +30,15 @@ class ReductionStaging(Rule):
     source = "torch aten/src/ATen/native/cuda/Reduce.cuh, global_memory_size (header of 2.13; not measured)"
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add what the op takes beside its result."""
         threads = self.target.threads_per_multiprocessor
-        if func not in _REDUCTIONS or self.target.sm_count is None or threads is None:
+        if func not in _DIMS or self.target.sm_count is None or threads is None:
             return
-        x = args[0]
-        dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else None
+        x, place = args[0], _DIMS[func]
+        dims = None if place is None else args[place] if len(args) > place else kwargs.get("dim")
         for kernel in reduction_kernels(x.shape, x.stride(), dims, self.target.sm_count, threads):
             size_bytes = recorder.add_kernel(kernel, f"inside {func}")
             if size_bytes:

@@ -1,4 +1,4 @@
-"""Ops whose memory on CUDA nobody has told: what they take inside is not known, only bounded."""
+"""Ops whose memory nobody has told: what they take inside is not known, only bounded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NOT_MODELLED = frozenset(
         aten.median.dim,
     }
 )
-"""Aten ops that ask a library, or allocate by rules not written down here: cuFFT, cuSOLVER, sorting."""
+"""Aten ops that on CUDA ask a library, or allocate by rules not written down here: cuFFT, cuSOLVER, sorting."""
 
 
 class UnknownOps(Rule):
@@ -49,12 +49,19 @@ class UnknownOps(Rule):
     source = "no source: as much again as the op's inputs and outputs is a guess"
     watches_ops = True
 
-    def after_op(self, recorder: Any, func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def applies(self) -> bool:
+        """On every device."""
+        return True
+
+    def after_op(
+        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
+    ) -> None:
         """Add a block of no likely size."""
-        if func.namespace in _KNOWN_NAMESPACES and func not in _NOT_MODELLED:
+        is_modelled = self.target.kind == "cpu" or func not in _NOT_MODELLED
+        if func.namespace in _KNOWN_NAMESPACES and is_modelled:
             return
         inputs = [value for value in args if isinstance(value, Tensor)]
-        most = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        most = sum(tensor.nbytes for tensor in (*inputs, *outputs))
         recorder.add_temporary(0, f"inside {func}", most_bytes=most)
-        recorder.uncertain.setdefault(f"{func}: what it takes inside on CUDA is not known")
+        recorder.uncertain.setdefault(f"{func}: neither what it takes inside nor its arithmetic is known")
         self.count(0)
