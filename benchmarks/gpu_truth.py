@@ -138,7 +138,7 @@ def explanation(row: dict[str, Any]) -> str:
     if near:
         return f"the run's mode is not recorded; clearing gradients as in mode {near[0]} it is within 2 %"
     if row["interval_fractions"][0] <= 0 <= row["interval_fractions"][1]:
-        return "within the interval: cuDNN's workspaces and where the allocator cuts its blocks"
+        return "within the interval, not explained"
     return "not explained"
 
 

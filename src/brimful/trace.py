@@ -159,6 +159,7 @@ class Trace:
             len(self.ops) == len(other.ops)
             and len(self.storages) == len(other.storages)
             and self.events == other.events
+            and [rule.name for rule in self.corrections] == [rule.name for rule in other.corrections]
             and all(
                 (a.name, a.module, a.phase, a.recomputed) == (b.name, b.module, b.phase, b.recomputed)
                 for a, b in zip(self.ops, other.ops, strict=True)
@@ -198,7 +199,7 @@ class Trace:
         )
         corrections = tuple(
             replace(a, changed_bytes=line(a.changed_bytes, b.changed_bytes))
-            for a, b in zip(self.corrections, other.corrections, strict=False)
+            for a, b in zip(self.corrections, other.corrections, strict=True)
         )
         return replace(
             self,

@@ -83,6 +83,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float, what: str = "samples") -> str:
-    """A rate for a reader, three digits: "34.1 samples/s", "1820 tokens/s"."""
+    """A rate for a reader, three digits or whole: "34.1 samples/s", "1820 tokens/s"."""
     number = f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
     return f"{number} {what}/s"

@@ -60,9 +60,20 @@ def test_the_commands_shown_are_commands() -> None:
 
 def test_every_correction_is_told_about() -> None:
     from brimful.capture.corrections import RULES
+    from brimful.hardware import find_device
+    from brimful.settings import Settings
 
     told = (ROOT / "docs" / "how-the-estimate-works.md").read_text(encoding="utf-8")
-    assert [rule.name for rule in RULES if f"`{rule.name}`" not in told] == []
+    rows = [row.split(" | ", 1) for row in told.splitlines() if row.startswith("| `")]
+    devices = {name: text.partition(":")[0] for names, text in rows for name in re.findall(r"`(\w+)`", names)}
+    for rule in RULES:
+        applies = tuple(
+            rule(target=find_device(name), settings=Settings(micro_batch_size=1)).applies()
+            for name in ("cpu", "A100-SXM4-80GB")
+        )
+        if applies != (False, False):  # else a rule for another CPU than this one
+            words = {(True, False): "CPU", (False, True): "CUDA", (True, True): "every device"}
+            assert devices.get(rule.name) == words[applies], rule.name
 
 
 def test_the_tables_are_those_of_the_results() -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from brimful.cost import step_seconds
 from brimful.errors import CaptureError
 from brimful.hardware import Device
 from brimful.planning.estimate import MARGIN_FRACTION
-from brimful.planning.sizes import SCALED_SIZES
+from brimful.planning.sizes import ScaledTraces
 from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.timeline import predict_memory
@@ -95,30 +96,28 @@ class _Family:
     """The traces of one job for GPUs that run the same ops."""
 
     def __init__(self, capture: CaptureOn, device: Device, base: Settings, splits: bool) -> None:
-        self._capture = capture
+        self._scaled = ScaledTraces(partial(capture, device=device))
         self._device = device
         self._splits = splits
         self.classes = {deciding_class(device)}
         self.precision = base.precision if device.supports(base.precision) else Precision.FP32
         self._base = replace(base, precision=self.precision)
-        self.first = self._captured(self._base, SCALED_SIZES[0])
-        self._units = find_units(self.first)
-        self._pairs: dict[Settings, tuple[Trace, Trace] | None] = {}
         self._traces: dict[Settings, Trace] = {}
-        self.plain = self._base
+        self.plain = self.trace(self._base)
+        self._units = find_units(self.plain)
 
     def candidates(self) -> list[Settings]:
         """Plain training, its micro-batches, and the same recomputed; plain first."""
         batch = self._base.global_batch_size
-        is_whole = bool(self.first.batch_coupled_modules) and not self._splits
+        is_whole = bool(self.plain.batch_coupled_modules) and not self._splits
         sizes = [batch] if is_whole else [size for size in range(batch, 0, -1) if batch % size == 0]
         kept = [self._base.with_micro_batch_size(size) for size in sizes]
         return [*kept, *(replace(settings, units=self._all_recomputed()) for settings in kept if self._units)]
 
     def trace(self, settings: Settings) -> Trace:
-        """The step under settings, from captures at two sizes where they run the same ops."""
+        """The step under settings."""
         if settings not in self._traces:
-            self._traces[settings] = self._scaled(settings)
+            self._traces[settings] = self._scaled.at(settings)
         return self._traces[settings]
 
     def changed(self) -> Iterator[tuple[str, Settings]]:
@@ -136,26 +135,6 @@ class _Family:
     def _all_recomputed(self) -> tuple[UnitAction, ...]:
         return tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in self._units)
 
-    def _scaled(self, settings: Settings) -> Trace:
-        size, steps = settings.micro_batch_size, settings.gradient_accumulation_steps
-        key = replace(settings, micro_batch_size=1, gradient_accumulation_steps=min(steps, 2))
-        if size == 1:
-            return self._capture(settings, self._device)
-        if key not in self._pairs:
-            small, large = (self._captured(key, n) for n in SCALED_SIZES)
-            self._pairs[key] = (small, large) if small.has_same_shape_as(large) else None
-        pair = self._pairs[key]
-        if pair is None:
-            return self._capture(settings, self._device)
-        scaled = pair[0].at_micro_batch_size(pair[1], size)
-        return replace(scaled, settings=settings)
-
-    def _captured(self, settings: Settings, size: int) -> Trace:
-        steps = min(settings.gradient_accumulation_steps, 2)
-        return self._capture(
-            replace(settings, micro_batch_size=size, gradient_accumulation_steps=steps), self._device
-        )
-
 
 def _family_of(
     device: Device, base: Settings, capture: CaptureOn, families: list[_Family], splits: bool
@@ -167,7 +146,7 @@ def _family_of(
             return family
     fresh = _Family(capture, device, base, splits)
     for family in families:
-        if family.precision is precision and _decide_alike(family.first, fresh.first):
+        if family.precision is precision and _decide_alike(family.plain, fresh.plain):
             family.classes.add(deciding_class(device))
             return family
     families.append(fresh)

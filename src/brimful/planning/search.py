@@ -16,7 +16,7 @@ from brimful.hardware import Device
 from brimful.planning.estimate import Estimate, estimate_trace
 from brimful.planning.problem import ACTIONS, build_problem
 from brimful.planning.records import Alternative, Plan, PlanStatus
-from brimful.planning.sizes import SCALED_SIZES, Capture
+from brimful.planning.sizes import Capture, ScaledTraces
 from brimful.planning.solver import Problem, Solution, smallest_peak_bytes, solve
 from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
@@ -210,8 +210,7 @@ class _Family:
             optimizer=request.optimizer,
         )
         self._units: tuple[str, ...] | None = None
-        self._scaled: tuple[tuple[Trace, Trace], tuple[Trace, Trace]] | None = None
-        self._can_scale = True
+        self._scaled = ScaledTraces(capture, scales_to_one=True)
 
     def candidates(self, micro_batch_sizes: Sequence[int]) -> list[_Candidate]:
         """Those micro-batches that the job can be trained with; what cannot be captured is noted.
@@ -262,36 +261,16 @@ class _Family:
 
     def _traces(self, settings: Settings) -> tuple[Trace, Trace]:
         """The step with everything kept and with everything recomputed."""
-        steps = settings.gradient_accumulation_steps
-        size = settings.micro_batch_size
-        if steps == 1 or not self._can_scale or self._request.micro_batch_size is not None:
-            return self._pair(settings)
-        if self._scaled is None:
-            try:
-                pairs = [
-                    self._pair(replace(settings, micro_batch_size=b, gradient_accumulation_steps=2))
-                    for b in SCALED_SIZES
-                ]
-            except (CaptureError, BatchError):  # a job may not make batches of just any size
-                self._can_scale = False
-                return self._pair(settings)
-            self._scaled = (pairs[0], pairs[1])
-        small, large = self._scaled
-        if not all(a.has_same_shape_as(b) for a, b in zip(small, large, strict=True)):
-            self._can_scale = False
-            return self._pair(settings)
-        kept, recomputed = (
-            _with_accumulation(a.at_micro_batch_size(b, size), steps) for a, b in zip(small, large, strict=True)
-        )
-        return kept, recomputed
-
-    def _pair(self, settings: Settings) -> tuple[Trace, Trace]:
-        kept = self._capture(settings)
+        kept = self._trace(settings)
         if self._units is None:
             self._units = self._find_units(kept, settings)
         if not self._units:
             return kept, kept
-        return kept, self._capture(replace(settings, units=_all(self._units, Action.RECOMPUTE)))
+        return kept, self._trace(replace(settings, units=_all(self._units, Action.RECOMPUTE)))
+
+    def _trace(self, settings: Settings) -> Trace:
+        is_one_of_many = settings.gradient_accumulation_steps > 1 and self._request.micro_batch_size is None
+        return self._scaled.at(settings) if is_one_of_many else self._capture(settings)
 
     def _find_units(self, kept: Trace, settings: Settings) -> tuple[str, ...]:
         """Units that can really be recomputed; none, with a note, if recomputing fails."""
@@ -480,10 +459,6 @@ def _alternative(label: str, estimate: Estimate, request: Request) -> Alternativ
         predicted_step_seconds=estimate.predicted_step_seconds,
         fits=estimate.predicted_peak_device_bytes <= request.budget_bytes,
     )
-
-
-def _with_accumulation(trace: Trace, steps: int) -> Trace:
-    return replace(trace, settings=replace(trace.settings, gradient_accumulation_steps=steps))
 
 
 def _all(units: tuple[str, ...], action: Action) -> tuple[UnitAction, ...]:

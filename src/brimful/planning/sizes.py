@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from brimful.errors import BatchError, CaptureError, InfeasibleError
@@ -27,12 +28,59 @@ class Capture(Protocol):
         """The trace of so many optimizer steps."""
 
 
-class Estimator:
-    """Tells what a step takes at any micro-batch size.
+class ScaledTraces:
+    """Traces of one job at any micro-batch size.
 
     Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels take
     inside is worked out from the scaled sizes. So two captures tell every size exactly. Where the two run
-    different ops, or the job makes no batches of such sizes, each size is captured for itself.
+    different ops, or the job makes no batches of such sizes, each size is captured for itself; so is 1.
+
+    Args:
+        capture: Runs a step on fake tensors.
+        scales_to_one: Scale to 1 too, although ops may differ there: for who captures what is chosen anyway.
+    """
+
+    def __init__(self, capture: Callable[[Settings], Trace], *, scales_to_one: bool = False) -> None:
+        self._capture = capture
+        self._least_scaled = 1 if scales_to_one else 2
+        self._pairs: dict[Settings, tuple[Trace, Trace] | None] = {}
+
+    def at(self, settings: Settings) -> Trace:
+        """The trace of a step.
+
+        Args:
+            settings: With any micro-batch size.
+
+        Returns:
+            A capture, or one scaled from others.
+
+        Raises:
+            CaptureError: The step cannot be run on fake tensors.
+            BatchError: The job makes no batch of that size.
+        """
+        pair = self._pair(settings) if settings.micro_batch_size >= self._least_scaled else None
+        if pair is None:
+            return self._capture(settings)
+        trace = pair[0].at_micro_batch_size(pair[1], settings.micro_batch_size)
+        return trace if trace.is_own_loop else replace(trace, settings=settings)
+
+    def _pair(self, settings: Settings) -> tuple[Trace, Trace] | None:
+        """Captures at two sizes that run the same ops; None if there are none."""
+        # Micro-batches after the second repeat it, so captures for two serve any number.
+        steps = min(settings.gradient_accumulation_steps, 2)
+        key = replace(settings, micro_batch_size=SCALED_SIZES[0], gradient_accumulation_steps=steps)
+        if key not in self._pairs:
+            try:
+                small, large = (self._capture(replace(key, micro_batch_size=size)) for size in SCALED_SIZES)
+            except (CaptureError, BatchError):  # a job may not make batches of just any size
+                self._pairs[key] = None
+            else:
+                self._pairs[key] = (small, large) if small.has_same_shape_as(large) else None
+        return self._pairs[key]
+
+
+class Estimator:
+    """Tells what a step takes at any micro-batch size, from captures at two; see `ScaledTraces`.
 
     Args:
         capture: Runs a step on fake tensors.
@@ -51,13 +99,10 @@ class Estimator:
         steps: int = 2,
         estimate: Callable[[Trace, Device], Estimate] = estimate_trace,
     ) -> None:
-        self._capture = capture
+        self._traces = ScaledTraces(partial(capture, steps=steps))
         self._settings = settings
         self._device = device
-        self._steps = steps
         self._estimate = estimate
-        self._pair: tuple[Trace, Trace] | None = None
-        self._can_scale = True
 
     def at(self, micro_batch_size: int) -> Estimate:
         """What the step takes at one size.
@@ -71,7 +116,8 @@ class Estimator:
         Raises:
             CaptureError: The step cannot be run on fake tensors.
         """
-        return self._estimate(self._trace_at(micro_batch_size), self._device)
+        trace = self._traces.at(replace(self._settings, micro_batch_size=micro_batch_size))
+        return self._estimate(trace, self._device)
 
     def largest(self) -> Estimate:
         """The largest micro-batch that fits, with the upper end of its interval and no cache given back.
@@ -91,6 +137,8 @@ class Estimator:
             fits = self.at(1)
             if fits.verdict is not Verdict.FITS:
                 raise _nothing_fits(fits)
+        if too_large > MOST_SAMPLES:
+            return fits
         while too_large - fits.settings.micro_batch_size > 1:
             middle = self.at((fits.settings.micro_batch_size + too_large) // 2)
             if middle.verdict is Verdict.FITS:
@@ -98,27 +146,6 @@ class Estimator:
             else:
                 too_large = middle.settings.micro_batch_size
         return fits
-
-    def _trace_at(self, micro_batch_size: int) -> Trace:
-        pair = self._scalable_pair()
-        if pair is None or micro_batch_size == 1:
-            return self._capture(replace(self._settings, micro_batch_size=micro_batch_size), self._steps)
-        return pair[0].at_micro_batch_size(pair[1], micro_batch_size)
-
-    def _scalable_pair(self) -> tuple[Trace, Trace] | None:
-        """Captures at two sizes that run the same ops; None if there are none."""
-        if self._pair is None and self._can_scale:
-            try:
-                small, large = (
-                    self._capture(replace(self._settings, micro_batch_size=size), self._steps)
-                    for size in SCALED_SIZES
-                )
-            except (CaptureError, BatchError):  # a job may not make batches of just any size
-                self._can_scale = False
-                return None
-            self._can_scale = small.has_same_shape_as(large)
-            self._pair = (small, large) if self._can_scale else None
-        return self._pair
 
 
 def _nothing_fits(estimate: Estimate) -> InfeasibleError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import nn
 import brimful as bf
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
 from brimful.planning import Verdict, estimate_trace
-from brimful.timeline import AllocatorSettings, smallest_surviving_capacity_bytes
+from brimful.planning.sizes import MOST_SAMPLES
+from brimful.timeline import AllocatorSettings, predict_memory, smallest_surviving_capacity_bytes
 from brimful.trace import Category, Phase
 from brimful.units import GIB, MIB
 
@@ -190,3 +193,55 @@ def test_a_gpu_too_small_for_plain_training_gets_smaller_micro_batches_and_then_
     assert split.settings is not None
     assert split.settings.gradient_accumulation_steps > 1 or split.settings.recomputed
     assert fit_of(330 * MIB).settings is None
+
+
+def even_batches(job: bf.Job) -> bf.Job:
+    """The job, which refuses batches of odd sizes but 1."""
+
+    def batch(samples: int) -> Any:
+        if samples % 2 and samples > 1:
+            raise ValueError("pairs of samples only")
+        return job.batch(samples)
+
+    return replace(job, batch=batch)
+
+
+def test_a_job_that_makes_no_batch_of_some_size_is_captured_at_each_size_asked_for() -> None:
+    job, plain = even_batches(wide_job()), wide_job()
+    (fit,) = bf.gpus(job, global_batch_size=16, devices=["RTX 3090"])
+    assert fit == bf.gpus(plain, global_batch_size=16, devices=["RTX 3090"])[0]
+    found = bf.estimator(job, DEVICE).at(4).predicted_peak_reserved_bytes
+    assert found == bf.estimator(plain, DEVICE).at(4).predicted_peak_reserved_bytes
+
+
+def test_the_largest_micro_batch_is_looked_for_up_to_a_limit() -> None:
+    tiny = bf.Job(
+        model=lambda: torch.nn.Linear(1, 1),
+        loss=lambda model, batch: model(batch["x"]).mean(),
+        batch=lambda samples: {"x": torch.zeros(samples, 1)},
+    )
+    assert bf.estimator(tiny, "H200").largest().settings.micro_batch_size == MOST_SAMPLES
+
+
+def test_an_estimate_recomputes_all_or_nothing() -> None:
+    with pytest.raises(UnknownNameError, match="'auto'"):
+        bf.estimate(wide_job(), DEVICE, recompute="auto")
+
+
+def test_a_loop_with_all_units_recomputed_says_so() -> None:
+    def loop(model: Any, batches: Any) -> None:
+        optimizer = torch.optim.SGD(model.parameters())
+        for batch in batches:
+            wide_job().loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = bf.estimate(replace(wide_job(), loop=loop), DEVICE, micro_batch_size=8, recompute="all")
+    assert "units recomputed" in str(found).splitlines()[1]
+
+
+def test_the_trace_that_is_saved_is_the_one_estimated(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    found = bf.estimate(wide_job(), DEVICE, micro_batch_size=8, without=["cublas_workspace"], save_trace=path)
+    again = predict_memory(bf.Trace.load(path))
+    assert again.peak_reserved_bytes == found.predicted_peak_reserved_bytes
