@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+CUBLAS_WORKSPACE = "cuBLAS workspace"
+"""Label of the storage whose size is `Device.cublas_workspace_bytes`, whatever the job."""
+
 # Source of all constants and of the arithmetic below: torch aten/src/ATen/native/cuda/Reduce.cuh,
 # setReduceConfig and ReduceConfig. Eight sizes worked out from the header of 2.13 agree; no GPU was asked yet.
 _WARP_THREADS = 32

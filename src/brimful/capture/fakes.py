@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
@@ -120,6 +122,20 @@ def _fakes_in_lists() -> Iterator[None]:
 def fakes_behave() -> Iterator[None]:
     """Let fake tensors pass for the real ones they stand for, where torch treats them otherwise."""
     with _fakes_in_lists(), _fakes_converted_in_place(), _fakes_in_text():
+        yield
+
+
+@contextmanager
+def no_gradient_overflows() -> Iterator[None]:
+    """Let a loss scaler step its optimizer without looking for an overflow, which fakes cannot tell of.
+
+    Source: torch/amp/grad_scaler.py, GradScaler._maybe_opt_step (checked: 2.13).
+    """
+
+    def step(_scaler: GradScaler, optimizer: Optimizer, _state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    with replaced(GradScaler, "_maybe_opt_step", step):
         yield
 
 

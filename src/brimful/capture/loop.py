@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -20,7 +19,6 @@ from torch.optim.optimizer import (
 from brimful.capture.corrections import CorrectedFunctions
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
 from brimful.capture.recorder import Recorder
-from brimful.capture.replaced import replaced
 from brimful.errors import CaptureError
 from brimful.job import Batch, Job
 from brimful.trace import Phase
@@ -135,7 +133,6 @@ def _phases_followed(
         mark_model(model, recorder)  # `model.to(dtype)` gives parameters other storages
         mark_gradients(model, recorder)
         recorder.at(Phase.OPTIMIZER, batches.micro_batch)
-        recorder.item_value = 1.0  # optimizers read their step count
 
     def after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         mark_state(optimizer, model, recorder)
@@ -149,21 +146,4 @@ def _phases_followed(
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         stack.callback(register_optimizer_step_post_hook(after_step).remove)
         stack.enter_context(functions.backward_told(around_backward))
-        stack.enter_context(_no_overflow_found(recorder))
-        yield
-
-
-@contextmanager
-def _no_overflow_found(recorder: Recorder) -> Iterator[None]:
-    """A loss scaler that reads whether a gradient overflowed reads 0: none did."""
-    decide = GradScaler._maybe_opt_step
-
-    def decided(*args: Any, **kwargs: Any) -> Any:
-        recorder.item_value = 0.0
-        try:
-            return decide(*args, **kwargs)
-        finally:
-            recorder.item_value = 1.0
-
-    with replaced(GradScaler, "_maybe_opt_step", decided):
         yield

@@ -10,14 +10,10 @@ Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autogr
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
+from brimful.capture.lines import calling_line
 from brimful.capture.modules import OPTIMIZER, ModuleCalls
 from brimful.capture.shapes import SHAPED_BY_VALUES, run_with_known_shape, run_with_largest_shape
 from brimful.capture.values import KnownValues, NotKnownError
@@ -46,13 +43,11 @@ _WITHOUT_COST = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.d
 _WITHOUT_WRITE = frozenset(
     {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 )
+UNKNOWN_NUMBER = 1.0
+"""What code reads where a number cannot be known: that of a step count, or of a label that counts."""
 _READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _LOCATED_BYTES = MIB
 """Ops that write less are not looked for in the code: walking the stack takes longer than recording them."""
-_OWN_FOLDER, _OWN_MODELS = (f"{Path(__file__).parent.parent / name}/" for name in ("", "architectures"))
-_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
-_PYTHON_FOLDER = f"{Path(contextlib.__file__).parent}/"
-_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 _GATHERS = frozenset(
     {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 )
@@ -112,8 +107,6 @@ class Recorder(TorchDispatchMode):
         self.uncertain: dict[str, None] = {}
         self._lines: dict[int, str] = {}
         """Where the forward op was called whose autograd node has a number."""
-        self.item_value: float = 1.0
-        """What reading a number from a fake tensor gives."""
 
     def at(self, phase: Phase, micro_batch: int, step: int | None = None) -> None:
         """Say which part of which step the following ops belong to."""
@@ -139,6 +132,10 @@ class Recorder(TorchDispatchMode):
         copied = torch.empty_like(tensor)
         self._known.carry_over(tensor, copied)
         return copied
+
+    def note_uncertain(self, what: str) -> None:
+        """Tell the reader of the trace what is not known for sure."""
+        self.uncertain.setdefault(what)
 
     def see(self, tensor: Tensor, label: str) -> None:
         """Record a tensor that no op made as allocated now, until it is dropped."""
@@ -250,7 +247,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         in_backward = self._phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
         for before_op in self._before_op:
-            before_op(self, func, args, in_backward=in_backward)
+            before_op(func, args, in_backward=in_backward)
         if info.is_view and _can_be_viewed(args[0]):
             out = _view(func, args, kwargs)
         elif info.is_foreach_write and _has_no_value(args[0]):
@@ -261,7 +258,7 @@ class Recorder(TorchDispatchMode):
             out = func(*args, **kwargs)
         inputs, outputs = list(_tensors_in((args, kwargs))), list(_tensors_in(out))
         for after_op in self._after_op:
-            after_op(self, func, args, kwargs, outputs)
+            after_op(func, args, kwargs, outputs)
         if not info.is_random:
             self._known.follow(func, args, kwargs, inputs, outputs)
         elif self._known.follow_draw(func, args, kwargs, outputs):
@@ -303,7 +300,7 @@ class Recorder(TorchDispatchMode):
             return answer
         if not self._is_in_optimizer():
             self.uncertain.setdefault(f"a number read from a tensor in {self._modules.owner()!r}")
-        return _as_number(self.item_value, func, args[0])
+        return _as_number(UNKNOWN_NUMBER, func, args[0])
 
     def _op(
         self,
@@ -343,7 +340,7 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return self._lines.get(node._sequence_nr(), "")
-        line = _calling_line()
+        line = calling_line()
         if torch.is_grad_enabled():
             # Autograd makes an op's node, and so counts on, before the op comes here.
             self._lines[torch._C._autograd._get_sequence_nr() - 1] = line
@@ -424,31 +421,6 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(out, Tensor):
         return FakeTensor(base.fake_mode, out, base.fake_device)
     return type(out)(FakeTensor(base.fake_mode, view, base.fake_device) for view in out)
-
-
-def _calling_line() -> str:
-    """The innermost line of the user's or a library's code, as "file.py:12"; "" if there is none."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = _shown_file(frame.f_code.co_filename)
-        if name:
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
-
-@cache
-def _shown_file(file: str) -> str:
-    """A source file as people name it; "" for torch, Python and brimful but for the models it brings."""
-    is_own = file.startswith(_OWN_FOLDER) and not file.startswith(_OWN_MODELS)
-    is_package = any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
-    if is_own or file.startswith(("<", _TORCH_FOLDER)) or (file.startswith(_PYTHON_FOLDER) and not is_package):
-        return ""
-    path, here = Path(file), Path.cwd()
-    for folder in map(Path, sys.path):
-        if folder.name in _PACKAGE_FOLDERS and path.is_relative_to(folder):
-            return str(path.relative_to(folder))
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _describe(func: Any) -> _OpInfo:

@@ -17,8 +17,15 @@ from brimful.applying import apply_units
 from brimful.batches import make_batch, map_tensors, named_tensors
 from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
-from brimful.capture.fakes import build_fake_model, fakes_behave, fakes_can_be_copied, to_fake
+from brimful.capture.fakes import (
+    build_fake_model,
+    fakes_behave,
+    fakes_can_be_copied,
+    no_gradient_overflows,
+    to_fake,
+)
 from brimful.capture.libraries import answers_of_a_real_step
+from brimful.capture.lines import raising_line
 from brimful.capture.loop import run_loop
 from brimful.capture.marks import copy_to_device, mark_gradients, mark_model, mark_state
 from brimful.capture.modules import ModuleCalls
@@ -64,7 +71,7 @@ def capture_step(
         how many there are.
 
     Raises:
-        CaptureError: The step cannot be run on fake tensors; the message says where it stopped.
+        CaptureError: The step cannot be run on fake tensors; the message names the line where it stopped.
         UnknownNameError: There is no correction of a name in `without`.
         BrimfulError: The job is wrong in another way: its loss, its batch, its model.
     """
@@ -84,9 +91,11 @@ def capture_step(
         recorder = Recorder(modules, known, rules)
         with ExitStack() as stack:
             for rule in rules:
-                stack.enter_context(rule.context(recorder))
+                rule.recorder = recorder
+                stack.enter_context(rule.context())
             stack.enter_context(answers_of_a_real_step())
             stack.enter_context(fakes_behave())
+            stack.enter_context(no_gradient_overflows())
             stack.enter_context(fakes_can_be_copied())
             stack.enter_context(modules.follow())
             stack.enter_context(mode)
@@ -166,11 +175,7 @@ def _prepare(
         if phase is Phase.OPTIMIZER:
             mark_gradients(model, recorder)
             _drop_state_of_unused(optimizer, made_early, recorder)
-        recorder.item_value = 0.0 if phase is Phase.OPTIMIZER else 1.0
         recorder.at(phase, micro_batch)
-
-    # The scaler reads whether a gradient overflowed (0: none did); optimizers read their step count (1).
-    optimizer.register_step_pre_hook(lambda *_: setattr(recorder, "item_value", 1.0))
 
     def run(step: int) -> None:
         recorder.at(Phase.FORWARD, 0, step)
@@ -240,7 +245,9 @@ def _told_clearly(job: Job, settings: Settings) -> Iterator[None]:
     except BrimfulError:
         raise
     except Exception as error:
+        line = raising_line(error)
         raise CaptureError(
-            f"one step of {job.name!r} cannot be run on fake tensors "
-            f"(micro_batch_size={settings.micro_batch_size}): {type(error).__name__}: {error}"
+            f"one step of {job.name!r} cannot be run on fake tensors (micro_batch_size="
+            f"{settings.micro_batch_size}): {type(error).__name__}: {error}{f' ({line})' if line else ''}. "
+            "If a real step fails too, which brimful.measure runs, the error is the job's own."
         ) from error

@@ -14,14 +14,13 @@ from typing import Protocol
 from brimful.cost import step_seconds
 from brimful.errors import CaptureError
 from brimful.hardware import Device
+from brimful.kernels import CUBLAS_WORKSPACE
 from brimful.planning.estimate import MARGIN_FRACTION
 from brimful.planning.sizes import ScaledTraces
 from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.timeline import predict_memory
 from brimful.trace import Storage, Trace
-
-CUBLAS_LABEL = "cuBLAS workspace"
 
 
 class CaptureOn(Protocol):
@@ -156,7 +155,7 @@ def _family_of(
 def _decide_alike(a: Trace, b: Trace) -> bool:
     """Whether two traces differ only in what `_on` sets for each GPU."""
     return a.has_same_shape_as(b) and all(
-        x.size_bytes == y.size_bytes or x.kernel is not None or x.label == CUBLAS_LABEL
+        x.size_bytes == y.size_bytes or x.kernel is not None or x.label == CUBLAS_WORKSPACE
         for x, y in zip(a.storages, b.storages, strict=True)
     )
 
@@ -212,7 +211,7 @@ def _on(device: Device, trace: Trace) -> Trace:
             if storage.kernel is not None:
                 kernel = storage.kernel.on_multiprocessors(multiprocessors, threads)
                 yield replace(storage, size_bytes=kernel.size_bytes(), kernel=kernel)
-            elif storage.label == CUBLAS_LABEL:
+            elif storage.label == CUBLAS_WORKSPACE:
                 yield replace(storage, size_bytes=workspace_bytes)
             else:
                 yield storage

@@ -46,7 +46,7 @@ class Temporaries:
 
     sizes: list[int] = field(default_factory=list)
 
-    def add_temporary(self, size_bytes: int, label: str) -> None:
+    def add_temporary(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None:
         self.sizes.append(size_bytes)
 
 
@@ -58,7 +58,9 @@ def predicted_and_measured(rules: tuple[type[Rule], ...], func: Any, args: tuple
     held = sum(tensor.untyped_storage().nbytes() for tensor in outputs)
     recorder = Temporaries()
     for make in rules:
-        make(target=CPU, settings=Settings(micro_batch_size=1)).after_op(recorder, func, args, {}, outputs)
+        rule = make(target=CPU, settings=Settings(micro_batch_size=1))
+        rule.recorder = recorder  # type: ignore[assignment]
+        rule.after_op(func, args, {}, outputs)
     assert sum(tensor.untyped_storage().nbytes() for tensor in outputs) == held
     return sum(recorder.sizes), peak.peak_bytes - held
 
@@ -259,7 +261,7 @@ def test_fakes_lie_in_memory_as_what_the_kernel_returns_does(op: str, of_gradien
     made = func(*args)
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
-    with FakeForms(target=CPU, settings=Settings(micro_batch_size=1)).context(None), mode:
+    with FakeForms(target=CPU, settings=Settings(micro_batch_size=1)).context(), mode:
         faked = func(*fakes)
     real, fake = (each if isinstance(each, Tensor) else each[0] for each in (made, faked))
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
@@ -270,7 +272,7 @@ def test_groups_of_rows_are_multiplied_in_float32_too() -> None:
     ends = torch.tensor([3, 9, 12], dtype=torch.int32)
     real = torch._grouped_mm(rows, weight, ends)
     mode = FakeTensorMode()
-    with FakeForms(target=CPU, settings=Settings(micro_batch_size=1)).context(None), mode:
+    with FakeForms(target=CPU, settings=Settings(micro_batch_size=1)).context(), mode:
         fake_rows, fake_weight = (mode.from_tensor(each).requires_grad_() for each in (rows, weight))
         fake = torch._grouped_mm(fake_rows, fake_weight, mode.from_tensor(ends))
         fake.sum().backward()

@@ -49,7 +49,7 @@ class FusedAttention(Rule):
         """`F.scaled_dot_product_attention`."""
         return {_ATTENTION: self._attention}
 
-    def context(self, recorder: Any) -> AbstractContextManager[object]:
+    def context(self) -> AbstractContextManager[object]:
         """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
         return patch.object(F, "scaled_dot_product_attention", self._attention)
 
@@ -87,10 +87,10 @@ class FusedAttention(Rule):
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # as autocast leaves what it has cast
             return run[choose_kernel(call)](call, scale)
 
-    def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
+    def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Let the math kernel add its mask in place: torch does not while a dispatch mode is on."""
         if self._is_in_math and func is aten.add.Tensor:
-            self.changed_bytes -= recorder.release_early(args[0])
+            self.changed_bytes -= self.recorder.release_early(args[0])
 
     def _cast(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None

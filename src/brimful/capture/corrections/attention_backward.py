@@ -40,9 +40,7 @@ class AttentionBackward(Rule):
     )
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside the gradients."""
         most = None
         if func is aten._scaled_dot_product_flash_attention_backward.default:
@@ -56,8 +54,7 @@ class AttentionBackward(Rule):
         else:
             return
         for size_bytes in sizes:
-            recorder.add_temporary(size_bytes, f"inside {func}", most_bytes=most)
-            self.count(size_bytes)
+            self.add(size_bytes, f"inside {func}", most_bytes=most)
 
 
 def flash_backward_bytes(query: Tensor, key: Tensor) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ class CudaAutocastLists(Rule):
     source = "torch aten/src/ATen/autocast_mode.h (checked: 2.13)"
 
     @contextmanager
-    def context(self, recorder: Any) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """The kernels are registered while the context is open, and gone after it."""
         library = torch.library.Library("aten", "IMPL")
         try:

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from brimful.hardware import Device
+from brimful.kernels import Kernel
 from brimful.settings import Settings
 from brimful.trace import Correction
+
+
+class Recording(Protocol):
+    """What a rule may tell the recorder, and ask it; see `Recorder`."""
+
+    def add_temporary(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None: ...  # noqa: D102
+    def add_kernel(self, kernel: Kernel, label: str) -> int: ...  # noqa: D102
+    def allocate_block(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> int: ...  # noqa: D102
+    def release_block(self, block: int) -> None: ...  # noqa: D102
+    def release_early(self, tensor: torch.Tensor) -> int: ...  # noqa: D102
+    def empty_copy(self, tensor: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+    def mark_input(self, tensor: torch.Tensor) -> None: ...  # noqa: D102
+    def see(self, tensor: torch.Tensor, label: str) -> None: ...  # noqa: D102
+    def values_of(self, tensor: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+    def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None: ...  # noqa: D102
+    def note_uncertain(self, what: str) -> None: ...  # noqa: D102
 
 
 @dataclass
@@ -32,6 +49,8 @@ class Rule:
     target: Device
     """The device whose decisions the capture follows."""
     settings: Settings
+    recorder: Recording = field(init=False, repr=False, compare=False)
+    """Records the steps; set before the contexts are opened."""
     occurrences: int = 0
     changed_bytes: int = 0
 
@@ -43,20 +62,15 @@ class Rule:
         """Torch functions and what stands in for them."""
         return {}
 
-    def context(self, recorder: Any) -> AbstractContextManager[object]:
-        """A context that is open during the capture that `recorder` records."""
+    def context(self) -> AbstractContextManager[object]:
+        """A context that is open during the capture."""
         return nullcontext()
 
-    def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
+    def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Called before each op if `watches_ops`."""
 
     def after_op(
-        self,
-        recorder: Any,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        outputs: list[torch.Tensor],
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor]
     ) -> None:
         """Called after each op if `watches_ops`, before its outputs are recorded."""
 
@@ -69,6 +83,24 @@ class Rule:
         """Note one occurrence and the bytes it allocates more (positive) or less."""
         self.occurrences += 1
         self.changed_bytes += changed_bytes
+
+    def add(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None:
+        """Record and count memory that the op just run took inside and gave back; none is nothing.
+
+        Args:
+            size_bytes: What it is taken to be.
+            label: What it is.
+            most_bytes: What it may be at most, where that is not known for sure.
+        """
+        if size_bytes or most_bytes:
+            self.recorder.add_temporary(size_bytes, label, most_bytes=most_bytes)
+            self.count(size_bytes)
+
+    def add_kernel(self, kernel: Kernel, label: str) -> None:
+        """Record and count what a kernel took inside the op just run, which may be nothing at this size."""
+        size_bytes = self.recorder.add_kernel(kernel, label)
+        if size_bytes:
+            self.count(size_bytes)
 
     def record(self) -> Correction:
         """What the rule did in the last captured step."""

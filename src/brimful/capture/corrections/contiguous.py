@@ -61,13 +61,10 @@ class ContiguousCopies(Rule):
         """Only on a CPU."""
         return self.target.kind == "cpu"
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the copies to the op's outputs."""
         for size_bytes in copied_bytes(func, args, outputs):
-            recorder.add_temporary(size_bytes, f"copy inside {func}")
-            self.count(size_bytes)
+            self.add(size_bytes, f"copy inside {func}")
 
 
 def copied_bytes(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> list[int]:

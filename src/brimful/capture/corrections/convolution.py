@@ -51,9 +51,7 @@ class BlockedConvolution(Rule):
         """On CPUs whose vectors oneDNN blocks for."""
         return self.target.kind == "cpu" and torch.backends.cpu.get_cpu_capability() in _BLOCKS
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the op's hidden memory to its outputs."""
         if func is aten.convolution.default:
             x, weight, _bias, *how = args
@@ -66,8 +64,7 @@ class BlockedConvolution(Rule):
             return
         hidden_bytes = inside - sum(output.nbytes for output in outputs)
         if hidden_bytes > 0:
-            recorder.add_temporary(hidden_bytes, f"inside {func}")
-            self.count(hidden_bytes)
+            self.add(hidden_bytes, f"inside {func}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from brimful.capture.corrections.base import Rule
+from brimful.kernels import CUBLAS_WORKSPACE
 
 aten = torch.ops.aten
 
@@ -40,10 +41,10 @@ class CublasWorkspace(Rule):
     threads_seen: set[bool] = field(default_factory=set)
     """Whether the forward's (False) and autograd's (True) thread has its workspace."""
 
-    def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
+    def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Allocate the thread's workspace before its first matmul."""
         if func in _MATMULS and in_backward not in self.threads_seen:
             self.threads_seen.add(in_backward)
             size_bytes = self.target.cublas_workspace_bytes
-            recorder.allocate_block(size_bytes, "cuBLAS workspace")
+            self.recorder.allocate_block(size_bytes, CUBLAS_WORKSPACE)
             self.count(size_bytes)

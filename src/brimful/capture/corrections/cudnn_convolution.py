@@ -33,9 +33,7 @@ class CudnnConvolution(Rule):
     )
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a workspace of no likely size for each kernel the op runs."""
         if func is aten.convolution.default:
             x, y, groups, kernels = args[0], outputs[0], args[8], 1
@@ -46,5 +44,4 @@ class CudnnConvolution(Rule):
         if groups != 1 or not x.is_contiguous():
             return
         for _ in range(kernels):
-            recorder.add_temporary(0, f"inside {func}", most_bytes=x.nbytes + y.nbytes)
-            self.count(0)
+            self.add(0, f"inside {func}", most_bytes=x.nbytes + y.nbytes)

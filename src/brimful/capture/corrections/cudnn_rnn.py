@@ -48,7 +48,6 @@ class CudnnRnn(Rule):
     )
     watches_ops = True
 
-    _recorder: Any = None
     _has_dropout_state = False
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
@@ -62,16 +61,14 @@ class CudnnRnn(Rule):
         return {function: partial(self._run, function, mode) for function, mode in modes}
 
     @contextmanager
-    def context(self, recorder: Any) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """Torch does not know the shapes that `_cudnn_rnn_backward` returns; it is told while this is open."""
-        self._recorder = recorder
         library = torch.library.Library("aten", "IMPL")
         library.impl("_cudnn_rnn_backward", _backward_shapes, "Meta")
         try:
             yield
         finally:
             library._destroy()
-            self._recorder = None
 
     def _run(self, function: Callable[..., Any], mode: int, *args: Any) -> tuple[Tensor, ...]:
         """What `torch.lstm` and its like take: a padded batch, or the data and sizes of a packed one."""
@@ -115,39 +112,50 @@ class CudnnRnn(Rule):
     def _make_dropout_state(self) -> None:
         if not self._has_dropout_state:
             self._has_dropout_state = True
-            self._recorder.allocate_block(_DROPOUT_STATE_BYTES, "cuDNN dropout state")
+            self.recorder.allocate_block(_DROPOUT_STATE_BYTES, "cuDNN dropout state")
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Give the reserve its size; add workspaces and copies."""
         if func is aten._cudnn_rnn.default:
-            self._after_forward(recorder, args, outputs)
+            self._after_forward(args, outputs)
         elif func is aten._cudnn_rnn_backward.default:
-            self._after_backward(recorder, args)
+            self._after_backward(args)
 
-    def _after_forward(self, recorder: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
+    def _after_forward(self, args: tuple[Any, ...], outputs: list[Tensor]) -> None:
         inputs, train = args[0], args[12]
         sizes = RnnSizes.of(inputs, args[1], args[4], args[6:10], args[11], args[13])
         if train:
             likely, most = reserve_bytes(sizes)
             storage = outputs[3].untyped_storage()
             storage.resize_(likely)
-            _add_uncertain_part(recorder, storage, most - likely)
+            self._add_uncertain_part(storage, most - likely)
             self.count(likely)
-        _add_workspace(recorder, sizes)
-        _add_copy(recorder, inputs)
+        self._add_workspace(sizes)
+        self._add_copy(inputs)
 
-    def _after_backward(self, recorder: Any, args: tuple[Any, ...]) -> None:
+    def _after_backward(self, args: tuple[Any, ...]) -> None:
         inputs, weights, grad_output, output_mask = args[0], args[1], args[7], args[21]
         sizes = RnnSizes.of(inputs, weights, args[4], args[10:14], args[15], args[17])
-        _add_workspace(recorder, sizes)
-        _add_copy(recorder, inputs)
+        self._add_workspace(sizes)
+        self._add_copy(inputs)
         # The copy of the gradient is gone before the weights' gradient, an output, is made.
         copied = grad_output is not None and not grad_output.is_contiguous()
         copied_bytes = _bytes(grad_output) if copied else 0
         later_bytes = sum(map(_bytes, weights)) if output_mask[3] else 0
-        recorder.add_temporary(max(copied_bytes - later_bytes, 0), f"inside {aten._cudnn_rnn_backward.default}")
+        self.add(max(copied_bytes - later_bytes, 0), f"inside {aten._cudnn_rnn_backward.default}")
+
+    def _add_workspace(self, sizes: RnnSizes) -> None:
+        likely, most = workspace_bytes(sizes)
+        self.add(likely, "cuDNN RNN workspace", most_bytes=most)
+
+    def _add_copy(self, inputs: Tensor) -> None:
+        copied_bytes = 0 if inputs.is_contiguous() else _bytes(inputs)
+        self.add(copied_bytes, "copy of a recurrent layer's input")
+
+    def _add_uncertain_part(self, storage: torch.UntypedStorage, extra_bytes: int) -> None:
+        """A block of no likely size that lives as long as a storage does."""
+        block = self.recorder.allocate_block(0, "cuDNN RNN reserve, uncertain part", most_bytes=extra_bytes)
+        weakref.finalize(storage, self.recorder.release_block, block).atexit = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,22 +273,6 @@ def _backward_shapes(
         None if cx is None else torch.empty_like(cx),
         gradients,
     )
-
-
-def _add_workspace(recorder: Any, sizes: RnnSizes) -> None:
-    likely, most = workspace_bytes(sizes)
-    recorder.add_temporary(likely, "cuDNN RNN workspace", most_bytes=most)
-
-
-def _add_copy(recorder: Any, inputs: Tensor) -> None:
-    copied_bytes = 0 if inputs.is_contiguous() else _bytes(inputs)
-    recorder.add_temporary(copied_bytes, "copy of a recurrent layer's input")
-
-
-def _add_uncertain_part(recorder: Any, storage: torch.UntypedStorage, extra_bytes: int) -> None:
-    """A block of no likely size that lives as long as a storage does."""
-    block = recorder.allocate_block(0, "cuDNN RNN reserve, uncertain part", most_bytes=extra_bytes)
-    weakref.finalize(storage, recorder.release_block, block).atexit = False
 
 
 def _bytes(tensor: Tensor) -> int:

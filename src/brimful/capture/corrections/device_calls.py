@@ -28,16 +28,13 @@ class DeviceCalls(Rule):
     name = "device_calls"
     source = "torch.Tensor.to, torch.Tensor.cuda, torch/amp/autocast_mode.py (checked: 2.13)"
 
-    _recorder: Any = None
-
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """`Tensor.to`, `Tensor.cuda` and `Tensor.pin_memory`."""
         return {Tensor.to: self._to, Tensor.cuda: self._cuda, Tensor.pin_memory: lambda tensor, *_: tensor}
 
     @contextmanager
-    def context(self, recorder: Any) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """Modules stay where they are while the context is open; autocast and scaling work."""
-        self._recorder = recorder
         make_autocast, make_scaler = autocast.__init__, GradScaler.__init__
         move_module = nn.Module.to
 
@@ -63,7 +60,6 @@ class DeviceCalls(Rule):
             replaced(GradScaler, "__init__", on_cpu(make_scaler)),
         ):
             yield
-        self._recorder = None
 
     def _to(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         device = kwargs.pop("device", None)
@@ -80,8 +76,8 @@ class DeviceCalls(Rule):
         """A recorded copy of what lies on the host; anything else is on the device already."""
         if not getattr(tensor, HOST_MARK, False):
             return tensor
-        copy: Tensor = self._recorder.empty_copy(tensor)
-        self._recorder.mark_input(copy)
+        copy: Tensor = self.recorder.empty_copy(tensor)
+        self.recorder.mark_input(copy)
         self.count(copy.nbytes)
         return copy
 

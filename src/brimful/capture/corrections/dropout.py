@@ -26,7 +26,7 @@ class MaskedDropout(Rule):
         """`F.dropout` and `torch.dropout`."""
         return {_DROPOUT: self._functional, torch.dropout: self._plain}
 
-    def context(self, recorder: Any) -> AbstractContextManager[object]:
+    def context(self) -> AbstractContextManager[object]:
         """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
         return patch.object(F, "dropout", self._functional)
 

@@ -31,9 +31,7 @@ class EmbeddingBackward(Rule):
     )
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its result."""
         if func is not aten.embedding_dense_backward.default:
             return
@@ -51,6 +49,6 @@ class EmbeddingBackward(Rule):
                 int(by_frequency),
             ),
         )
-        self.count(recorder.add_kernel(kernel, f"inside {func}"))
+        self.add_kernel(kernel, f"inside {func}")
         copied_bytes = 0 if grad.is_contiguous() else grad.numel() * grad.element_size()
-        recorder.add_temporary(copied_bytes, f"copy inside {func}")
+        self.add(copied_bytes, f"copy inside {func}")

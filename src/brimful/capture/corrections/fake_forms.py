@@ -43,7 +43,7 @@ class FakeForms(Rule):
         return {F.one_hot: _one_hot}
 
     @contextmanager
-    def context(self, recorder: Any) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """The forms are registered while the context is open."""
         library = torch.library.Library("aten", "IMPL")
         before = {op: decomposition_table[op] for op in _LAYOUTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.optim import optimizer as optimizer_module
@@ -26,7 +27,7 @@ class ForeachOptimizers(Rule):
     source = "torch/optim/optimizer.py, _default_to_fused_or_foreach (checked: 2.13)"
 
     @contextmanager
-    def context(self, recorder: object) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """Torch's list of devices names the CPU too while the context is open."""
         devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
         modules = [module for module in (optimizer_module, _foreach_utils) if hasattr(module, _NAME)]
@@ -37,7 +38,7 @@ class ForeachOptimizers(Rule):
 
     watches_ops = True
 
-    def before_op(self, recorder: object, func: object, args: tuple[object, ...], *, in_backward: bool) -> None:
+    def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Count the temporaries that whole lists make."""
         if func is torch.ops.aten._foreach_sqrt.default:
             (tensors,) = args

@@ -25,13 +25,10 @@ class ForeachNorm(Rule):
     source = "torch aten/src/ATen/native/cuda/ForeachReduceOp.cu (6430a5db), kChunkSize"
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the parts, in float32."""
         if func is not aten._foreach_norm.Scalar:
             return
         chunks = max(-(-tensor.numel() // _CHUNK_NUMEL) for tensor in args[0])
         size_bytes = len(args[0]) * chunks * _FLOAT_BYTES
-        recorder.add_temporary(size_bytes, f"inside {func}")
-        self.count(size_bytes)
+        self.add(size_bytes, f"inside {func}")

@@ -49,13 +49,10 @@ class HiddenCopies(Rule):
     )
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the copies, each its own block."""
         for size_bytes in _copies(func, args):
-            recorder.add_temporary(size_bytes, f"copy inside {func}")
-            self.count(size_bytes)
+            self.add(size_bytes, f"copy inside {func}")
 
 
 def _copies(func: Any, args: tuple[Any, ...]) -> list[int]:

@@ -42,9 +42,7 @@ class IndexBackward(Rule):
     )
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its result."""
         if func not in _ACCUMULATES or len(args) < 4 or not args[3]:
             return
@@ -55,8 +53,7 @@ class IndexBackward(Rule):
         values_bytes = 0 if values.is_contiguous() else values.nbytes
         result_bytes = 0 if _lie_together(indices) else x.nbytes
         for size_bytes in (sorting_bytes, values_bytes, result_bytes):
-            recorder.add_temporary(size_bytes, f"inside {func}")
-        self.count(sorting_bytes + values_bytes + result_bytes)
+            self.add(size_bytes, f"inside {func}")
 
 
 _SORTS = frozenset({aten.sort.default, aten.sort.stable})
@@ -83,9 +80,7 @@ class SortMemory(Rule):
     )
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its results."""
         if func not in _SORTS or args[0].dim() == 0:
             return
@@ -106,8 +101,7 @@ class SortMemory(Rule):
         if x.stride(dim) != 1 or not torch._prims_common.is_non_overlapping_and_dense_or_false(x):
             likely += x.numel() * (2 * key_bytes + _INDEX_BYTES)
         cub_bytes = sorted_at_once * (key_bytes + _INDEX_BYTES)
-        recorder.add_temporary(likely, f"inside {func}", most_bytes=likely + cub_bytes)
-        self.count(likely)
+        self.add(likely, f"inside {func}", most_bytes=likely + cub_bytes)
 
 
 def _lie_together(indices: list[Tensor | None]) -> bool:

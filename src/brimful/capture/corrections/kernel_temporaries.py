@@ -32,15 +32,12 @@ class KernelTemporaries(Rule):
         """Only on a CPU."""
         return self.target.kind == "cpu"
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the op's temporaries to its outputs."""
         if func in _TEMPORARIES:
             size_bytes = _TEMPORARIES[func](args, outputs)
             if size_bytes > 0:
-                recorder.add_temporary(size_bytes, f"inside {func}")
-                self.count(size_bytes)
+                self.add(size_bytes, f"inside {func}")
 
 
 def _batch_norm_backward(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:

@@ -32,9 +32,7 @@ class ReducedLosses(Rule):
         """Only on a CPU."""
         return self.target.kind == "cpu"
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Let the loss's storage grow; add what is freed."""
         if func not in _KEPT and func not in _TWICE:
             return
@@ -47,5 +45,4 @@ class ReducedLosses(Rule):
             outputs[0].untyped_storage().resize_(size_bytes)
             self.count(size_bytes)
         if func in _TWICE:
-            recorder.add_temporary(size_bytes, f"inside {func}")
-            self.count(size_bytes)
+            self.add(size_bytes, f"inside {func}")

@@ -36,28 +36,24 @@ class NormMemory(Rule):
     )
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its results."""
         if func is aten.native_layer_norm_backward.default:
-            self._layer_norm(recorder, func, args)
+            self._layer_norm(func, args)
         elif func in (aten.native_group_norm.default, aten.native_group_norm_backward.default):
             is_backward = func is aten.native_group_norm_backward.default
             place = 5 if is_backward else 3
             samples, channels, _size, groups = args[place : place + 4]
             size_bytes = samples * (3 * channels + 2 * groups if is_backward else 2 * channels) * _FLOAT_BYTES
-            recorder.add_temporary(size_bytes, f"inside {func}")
-            self.count(size_bytes)
+            self.add(size_bytes, f"inside {func}")
         elif func in (aten.native_batch_norm.default, aten.native_batch_norm_backward.default):
             is_backward = func is aten.native_batch_norm_backward.default
             x = args[1 if is_backward else 0]
             if x.dim() == 4 and not x.is_contiguous():
                 most = (2 if is_backward else 4) * x.size(1) * _MOST_BATCH_NORM_PARTS * _FLOAT_BYTES
-                recorder.add_temporary(0, f"inside {func}", most_bytes=most)
-                self.count(0)
+                self.add(0, f"inside {func}", most_bytes=most)
 
-    def _layer_norm(self, recorder: Any, func: Any, args: tuple[Any, ...]) -> None:
+    def _layer_norm(self, func: Any, args: tuple[Any, ...]) -> None:
         x, shape, weight = args[1], args[2], args[5]
         multiprocessors, threads = self.target.sm_count, self.target.threads_per_multiprocessor
         if weight is None or multiprocessors is None or threads is None:
@@ -66,4 +62,4 @@ class NormMemory(Rule):
         numbers = (multiprocessors, threads, x.numel() // width, width, weight.element_size())
         for _gradient in range(2):
             kernel = Kernel(name="layer norm backward", numbers=numbers)
-            self.count(recorder.add_kernel(kernel, f"inside {func}"))
+            self.add_kernel(kernel, f"inside {func}")

@@ -64,7 +64,7 @@ class InPlaceBackward(Rule):
         """On every device: it is the capture, not the device, that differs."""
         return True
 
-    def before_op(self, recorder: Any, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
+    def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Free the input's block before the op allocates its result."""
         if not in_backward:
             return
@@ -74,11 +74,9 @@ class InPlaceBackward(Rule):
             and sys._getframe(2).f_code is _engine_run_backward.__code__  # whose code called the recorder
             and self._engine_adds_in_place(args[0])
         ):
-            self.count(-recorder.release_early(args[0]))
+            self.count(-self.recorder.release_early(args[0]))
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Note what a node makes: the sum of two such things is its formula's, not the engine's."""
         if self._node is not None:
             self._made.update(output.untyped_storage()._cdata for output in outputs)

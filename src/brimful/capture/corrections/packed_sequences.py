@@ -26,18 +26,14 @@ class PackedSequences(Rule):
     name = "packed_sequences"
     source = "torch aten/src/ATen/native/PackedSequence.cpp (about 2.0)"
 
-    _recorder: Any = None
-
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """What `torch.nn.utils.rnn` calls."""
         return {torch._pack_padded_sequence: self._pack, torch._pad_packed_sequence: self._pad}
 
     @contextmanager
-    def context(self, recorder: Any) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """Asks this recorder for values while it is open."""
-        self._recorder = recorder
         yield
-        self._recorder = None
 
     def _pack(self, inputs: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
         samples, steps = inputs.shape[:2] if batch_first else inputs.shape[1::-1]
@@ -50,7 +46,7 @@ class PackedSequences(Rule):
     def _pad(
         self, data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, longest: int
     ) -> tuple[Tensor, Tensor]:
-        sizes = self._recorder.values_of(batch_sizes).tolist()
+        sizes = self.recorder.values_of(batch_sizes).tolist()
         lengths = [sum(size > sample for size in sizes) for sample in range(sizes[0])]
         padded = _Pad.apply(data, max(longest, len(sizes)), sizes[0], value)
         self.count(0)
@@ -58,9 +54,9 @@ class PackedSequences(Rule):
 
     def _lengths(self, lengths: Tensor, samples: int, steps: int) -> list[int]:
         try:
-            known: list[int] = self._recorder.values_of(lengths).tolist()
+            known: list[int] = self.recorder.values_of(lengths).tolist()
         except NotKnownError:
-            self._recorder.uncertain.setdefault("lengths of packed sequences, taken for the longest")
+            self.recorder.note_uncertain("lengths of packed sequences, taken for the longest")
             return [steps] * samples
         return known
 
@@ -69,7 +65,7 @@ class PackedSequences(Rule):
         fake = torch.empty(len(numbers), dtype=torch.int64)
         with unset_fake_temporarily():
             real = torch.tensor(numbers)
-        self._recorder.remember(fake, real)
+        self.recorder.remember(fake, real)
         return fake
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +26,13 @@ class RandomState(Rule):
         return self.target.kind == "cpu"
 
     @contextmanager
-    def context(self, recorder: Any) -> Iterator[None]:
+    def context(self) -> Iterator[None]:
         """States that are asked for while the context is open are recorded as long as they live."""
         get_rng_state = torch.get_rng_state
 
         def recorded() -> Tensor:
             state = get_rng_state()
-            recorder.see(state, "random state")
+            self.recorder.see(state, "random state")
             self.count(state.numel())
             return state
 

@@ -34,9 +34,7 @@ class LstmMemory(Rule):
         """Only on a CPU: CUDA runs recurrent layers in cuDNN."""
         return self.target.kind == "cpu"
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Let the workspace's storage grow to its size; add what backward takes."""
         if func is aten.mkldnn_rnn_layer.default:
             inputs, mode, hidden_size, is_training = args[0], args[9], args[10], args[15]
@@ -45,18 +43,18 @@ class LstmMemory(Rule):
         else:
             return
         if mode != _LSTM or inputs.dtype is not torch.float32:
-            recorder.uncertain.setdefault(f"{func}: the memory of this mode and type is not known")
+            self.recorder.note_uncertain(f"{func}: the memory of this mode and type is not known")
         elif is_training:
             sizes = (*inputs.shape, hidden_size)  # torch brings samples to the second place before it
             if func is aten.mkldnn_rnn_layer.default:
                 size_bytes = lstm_workspace_bytes(*sizes)
                 outputs[-1].untyped_storage().resize_(size_bytes)
+                self.count(size_bytes)
             else:
                 grad_output = args[10]
                 copied_bytes = 0 if grad_output is None or grad_output.is_contiguous() else grad_output.nbytes
                 size_bytes = lstm_backward_bytes(*sizes) + copied_bytes
-                recorder.add_temporary(size_bytes, f"inside {func}")
-            self.count(size_bytes)
+                self.add(size_bytes, f"inside {func}")
 
 
 def lstm_workspace_bytes(sequence: int, samples: int, input_size: int, hidden_size: int) -> int:

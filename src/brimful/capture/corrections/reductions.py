@@ -30,9 +30,7 @@ class ReductionStaging(Rule):
     source = "torch aten/src/ATen/native/cuda/Reduce.cuh, global_memory_size (header of 2.13; not measured)"
     watches_ops = True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its result."""
         threads = self.target.threads_per_multiprocessor
         if func not in _DIMS or self.target.sm_count is None or threads is None:
@@ -40,6 +38,4 @@ class ReductionStaging(Rule):
         x, place = args[0], _DIMS[func]
         dims = None if place is None else args[place] if len(args) > place else kwargs.get("dim")
         for kernel in reduction_kernels(x.shape, x.stride(), dims, self.target.sm_count, threads):
-            size_bytes = recorder.add_kernel(kernel, f"inside {func}")
-            if size_bytes:
-                self.count(size_bytes)
+            self.add_kernel(kernel, f"inside {func}")

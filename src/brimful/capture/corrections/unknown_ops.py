@@ -53,15 +53,12 @@ class UnknownOps(Rule):
         """On every device."""
         return True
 
-    def after_op(
-        self, recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]
-    ) -> None:
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a block of no likely size."""
         is_modelled = self.target.kind == "cpu" or func not in _NOT_MODELLED
         if func.namespace in _KNOWN_NAMESPACES and is_modelled:
             return
         inputs = [value for value in args if isinstance(value, Tensor)]
         most = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-        recorder.add_temporary(0, f"inside {func}", most_bytes=most)
-        recorder.uncertain.setdefault(f"{func}: neither what it takes inside nor its arithmetic is known")
-        self.count(0)
+        self.add(0, f"inside {func}", most_bytes=most)
+        self.recorder.note_uncertain(f"{func}: neither what it takes inside nor its arithmetic is known")
