@@ -89,7 +89,16 @@ def main(names: list[str]) -> None:
         return
     seconds = round(time.perf_counter() - start, 1)
     content = {"seconds": seconds, "summary": summary, "left_out": left_out, "rows": rows}
-    keep("cpu_zoo.json", "python benchmarks/cpu_zoo.py", content)
+    keep(
+        "cpu_zoo.json",
+        "python benchmarks/cpu_zoo.py",
+        content,
+        "transformers",
+        "torchvision",
+        "timm",
+        "diffusers",
+        "peft",
+    )
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ process, and that of the model once all is imported. Then a further micro-batch 
 `Estimator`, and, once, two steps of the same model under torch's own MemTracker, which tells only what is
 allocated.
 
-Asked for are BERT-large at micro-batch 4 × 512 tokens in 3 s, Llama-3-8B at 4096 tokens in 6 s, ResNet-152 in
-6 s, a further micro-batch in 0.3 s, and 7 billion parameters in under 4 GiB.
+The targets are the project's own, for 2 cores; whether each is reached is in the results.
 """
 
 from __future__ import annotations
@@ -31,6 +30,11 @@ CASES = (
     ("llama-3-8b", 1, 4096),
     ("resnet152", 32, None),
 )
+TARGETS = {
+    "bert-large": {"estimate_seconds": 3.0, "further_micro_batch_seconds": 0.3},
+    "llama-3-8b": {"estimate_seconds": 6.0, "further_micro_batch_seconds": 0.3, "peak_resident_bytes": 4 << 30},
+    "resnet152": {"estimate_seconds": 6.0, "further_micro_batch_seconds": 0.3},
+}
 
 
 def main() -> None:
@@ -53,10 +57,11 @@ def main() -> None:
             for name in runs[0]
             if name.endswith("_seconds")
         }
+        row["targets_missed"] = [name for name, target in TARGETS[row["model"]].items() if row[name] > target]
         rows.append(row)
         print(json.dumps(row), flush=True)
-    content = {"device": DEVICE, "repeats": REPEATS, "rows": rows}
-    keep("estimate_speed.json", "python benchmarks/estimate_speed.py", content)
+    content = {"device": DEVICE, "repeats": REPEATS, "targets": TARGETS, "rows": rows}
+    keep("estimate_speed.json", "python benchmarks/estimate_speed.py", content, "transformers")
 
 
 def run(case: tuple[str, int, int | None], *, tracks: bool) -> dict[str, Any]:

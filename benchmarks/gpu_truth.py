@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 from brimful.capture import capture_step
 from brimful.hardware import Device, find_device
@@ -77,7 +76,8 @@ def main() -> None:
             "gpu_truth.json",
             "python benchmarks/gpu_truth.py PATH/gpu_truth.csv",
             {"seconds": seconds, "summary": summary, "rows": rows},
-            transformers=transformers.__version__,
+            "transformers",
+            "torchvision",
         )
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import platform
 import subprocess
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,16 @@ import torch
 RESULTS = Path(__file__).parent / "results"
 
 
-def keep(name: str, command: str, content: dict[str, Any], **versions: str) -> None:
+def keep(name: str, command: str, content: dict[str, Any], *packages: str) -> None:
     """Write a result.
 
     Args:
         name: Of its file.
         command: Makes it anew.
         content: Follows what the result is stamped with.
-        versions: Of packages besides torch.
+        packages: Whose versions matter besides torch's, if they are there.
     """
+    versions = {package: version(package) for package in packages if find_spec(package) is not None}
     stamp = {"command": command, "commit": commit(), "machine": machine() | versions}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / name).write_text(json.dumps(stamp | content, indent=1) + "\n", encoding="utf-8")

@@ -18,17 +18,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import transformers
-
 import published_jobs as jobs
 from brimful.capture import capture_step
 from brimful.hardware import CudaContext, Device, find_device, with_context
 from brimful.job import Job
 from brimful.planning import Estimate, estimate_trace
 from brimful.settings import Settings
+from brimful.units import MIB
 from machine import keep
 
-MIB = 2**20
 STEPS = 3
 """Optimizer steps: in the first, gradients and optimizer state are made; the third is as the second."""
 
@@ -74,7 +72,7 @@ def main() -> None:
             "published.json",
             "python benchmarks/published.py",
             {"seconds": seconds, "summary": summary, "rows": rows},
-            transformers=transformers.__version__,
+            "transformers",
         )
 
 
@@ -90,7 +88,7 @@ def compare(experiment: Experiment) -> dict[str, Any]:
     estimate = estimate_trace(trace, experiment.device)
     predicted = estimate.predicted_peak_device_bytes
     published, least = experiment.published_bytes, experiment.published_least_bytes
-    interval = getattr(estimate, "predicted_device_interval_bytes", None)
+    interval = estimate.predicted_device_interval_bytes
     return {
         "table": experiment.table,
         "name": experiment.name,
@@ -117,9 +115,9 @@ def compare(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _is_in(interval: tuple[int, int] | None, published: int | None, least: int | None) -> bool | None:
+def _is_in(interval: tuple[int, int], published: int | None, least: int | None) -> bool | None:
     """Whether any reading of the published figure lies in the interval."""
-    if interval is None or published is None:
+    if published is None:
         return None
     return interval[0] <= published and (published if least is None else least) <= interval[1]
 
@@ -156,7 +154,7 @@ def line_of(row: dict[str, Any]) -> str:
         row["error_fraction"],
         row["predicted_device_interval_bytes"],
     )
-    ends = f"[{interval[0] / MIB:.0f} {interval[1] / MIB:.0f}]" if interval else ""
+    ends = f"[{interval[0] / MIB:.0f} {interval[1] / MIB:.0f}]"
     name = f"    or: {row['variant']}" if row["variant"] else f"{row['table']} {row['name']}"
     return (
         f"{name:<58} {'OOM' if published is None else published:>6}"

@@ -31,6 +31,7 @@ from brimful.timeline import CachingAllocator, round_allocation
 from brimful.trace import EventKind, Trace
 
 LARGEST_FILE_BYTES = 100_000
+"""Small enough for a repository."""
 MOST_BLOCKS_LISTED = 48
 
 Entry = dict[str, Any]

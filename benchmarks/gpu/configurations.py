@@ -39,7 +39,7 @@ class Configuration:
 
 
 MOST_HISTORIES = 6
-"""A device machine gives back at most 8 files."""
+"""They become fixtures of tests; more would tell little that is new."""
 
 
 def _lora(make_job: Callable[..., Job], *, toy: bool) -> Job:

@@ -86,3 +86,8 @@ def format_rate(per_second: float, what: str = "samples") -> str:
     """A rate for a reader, three digits or whole: "34.1 samples/s", "1820 tokens/s"."""
     number = f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
     return f"{number} {what}/s"
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `number`."""
+    return -(-number // multiple) * multiple

@@ -150,9 +150,9 @@ def test_gpus_json_has_exactly_the_documented_keys(folder: Path) -> None:
     assert set(document) == {"job", "global_batch_size", "gpus"}
     assert [gpu["device"] for gpu in document["gpus"]] == ["T4", "RTX 4090"]
     assert set(document["gpus"][0]) == {
-        "device", "capacity_bytes", "plain_fits", "plain_peak_device_bytes", "settings",
+        "device", "capacity_bytes", "plain_fits", "predicted_plain_peak_device_bytes", "settings",
         "predicted_peak_device_bytes", "predicted_step_seconds", "predicted_samples_per_second",
-        "smallest_peak_device_bytes", "change",
+        "predicted_smallest_peak_device_bytes", "change",
     }  # fmt: skip
 
 

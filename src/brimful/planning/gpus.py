@@ -36,7 +36,7 @@ class GpuFit:
 
     device: str
     capacity_bytes: int
-    plain_peak_device_bytes: int
+    predicted_plain_peak_device_bytes: int
     """Of plain training: the whole global batch at once, everything kept."""
     plain_fits: bool
     settings: Settings | None
@@ -48,10 +48,11 @@ class GpuFit:
     change: str | None
     """The cheapest change to the mathematics that makes it fit, where nothing else does; None where none is
     needed, or none of those tried is enough."""
-    smallest_peak_device_bytes: int
+    predicted_smallest_peak_device_bytes: int
     """The least that was found, without changing the mathematics."""
 
-    def samples_per_second(self) -> float | None:
+    @property
+    def predicted_samples_per_second(self) -> float | None:
         """Samples of the global batch over the time of a step; None if it does not fit."""
         if self.settings is None or self.predicted_step_seconds is None:
             return None
@@ -178,13 +179,13 @@ def _fit(family: _Family, device: Device) -> GpuFit:
     return GpuFit(
         device=device.name,
         capacity_bytes=device.capacity_bytes,
-        plain_peak_device_bytes=plain + device.context_bytes,
+        predicted_plain_peak_device_bytes=plain + device.context_bytes,
         plain_fits=plain <= limit,
         settings=best,
         predicted_peak_device_bytes=None if best is None else peak(best) + device.context_bytes,
         predicted_step_seconds=None if best is None else seconds[best],
         change=change,
-        smallest_peak_device_bytes=min(peaks.values()) + device.context_bytes,
+        predicted_smallest_peak_device_bytes=min(peaks.values()) + device.context_bytes,
     )
 
 

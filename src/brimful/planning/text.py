@@ -36,7 +36,7 @@ def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
     others = [fit for fit in fits if fit.settings is None]
     lines = [f"{job}, global batch {global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs"]
     lines.append(f"  {'GPU':<31}{'has':>9}{'plain':>10}{'takes':>10}{'speed':>17}  how")
-    for fit in sorted(fitting, key=lambda fit: -(fit.samples_per_second() or 0)):
+    for fit in sorted(fitting, key=lambda fit: -(fit.predicted_samples_per_second or 0)):
         assert fit.settings is not None
         assert fit.predicted_peak_device_bytes is not None
         how = "plain" if fit.plain_fits and not fit.settings.recomputed else fit.settings.describe()
@@ -44,14 +44,14 @@ def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
             how = fit.settings.describe()
         lines.append(
             f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
-            f"{format_bytes(fit.plain_peak_device_bytes):>10}{format_bytes(fit.predicted_peak_device_bytes):>10}"
-            f"{format_rate(fit.samples_per_second() or 0):>17}  {how}"
+            f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_peak_device_bytes):>10}"
+            f"{format_rate(fit.predicted_samples_per_second or 0):>17}  {how}"
         )
-    for fit in sorted(others, key=lambda fit: fit.smallest_peak_device_bytes - fit.capacity_bytes):
+    for fit in sorted(others, key=lambda fit: fit.predicted_smallest_peak_device_bytes - fit.capacity_bytes):
         change = f"fits with {fit.change}" if fit.change else "no change tried is enough"
         lines.append(
             f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
-            f"{format_bytes(fit.plain_peak_device_bytes):>10}{format_bytes(fit.smallest_peak_device_bytes):>10}"
+            f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_smallest_peak_device_bytes):>10}"
             f"{'does not fit':>17}  {change}"
         )
     return "\n".join(lines)

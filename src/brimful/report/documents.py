@@ -58,12 +58,12 @@ def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> d
                 "device": fit.device,
                 "capacity_bytes": fit.capacity_bytes,
                 "plain_fits": fit.plain_fits,
-                "plain_peak_device_bytes": fit.plain_peak_device_bytes,
+                "predicted_plain_peak_device_bytes": fit.predicted_plain_peak_device_bytes,
                 "settings": None if fit.settings is None else settings_to_json(fit.settings),
                 "predicted_peak_device_bytes": fit.predicted_peak_device_bytes,
                 "predicted_step_seconds": fit.predicted_step_seconds,
-                "predicted_samples_per_second": fit.samples_per_second(),
-                "smallest_peak_device_bytes": fit.smallest_peak_device_bytes,
+                "predicted_samples_per_second": fit.predicted_samples_per_second,
+                "predicted_smallest_peak_device_bytes": fit.predicted_smallest_peak_device_bytes,
                 "change": fit.change,
             }
             for fit in fits

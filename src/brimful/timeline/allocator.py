@@ -16,7 +16,7 @@ from brimful.timeline.pools import (
     SMALL_REQUEST_BYTES,
     UNLIMITED_BYTES,
     Block,
-    Device,
+    DeviceMemory,
     ExpandablePool,
     SegmentPool,
 )
@@ -86,7 +86,7 @@ class CachingAllocator:
         self.cache_flushes = 0
         """How often all free segments were given back to make room: the counter num_alloc_retries."""
         self._settings = settings
-        self._device = Device(UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes)
+        self._device = DeviceMemory(UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes)
         threshold = settings.garbage_collection_threshold
         self._collect_above_bytes = UNLIMITED_BYTES
         if threshold is not None and capacity_bytes is not None:

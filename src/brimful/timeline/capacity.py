@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from brimful.timeline.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.timeline.liveness import live_profile, rounding_bytes_of
 from brimful.timeline.memory import replay_allocations
-from brimful.timeline.pools import SEGMENT_ROUNDING_BYTES, round_up
+from brimful.timeline.pools import SEGMENT_ROUNDING_BYTES
 from brimful.trace import Trace
-from brimful.units import MIB
+from brimful.units import MIB, round_up
 
 ALTERNATIVES = (
     AllocatorSettings(expandable_segments=True),

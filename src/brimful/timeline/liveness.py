@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brimful.errors import UnknownNameError
-from brimful.timeline.pools import MIN_BLOCK_BYTES, round_up
+from brimful.timeline.pools import MIN_BLOCK_BYTES
 from brimful.trace import Category, EventKind, Op, Phase, Trace
+from brimful.units import round_up
 
 _ROUNDING_BYTES = {"cpu": 1, "cuda": MIN_BLOCK_BYTES}
 

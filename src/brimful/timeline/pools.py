@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 
-from brimful.units import MIB
+from brimful.units import MIB, round_up
 
 MIN_BLOCK_BYTES = 512
 """Every block is a multiple of this. Source: kMinBlockSize."""
@@ -39,12 +39,7 @@ PyTorch takes 9/8 of the device's memory and starts a second segment where they 
 """
 
 
-def round_up(size_bytes: int, multiple_bytes: int) -> int:
-    """The least multiple of `multiple_bytes` that is at least `size_bytes`."""
-    return -(-size_bytes // multiple_bytes) * multiple_bytes
-
-
-class Device:
+class DeviceMemory:
     """Memory that all pools take from, with a limit.
 
     Args:
@@ -112,7 +107,7 @@ class Pool(ABC):
         max_split_bytes: Blocks from this size on are neither cut nor given to smaller requests.
     """
 
-    def __init__(self, device: Device, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
+    def __init__(self, device: DeviceMemory, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
         self._device = device
         self._is_small = is_small
         self._max_split_bytes = max_split_bytes
@@ -223,7 +218,7 @@ class Pool(ABC):
 class SegmentPool(Pool):
     """A pool of segments, each one cudaMalloc of a fixed size."""
 
-    def __init__(self, device: Device, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
+    def __init__(self, device: DeviceMemory, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
         super().__init__(device, is_small=is_small, max_split_bytes=max_split_bytes)
         self._segment_count = 0
         self._end_address = 0
@@ -303,7 +298,7 @@ class SegmentPool(Pool):
 class ExpandablePool(Pool):
     """A pool of one segment whose addresses are reserved at once and mapped to memory page by page."""
 
-    def __init__(self, device: Device, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
+    def __init__(self, device: DeviceMemory, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
         super().__init__(device, is_small=is_small, max_split_bytes=max_split_bytes)
         self._page_bytes = SMALL_SEGMENT_BYTES if is_small else LARGE_SEGMENT_BYTES
         self._mapped_bytes = 0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brimful.capture import capture_step
-from brimful.capture.corrections import (
+from brimful.capture.corrections.rules import (
     BlockedConvolution,
     ContiguousCopies,
     FakeForms,

@@ -174,7 +174,7 @@ def test_the_survey_of_gpus_agrees_with_an_estimate_of_each() -> None:
     for name, fit in zip(names, bf.gpus(wide_job(), global_batch_size=16, devices=names), strict=True):
         plain = bf.estimate(wide_job(), name, micro_batch_size=16)
         assert fit.device == plain.device
-        assert fit.plain_peak_device_bytes == plain.predicted_peak_device_bytes
+        assert fit.predicted_plain_peak_device_bytes == plain.predicted_peak_device_bytes
         assert fit.plain_fits
         assert fit.settings is not None
         best = bf.estimate(wide_job(), name, micro_batch_size=fit.settings.micro_batch_size,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor
 from brimful.capture.corrections.attention_choice import AttentionCall, AttentionKernel, choose_kernel
 from brimful.capture.corrections.base import Rule
 from brimful.capture.corrections.versions import torch_version
+from brimful.capture.replaced import replaced
 
 # B batch, H heads, M query length, N key length, D head size.
 
@@ -51,7 +51,7 @@ class FusedAttention(Rule):
 
     def context(self) -> AbstractContextManager[object]:
         """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
-        return patch.object(F, "scaled_dot_product_attention", self._attention)
+        return replaced(F, "scaled_dot_product_attention", self._attention)
 
     def _attention(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
+from brimful.units import round_up
 
 # B batch, H heads, G heads of keys and values, M query length, N key length, D head size
 
@@ -63,8 +64,8 @@ def flash_backward_bytes(query: Tensor, key: Tensor) -> tuple[int, ...]:
     Two in float32, and with G < H the gradients of keys and values for each query head.
     """
     samples, heads, rows, head_size = query.shape
-    rows = _up_to(rows, _FLASH_ROWS)
-    wide = _up_to(head_size, 32 if head_size <= 128 else 64)
+    rows = round_up(rows, _FLASH_ROWS)
+    wide = round_up(head_size, 32 if head_size <= 128 else 64)
     sums = samples * heads * rows
     shared = samples * heads * key.size(2) * head_size * key.element_size() if key.size(1) != heads else 0
     return sums * _FLOAT_BYTES, sums * wide * _FLOAT_BYTES, *([shared, shared] if shared else [])
@@ -73,7 +74,7 @@ def flash_backward_bytes(query: Tensor, key: Tensor) -> tuple[int, ...]:
 def efficient_backward_bytes(query: Tensor) -> tuple[int, int]:
     """Bytes of the two accumulators of memory-efficient attention for a query (B, H, M, D)."""
     samples, heads, rows, head_size = query.shape
-    tiles = _up_to(rows, _EFFICIENT_ROWS) * _up_to(head_size, _EFFICIENT_COLUMNS)
+    tiles = round_up(rows, _EFFICIENT_ROWS) * round_up(head_size, _EFFICIENT_COLUMNS)
     return samples * heads * rows * _FLOAT_BYTES, samples * heads * tiles * _FLOAT_BYTES
 
 
@@ -87,7 +88,3 @@ def cudnn_backward_bytes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int
 def _copy_bytes(tensor: Tensor) -> int:
     """Bytes of a copy of (B, H, M, D) for a kernel that wants (B, M, H, D) in order; 0 if it is so already."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else tensor.numel() * tensor.element_size()
-
-
-def _up_to(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
+from brimful.units import round_up
 
 # N samples, C channels, spatial sizes after them; a weight is (C_out, C_in / groups, kernel sizes), that of a
 # transposed convolution (C_in, C_out / groups, kernel sizes). x is the input of forward, y its output.
@@ -274,4 +275,4 @@ def _block() -> int:
 
 
 def _up(channels: int) -> int:
-    return -(-channels // _block()) * _block()
+    return round_up(channels, _block())

@@ -140,8 +140,8 @@ class CudnnRnn(Rule):
         self._add_copy(inputs)
         # The copy of the gradient is gone before the weights' gradient, an output, is made.
         copied = grad_output is not None and not grad_output.is_contiguous()
-        copied_bytes = _bytes(grad_output) if copied else 0
-        later_bytes = sum(map(_bytes, weights)) if output_mask[3] else 0
+        copied_bytes = grad_output.nbytes if copied else 0
+        later_bytes = sum(tensor.nbytes for tensor in weights) if output_mask[3] else 0
         self.add(max(copied_bytes - later_bytes, 0), f"inside {aten._cudnn_rnn_backward.default}")
 
     def _add_workspace(self, sizes: RnnSizes) -> None:
@@ -149,7 +149,7 @@ class CudnnRnn(Rule):
         self.add(likely, "cuDNN RNN workspace", most_bytes=most)
 
     def _add_copy(self, inputs: Tensor) -> None:
-        copied_bytes = 0 if inputs.is_contiguous() else _bytes(inputs)
+        copied_bytes = 0 if inputs.is_contiguous() else inputs.nbytes
         self.add(copied_bytes, "copy of a recurrent layer's input")
 
     def _add_uncertain_part(self, storage: torch.UntypedStorage, extra_bytes: int) -> None:
@@ -198,7 +198,7 @@ class RnnSizes:
             directions=2 if bidirectional else 1,
             has_dropout=dropout > 0,
             element_bytes=inputs.element_size(),
-            matrix_bytes=sum(_bytes(weight) for weight in weights if weight.dim() > 1),
+            matrix_bytes=sum(weight.nbytes for weight in weights if weight.dim() > 1),
         )
 
 
@@ -273,7 +273,3 @@ def _backward_shapes(
         None if cx is None else torch.empty_like(cx),
         gradients,
     )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
+from brimful.capture.replaced import replaced
 
 _DROPOUT = F.dropout
 
@@ -28,7 +28,7 @@ class MaskedDropout(Rule):
 
     def context(self) -> AbstractContextManager[object]:
         """`F.multi_head_attention_forward` calls it by its name, out of reach of function modes."""
-        return patch.object(F, "dropout", self._functional)
+        return replaced(F, "dropout", self._functional)
 
     def _functional(
         self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False

@@ -58,9 +58,9 @@ class HiddenCopies(Rule):
 def _copies(func: Any, args: tuple[Any, ...]) -> list[int]:
     """Bytes of each copy."""
     if func in _WANT_CONTIGUOUS:
-        return [_bytes(t) for t in args if isinstance(t, Tensor) and not t.is_contiguous()]
+        return [t.nbytes for t in args if isinstance(t, Tensor) and not t.is_contiguous()]
     if func in _MATMULS:
-        return [_bytes(args[place]) for place in _MATMULS[func] if not _is_row_or_column_major(args[place])]
+        return [args[place].nbytes for place in _MATMULS[func] if not _is_row_or_column_major(args[place])]
     if func is aten.convolution.default:
         return _layout_copies(args[:2], of_layout=args[:2])
     if func is aten.convolution_backward.default:
@@ -73,10 +73,10 @@ def _layout_copies(operands: Iterable[Tensor], of_layout: Iterable[Tensor]) -> l
     tensors = list(operands)
     layout = _LAST_LAYOUTS.get(tensors[0].dim())
     if layout is None:
-        return [_bytes(t) for t in tensors if not t.is_contiguous()]
+        return [t.nbytes for t in tensors if not t.is_contiguous()]
     is_last = any(not t.is_contiguous() and t.is_contiguous(memory_format=layout) for t in of_layout)
     wanted = layout if is_last else torch.contiguous_format
-    return [_bytes(t) for t in tensors if not t.is_contiguous(memory_format=wanted)]
+    return [t.nbytes for t in tensors if not t.is_contiguous(memory_format=wanted)]
 
 
 def _is_row_or_column_major(matrix: Tensor) -> bool:
@@ -86,7 +86,3 @@ def _is_row_or_column_major(matrix: Tensor) -> bool:
     return (column_stride == 1 and row_stride >= max(1, columns)) or (
         row_stride == 1 and column_stride >= max(1, rows)
     )
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
