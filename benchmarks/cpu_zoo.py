@@ -89,16 +89,8 @@ def main(names: list[str]) -> None:
         return
     seconds = round(time.perf_counter() - start, 1)
     content = {"seconds": seconds, "summary": summary, "left_out": left_out, "rows": rows}
-    keep(
-        "cpu_zoo.json",
-        "python benchmarks/cpu_zoo.py",
-        content,
-        "transformers",
-        "torchvision",
-        "timm",
-        "diffusers",
-        "peft",
-    )
+    packages = ("transformers", "torchvision", "timm", "diffusers", "peft")
+    keep("cpu_zoo.json", "python benchmarks/cpu_zoo.py", content, *packages)
 
 
 if __name__ == "__main__":

@@ -46,8 +46,6 @@ class Experiment:
     job: Job
     device: Device
     micro_batch_size: int
-    micro_batches: int = 1
-    """Per optimizer step."""
     differs: tuple[str, ...]
     why: str = ""
     """What explains the error, so far as it is known."""
@@ -83,7 +81,7 @@ def compare(experiment: Experiment) -> dict[str, Any]:
         experiment.job,
         Settings(micro_batch_size=experiment.micro_batch_size),
         experiment.device,
-        steps=STEPS * experiment.micro_batches,
+        steps=STEPS,
     )
     estimate = estimate_trace(trace, experiment.device)
     predicted = estimate.predicted_peak_device_bytes
@@ -310,7 +308,6 @@ def bert_large() -> Iterator[Experiment]:
             published_bytes=mib * MIB,
             job=jobs.text_job(recipe),
             micro_batch_size=4 // recipe.accumulation,
-            micro_batches=recipe.accumulation,
             differs=_BERT_DIFFERS
             + (_FP16_DIFFERS if recipe.fp16 else ())
             + (_ADAM8BIT_DIFFERS if "8-bit" in recipe.optimizer else ()),

@@ -169,7 +169,7 @@ def speed_lines(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"One estimate after imports, median of {result['repeats']} processes; a further micro-batch size from "
         f"the two captures of an estimator; and two steps under torch's own MemTracker, which tells allocated "
-        f"bytes only. Process memory includes torch's. {stamp(result)}"
+        f"bytes only. In brackets what is aimed at, on 2 cores. Process memory includes torch's. {stamp(result)}"
     )
     yield ""
     columns = (
@@ -184,11 +184,13 @@ def speed_lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for row in result["rows"]:
+        aims = result["targets"][row["model"]]
         size = f"{row['micro_batch_size']}" + (f" × {row['seq_len']}" if row["seq_len"] else "")
         yield (
             f"| {row['model']} | {row['parameters'] / 1e6:.0f} M | {size} "
-            f"| {format_seconds(row['estimate_seconds'])} "
+            f"| {format_seconds(row['estimate_seconds'])} ({format_seconds(aims['estimate_seconds'])}) "
             f"| {format_seconds(row['further_micro_batch_seconds'])} "
+            f"({format_seconds(aims['further_micro_batch_seconds'])}) "
             f"| {format_seconds(row['mem_tracker_seconds'])} | {format_bytes(row['peak_resident_bytes'])} |"
         )
 
