@@ -169,7 +169,7 @@ def speed_lines(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"One estimate after imports, median of {result['repeats']} processes; a further micro-batch size from "
         f"the two captures of an estimator; and two steps under torch's own MemTracker, which tells allocated "
-        f"bytes only. In brackets what is aimed at, on 2 cores. Process memory includes torch's. {stamp(result)}"
+        f"bytes only. In brackets: the aim, on 2 cores. Process memory includes torch's. {stamp(result)}"
     )
     yield ""
     columns = (
