@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
 from brimful.capture.lines import calling_line
+from brimful.capture.memo import FakeResults
 from brimful.capture.modules import OPTIMIZER, ModuleCalls
 from brimful.capture.shapes import SHAPED_BY_VALUES, run_with_known_shape, run_with_largest_shape
 from brimful.capture.values import KnownValues, NotKnownError
@@ -65,6 +66,8 @@ class _OpInfo:
     is_random: bool
     reads_values: bool
     """Cannot be run on fake tensors alone: its result, or its result's shape, depends on values."""
+    makes_anew: bool
+    """Neither writes to its arguments nor returns views of them, so far as its schema says."""
     is_foreach_write: bool
     """Writes to every tensor of a list and returns nothing, so that on fake tensors there is nothing to run."""
 
@@ -86,6 +89,7 @@ class Recorder(TorchDispatchMode):
         self._before_op = [rule.before_op for rule in watching if _overrides(rule, "before_op")]
         self._after_op = [rule.after_op for rule in watching if _overrides(rule, "after_op")]
         self._infos: dict[Any, _OpInfo] = {}
+        self._results = FakeResults()
         self._live: dict[int, int] = {}
         """Index of the live storage at an address."""
         self._phase = Phase.SETUP
@@ -254,6 +258,8 @@ class Recorder(TorchDispatchMode):
             out = None
         elif info.reads_values:
             out = self._read_values(func, args, kwargs)
+        elif info.makes_anew:
+            out = self._results.run(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
         inputs, outputs = list(_tensors_in((args, kwargs))), list(_tensors_in(out))
@@ -434,6 +440,7 @@ def _describe(func: Any) -> _OpInfo:
         # Fused attention is tagged as random even where it draws nothing, so the tag alone is not believed.
         is_random=torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func),
         reads_values=not _READ_VALUES.isdisjoint(func.tags) or func in SHAPED_BY_VALUES,
+        makes_anew=bool(returns) and not any(a.alias_info for a in (*func._schema.arguments, *returns)),
         is_foreach_write=not returns and str(func).startswith("aten._foreach_"),
     )
 

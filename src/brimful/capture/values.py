@@ -129,7 +129,7 @@ class KnownValues:
             NotKnownError: It is not known.
         """
         value = self.of(tensor)
-        with unset_fake_temporarily():
+        with torch._C._DisableTorchDispatch():  # no mode need look at it
             return value.item()
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,73 @@
+"""Results that are remembered are those that torch's fake tensors give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from brimful.capture.memo import FakeResults
+
+aten = torch.ops.aten
+
+# N samples, C channels, H height, W width
+
+Calls = Callable[[Tensor], list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]
+
+
+def convolutions(x: Tensor) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    weight = torch.empty(6, 4, 3, 3)
+    how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    grad = torch.empty(2, 6, 8, 8)
+    return [
+        (aten.convolution.default, (x, weight, None, *how), {}),
+        (aten.convolution.default, (x.to(memory_format=torch.channels_last), weight, None, *how), {}),
+        (aten.convolution_backward.default, (grad, x, weight, [0], *how, [True, True, False]), {}),
+        (aten.convolution_backward.default, (grad, x, weight, [0], *how, [False, True, False]), {}),
+    ]
+
+
+CALLS: dict[str, Calls] = {
+    "strides": lambda x: [(aten.relu.default, (y,), {}) for y in (x, x.transpose(1, 2), x[:, ::2])],
+    "types": lambda x: [(aten.mul.Scalar, (x.to(torch.int64), number), {}) for number in (2, 2.0, True, 2.5)],
+    "named arguments": lambda x: [
+        (aten.sum.dim_IntList, (x, [1]), {"dtype": dtype}) for dtype in (None, torch.float64, torch.int32)
+    ],
+    "dimensions": lambda x: [(aten.sum.dim_IntList, (x, dims, keep), {}) for dims in ([1], [2], [0, 1])
+                             for keep in (True, False)],
+    "lists": lambda x: [(aten._foreach_sqrt.default, (some,), {}) for some in ([x], [x, x[0]], [x[0]])],
+    "several results": lambda x: [
+        (aten.native_layer_norm.default, (x, [8], None, None, 1e-5), {}),
+        (aten.native_dropout.default, (x, 0.1, True), {}),
+        (aten.max.dim, (x, 1), {}),
+    ],
+    "results that are left out": convolutions,
+    "no elements": lambda x: [(aten.relu.default, (x[:0],), {}), (aten.relu.default, (x[0, 0, 0, 0],), {})],
+}  # fmt: skip
+
+
+def described(out: Any) -> Any:
+    if isinstance(out, (tuple, list)):
+        return type(out), [described(tensor) for tensor in out]
+    if out is None:
+        return None
+    return out.shape, out.stride(), out.dtype, out.device, out.untyped_storage().nbytes(), type(out)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_second_result_is_as_the_first_and_shares_nothing_with_it(name: str) -> None:
+    results = FakeResults()
+    with FakeTensorMode():
+        calls = CALLS[name](torch.empty(2, 4, 8, 8))
+        for func, args, kwargs in calls:
+            expected = func(*args, **kwargs)
+            found = [results.run(func, args, kwargs) for _ in range(3)]
+            assert [described(out) for out in found] == [described(expected)] * 3
+            tensors = [t for out in found for t in (out if isinstance(out, (tuple, list)) else [out])]
+            addresses = [t.untyped_storage()._cdata for t in tensors if t is not None]
+            assert len(set(addresses)) == len(addresses)
+    assert len(results._known) > 0
