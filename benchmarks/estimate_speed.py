@@ -92,9 +92,9 @@ def estimate(name: str, micro_batch_size: int, seq_len: int | None, *, tracks: b
     done = time.perf_counter()
     peak_resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     estimator = bf.estimator(job, DEVICE)
-    estimator.at(micro_batch_size)
+    estimator.at(2)  # captures at 2 and 3 samples; 1 would be captured for itself
     captured = time.perf_counter()
-    estimator.at(micro_batch_size + 2)
+    estimator.at(micro_batch_size + 3)
     scaled = time.perf_counter()
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in job.model().parameters())
