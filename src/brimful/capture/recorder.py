@@ -146,7 +146,13 @@ class Recorder(TorchDispatchMode):
         self._see(tensor, None, label)
 
     def values_of(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor, as a real one on the CPU.
+        """The values of a tensor.
+
+        Args:
+            tensor: A fake one, or a real one, which has its own.
+
+        Returns:
+            A real tensor on the CPU.
 
         Raises:
             NotKnownError: They are not known.
