@@ -34,6 +34,7 @@ from brimful.planning import (
     Estimator,
     GpuFit,
     Plan,
+    PlanCheck,
     Request,
     estimate_trace,
     find_units,
@@ -267,6 +268,36 @@ def plan(
         splits_coupled_batches=split_batch_norm,
     )
     return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
+
+
+def check_plan(
+    job: Job, plan: Plan, device: str | Device | None = None, *, budget: str | int | None = None
+) -> PlanCheck:
+    """Predict a plan's settings anew, to see whether the job has outgrown it.
+
+    Args:
+        job: As it is now.
+        plan: As it was made, perhaps for an earlier version of the job.
+        device: Where it is to run; None takes the device that the plan was made for.
+        budget: A size ("11GiB"); None takes that of the plan.
+
+    Returns:
+        What is predicted now beside what was predicted then.
+
+    Raises:
+        UsageError: An argument is invalid, or the plan is for another kind of device.
+        UnknownNameError: The plan names a unit that the model does not have, or its device is not in the table.
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    planned_for = plan.device if plan.device_kind == "cuda" else "cpu"
+    target = resolve_device(planned_for if device is None else device)
+    if target.kind != plan.device_kind:
+        raise UsageError(
+            f"the plan is for {plan.device} ({plan.device_kind}), and {target.name} is a {target.kind} device."
+        )
+    trace = capture_step(replace(job, loop=None), plan.settings, target)
+    budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget)
+    return planning.check_trace(trace, plan, target, budget_bytes)
 
 
 def apply(

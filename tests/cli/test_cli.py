@@ -105,6 +105,7 @@ PLAN_KEYS = {
     "plain",
     "alternatives",
     "notes",
+    "source",
 }
 
 
@@ -140,6 +141,42 @@ def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "units",
     }
     assert json.loads((folder / "plan.json").read_text()) == document
+
+
+def test_a_plan_that_the_model_has_outgrown_fails_the_check(folder: Path) -> None:
+    planned = brimful(
+        folder, "plan", "mine:job", "--device", "RTX 3090", "--global-batch-size", "8", "--budget", "1GiB",
+        "--set", "width=64", "--output", "plan.json",
+    )  # fmt: skip
+    assert planned.returncode == 0
+    same = brimful(folder, "plan", "--check", "plan.json", "--json")
+    document = json.loads(same.stdout)
+    assert same.returncode == 0
+    assert document["fits"]
+    assert document["predicted_peak_device_bytes"] == document["planned_peak_device_bytes"]
+    assert document["budget_bytes"] == 2**30
+    smaller = brimful(folder, "plan", "--check", "plan.json", "--budget", "300MiB")
+    assert (smaller.returncode, "too much; plan it again" in smaller.stdout) == (1, True)
+    (folder / "mine.py").write_text(JOB.replace("width=64", "width=8192").replace('"tiny"', '"grown"'))
+    grown = brimful(folder, "plan", "mine:job", "--check", "plan.json")
+    assert grown.returncode == 1
+    assert grown.stdout.startswith("grown on RTX 3090: the plan does not fit")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--check", "missing.json"), "cannot be read"),
+        (("--check", "mine.py"), "is no plan"),
+        (("mine:job", "--check", "mine.py", "--global-batch-size", "4"), "--global-batch-size"),
+        (("mine:job",), "--global-batch-size"),
+        (("--check", "mine.py", "--seq-len", "8"), "sequence_length"),
+    ],
+)
+def test_a_check_that_makes_no_sense_is_bad_usage(folder: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = brimful(folder, "plan", *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
 
 
 def test_gpus_json_has_exactly_the_documented_keys(folder: Path) -> None:
@@ -250,7 +287,7 @@ OPTIONS = {
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output", "--json",
+        "--optimizer", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output", "--check", "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",

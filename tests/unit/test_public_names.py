@@ -29,6 +29,7 @@ PUBLIC = {
     "__version__",
     "apply",
     "capture_trace",
+    "check_plan",
     "estimate",
     "estimator",
     "find_architecture",

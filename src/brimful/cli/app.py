@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,10 @@ from brimful import __version__
 from brimful.errors import BrimfulError, InterruptedRunError, UsageError
 from brimful.files import write_file
 from brimful.training import StopReason
+
+if TYPE_CHECKING:
+    from brimful.job import Job
+    from brimful.planning import JobSource, PlanCheck
 
 INTERRUPTED = 130
 """What shells give for Ctrl-C: 128 + SIGINT."""
@@ -32,14 +37,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="What to train: a built-in architecture (bert-large, resnet50, …), package.module:factory, "
-        "or path/to/file.py:factory; the factory returns a brimful.Job.",
-        show_default=False,
-    ),
-]
+_MODEL_HELP = (
+    "What to train: a built-in architecture (bert-large, resnet50, …), package.module:factory, "
+    "or path/to/file.py:factory; the factory returns a brimful.Job."
+)
+Model = Annotated[str, typer.Argument(help=_MODEL_HELP, show_default=False)]
 DeviceName = Annotated[
     str,
     typer.Option("--device", help='A GPU by name, such as "RTX 3090"; cuda or cpu of this machine; auto.'),
@@ -156,9 +158,7 @@ def estimate(
                 "--without": without,
                 "--save-trace": save_trace,
             }
-            asked = [name for name, value in beside.items() if value]
-            if asked:
-                raise UsageError(f"--largest finds the micro-batch; it does not go with {', '.join(asked)}.")
+            _refuse(beside, "--largest finds the micro-batch")
             result = api.estimator(
                 job,
                 device,
@@ -228,8 +228,11 @@ def gpus(
 
 @app.command()
 def plan(
-    model: Model,
-    global_batch_size: GlobalBatch,
+    model: Annotated[str | None, typer.Argument(help=_MODEL_HELP, show_default=False)] = None,
+    global_batch_size: Annotated[
+        int | None,
+        typer.Option("--global-batch-size", help="Samples per optimizer step. It never changes.", min=1),
+    ] = None,
     device: DeviceName = "auto",
     budget: Budget = None,
     precision: PrecisionName = "fp32",
@@ -241,14 +244,37 @@ def plan(
     image_size: ImageSize = None,
     options: ModelOptions = None,
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    check: Annotated[
+        Path | None,
+        typer.Option(help="See whether the plan in this file still fits, for use in CI: exit status 1 if not."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest way to train a global batch inside a memory budget."""
     with _errors_told(as_json):
         from brimful import api
 
+        if check is not None:
+            beside = {
+                "--global-batch-size": global_batch_size,
+                "--precision": precision != "fp32",
+                "--micro-batch-size": micro_batch_size,
+                "--recompute": recompute != "auto",
+                "--optimizer": optimizer,
+                "--split-batch-norm": split_batch_norm,
+                "--output": output,
+            }
+            _refuse(beside, "--check takes the settings of the plan in its file")
+            checked = _check(check, _source(model, seq_len, image_size, options), device, budget)
+            _show(checked, checked.to_json, as_json)
+            if not checked.fits:
+                raise typer.Exit(1)
+            return
+        source = _source(model, seq_len, image_size, options)
+        if source is None or global_batch_size is None:
+            raise UsageError("a plan needs a model and --global-batch-size; --check FILE needs neither.")
         result = api.plan(
-            _job(model, seq_len, image_size, options),
+            _job_of(source),
             device,
             global_batch_size=global_batch_size,
             budget=budget,
@@ -258,6 +284,7 @@ def plan(
             optimizer=optimizer,
             split_batch_norm=split_batch_norm,
         )
+        result = replace(result, source=source)
         if output is not None:
             result.save(output)
         _show(result, result.to_json, as_json)
@@ -374,9 +401,43 @@ def _new_run_dir(job: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 
-def _job(model: str, sequence_length: int | None, image_size: int | None, options: list[str] | None) -> Any:
+def _refuse(beside: Mapping[str, object], why: str) -> None:
+    """Say which options that are given do not go with another."""
+    asked = [name for name, value in beside.items() if value]
+    if asked:
+        raise UsageError(f"{why}; it does not go with {', '.join(asked)}.")
+
+
+def _check(file: Path, given: JobSource | None, device: str, budget: str | None) -> PlanCheck:
+    """A plan in a file against the job that is given, or else the one it was made for."""
+    from brimful import api
+    from brimful.planning import Plan
+
+    kept = Plan.load(file)
+    source = given or kept.source
+    if source is None:
+        raise UsageError(f"{file} does not say what it was made for; name the model too.")
+    return api.check_plan(_job_of(source), kept, None if device == "auto" else device, budget=budget)
+
+
+def _job(model: str, sequence_length: int | None, image_size: int | None, options: list[str] | None) -> Job:
     """The job that is meant, with the model's own options."""
+    source = _source(model, sequence_length, image_size, options)
+    assert source is not None
+    return _job_of(source)
+
+
+def _job_of(source: JobSource) -> Job:
     from brimful.architectures import resolve_job
+
+    return resolve_job(source.name, **dict(source.options))
+
+
+def _source(
+    model: str | None, sequence_length: int | None, image_size: int | None, options: list[str] | None
+) -> JobSource | None:
+    """What is named to be trained; None if nothing is."""
+    from brimful.planning import JobSource
 
     given: dict[str, Any] = {}
     if sequence_length is not None:
@@ -388,7 +449,11 @@ def _job(model: str, sequence_length: int | None, image_size: int | None, option
         if not equals or not name:
             raise UsageError(f"--set {option!r} is not of the form name=value.")
         given[name] = _value(value)
-    return resolve_job(model, **given)
+    if model is None:
+        if given:
+            raise UsageError(f"{', '.join(given)} is an option of a model, and no model is named.")
+        return None
+    return JobSource(name=model, options=tuple(given.items()))
 
 
 def _value(text: str) -> int | float | bool | str:

@@ -1,8 +1,9 @@
 """Options, solver, joint search → Plan. Never imports torch: what runs a step is handed in."""
 
+from brimful.planning.check import PlanCheck, check_trace
 from brimful.planning.estimate import MARGIN_FRACTION, Estimate, PhasePeak, Verdict, estimate_trace
 from brimful.planning.gpus import GpuFit, survey_gpus
-from brimful.planning.records import Alternative, Plan, PlanStatus
+from brimful.planning.records import Alternative, JobSource, Plan, PlanStatus
 from brimful.planning.search import Request, search
 from brimful.planning.sizes import Capture, Estimator
 from brimful.planning.units import find_units
@@ -14,11 +15,14 @@ __all__ = [
     "Estimate",
     "Estimator",
     "GpuFit",
+    "JobSource",
     "PhasePeak",
     "Plan",
+    "PlanCheck",
     "PlanStatus",
     "Request",
     "Verdict",
+    "check_trace",
     "estimate_trace",
     "find_units",
     "search",

@@ -36,6 +36,11 @@ RESIDUAL_FRACTION = 0.02
 the largest shortfall, 1.2 %, of public runs whose loop is known and uses no cuDNN (benchmarks/gpu_truth.py)."""
 
 
+NO_LIMIT_BYTES = 1 << 62
+"""Capacity at which an estimate of a plan is made: it must fit without the allocator giving back its cache,
+which would stall every step. What it reserves is then compared with the budget."""
+
+
 class Verdict(StrEnum):
     """Whether a step fits a capacity."""
 

@@ -37,6 +37,16 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobSource:
+    """What the command line named to be trained, so that a plan's file tells it."""
+
+    name: str
+    """A built-in architecture, or where a factory of the user's is."""
+    options: tuple[tuple[str, int | float | bool | str], ...] = ()
+    """The model's own, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The fastest way found to train a job's global batch within a budget."""
 
@@ -58,6 +68,8 @@ class Plan:
     """What else was searched, fastest first."""
     notes: tuple[str, ...] = ()
     """What a reader should know: what could not be searched, and why."""
+    source: JobSource | None = None
+    """None if the plan was not made by the command line."""
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -89,6 +101,9 @@ class Plan:
             "plain": _alternative_to_json(self.plain),
             "alternatives": [_alternative_to_json(other) for other in self.alternatives],
             "notes": list(self.notes),
+            "source": None
+            if self.source is None
+            else {"name": self.source.name, "options": dict(self.source.options)},
         }
 
     @classmethod
@@ -115,6 +130,7 @@ class Plan:
                 plain=_alternative_from_json(document["plain"]),
                 alternatives=tuple(map(_alternative_from_json, document["alternatives"])),
                 notes=tuple(document["notes"]),
+                source=_source_from_json(document["source"]),
                 **{name: document[name] for name in _SCALARS},
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -173,6 +189,12 @@ def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
         "predicted_step_seconds": alternative.predicted_step_seconds,
         "fits": alternative.fits,
     }
+
+
+def _source_from_json(document: dict[str, Any] | None) -> JobSource | None:
+    if document is None:
+        return None
+    return JobSource(name=document["name"], options=tuple(document["options"].items()))
 
 
 def _alternative_from_json(document: dict[str, Any]) -> Alternative:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError, InfeasibleError, UsageError
 from brimful.hardware import Device
-from brimful.planning.estimate import Estimate, estimate_trace
+from brimful.planning.estimate import NO_LIMIT_BYTES, Estimate, estimate_trace
 from brimful.planning.problem import ACTIONS, build_problem
 from brimful.planning.records import Alternative, Plan, PlanStatus
 from brimful.planning.sizes import Capture, ScaledTraces
@@ -25,10 +25,6 @@ from brimful.units import format_bytes
 
 REPLAYED_STEPS = 2
 """What is chosen is captured for two steps, as an estimate is: the second finds the allocator used."""
-
-NO_LIMIT_BYTES = 1 << 62
-"""A plan must fit without the allocator giving back its cache, which would stall every step. So candidates are
-simulated without a limit, and what they reserve is compared with the budget."""
 
 # These bound how long a search takes: each round is a capture, 1 to 5 seconds for a large model.
 MOST_REPAIRS = 4
