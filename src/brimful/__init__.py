@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "apply",
     "capture_trace",
+    "certify",
     "check_plan",
     "estimate",
     "estimator",
@@ -60,6 +61,7 @@ _HOMES = {
     "UnitAction": "settings",
     "apply": "api",
     "capture_trace": "api",
+    "certify": "api",
     "check_plan": "api",
     "estimate": "api",
     "estimator": "api",
@@ -72,7 +74,18 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from brimful.api import apply, capture_trace, check_plan, estimate, estimator, fit, gpus, measure, plan
+    from brimful.api import (
+        apply,
+        capture_trace,
+        certify,
+        check_plan,
+        estimate,
+        estimator,
+        fit,
+        gpus,
+        measure,
+        plan,
+    )
     from brimful.architectures import find_architecture
     from brimful.errors import BrimfulError, InfeasibleError
     from brimful.hardware import Device, find_device

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful import planning
+from brimful import measuring, planning
 from brimful.applying import PlannedStep
 from brimful.capture import capture_step
+from brimful.certificate import Certificate
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
 from brimful.hardware import Device, find_device, known_devices, with_context
 from brimful.job import Job
@@ -298,6 +299,34 @@ def check_plan(
     trace = capture_step(replace(job, loop=None), plan.settings, target)
     budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget)
     return planning.check_trace(trace, plan, target, budget_bytes)
+
+
+def certify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Certificate:
+    """Compare a batch under a plan with plain training, really computed on this machine.
+
+    Args:
+        job: What is trained; its model is built or copied, and stays as it is.
+        plan: The plan, or settings.
+        device: "cpu" or "cuda". None takes the kind that the plan is for; where this machine has none, its CPU
+            stands in, with a few samples.
+        seed: Of the weights, the batch and dropout.
+
+    Returns:
+        Whether loss, gradients and buffers are the same, and within what bound where they cannot be.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+    settings = plan.settings if isinstance(plan, Plan) else plan
+    is_stand_in = (
+        device is None
+        and isinstance(plan, Plan)
+        and plan.device_kind == "cuda"
+        and not torch.cuda.is_available()
+    )
+    planned_kind = plan.device_kind if isinstance(plan, Plan) and not is_stand_in else None
+    chosen = choose_device("cpu" if is_stand_in else device, planned_kind)
+    return measuring.certify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
 
 
 def apply(

@@ -163,6 +163,16 @@ def test_a_plan_that_the_model_has_outgrown_fails_the_check(folder: Path) -> Non
     assert grown.stdout.startswith("grown on RTX 3090: the plan does not fit")
 
 
+def test_a_plan_is_certified_on_this_machine(folder: Path) -> None:
+    asked = ("--device", "cpu", "--global-batch-size", "8", "--micro-batch-size", "4", "--certify")
+    done = brimful(folder, "plan", "mine:job", *asked, "--recompute", "all", "--json")
+    certificate = json.loads(done.stdout)["certificate"]
+    assert (done.returncode, certificate["holds"], certificate["samples"]) == (0, True, 8)
+    recomputing, splitting = certificate["comparisons"]
+    assert recomputing["is_bitwise"]
+    assert splitting["largest_difference"] <= splitting["bound"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -287,7 +297,8 @@ OPTIONS = {
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output", "--check", "--json",
+        "--optimizer", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output",
+        "--check", "--certify", "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",

@@ -29,6 +29,7 @@ PUBLIC = {
     "__version__",
     "apply",
     "capture_trace",
+    "certify",
     "check_plan",
     "estimate",
     "estimator",

@@ -248,6 +248,10 @@ def plan(
         Path | None,
         typer.Option(help="See whether the plan in this file still fits, for use in CI: exit status 1 if not."),
     ] = None,
+    certify: Annotated[
+        bool,
+        typer.Option("--certify", help="Also compute a batch with and without the plan, and compare."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest way to train a global batch inside a memory budget."""
@@ -263,6 +267,7 @@ def plan(
                 "--optimizer": optimizer,
                 "--split-batch-norm": split_batch_norm,
                 "--output": output,
+                "--certify": certify,
             }
             _refuse(beside, "--check takes the settings of the plan in its file")
             checked = _check(check, _source(model, seq_len, image_size, options), device, budget)
@@ -273,8 +278,9 @@ def plan(
         source = _source(model, seq_len, image_size, options)
         if source is None or global_batch_size is None:
             raise UsageError("a plan needs a model and --global-batch-size; --check FILE needs neither.")
+        job = _job_of(source)
         result = api.plan(
-            _job_of(source),
+            job,
             device,
             global_batch_size=global_batch_size,
             budget=budget,
@@ -287,7 +293,14 @@ def plan(
         result = replace(result, source=source)
         if output is not None:
             result.save(output)
-        _show(result, result.to_json, as_json)
+        if not certify:
+            _show(result, result.to_json, as_json)
+            return
+        certificate = api.certify(job, result)
+        document = result.to_json() | {"certificate": certificate.to_json()}
+        _show(f"{result}\n{certificate}", lambda: document, as_json)
+        if not certificate.holds:
+            raise typer.Exit(1)
 
 
 @app.command()

@@ -1,0 +1,83 @@
+"""What a comparison of training under a plan with plain training found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Loss, gradients and buffers of one batch, computed in two ways."""
+
+    name: str
+    """"recomputing" or "splitting": what the plan does that plain training does not."""
+    is_bitwise: bool = False
+    """Whether all of them are equal to the last bit."""
+    largest_difference: float = 0.0
+    """The largest of any entry, over the largest entry of its tensor."""
+    where: str = ""
+    """The tensor it is in; empty if there is none."""
+    bound: float = 0.0
+    """The largest difference that there may be: 0 where only the order in which things are done changes."""
+    left_out_because: str = ""
+    """Why it was not made; empty if it was."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was not made, or found no more than there may be."""
+        return self.is_bitwise or bool(self.left_out_because) or 0 < self.largest_difference <= self.bound
+
+    def __str__(self) -> str:
+        if self.left_out_because:
+            return f"{self.name}: not compared, {self.left_out_because}"
+        if self.is_bitwise:
+            return f"{self.name}: loss, gradients and buffers are equal to the last bit"
+        verdict = "within" if self.holds else "BEYOND"
+        return (
+            f"{self.name}: largest difference {self.largest_difference:.2g} of its tensor's largest entry, in "
+            f"{self.where}; {verdict} the bound of {self.bound:.2g}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate:
+    """Whether training under a plan computes what plain training does."""
+
+    job: str
+    device: str
+    """Where it was computed, which may be another device than the plan's."""
+    samples: int
+    """In the batch that was compared."""
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every comparison does."""
+        return all(comparison.holds for comparison in self.comparisons)
+
+    def __str__(self) -> str:
+        verdict = "is the same training" if self.holds else "is NOT the same training"
+        lines = [f"{self.job}: the plan {verdict} ({self.samples} samples compared on {self.device})"]
+        return "\n".join([*lines, *(f"  {comparison}" for comparison in self.comparisons)])
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the records' own names."""
+        return {
+            "holds": self.holds,
+            "job": self.job,
+            "device": self.device,
+            "samples": self.samples,
+            "comparisons": [
+                {
+                    "name": comparison.name,
+                    "holds": comparison.holds,
+                    "is_bitwise": comparison.is_bitwise,
+                    "largest_difference": comparison.largest_difference,
+                    "where": comparison.where,
+                    "bound": comparison.bound,
+                    "left_out_because": comparison.left_out_because,
+                }
+                for comparison in self.comparisons
+            ],
+        }

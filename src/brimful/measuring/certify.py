@@ -1,0 +1,216 @@
+"""A real batch under a plan and under plain training → `Certificate`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from brimful.applying import apply_units
+from brimful.batches import make_batch, split_batch
+from brimful.certificate import Certificate, Comparison
+from brimful.job import Batch, Job
+from brimful.local import build_model, choose_device, device_name
+from brimful.settings import Precision, Settings
+from brimful.step import copied_to, loss_weights, make_scaler, matmul_precision, run_step
+
+_BOUND_IN_ROUNDINGS = 1000
+"""A gradient is a sum over samples and tokens, and splitting sums it in another order. Each of n float32 terms
+adds an error of half a rounding at most, which as errors of either sign grow with √n: 1000 are those of a
+million terms."""
+_OTHER_DEVICE_SAMPLES = 2
+"""Of each micro-batch, where another device than the plan's stands in for it, which may be much slower."""
+
+
+def certify(
+    job: Job,
+    settings: Settings,
+    *,
+    device: torch.device | str = "cpu",
+    is_stand_in: bool = False,
+    seed: int = 0,
+) -> Certificate:
+    """Compare loss, gradients and buffers of one global batch under a plan with those of plain training.
+
+    Recomputing must change nothing, to the last bit. Splitting the batch sums in another order and may change
+    the last bits; it is compared in float32, where nothing is drawn at random or couples samples.
+
+    Args:
+        job: Its model is built here, or copied, and stays as it is.
+        settings: The plan's.
+        device: "cpu" or a CUDA device of this machine.
+        is_stand_in: Whether it stands in for another; then two samples of each of two micro-batches are taken.
+        seed: Of the model's weights, the batch and dropout.
+
+    Returns:
+        What was found.
+
+    Raises:
+        UsageError: There is no such device.
+        BatchError: The job's batch cannot be made or split.
+        LossError: The loss is no scalar tensor or has no gradient.
+    """
+    device = choose_device(device, None)
+    if is_stand_in:
+        settings = replace(
+            settings,
+            micro_batch_size=min(settings.micro_batch_size, _OTHER_DEVICE_SAMPLES),
+            gradient_accumulation_steps=min(settings.gradient_accumulation_steps, 2),
+        )
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        model = build_model(job, is_copied=True).train()
+        batch = make_batch(job, settings.global_batch_size)
+        compute = partial(_computed, job, model, batch, device, seed)
+        kept = compute(replace(settings, units=()))
+        comparisons = (_recomputing(settings, kept, compute), _splitting(settings, kept, model, compute))
+    return Certificate(
+        job=job.name,
+        device=device_name(device),
+        samples=settings.global_batch_size,
+        comparisons=comparisons,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What one step computed, on the CPU by name."""
+
+    values: Mapping[str, Tensor]
+    draws: bool
+    """Whether random numbers were drawn."""
+
+
+def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
+    """The plan's units recomputed, against all of them kept."""
+    if not settings.recomputed:
+        return Comparison(name="recomputing", left_out_because="the plan recomputes nothing")
+    found = compute(settings)
+    comparison = _comparison("recomputing", kept, found, bound=0.0)
+    if comparison.is_bitwise:
+        return comparison
+    # Some CUDA kernels add in any order: what plain training itself rounds otherwise from run to run is no plan's
+    # fault. What differs by more than rounding is no kernel's.
+    again = compute(replace(settings, units=()))
+    unsteadiness = _comparison("plain", kept, again, bound=0.0).largest_difference
+    return replace(comparison, bound=min(2 * unsteadiness, _rounding(settings.precision)))
+
+
+def _rounding(precision: Precision) -> float:
+    """What a gradient may be off by from summing in another order, over its largest entry."""
+    if precision.autocast_dtype is not None:
+        return torch.finfo(getattr(torch, precision.autocast_dtype)).eps
+    return _BOUND_IN_ROUNDINGS * torch.finfo(torch.float32).eps
+
+
+def _splitting(
+    settings: Settings, kept: _Computed, model: nn.Module, compute: Callable[[Settings], _Computed]
+) -> Comparison:
+    """The batch in micro-batches, against the whole of it."""
+    reason = _why_not_split(settings, model, kept.draws)
+    if reason:
+        return Comparison(name="splitting", left_out_because=reason)
+    whole = compute(replace(settings, units=()).with_micro_batch_size(settings.global_batch_size))
+    return _comparison("splitting", whole, kept, bound=_rounding(settings.precision))
+
+
+def _computed(
+    job: Job, model: nn.Module, batch: Batch, device: torch.device, seed: int, settings: Settings
+) -> _Computed:
+    """Loss, gradients and buffers after one step of a copy of the model."""
+    copied = copy.deepcopy(model).to(device)
+    applied = apply_units(copied, settings)
+    micro_batches = split_batch(batch, settings.micro_batch_size)
+    values: dict[str, Tensor] = {}
+
+    def keep(loss: Tensor, _norm: Tensor) -> bool:
+        values["the loss"] = loss.cpu()
+        for name, parameter in copied.named_parameters():
+            if parameter.grad is not None:
+                values[f"the gradient of {name}"] = parameter.grad.cpu()
+        return False
+
+    with _seeded(seed), matmul_precision(settings.precision):
+        before = _generator_state(device)
+        run_step(
+            model=copied,
+            loss=job.loss,
+            optimizer=torch.optim.SGD(copied.parameters()),  # makes no update: `keep` declines
+            micro_batches=micro_batches,
+            weights=loss_weights(job.count, micro_batches),
+            precision=settings.precision,
+            scaler=make_scaler(settings.precision, device.type),
+            before_update=keep,
+            move=copied_to(device),
+        )
+        draws = not torch.equal(before, _generator_state(device))
+    values |= {f"the buffer {name}": buffer.detach().cpu() for name, buffer in copied.named_buffers()}
+    applied.remove()
+    return _Computed(values, draws)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Let torch, Python and NumPy draw the same numbers each time; theirs of before go on afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _generator_state(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _why_not_split(settings: Settings, model: nn.Module, draws: bool) -> str:
+    """Why a split batch is not compared with a whole one; empty if it is."""
+    if settings.gradient_accumulation_steps == 1:
+        return "the plan does not split the batch"
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return "BatchNorm computes with the micro-batch: the plan says what that changes"
+    if draws:
+        return "the model draws random numbers, others for a split batch"
+    if settings.precision not in (Precision.FP32, Precision.TF32):
+        return f"rounding to {settings.precision} is larger than what splitting changes"
+    return ""
+
+
+def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: float) -> Comparison:
+    expected, found = computed.values, other.values
+    if expected.keys() != found.keys():
+        where = sorted(expected.keys() ^ found.keys())[0]
+        return Comparison(name=name, largest_difference=float("inf"), where=where, bound=bound)
+    differences = {key: _difference(expected[key], found[key]) for key in expected}
+    where = max(differences, key=differences.__getitem__)
+    largest = differences[where]
+    return Comparison(
+        name=name,
+        is_bitwise=largest == 0,
+        largest_difference=largest,
+        where=where if largest else "",
+        bound=bound,
+    )
+
+
+def _difference(expected: Tensor, found: Tensor) -> float:
+    """The largest difference of two tensors over the largest entry; infinite if one is not finite."""
+    if torch.equal(expected, found):
+        return 0.0
+    expected, found = expected.double(), found.double()
+    scale = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    difference = float((expected - found).abs().max() / scale)
+    return difference if math.isfinite(difference) else math.inf
