@@ -150,13 +150,16 @@ class Trace:
     batch changes what they compute."""
     is_own_loop: bool = False
     """Whether the job's own loop ran, which decides precision, accumulation and optimizer."""
+    sizes_depend_on_values: bool = False
+    """Whether values of the batch, such as lengths of sequences, decided sizes: another batch has others."""
     parameter_count: int = 0
     trainable_parameter_count: int = 0
 
     def has_same_shape_as(self, other: Trace) -> bool:
-        """Whether both run the same ops and make the same storages, whatever their sizes."""
+        """Whether both run the same ops and make the same storages, and only the micro-batch decides sizes."""
         return (
-            len(self.ops) == len(other.ops)
+            not (self.sizes_depend_on_values or other.sizes_depend_on_values)
+            and len(self.ops) == len(other.ops)
             and len(self.storages) == len(other.storages)
             and self.events == other.events
             and [rule.name for rule in self.corrections] == [rule.name for rule in other.corrections]

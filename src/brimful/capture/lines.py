@@ -10,6 +10,8 @@ from pathlib import Path
 import torch
 
 _OWN_FOLDER, _OWN_MODELS = (f"{Path(__file__).parent.parent / name}/" for name in ("", "architectures"))
+_CAPTURE_FILE = str(Path(__file__).with_name("step.py"))
+"""Where capturing begins: what called it is no part of the step."""
 _TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
 _PYTHON_FOLDER = f"{Path(contextlib.__file__).parent}/"
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
@@ -18,7 +20,7 @@ _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 def calling_line() -> str:
     """The innermost calling line of the user's or a library's code, as "file.py:12"; "" if there is none."""
     frame = sys._getframe(1)
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != _CAPTURE_FILE:
         name = _shown_file(frame.f_code.co_filename)
         if name:
             return f"{name}:{frame.f_lineno}"

@@ -109,6 +109,8 @@ class Recorder(TorchDispatchMode):
         self._temporaries: list[tuple[int, str, int | None, Kernel | None]] = []
         """Of the op that is being recorded."""
         self.uncertain: dict[str, None] = {}
+        self.sizes_depend_on_values = False
+        """Whether values of the batch decided the size of anything, so that another batch may have others."""
         self._lines: dict[int, str] = {}
         """Where the forward op was called whose autograd node has a number."""
 
@@ -146,7 +148,7 @@ class Recorder(TorchDispatchMode):
         self._see(tensor, None, label)
 
     def values_of(self, tensor: Tensor) -> Tensor:
-        """The values of a tensor.
+        """The values of a tensor, which then decide sizes.
 
         Args:
             tensor: A fake one, or a real one, which has its own.
@@ -157,6 +159,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             NotKnownError: They are not known.
         """
+        self.sizes_depend_on_values = True
         return self._known.of(tensor)
 
     def remember(self, fake: Tensor, real: Tensor) -> None:
@@ -294,7 +297,9 @@ class Recorder(TorchDispatchMode):
             return self._number(func, args, kwargs)
         except DynamicOutputShapeException:
             with suppress(NotKnownError):
-                return run_with_known_shape(self._known, func, args, kwargs)
+                out = run_with_known_shape(self._known, func, args, kwargs)
+                self.sizes_depend_on_values = True
+                return out
             with suppress(NotKnownError):
                 out = run_with_largest_shape(self._known, func, args, kwargs)
                 self.uncertain.setdefault(
@@ -307,7 +312,10 @@ class Recorder(TorchDispatchMode):
         """What an op returns that reads a number: the true one, or else what is said to be read."""
         with suppress(NotKnownError):
             if func is aten._local_scalar_dense.default:
-                return self._known.number_of(args[0])
+                number = self._known.number_of(args[0])
+                is_size = type(number) is int and not self._is_in_optimizer()
+                self.sizes_depend_on_values = self.sizes_depend_on_values or is_size
+                return number
             answer: bool = self._known.compute(func, args, kwargs)
             return answer
         if not self._is_in_optimizer():

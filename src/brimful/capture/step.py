@@ -39,6 +39,7 @@ from brimful.settings import Settings
 from brimful.step import autocast, make_scaler, run_step
 from brimful.trace import Phase, Trace
 
+_ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
 DISTINCT_MICRO_BATCHES = 2
 """The first micro-batch makes the gradients, the second adds to them; all further ones repeat the second."""
 
@@ -127,9 +128,10 @@ def capture_step(
             events=recorder.event_records(),
             module_classes=modules.classes,
             corrections=tuple(rule.record() for rule in rules),
-            uncertain_ops=tuple(recorder.uncertain),
+            uncertain_ops=(*recorder.uncertain, *([_ASSUMED] if known.has_assumed else [])),
             batch_coupled_modules=tuple(_batch_coupled(model)),
             is_own_loop=job.loop is not None,
+            sizes_depend_on_values=recorder.sizes_depend_on_values,
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
         )

@@ -57,6 +57,18 @@ _UNDEFINED = frozenset(
 _DRAWS = frozenset({aten.rand.default, aten.uniform_.default})
 """Ops that draw numbers evenly between two bounds, 0 and 1 if they are not given."""
 
+_ASK_WHETHER_FINITE = frozenset({aten.isnan.default, aten.isinf.default})
+_COMPARE = frozenset(
+    {
+        getattr(getattr(aten, name), kind)
+        for name in ("gt", "ge", "lt", "le", "eq", "ne")
+        for kind in ("Scalar", "Tensor")
+    }
+)
+"""Ops that ask something of a loss or a norm, whose numbers are not known. They are taken for 1: finite, and
+neither large nor small, so that a step's checks find nothing wrong. More than one number is not compared so: a
+mask that comes of it would decide sizes."""
+
 _LOOK_AT_STRIDES = frozenset(
     {
         aten.as_strided.default,
@@ -80,6 +92,9 @@ class KnownValues:
 
     They are kept on the tensor, with how often its storage had been written to by then in unknown ways.
     """
+
+    has_assumed = False
+    """Whether a condition was answered as if numbers that are not known were 1."""
 
     _ATTRIBUTE = "_brimful_known"
     _WRITES = "_brimful_unknown_writes"
@@ -227,6 +242,8 @@ class KnownValues:
             if outputs[0].dtype not in _WHOLE:
                 raise NotKnownError
             return _filled(outputs[0], 0)
+        if func in _ASK_WHETHER_FINITE or (func in _COMPARE and outputs[0].numel() == 1):
+            return self._answered(func, args, kwargs)
         for tensor in inputs:  # most ops end here, at their first input
             self.of(tensor)
         if func in _LOOK_AT_STRIDES and self.of(inputs[0]).stride() != inputs[0].stride():
@@ -237,6 +254,21 @@ class KnownValues:
             return self.compute(func, args, kwargs)
         except (RuntimeError, ValueError, IndexError) as error:  # the CPU lacks some kernels that a GPU has
             raise NotKnownError from error
+
+    def _answered(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A condition, where floating-point numbers that are not known are taken for 1."""
+
+        def value(tensor: Tensor) -> Tensor:
+            with suppress(NotKnownError):
+                return self.of(tensor)
+            if not tensor.is_floating_point():
+                raise NotKnownError
+            self.has_assumed = True
+            return _filled(tensor, 1)
+
+        args, kwargs = tree_map_only(Tensor, value, (args, kwargs))
+        with unset_fake_temporarily(), torch.no_grad():
+            return func(*args, **kwargs)
 
     def _make_writable(self, tensor: Tensor) -> None:
         """Give a tensor that is filled with one number, which is kept once, numbers of its own."""

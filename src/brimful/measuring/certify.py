@@ -98,7 +98,7 @@ def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Setting
     comparison = _comparison("recomputing", kept, found, bound=0.0)
     if comparison.is_bitwise:
         return comparison
-    # Some CUDA kernels add in any order: what plain training itself rounds otherwise from run to run is no plan's
+    # Some CUDA kernels add in any order: what plain training itself rounds otherwise in each run is no plan's
     # fault. What differs by more than rounding is no kernel's.
     again = compute(replace(settings, units=()))
     unsteadiness = _comparison("plain", kept, again, bound=0.0).largest_difference

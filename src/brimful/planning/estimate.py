@@ -20,7 +20,7 @@ from brimful.timeline import (
     MemoryPrediction,
     ModuleShare,
     compare_allocators,
-    held_bytes_at_end,
+    most_held_bytes,
     most_reserved_bytes,
     predict_memory,
     smallest_surviving_capacity_bytes,
@@ -232,7 +232,7 @@ def _phases(trace: Trace, memory: MemoryPrediction) -> Iterator[PhasePeak]:
         note = "one micro-batch, without gradients"
         yield phase(RunPart.EVALUATION, memory.evaluation_peak_allocated_bytes, note)
     parameters, state = (
-        held_bytes_at_end(trace, category) for category in (Category.PARAMETERS, Category.OPTIMIZER_STATE)
+        most_held_bytes(trace, category) for category in (Category.PARAMETERS, Category.OPTIMIZER_STATE)
     )
     # torch/serialization.py (2.13): _save copies each storage to the host if it is on another device, one after
     # another; _load reads all of them onto `map_location` before load_state_dict copies any.

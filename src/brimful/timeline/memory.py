@@ -160,14 +160,16 @@ def predict_memory(
     )
 
 
-def held_bytes_at_end(trace: Trace, category: Category) -> int:
-    """Bytes of one category that are live when a trace ends."""
-    freed = {event.storage for event in trace.events if event.kind is EventKind.FREE}
-    return sum(
-        storage.size_bytes
-        for index, storage in enumerate(trace.storages)
-        if storage.category is category and index not in freed
-    )
+def most_held_bytes(trace: Trace, category: Category) -> int:
+    """The most bytes of one category that are live in the last step captured to its end."""
+    held = most = 0
+    for event in trace.events:
+        storage = trace.storages[event.storage]
+        if storage.category is category:
+            held += storage.size_bytes if event.kind is EventKind.ALLOCATE else -storage.size_bytes
+        if event.op >= 0 and trace.ops[event.op].step == trace.captured_steps - 1:
+            most = max(most, held)
+    return most
 
 
 def most_reserved_bytes(

@@ -18,7 +18,7 @@ from brimful.planning import estimate_trace
 from brimful.settings import Settings
 from brimful.timeline import live_profile, predict_memory
 from brimful.trace import Category, Phase, Trace
-from helpers.captured_jobs import A100, CPU, cross_entropy, job
+from helpers.captured_jobs import A100, CPU, bytes_of, cross_entropy, job
 
 SAMPLES, WIDTH, CLASSES = 64, 512, 4096
 LOGITS_BYTES = SAMPLES * CLASSES * 4
@@ -289,3 +289,65 @@ def test_a_loop_that_converts_its_model_has_the_converted_parameters() -> None:
     assert held[Category.PARAMETERS] == pytest.approx(PARAMETER_BYTES / 2, rel=0.01)
     saving = {phase.name: phase.predicted_peak_allocated_bytes for phase in estimate.phases}["saving weights"]
     assert saving == PARAMETER_BYTES / 2
+
+
+def checking(check: Callable[[Tensor], bool]) -> Loop:
+    """A plain loop that stops if a check of its loss says so."""
+
+    def loop(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            loss = F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda())
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            if check(loss) or check(norm):
+                raise RuntimeError("something is wrong with the loss")
+            optimizer.step()
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda x: torch.isnan(x),
+        lambda x: bool(torch.isnan(x).any() or torch.isinf(x)),
+        lambda x: not torch.isfinite(x),
+        lambda x: x > 1e4,
+        lambda x: x < 0.01,
+        lambda x: bool((x != x).any()),
+    ],
+)
+def test_a_loop_that_checks_its_loss_finds_nothing_wrong(check: Callable[[Tensor], bool]) -> None:
+    trace = captured(checking(check))
+    assert trace.captured_steps == 3
+    assert any("answered as if they were 1" in uncertain for uncertain in trace.uncertain_ops)
+
+
+def test_a_batch_that_is_moved_where_torch_sees_a_device_counts_as_copied() -> None:
+    def loop(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        network.to(device)
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            x, y = batch["x"].to(device, non_blocking=True), batch["y"].to(next(network.parameters()).device)
+            F.cross_entropy(network(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert bytes_of(captured(loop), Category.INPUTS) == 3 * (SAMPLES * WIDTH * 4 + SAMPLES * 8)
+
+
+def test_what_saving_takes_is_what_there_is_after_a_step() -> None:
+    def adam(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.Adam(network.parameters())
+        for batch in batches:
+            F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    phases = {phase.name: phase for phase in estimate_trace(captured(adam), A100).phases}
+    assert phases["saving weights"].predicted_peak_allocated_bytes == pytest.approx(
+        3 * PARAMETER_BYTES, rel=0.01
+    )

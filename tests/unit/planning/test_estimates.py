@@ -245,3 +245,29 @@ def test_the_trace_that_is_saved_is_the_one_estimated(tmp_path: Path) -> None:
     found = bf.estimate(wide_job(), DEVICE, micro_batch_size=8, without=["cublas_workspace"], save_trace=path)
     again = predict_memory(bf.Trace.load(path))
     assert again.peak_reserved_bytes == found.predicted_peak_reserved_bytes
+
+
+def test_a_job_whose_sizes_depend_on_its_values_is_captured_at_each_size() -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 16, batch_first=True)
+
+        def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return self.lstm(packed)[0].data
+
+    job = bf.Job(
+        model=Packed,
+        loss=lambda model, batch: model(batch["x"], batch["lengths"]).square().mean(),
+        batch=lambda n: {"x": torch.randn(n, 50, 8), "lengths": torch.randint(1, 51, (n,))},
+        optimizer="sgd",
+    )
+    torch.manual_seed(1)
+    found = [bf.estimator(job, DEVICE).at(64).predicted_peak_allocated_bytes for _ in range(3)]
+    whole = bf.estimate(
+        replace(job, batch=lambda n: {"x": torch.randn(n, 50, 8), "lengths": torch.full((n,), 50)}),
+        DEVICE,
+        micro_batch_size=64,
+    )
+    assert all(0 < size <= whole.predicted_peak_allocated_bytes for size in found)

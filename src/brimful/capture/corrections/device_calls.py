@@ -66,7 +66,8 @@ class DeviceCalls(Rule):
         if args and _is_device(args[0]):
             device, args = args[0], args[1:]
         kwargs.pop("non_blocking", None)
-        moved = self._copied(tensor) if device is not None and _is_cuda(device) else tensor
+        # To any device: where torch sees no GPU, a loop that asks for one names the CPU.
+        moved = tensor if device is None else self._copied(tensor)
         return moved.to(*args, **kwargs) if args or kwargs else moved
 
     def _cuda(self, tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
