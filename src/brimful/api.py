@@ -266,6 +266,7 @@ def plan(
         recompute=_parse_recompute(recompute),
         optimizer=optimizer,
         weighs_by_count=job.count is not None,
+        brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
     )
     return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))

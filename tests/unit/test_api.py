@@ -258,3 +258,8 @@ def test_bad_arguments_are_told(arguments: dict[str, object], error: type[Except
 def test_a_precision_the_device_lacks_is_refused() -> None:
     with pytest.raises(UsageError, match="bf16"):
         bf.estimate(stack_job(), "GTX 1080 Ti", precision="bf16")
+
+
+def test_a_plan_for_a_job_with_a_loop_of_its_own_says_that_it_is_not_used() -> None:
+    noted = bf.plan(replace(stack_job(), loop=lambda model, batches: None), DEVICE, global_batch_size=8)
+    assert any("own training loop is not used" in note for note in noted.notes)

@@ -33,6 +33,11 @@ MOST_REPAIRS = 4
 MOST_CANDIDATES = 6
 """Candidates replayed before the best so far is taken."""
 
+_OWN_LOOP_NOTE = (
+    "The job's own training loop is not used: this is a plan for brimful's own step, one loss and one optimizer. "
+    "`estimate` follows the loop."
+)
+
 WORTHWHILE_SLACK_FRACTION = 0.02
 """Budget left over that is worth another round of repair; about what captures and problem differ by."""
 
@@ -54,6 +59,8 @@ class Request:
     optimizer: str | None = None
     weighs_by_count: bool = False
     """Whether the job says what its mean loss is a mean over."""
+    brings_own_loop: bool = False
+    """Whether the job has a training loop of its own, which a plan says nothing of."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
     computed. False keeps the mathematics: such a model trains its whole batch at once."""
@@ -138,6 +145,7 @@ def search(capture: Capture, request: Request) -> Plan:
         alternatives=_alternatives(request, candidates, verified, best),
         notes=(
             *notes,
+            *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
             *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
         ),
