@@ -34,8 +34,8 @@ MOST_CANDIDATES = 6
 """Candidates replayed before the best so far is taken."""
 
 _OWN_LOOP_NOTE = (
-    "The job's own training loop is not used: this is a plan for brimful's own step, one loss and one optimizer. "
-    "`estimate` follows the loop."
+    "The job's own training loop is not used: this is a plan for brimful's own step, with one loss and one "
+    "optimizer. `estimate` follows the loop."
 )
 
 WORTHWHILE_SLACK_FRACTION = 0.02

@@ -82,7 +82,8 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
         yield f"  interval        {format_bytes(low)} needed at least, {format_bytes(high)} taken at most"
     yield f"  predicted step  {_step(estimate)}"
     yield from _what_happens_at_capacity(estimate)
-    where = f"{estimate.peak_phase}, {estimate.peak_module or 'setup'}, {estimate.peak_op or '-'}"
+    module = "setup" if estimate.peak_module is None else estimate.peak_module or "the model itself"
+    where = f"{estimate.peak_phase}, {module}, {estimate.peak_op or '-'}"
     yield f"  at the peak ({where})"
     for category, held_bytes in estimate.breakdown:
         share = held_bytes / max(estimate.predicted_peak_allocated_bytes, 1)
