@@ -25,6 +25,8 @@ from machine import keep
 
 DEVICE = "RTX 3090"
 REPEATS = 3
+FURTHER_SIZES = (3, 4, 5, 6, 7)
+"""Samples more than those of the first estimate."""
 CASES = (
     ("bert-large", 4, 512),
     ("llama-3-8b", 1, 4096),
@@ -93,9 +95,11 @@ def estimate(name: str, micro_batch_size: int, seq_len: int | None, *, tracks: b
     peak_resident_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     estimator = bf.estimator(job, DEVICE)
     estimator.at(2)  # captures at 2 and 3 samples; 1 would be captured for itself
-    captured = time.perf_counter()
-    estimator.at(micro_batch_size + 3)
-    scaled = time.perf_counter()
+    further = []
+    for larger in FURTHER_SIZES:
+        captured = time.perf_counter()
+        estimator.at(micro_batch_size + larger)
+        further.append(time.perf_counter() - captured)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in job.model().parameters())
     tracked = {"mem_tracker_seconds": mem_tracker_seconds(job, micro_batch_size)} if tracks else {}
@@ -104,7 +108,7 @@ def estimate(name: str, micro_batch_size: int, seq_len: int | None, *, tracks: b
         "import_seconds": imported - start,
         "first_estimate_seconds": warm - imported,
         "estimate_seconds": done - warm,
-        "further_micro_batch_seconds": scaled - captured,
+        "further_micro_batch_seconds": statistics.median(further),
         "peak_resident_bytes": peak_resident_bytes,
         "predicted_peak_reserved_bytes": found.predicted_peak_reserved_bytes,
     }
