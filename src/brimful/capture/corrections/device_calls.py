@@ -19,7 +19,7 @@ HOST_MARK = "_brimful_host"
 
 
 class DeviceCalls(Rule):
-    """Take "cuda" for the CPU that the fakes are on; a batch that is moved there is copied.
+    """Take "cuda" for the CPU that the fakes are on; a batch that is moved to any device is copied.
 
     A model is on the device from the start, so moving it does nothing. `torch.autocast("cuda")` and
     `GradScaler("cuda")`, which turn themselves off without a GPU, are in force.
