@@ -50,6 +50,18 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
     return batch
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of what ops take and return: nests of tuples, lists and dicts, walked quickly."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
 def count_samples(batch: Batch) -> int:
     """Samples in a batch.
 

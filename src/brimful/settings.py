@@ -30,6 +30,8 @@ class Action(StrEnum):
     """What becomes of a unit's saved tensors between its forward and its backward."""
 
     KEEP = "keep"
+    SAVE = "save"
+    """Save what chosen ops return, recompute the rest."""
     RECOMPUTE = "recompute"
 
 
@@ -55,6 +57,23 @@ class Span:
         return cls(parent=parent, first=first, last=last) if bracket and dots else None
 
 
+def op_kind(name: str) -> str:
+    """By what an op is called in `UnitAction.saved`.
+
+    Args:
+        name: Of an op with its overload, such as "aten.addmm.default".
+
+    Returns:
+        Its name alone, "addmm"; of another library with that, "torchvision.nms"; "attention" for all kernels
+        of fused attention, of which the device chooses one.
+    """
+    library, _, rest = name.partition(".")
+    kind = rest.partition(".")[0]
+    if kind.startswith("_scaled_dot_product_") and not kind.endswith("_backward"):
+        return "attention"
+    return kind if library == "aten" else f"{library}.{kind}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAction:
     """The action for one unit."""
@@ -62,6 +81,22 @@ class UnitAction:
     fqn: str
     """Dotted path of the unit's module, or a `Span`."""
     action: Action
+    saved: tuple[str, ...] = ()
+    """Ops whose results are saved, by kind and number within the unit's forward: "addmm#2" is the third addmm.
+    One that the forward does not have is no error: there is nothing of it to save."""
+
+    def __post_init__(self) -> None:
+        if bool(self.saved) != (self.action is Action.SAVE):
+            raise UsageError(
+                f"unit {self.fqn!r} has action {str(self.action)!r} and {len(self.saved)} saved ops; "
+                "'save' names at least one, every other action none."
+            )
+        for name in self.saved:
+            kind, _, number = name.partition("#")
+            if not (kind and number.isdecimal()):
+                raise UsageError(
+                    f"unit {self.fqn!r}: {name!r} names no op; write its kind and number, addmm#2."
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +129,8 @@ class Settings:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Paths of the units that are recomputed."""
-        return tuple(unit.fqn for unit in self.units if unit.action is Action.RECOMPUTE)
+        """Paths of the units that are recomputed, wholly or in part."""
+        return tuple(unit.fqn for unit in self.units if unit.action is not Action.KEEP)
 
     def describe(self) -> str:
         """The settings in a line: "bf16, micro-batch 4 × 8, 12 of 24 units recomputed"."""
@@ -104,13 +139,14 @@ class Settings:
             parts[-1] += f" × {self.gradient_accumulation_steps}"
         if self.optimizer:
             parts.append(self.optimizer)
-        recomputed = len(self.recomputed)
-        if not recomputed:
-            parts.append("everything kept")
-        elif recomputed == len(self.units):
-            parts.append(f"all {recomputed} units recomputed")
-        else:
-            parts.append(f"{recomputed} of {len(self.units)} units recomputed")
+        if not self.recomputed:
+            return ", ".join([*parts, "everything kept"])
+        for action, how in ((Action.RECOMPUTE, "recomputed"), (Action.SAVE, "recomputed in part")):
+            count = sum(unit.action is action for unit in self.units)
+            if count == len(self.units):
+                parts.append(f"all {count} units {how}")
+            elif count:
+                parts.append(f"{count} of {len(self.units)} units {how}")
         return ", ".join(parts)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Settings:
@@ -141,8 +177,13 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "micro_batch_size": settings.micro_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
         "optimizer": settings.optimizer,
-        "units": [{"fqn": unit.fqn, "action": str(unit.action)} for unit in settings.units],
+        "units": [_unit_to_json(unit) for unit in settings.units],
     }
+
+
+def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
+    document: dict[str, Any] = {"fqn": unit.fqn, "action": str(unit.action)}
+    return document | ({"saved": list(unit.saved)} if unit.saved else {})
 
 
 def settings_from_json(document: dict[str, Any]) -> Settings:
@@ -152,5 +193,8 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         micro_batch_size=document["micro_batch_size"],
         gradient_accumulation_steps=document["gradient_accumulation_steps"],
         optimizer=document["optimizer"],
-        units=tuple(UnitAction(fqn=unit["fqn"], action=Action(unit["action"])) for unit in document["units"]),
+        units=tuple(
+            UnitAction(fqn=unit["fqn"], action=Action(unit["action"]), saved=tuple(unit.get("saved", ())))
+            for unit in document["units"]
+        ),
     )

@@ -26,6 +26,12 @@ def recomputing(*units: str) -> Settings:
     return Settings(micro_batch_size=1, units=actions)
 
 
+def saving(unit: str, *ops: str) -> Settings:
+    """Settings that recompute a unit but for the ops named."""
+    action = UnitAction(fqn=unit, action=Action.SAVE, saved=ops)
+    return Settings(micro_batch_size=1, units=(action,))
+
+
 @dataclass(frozen=True)
 class Step:
     """What one step came to, cloned."""

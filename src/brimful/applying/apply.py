@@ -10,7 +10,7 @@ from torch import nn
 
 from brimful.applying.recompute import RecomputedForward, RecomputedRuns
 from brimful.errors import UnknownNameError, UsageError
-from brimful.settings import Settings, Span
+from brimful.settings import Action, Settings, Span
 
 _StandIn = RecomputedForward | RecomputedRuns
 
@@ -21,7 +21,7 @@ class Applied:
 
     model: nn.Module
     units: tuple[str, ...]
-    """The units that are recomputed."""
+    """The units that are recomputed, wholly or in part."""
     _patched: tuple[tuple[nn.Module, _StandIn], ...] = field(repr=False)
 
     def remove(self) -> None:
@@ -52,14 +52,16 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     """
     modules = dict(model.named_modules())
     stand_ins: list[tuple[nn.Module, _StandIn]] = []
-    runs: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for fqn in settings.recomputed:
-        span = Span.parse(fqn)
-        module = _find(modules, fqn, fqn if span is None else span.parent)
+    runs: dict[str, list[tuple[int, int, tuple[str, ...]]]] = defaultdict(list)
+    for unit in settings.units:
+        if unit.action is Action.KEEP:
+            continue
+        span = Span.parse(unit.fqn)
+        module = _find(modules, unit.fqn, unit.fqn if span is None else span.parent)
         if span is None:
-            stand_ins.append((module, RecomputedForward(module)))
+            stand_ins.append((module, RecomputedForward(module, unit.saved)))
         else:
-            runs[span.parent].append(_positions(module, fqn, span))
+            runs[span.parent].append((*_positions(module, unit.fqn, span), unit.saved))
     for path, positions in runs.items():
         sequential = modules[path]
         assert isinstance(sequential, nn.Sequential)
@@ -92,7 +94,7 @@ def _positions(module: nn.Module, fqn: str, span: Span) -> tuple[int, int]:
     return names.index(span.first), names.index(span.last) + 1
 
 
-def _check_apart(path: str, runs: list[tuple[int, int]]) -> None:
+def _check_apart(path: str, runs: list[tuple[int, int, tuple[str, ...]]]) -> None:
     ordered = sorted(runs)
-    if any(stop > start for (_, stop), (start, _) in pairwise(ordered)):
+    if any(before[1] > after[0] for before, after in pairwise(ordered)):
         raise UsageError(f"two runs of the children of {path!r} overlap.")

@@ -14,7 +14,7 @@ Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is pu
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from brimful.applying.selective import SavedOps
 from brimful.errors import UsageError
 
 
@@ -35,16 +36,17 @@ class RecomputedForward:
 
     Args:
         module: The unit.
+        saved: Its ops whose results are saved, not recomputed.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, saved: Iterable[str] = ()) -> None:
         self.forward: Callable[..., Any] = module.forward
         """The original, bound."""
-        self._buffers = _ForwardBuffers([module])
+        self._region = _Region(self.forward, [module], saved)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original forward returns."""
-        return _recomputed(self.forward, self._buffers, *args, **kwargs)
+        return self._region(*args, **kwargs)
 
 
 class RecomputedRuns:
@@ -52,24 +54,22 @@ class RecomputedRuns:
 
     Args:
         sequential: The module whose children make up the runs.
-        runs: Position of the first child of each run and of the one behind its last; none overlap.
+        runs: For each run the position of its first child and of the one behind its last, and its ops whose
+            results are saved; none overlap.
     """
 
-    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, Collection[str]]]) -> None:
         self.forward: Callable[..., Any] = sequential.forward
         """The original, bound."""
         self._sequential = sequential
         self._children = list(sequential)
-        self._parts: list[tuple[_Run, _ForwardBuffers | None]] = []
+        self._parts: list[_Run | _Region] = []
         position = 0
-        for start, stop in sorted(runs):
+        for start, stop, saved in sorted(runs, key=lambda run: run[0]):
             run = self._children[start:stop]
-            self._parts += [
-                (_Run(self._children[position:start]), None),
-                (_Run(run), _ForwardBuffers(run)),
-            ]
+            self._parts += [_Run(self._children[position:start]), _Region(_Run(run), run, saved)]
             position = stop
-        self._parts.append((_Run(self._children[position:]), None))
+        self._parts.append(_Run(self._children[position:]))
 
     def __call__(self, input: Any) -> Any:
         """What the Sequential returns.
@@ -88,8 +88,8 @@ class RecomputedRuns:
                 "a Sequential of which parts are recomputed has other children now than when the plan was "
                 "applied. Remove the plan, change the model, apply the plan again."
             )
-        for run, buffers in self._parts:
-            input = run(input) if buffers is None else _recomputed(run, buffers, input)
+        for part in self._parts:
+            input = part(input)
         return input
 
 
@@ -105,36 +105,58 @@ class _Run:
         return value
 
 
-def _recomputed(function: Callable[..., Any], buffers: _ForwardBuffers, /, *args: Any, **kwargs: Any) -> Any:
-    """What the function returns, without keeping what it saves if there are gradients.
+class _Region:
+    """A function that is recomputed in backward instead of keeping what it saved.
 
-    Where no tensor is given, nothing tells on which device random numbers are drawn; then all is kept.
+    Args:
+        function: What is recomputed.
+        modules: Those it calls.
+        saved: Its ops whose results are saved, not recomputed.
     """
-    if not torch.is_grad_enabled() or not _has_tensor((args, kwargs)):
-        return function(*args, **kwargs)
-    names, positional = tuple(kwargs), len(args)
 
-    def call(*values: Any) -> Any:
-        return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+    def __init__(
+        self, function: Callable[..., Any], modules: Sequence[nn.Module], saved: Iterable[str]
+    ) -> None:
+        self._function = function
+        self._buffers = _ForwardBuffers(modules)
+        self._saved = SavedOps(saved)
 
-    def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, without keeping what it saves if there are gradients.
+
+        Where no tensor is given, nothing tells on which device random numbers are drawn; then all is kept.
+        """
+        function = self._function
+        if not torch.is_grad_enabled() or not _has_tensor((args, kwargs)):
+            return function(*args, **kwargs)
+        names, positional = tuple(kwargs), len(args)
+
+        def call(*values: Any) -> Any:
+            return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+
+    def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+        """The context of the forward and that of its recomputation."""
         random_state = _HostRandomState()
-        forward, recomputation = buffers.contexts()
-        return _Both(random_state.watched(), forward), _Both(random_state, recomputation)
+        forward, recomputation = self._buffers.contexts()
+        contexts = [(random_state.watched(), random_state), (forward, recomputation)]
+        if self._saved:
+            contexts.append(self._saved.contexts())
+        forwards, recomputations = zip(*contexts, strict=True)
+        return _All(forwards), _All(recomputations)
 
-    return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
 
+class _All(AbstractContextManager[None]):
+    """Several contexts as one, which can be entered again if they can."""
 
-class _Both(AbstractContextManager[None]):
-    """Two contexts as one, which can be entered again if they can."""
-
-    def __init__(self, outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> None:
-        self._outer, self._inner = outer, inner
+    def __init__(self, contexts: Sequence[AbstractContextManager[object]]) -> None:
+        self._contexts = contexts
 
     def __enter__(self) -> None:
         self._stack = ExitStack()
-        self._stack.enter_context(self._outer)
-        self._stack.enter_context(self._inner)
+        for context in self._contexts:
+            self._stack.enter_context(context)
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)

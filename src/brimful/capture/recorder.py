@@ -11,7 +11,7 @@ Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autogr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brimful.batches import tensors_in
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
 from brimful.capture.lines import calling_line
@@ -271,7 +272,7 @@ class Recorder(TorchDispatchMode):
             out = self._results.run(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
-        inputs, outputs = list(_tensors_in((args, kwargs))), list(_tensors_in(out))
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         for after_op in self._after_op:
             after_op(func, args, kwargs, outputs)
         if not info.is_random:
@@ -474,17 +475,6 @@ def _is_recomputing() -> bool:
 def _has_no_value(tensors: Any) -> bool:
     """Whether all of a list are fakes without a value; torch keeps it for scalars such as a step count."""
     return all(type(tensor) is FakeTensor and tensor.constant is None for tensor in tensors)
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item)
 
 
 def _view_bytes(tensor: Tensor) -> int:

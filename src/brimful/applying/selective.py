@@ -1,0 +1,265 @@
+"""Save what chosen ops of a recomputed forward return; recompute the rest.
+
+Two dispatch modes see every op of a unit below autograd. In the forward one keeps what the chosen ops return;
+in the recomputation the other returns it instead of running the op, each once, so it is freed as it is used.
+Unlike torch's own selective checkpointing this one
+
+* knows an op by its kind and its number within the unit, and compares the two sequences of ops as they run:
+  from where they differ, everything is recomputed. Casts may differ, because autocast keeps those of weights;
+* works with in-place ops: one that writes over a saved result is left out of the recomputation like the op that
+  made it (torch's raises "mutated"). A result that another op reads before it is written over is recomputed;
+* saves random ops one by one: the generator is set behind a saved one as it was left by the forward;
+* recomputes where a saved result is not there any more, as in a second backward through the same graph (torch's
+  raises).
+
+Private torch APIs used here: `torch._C._SetExcludeDispatchKeyGuard`, `UntypedStorage._cdata`
+(checked: torch 2.13, 2.11).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brimful.batches import map_tensors, tensors_in
+from brimful.settings import op_kind
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""Shares its argument's memory, though its schema does not say so."""
+
+_UNCOUNTED = frozenset({"_to_copy", "detach", "prim.device"})
+"""Kinds of ops that may run in only one of a forward and its recomputation: autocast keeps casts of weights;
+checkpointing itself detaches and asks for devices."""
+
+_Key = tuple[str, int]
+"""An op of a unit: its kind, and its number among those of the kind."""
+
+
+class SavedOps:
+    """The ops of a unit whose results are saved.
+
+    Args:
+        names: As in `UnitAction.saved`: "addmm#2" is the third addmm of the unit's forward.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        numbers: dict[str, set[int]] = defaultdict(set)
+        for name in names:
+            kind, _, number = name.partition("#")
+            numbers[kind].add(int(number))
+        self._numbers = {kind: frozenset(chosen) for kind, chosen in numbers.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._numbers)
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The context of one forward and that of its recomputation, as `checkpoint` asks for them."""
+        call = _Call()
+        return _Saving(self._numbers, call), _Returning(call)
+
+
+@dataclass(slots=True)
+class _Call:
+    """What one forward of a unit leaves for its recomputation."""
+
+    results: dict[_Key, _Result] = field(default_factory=dict)
+    sequence: list[str] = field(default_factory=list)
+    """The kinds of all ops that are counted, in order."""
+    overwrites: dict[int, _Key] = field(default_factory=dict)
+    """By position in the sequence: the result that an in-place op writes over."""
+
+    def kind_at(self, position: int) -> str | None:
+        """Kind of the op at a position of the sequence; None behind its end."""
+        return self.sequence[position] if position < len(self.sequence) else None
+
+
+@dataclass(slots=True)
+class _Result:
+    """What a saved op returned."""
+
+    value: Any
+    random_states: tuple[Tensor, ...]
+    """Of the generators behind the op, if it draws: the host's and that of its device."""
+    versions: tuple[int, ...] = ()
+    """Of its tensors when the unit's forward ended."""
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing has written to it since the unit's forward."""
+        return self.versions == _versions(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class _OpInfo:
+    kind: str
+    is_counted: bool
+    is_random: bool
+    is_view: bool
+    """Neither reads nor writes the memory of its arguments."""
+    is_in_place: bool
+    """Writes to its first argument, to no other, and returns it."""
+    writes: bool
+    """Writes to some argument."""
+
+
+@cache
+def _describe(op: OpOverload) -> _OpInfo:
+    arguments, returns = op._schema.arguments, op._schema.returns
+    written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    aliases = [r.alias_info for r in returns]
+    kind = op_kind(str(op))
+    return _OpInfo(
+        kind=kind,
+        is_counted=kind not in _UNCOUNTED,
+        is_random=torch.Tag.nondeterministic_seeded in op.tags,
+        is_view=op is _UNSAFE_VIEW
+        or (bool(aliases) and all(a is not None and not a.is_write for a in aliases)),
+        is_in_place=written == [0] and len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write,
+        writes=bool(written),
+    )
+
+
+class _Saving(TorchDispatchMode):
+    """Keeps what the chosen ops of a forward return, and the sequence of all."""
+
+    def __init__(self, numbers: dict[str, frozenset[int]], call: _Call) -> None:
+        super().__init__()
+        self._numbers = numbers
+        self._call = call
+        self._seen: Counter[str] = Counter()
+        self._owners: dict[int, _Key] = {}
+        """The result that is held in the storage at an address."""
+        self._read: set[_Key] = set()
+        """Results that an op has read."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not wrap every call to keep its compiler out."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        info = _describe(func)
+        if info.is_view:
+            return out
+        if self._owners:
+            self._note_use(info, args, kwargs)
+        if info.is_counted:
+            self._call.sequence.append(info.kind)
+            key = info.kind, self._seen[info.kind]
+            self._seen[info.kind] += 1
+            if key[1] in self._numbers.get(info.kind, ()) and not info.writes:
+                self._save(key, out, is_random=info.is_random)
+        return out
+
+    def __exit__(self, *error: Any) -> None:
+        for result in self._call.results.values():
+            result.versions = _versions(result.value)
+        super().__exit__(*error)
+
+    def _save(self, key: _Key, out: Any, *, is_random: bool) -> None:
+        value = _detached(out)
+        self._call.results[key] = _Result(value, _random_states(value) if is_random else ())
+        self._owners.update({_address(tensor): key for tensor in tensors_in(value)})
+
+    def _note_use(self, info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
+        """See which results are read; drop those written over afterwards, or in a way not to be left out."""
+        for tensor in tensors_in((args[1:] if info.is_in_place else args, kwargs)):
+            owner = self._owners.get(_address(tensor))
+            if owner is not None:
+                self._read.add(owner)
+        if not info.writes:
+            return
+        can_be_left_out = info.is_in_place and not info.is_random
+        for tensor in tensors_in(args[:1] if info.is_in_place else (args, kwargs)):
+            owner = self._owners.get(_address(tensor))
+            if owner is None:
+                continue
+            if can_be_left_out and owner not in self._read:
+                self._call.overwrites[len(self._call.sequence)] = owner
+            else:
+                self._call.results.pop(owner, None)
+                self._owners = {address: key for address, key in self._owners.items() if key != owner}
+
+
+class _Returning(TorchDispatchMode):
+    """Returns what was saved instead of running the op again, as long as the sequence of ops is the same."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__()
+        self._call = call
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As above."""
+        return False
+
+    def __enter__(self) -> Any:
+        self._seen: Counter[str] = Counter()
+        self._position = -1
+        self._is_alike = True
+        self._returned: set[_Key] = set()
+        """Every write to these results has happened already."""
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        info = _describe(func)
+        if not info.is_counted or info.is_view:
+            return func(*args, **(kwargs or {}))
+        self._position += 1
+        self._is_alike = self._is_alike and self._call.kind_at(self._position) == info.kind
+        key = info.kind, self._seen[info.kind]
+        self._seen[info.kind] += 1
+        if self._call.overwrites.get(self._position) in self._returned:
+            return args[0]
+        result = self._call.results.pop(key, None) if self._is_alike else None
+        if result is None or not result.is_unchanged():
+            return func(*args, **(kwargs or {}))
+        _set_random_states(result)
+        self._returned.add(key)
+        return _detached(result.value)
+
+
+def _detached(value: Any) -> Any:
+    """The same with tensors that share memory and version, and have no history.
+
+    The tensor itself is autograd's to give one; held here, it would keep the whole graph alive.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return map_tensors(value, Tensor.detach)
+
+
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors_in(value))
+
+
+def _random_states(value: Any) -> tuple[Tensor, ...]:
+    return (torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in _cuda_devices(value)))
+
+
+def _set_random_states(result: _Result) -> None:
+    if result.random_states:
+        host, *others = result.random_states
+        torch.set_rng_state(host)
+        for device, state in zip(_cuda_devices(result.value), others, strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
+def _cuda_devices(value: Any) -> list[torch.device]:
+    return sorted({t.device for t in tensors_in(value) if t.device.type == "cuda"}, key=str)
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)

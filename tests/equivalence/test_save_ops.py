@@ -1,0 +1,248 @@
+"""Saving what some ops of a unit return, and recomputing the rest, leaves training bit for bit as it was.
+
+Whichever ops are saved: every one alone, all of them, and sets drawn at random.
+"""
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from brimful.applying import apply_units
+from brimful.settings import Precision, op_kind
+from helpers.models import GPT, Block, ResNet
+from helpers.trained_alike import Loss, assert_identical, mean_square, saving, train
+
+WIDTH = 16
+
+
+class _Named(TorchDispatchMode):
+    """Notes the name of every op, as a plan would call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = op_kind(str(func))
+        self.names.append(f"{kind}#{self.seen[kind]}")
+        self.seen[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of(unit: nn.Module, x: Tensor, precision: Precision = Precision.FP32) -> list[str]:
+    mode = _Named()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is Precision.BF16), mode:
+        copy.deepcopy(unit)(x.clone())
+    return mode.names
+
+
+def assert_saves_alike(
+    model: nn.Module,
+    unit: str,
+    ops: tuple[str, ...],
+    batches: list[Tensor],
+    *,
+    loss: Loss = mean_square,
+    precision: Precision = Precision.FP32,
+) -> None:
+    other = copy.deepcopy(model)
+    apply_units(other, saving(unit, *ops))
+    plain = train(model, batches, loss=loss, precision=precision, steps=2)
+    assert_identical(plain, train(other, batches, loss=loss, precision=precision, steps=2))
+
+
+class Between(nn.Module):
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.first, self.unit, self.last = nn.Linear(WIDTH, WIDTH), unit, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.unit(self.first(x)))
+
+
+class Draws(nn.Module):
+    """Three draws with work between them: saving one must not move the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.dropout(torch.tanh(self.one(x)), 0.3, self.training)
+        x = F.dropout(self.two(x), 0.3, self.training, inplace=True)
+        return torch.tanh(x + torch.randn_like(x))
+
+
+class InPlace(nn.Module):
+    """Writes over what it made: right behind it, after reading it, through a view, and over a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu_(self.norm(self.one(x)))
+        z = self.two(y)
+        w = z + 1  # reads z before it is written over
+        z.mul_(0.5)
+        z.view(-1).add_(0.1)
+        u = x.clone()
+        u[:, :4] = 0
+        return torch.tanh(z) * torch.tanh(w) + F.relu_(u + y)
+
+
+UNITS = {"block": Block(WIDTH), "draws": Draws(), "in place": InPlace()}
+
+
+def _input(name: str) -> Tensor:
+    return torch.randn(2, 5, WIDTH) if name == "block" else torch.randn(4, WIDTH)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+@pytest.mark.parametrize("name", UNITS)
+def test_every_op_alone_and_all_together(name: str, precision: Precision) -> None:
+    torch.manual_seed(0)
+    batches = [_input(name) for _ in range(2)]
+    ops = ops_of(UNITS[name], batches[0], precision)
+    for chosen in ((op,) for op in ops):
+        assert_saves_alike(Between(copy.deepcopy(UNITS[name])), "unit", chosen, batches, precision=precision)
+    assert_saves_alike(Between(copy.deepcopy(UNITS[name])), "unit", tuple(ops), batches, precision=precision)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_any_set_of_ops(data: st.DataObject) -> None:
+    torch.manual_seed(0)
+    name = data.draw(st.sampled_from(sorted(UNITS)))
+    precision = data.draw(st.sampled_from([Precision.FP32, Precision.BF16]))
+    batches = [_input(name)]
+    ops = ops_of(UNITS[name], batches[0], precision)
+    chosen = tuple(data.draw(st.sets(st.sampled_from(ops), min_size=1)))
+    assert_saves_alike(Between(copy.deepcopy(UNITS[name])), "unit", chosen, batches, precision=precision)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_blocks_of_a_transformer_with_a_tied_weight(precision: Precision) -> None:
+    """Under autocast the recomputation casts weights that the forward found cast already."""
+
+    def next_token(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch)[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    torch.manual_seed(0)
+    batches = [torch.randint(40, (2, 12)) for _ in range(2)]
+    for ops in (("addmm#0", "addmm#2", "attention#0"), ("attention#0",), ("_to_copy#0", "_to_copy#1")):
+        assert_saves_alike(GPT(), "blocks.1", ops, batches, loss=next_token, precision=precision)
+
+
+@pytest.mark.parametrize("unit", ["layer1.0", "layer2.0", "layer1[0..1]"])
+def test_a_residual_block_with_batch_norm_and_in_place_relu(unit: str) -> None:
+    """In-place ReLU writes over what batch norm returned; torch's own selective checkpointing raises there."""
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 3, 8, 8) for _ in range(2)]
+    for ops in (
+        ("convolution#0",),
+        ("native_batch_norm#0", "native_batch_norm#1"),
+        ("convolution#1", "add_#0"),
+    ):
+        assert_saves_alike(ResNet(), unit, ops, batches)
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.count = kind, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op_kind(str(func)) == self.kind
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("ops", "expected"), [((), 6), (("addmm#0",), 5), (("addmm#0", "addmm#1"), 4)])
+def test_what_is_saved_does_not_run_again(ops: tuple[str, ...], expected: int) -> None:
+    """Four products in the forward; of the unit's two, those not saved run again."""
+    unit = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    model = Between(unit)
+    applied = apply_units(model, saving("unit", *(ops or ("none#0",))))
+    with Counted("addmm") as counted:
+        mean_square(model, torch.randn(4, WIDTH)).backward()
+    assert counted.count == expected
+    applied.remove()
+
+
+def test_in_place_relu_is_left_out_with_the_norm_it_writes_over() -> None:
+    model = Between(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(inplace=True), nn.Tanh())
+    )
+    apply_units(model, saving("unit", "native_batch_norm#0"))
+    with Counted("relu_") as counted:
+        mean_square(model, torch.randn(4, WIDTH)).backward()
+    assert counted.count == 1
+
+
+def test_a_saved_result_that_is_added_in_place_to_another_stays_saved() -> None:
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = torch.tanh(x)
+            y = self.one(y)
+            y += self.two(x)
+            return torch.tanh(y)
+
+    model = Between(Adds())
+    apply_units(model, saving("unit", "addmm#1"))
+    with Counted("addmm") as counted:
+        mean_square(model, torch.randn(4, WIDTH)).backward()
+    assert counted.count == 5
+
+
+def test_a_second_backward_recomputes_what_was_saved_and_used() -> None:
+    model = Between(Draws())
+    other = copy.deepcopy(model)
+    apply_units(other, saving("unit", "addmm#0", "native_dropout#0", "bernoulli_#0"))
+    batch = torch.randn(4, WIDTH)
+    for each in (model, other):
+        torch.manual_seed(0)
+        value = mean_square(each, batch)
+        value.backward(retain_graph=True)
+        value.backward()
+    assert torch.equal(model.first.weight.grad, other.first.weight.grad)
+
+
+def test_results_are_freed_with_the_graph() -> None:
+    """No cycle holds what was saved when the loss is dropped without a backward."""
+    import gc
+    import weakref
+
+    model = Between(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)))
+    apply_units(model, saving("unit", "tanh#0"))
+    gc.collect()
+    gc.disable()
+    try:
+        storages: list[weakref.ref[Any]] = []
+
+        class Watching(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                out = func(*args, **(kwargs or {}))
+                if op_kind(str(func)) == "tanh":
+                    storages.append(weakref.ref(out.untyped_storage()))
+                return out
+
+        with Watching():
+            value = mean_square(model, torch.randn(4, WIDTH))
+        assert storages[0]() is not None
+        del value
+        assert storages[0]() is None
+    finally:
+        gc.enable()
