@@ -212,6 +212,45 @@ class Trace:
             corrections=corrections,
         )
 
+    def with_last_step_again(self) -> Trace:
+        """This trace as if its last step were run once more, which finds memory as the allocator was left.
+
+        Returns:
+            A trace of one step more. What the step makes and does not free, such as a library's workspace, is
+            not made again.
+        """
+        step = self.captured_steps - 1
+        first = next((i for i, op in enumerate(self.ops) if op.step == step and op.phase is not Phase.SETUP), 0)
+        ops = [replace(op, step=step + 1) for op in self.ops[first:]]
+        shift = len(self.ops) - first
+        events = [
+            event
+            for event in self.events
+            if event.op >= first
+            or (event.op == first - 1 and self.storages[event.storage].category is Category.INPUTS)
+        ]
+        freed = {event.storage for event in events if event.kind is EventKind.FREE}
+        made = [e.storage for e in events if e.kind is EventKind.ALLOCATE and e.storage in freed]
+        again = {storage: len(self.storages) + i for i, storage in enumerate(made)}
+        storages = [self.storages[storage] for storage in made]
+        return replace(
+            self,
+            captured_steps=self.captured_steps + 1,
+            ops=(*self.ops, *ops),
+            storages=(
+                *self.storages,
+                *(s if s.op is None else replace(s, op=s.op + shift) for s in storages),
+            ),
+            events=(
+                *self.events,
+                *(
+                    Event(kind=event.kind, storage=again[event.storage], op=event.op + shift)
+                    for event in events
+                    if event.storage in again
+                ),
+            ),
+        )
+
     def save(self, path: Path | str) -> None:
         """Write the trace as JSON, gzipped if the name ends in ".gz".
 

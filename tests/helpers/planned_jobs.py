@@ -14,8 +14,7 @@ from torch import nn
 from brimful.capture import capture_step
 from brimful.hardware import find_device
 from brimful.job import Job
-from brimful.planning.problem import ACTIONS
-from brimful.settings import Settings, UnitAction
+from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Trace
 from helpers.models import GPT, Block, ResNet, UNet, vgg
 
@@ -125,9 +124,6 @@ def kept(job: Job) -> Trace:
     return capture_step(job, Settings(micro_batch_size=SAMPLES), find_device("cpu"), steps=1)
 
 
-def with_choice(settings: Settings, units: tuple[str, ...], choice: tuple[int, ...]) -> Settings:
-    """Settings with the action of each unit, as the solver numbers them."""
-    return replace(
-        settings,
-        units=tuple(UnitAction(fqn=u, action=ACTIONS[option]) for u, option in zip(units, choice, strict=True)),
-    )
+def with_action(settings: Settings, units: tuple[str, ...], action: Action) -> Settings:
+    """Settings with one action for all units."""
+    return replace(settings, units=tuple(UnitAction(fqn=unit, action=action) for unit in units))

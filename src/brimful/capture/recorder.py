@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -45,6 +47,8 @@ _WITHOUT_COST = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.d
 _WITHOUT_WRITE = frozenset(
     {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 )
+_KINDS = (EventKind.FREE, EventKind.ALLOCATE)
+"""By whether an event is an allocation."""
 UNKNOWN_NUMBER = 1.0
 """What code reads where a number cannot be known: that of a step count, or of a label that counts."""
 _READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -236,12 +240,16 @@ class Recorder(TorchDispatchMode):
         )
 
     def event_records(self) -> tuple[Event, ...]:
-        """All allocations and releases, in order."""
-        kinds = (EventKind.FREE, EventKind.ALLOCATE)
-        return tuple(
-            Event(kind=kinds[is_allocation], storage=storage, op=op)
-            for is_allocation, storage, op in self.events
-        )
+        """All allocations and releases, in order.
+
+        Releases that follow one another are put in the order of their storages. What is free afterwards is the
+        same, and what torch releases in the order of addresses, as autocast its casts, differs from run to run.
+        """
+        records: list[Event] = []
+        for is_allocation, group in groupby(self.events, key=itemgetter(0)):
+            events = [Event(kind=_KINDS[is_allocation], storage=storage, op=op) for _, storage, op in group]
+            records += events if is_allocation else sorted(events, key=lambda event: (event.op, event.storage))
+        return tuple(records)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

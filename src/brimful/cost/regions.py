@@ -19,6 +19,27 @@ On CUDA the device's generator is saved beside the host's; the second is assumed
 """
 
 
+SAVED_OP_SECONDS = 16e-6
+"""Host time that saving results of some ops of a region adds per op of its forward, saved or not: two dispatch
+modes see each, in the forward and in the recomputation.
+
+Measured: 32 linear layers of 16 with tanh, one region with and without the modes (3.42 and 2.39 ms); torch
+2.13, 2 cores of an AMD EPYC (family 25). With 8 layers it was 19 µs.
+"""
+
+
+def saving_seconds(op_count: int) -> float:
+    """Host seconds that saving some results adds to one recomputed region.
+
+    Args:
+        op_count: Ops of the region's forward, those that only make views left out.
+
+    Returns:
+        Seconds, beside those of `region_seconds`.
+    """
+    return op_count * SAVED_OP_SECONDS
+
+
 def region_seconds(device: Device, *, stashes_rng: bool = True) -> float:
     """Host seconds that one recomputed region adds to a micro-batch.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from brimful.hardware import Device
-from brimful.planning.estimate import NO_LIMIT_BYTES, estimate_trace
+from brimful.planning.estimate import estimate_unlimited
 from brimful.planning.records import Plan
 from brimful.settings import Settings
 from brimful.trace import Trace
@@ -79,7 +79,7 @@ def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> 
         UsageError: The capture follows another kind of device.
     """
     # As a plan is made: without the allocator giving back its cache, which would stall every step.
-    estimate = estimate_trace(trace, device, capacity_bytes=NO_LIMIT_BYTES)
+    estimate = estimate_unlimited(trace, device)
     return PlanCheck(
         job=trace.job,
         device=device.name,

@@ -209,6 +209,11 @@ def estimate_trace(
     )
 
 
+def estimate_unlimited(trace: Trace, device: Device) -> Estimate:
+    """What the traced step takes where the allocator never has to give back its cache."""
+    return estimate_trace(trace, device, capacity_bytes=NO_LIMIT_BYTES)
+
+
 def _interval(trace: Trace, device: Device, memory: MemoryPrediction, surviving_bytes: int) -> tuple[int, int]:
     """The least and the most on the device; on a CPU what is predicted, with what kernels may take inside."""
     most = most_reserved_bytes(trace, memory.unlimited_peak_reserved_bytes, allocator=memory.allocator)

@@ -15,6 +15,9 @@ plan; what only the first holds is the price of keeping. With
 * Within a kept unit i a plan holds K(t), less U(i), which is there only as far as the units before it are kept,
   and V(i), which is there only as far as they are not.
 
+A unit of which some ops' results are saved is like a recomputed one, with those results held from where its
+forward drops them to where its recomputation makes them again; see `savable.py`.
+
 So two captures give every constraint, for a model of any shape. Where units follow one another, and what a
 recomputation starts from is saved for backward anyway, the peaks are exact. Elsewhere they are too high: V is
 charged even if nothing is recomputed, and a module that is called twice is charged from its first call to its
@@ -24,32 +27,47 @@ last.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from brimful.cost import op_seconds, region_seconds
+from brimful.cost import Roofline, region_seconds, saving_seconds
 from brimful.hardware import Device
+from brimful.planning.savable import Stay, UnitOps, unit_ops
 from brimful.planning.solver import Option, Problem
-from brimful.planning.units import UnitIndex
-from brimful.settings import Action
+from brimful.planning.units import unit_of_each_op
+from brimful.settings import Action, UnitAction
 from brimful.timeline import live_profile, rounding_bytes_of
 from brimful.trace import EventKind, Op, Phase, Trace
 
-ACTIONS = (Action.KEEP, Action.RECOMPUTE)
-"""The option indices of a unit in the problem."""
+KEPT, RECOMPUTED = 0, 1
+"""Indices of the first two options of every unit; those that save some ops' results follow."""
 
 _FORWARD_ENDS, _BACKWARD_BEGINS = 0, 1
 """The two moments at which captures are compared. Between them autocast drops its cast weights, which every
 forward holds and only a kept unit holds on to."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PosedProblem:
+    """The problem of choosing an action for each unit, and what its options mean."""
+
+    problem: Problem
+    actions: tuple[tuple[UnitAction, ...], ...]
+    """By unit and option."""
+
+    def chosen(self, choice: tuple[int, ...]) -> tuple[UnitAction, ...]:
+        """The actions that a choice of options means."""
+        return tuple(actions[option] for actions, option in zip(self.actions, choice, strict=True))
+
+
 def build_problem(
     kept: Trace, recomputed: Trace, units: tuple[str, ...], device: Device, *, micro_batches: int
-) -> Problem:
-    """The problem of choosing between keeping and recomputing each unit.
+) -> PosedProblem:
+    """The problem of choosing between keeping, recomputing, and saving some of each unit.
 
     Args:
         kept: A capture in which every unit is kept.
@@ -59,7 +77,7 @@ def build_problem(
         micro_batches: How many of the captured micro-batches occur: 1 without accumulation.
 
     Returns:
-        One problem whose options are `ACTIONS`.
+        For each unit an option that keeps it, one that recomputes it, and others not worse than both.
     """
     k = _Steady.of(kept, units, micro_batches)
     r = _Steady.of(recomputed, units, micro_batches)
@@ -68,22 +86,89 @@ def build_problem(
     alone_bytes = k.live_bytes - kept_before[k.moment, k.first] + starts_before[k.first]
     peaks_kept, gaps_kept = k.peaks(alone_bytes)
     peaks_kept_backward, _ = k.peaks(np.where(k.moment == _BACKWARD_BEGINS, alone_bytes, 0))
-    peaks_recomputed, gaps_recomputed = r.peaks(r.live_bytes - put_by_before[r.first])
-    peaks_recomputed = np.maximum(peaks_recomputed, peaks_kept_backward)
+    levels_recomputed = r.live_bytes - put_by_before[r.first]
+    _, gaps_recomputed = r.peaks(levels_recomputed)
 
     retained, put_by = np.diff(kept_before[_BACKWARD_BEGINS]), np.diff(put_by_before)
-    seconds = _recompute_seconds(recomputed, units, device)
-    options = tuple(
-        (
-            Option(retained_bytes=int(retained[i]), peak_bytes=int(peaks_kept[i]), seconds=0.0),
-            Option(
-                retained_bytes=int(put_by[i]), peak_bytes=int(peaks_recomputed[i]), seconds=float(seconds[i])
-            ),
-        )
-        for i in range(len(units))
+    roofline = Roofline(device, recomputed.settings.precision)
+    all_ops = unit_ops(
+        recomputed,
+        unit_of_each_op(recomputed, units),
+        len(units),
+        micro_batches=micro_batches,
+        rounding_bytes=rounding_bytes_of(recomputed.device_kind),
+        seconds=roofline.op_seconds,
     )
+    problem_units, actions = [], []
+    for i, (fqn, ops) in enumerate(zip(units, all_ops, strict=True)):
+        keep = Option(retained_bytes=int(retained[i]), peak_bytes=int(peaks_kept[i]), seconds=0.0)
+        levels = r.inside(i, levels_recomputed)
+        options = [keep, _recompute(ops, levels, int(put_by[i]), int(peaks_kept_backward[i]), device)]
+        meant = [UnitAction(fqn=fqn, action=Action.KEEP), UnitAction(fqn=fqn, action=Action.RECOMPUTE)]
+        for option, saved in _save_some(ops, levels, options[RECOMPUTED], int(peaks_kept_backward[i])):
+            if not any(_is_dominated(option, by) for by in options):
+                options.append(option)
+                meant.append(UnitAction(fqn=fqn, action=Action.SAVE, saved=saved))
+        problem_units.append(tuple(options))
+        actions.append(tuple(meant))
     gaps = np.maximum(gaps_kept, gaps_recomputed)
-    return Problem(units=options, gap_peaks_bytes=tuple(int(peak) for peak in gaps))
+    problem = Problem(units=tuple(problem_units), gap_peaks_bytes=tuple(int(peak) for peak in gaps))
+    return PosedProblem(problem=problem, actions=tuple(actions))
+
+
+@dataclass(slots=True)
+class _Levels:
+    """Bytes at the positions inside one recomputed unit, with nothing retained before it."""
+
+    events: NDArray[np.int64]
+    """Of the trace, in order."""
+    level_bytes: NDArray[np.int64]
+
+    def add(self, stay: Stay) -> None:
+        """Hold a result more, or one less, from one event to another."""
+        first, stop = np.searchsorted(self.events, (stay.first_event, stay.stop_event))
+        self.level_bytes[first:stop] += stay.size_bytes
+
+    def peak_bytes(self) -> int:
+        """The highest level."""
+        return int(self.level_bytes.max(initial=0))
+
+
+def _recompute(ops: UnitOps, levels: _Levels, put_by_bytes: int, least_bytes: int, device: Device) -> Option:
+    """Recompute a whole unit; at the end of its backward there is at least what an earlier kept unit holds."""
+    return Option(
+        retained_bytes=put_by_bytes,
+        peak_bytes=max(levels.peak_bytes(), least_bytes),
+        seconds=ops.recompute_seconds + region_seconds(device),
+    )
+
+
+def _save_some(
+    ops: UnitOps, levels: _Levels, recompute: Option, least_bytes: int
+) -> Iterator[tuple[Option, tuple[str, ...]]]:
+    """Recompute a unit but for growing sets of ops."""
+    added = 0
+    for chosen in ops.sets():
+        for op in chosen[added:]:
+            for stay in op.stays:
+                levels.add(stay)
+        added = len(chosen)
+        seconds = recompute.seconds - sum(op.seconds for op in chosen) + saving_seconds(ops.forward_count)
+        option = Option(
+            retained_bytes=recompute.retained_bytes + sum(op.size_bytes for op in chosen),
+            peak_bytes=max(least_bytes, levels.peak_bytes()),
+            seconds=seconds,
+        )
+        yield option, tuple(op.name for op in chosen)
+
+
+def _is_dominated(option: Option, by: Option) -> bool:
+    """Whether another option takes no more of anything."""
+    return (
+        by.retained_bytes <= option.retained_bytes
+        and by.peak_bytes <= option.peak_bytes
+        and by.seconds <= option.seconds
+    )
 
 
 class _Made(NamedTuple):
@@ -104,6 +189,8 @@ class _Steady:
     """The last step of a capture by position (P): an event of a micro-batch that occurs or of the optimizer."""
 
     unit_count: int
+    events: NDArray[np.int64]
+    """The position of each event in the trace, (P,)."""
     live_bytes: NDArray[np.int64]
     """After each event, (P,)."""
     owner: NDArray[np.int64]
@@ -118,8 +205,7 @@ class _Steady:
     @classmethod
     def of(cls, trace: Trace, units: tuple[str, ...], micro_batches: int) -> _Steady:
         step = trace.captured_steps - 1
-        index = UnitIndex(trace, units)
-        owner = np.array([index.of(op.module) for op in trace.ops], dtype=np.int64)
+        owner = np.array(unit_of_each_op(trace, units), dtype=np.int64)
         begun = np.zeros(len(trace.ops), dtype=np.int64)
         occurs = np.zeros(len(trace.ops), dtype=bool)
         is_forward = np.zeros(len(trace.ops), dtype=bool)
@@ -137,6 +223,7 @@ class _Steady:
         ops = profile.ops[positions]
         return cls(
             unit_count=len(units),
+            events=positions,
             live_bytes=profile.live_bytes[positions],
             owner=owner[ops],
             begun=begun[ops],
@@ -154,6 +241,11 @@ class _Steady:
     def first(self) -> NDArray[np.int64]:
         """The first unit that does not count among those that may be held otherwise, (P,)."""
         return np.where(self.is_inside, self.owner, self.begun)
+
+    def inside(self, unit: int, level_bytes: NDArray[np.int64]) -> _Levels:
+        """A copy of the levels within one unit."""
+        positions = np.flatnonzero(self.is_inside & (self.owner == unit))
+        return _Levels(self.events[positions], level_bytes[positions])
 
     def peaks(self, levels: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The highest level within each unit, and outside of all by the number of units begun."""
@@ -220,16 +312,3 @@ def _differences(
         else:
             put_by[made.owner + 1] += made.size_bytes * count
     return np.cumsum(kept_only, axis=1), starts_before, np.cumsum(put_by)
-
-
-def _recompute_seconds(trace: Trace, units: tuple[str, ...], device: Device) -> NDArray[np.float64]:
-    """By unit: seconds that recomputing it once takes."""
-    index = UnitIndex(trace, units)
-    seconds = np.zeros(len(units))
-    last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
-    for op in trace.ops:
-        if op.recomputed and (op.step, op.micro_batch) == (last_step, last_micro_batch):
-            unit = index.of(op.module)
-            if unit >= 0:
-                seconds[unit] += op_seconds(op, device, trace.settings.precision)
-    return seconds + region_seconds(device)

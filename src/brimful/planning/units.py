@@ -39,25 +39,23 @@ def find_units(trace: Trace) -> tuple[str, ...]:
     return tuple(sorted(units, key=tree.first_op))
 
 
-class UnitIndex:
-    """Finds the unit that a module is in.
+def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
+    """Which unit each op belongs to.
 
     Args:
-        trace: Has the modules that are asked for.
+        trace: Has the ops.
         units: Paths and runs, none inside another.
+
+    Returns:
+        By op, the index of its unit; -1 if it is in none, as those of the loss and the optimizer.
     """
-
-    def __init__(self, trace: Trace, units: Iterable[str]) -> None:
-        children = _children(trace)
-        unit_of = {path: index for index, unit in enumerate(units) for path in _paths(unit, children)}
-        self._of: dict[str, int] = {}
-        for module in (*children, *(child for siblings in children.values() for child in siblings)):
-            inside = (unit_of[path] for path in _ancestors(module) if path in unit_of)
-            self._of[module] = next(inside, -1)
-
-    def of(self, module: str) -> int:
-        """Index of the unit that `module` is or is in; -1 if none, as for the loss and the optimizer."""
-        return self._of.get(module, -1)
+    children = _children(trace)
+    unit_of = {path: index for index, unit in enumerate(units) for path in _paths(unit, children)}
+    of_module: dict[str, int] = {}
+    for module in (*children, *(child for siblings in children.values() for child in siblings)):
+        inside = (unit_of[path] for path in _ancestors(module) if path in unit_of)
+        of_module[module] = next(inside, -1)
+    return [of_module.get(op.module, -1) for op in trace.ops]
 
 
 class _Tree:

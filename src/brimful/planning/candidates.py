@@ -1,0 +1,263 @@
+"""The ways to train that are compared: one for each micro-batch and precision, each with its units' options.
+
+Two captures (everything kept, everything recomputed) pose the solver's problem for one micro-batch. Sizes are
+affine in the micro-batch, so captures at two sizes pose it for every divisor of the global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from brimful.cost import step_seconds
+from brimful.errors import BatchError, CaptureError
+from brimful.planning.estimate import Estimate, estimate_unlimited
+from brimful.planning.problem import KEPT, RECOMPUTED, PosedProblem, build_problem
+from brimful.planning.request import Request
+from brimful.planning.sizes import Capture, ScaledTraces
+from brimful.planning.solver import Solution, smallest_peak_bytes, solve
+from brimful.planning.splice import Splicer
+from brimful.planning.units import find_units, unit_of_each_op
+from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
+from brimful.trace import Trace
+
+RUNGS = 64
+"""Budgets between the smallest peak and that of keeping everything at which a candidate is solved: a plan can
+be worse than the best by what one step of the ladder is worth."""
+
+MOST_RESERVED_FRACTION = 0.3
+"""A choice whose allocated peak leaves this much of itself free is taken to fit without a capture; only what is
+taken in the end is captured in any case."""
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One micro-batch and precision, with the choices of actions that are worth making."""
+
+    settings: Settings
+    units: tuple[str, ...]
+    posed: PosedProblem
+    kept: Trace
+    recomputed: Trace
+    kept_seconds: float
+    pinned: Action | None
+    _capture: Capture
+    _request: Request
+    _solved: dict[int, Solution | None] = field(default_factory=dict)
+    _replayed: dict[tuple[int, ...], Estimate] = field(default_factory=dict)
+    _reserved: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _ladder: tuple[int, ...] | None = None
+    _splicer: Splicer | None = None
+
+    def seconds_at_best(self, budget_bytes: int) -> float | None:
+        """The least time of a step that so many allocated bytes permit; None if nothing fits them."""
+        solution = self.solve(budget_bytes)
+        if solution is None:
+            return None
+        return self.kept_seconds + solution.seconds * self.settings.gradient_accumulation_steps
+
+    def fastest_within(self, budget_bytes: int) -> Estimate | None:
+        """The fastest choice whose capture reserves no more than the budget; None if there is none.
+
+        The solver sees allocated bytes; what counts is reserved ones. So the solver's budgets form a ladder,
+        and the highest rung is sought whose choice is within the true budget, told by splicing. The search
+        descends the same binary tree for every budget, and a choice that fits one budget fits a larger one: so
+        a larger budget leads to no lower rung, and the choices of higher rungs are no slower. Then the choice is
+        captured; should it not fit after all, those below it are.
+        """
+        low, high = -1, len(self.ladder())
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(middle, budget_bytes):
+                low = middle
+            else:
+                high = middle
+        while low >= 0 and self.replay(low).predicted_peak_reserved_bytes > budget_bytes:
+            low -= 1
+        return None if low < 0 else self.replay(low)
+
+    def ladder(self) -> tuple[int, ...]:
+        """Budgets at which the candidate is solved, rising."""
+        if self._ladder is None:
+            if self.pinned is not None:
+                trace = self.kept if self.pinned is Action.KEEP else self.recomputed
+                self._ladder = (_peak_allocated_bytes(trace),)
+            else:
+                least = smallest_peak_bytes(self.posed.problem)
+                most = max(least, self.posed.problem.peak_bytes(self.uniform(Action.KEEP)))
+                rungs = RUNGS if most > least else 1
+                self._ladder = tuple(least + (most - least) * rung // rungs for rung in range(rungs + 1))
+        return self._ladder
+
+    def solve(self, budget_bytes: int) -> Solution | None:
+        """The cheapest choice within a budget of allocated bytes."""
+        if budget_bytes not in self._solved:
+            if self.pinned is not None:
+                self._solved[budget_bytes] = self._uniform_solution(self.pinned, budget_bytes)
+            else:
+                # The problem takes keeping everything for a little more than it is.
+                keeping = self._uniform_solution(Action.KEEP, budget_bytes)
+                self._solved[budget_bytes] = keeping or solve(self.posed.problem, budget_bytes)
+        return self._solved[budget_bytes]
+
+    def replay(self, rung: int) -> Estimate:
+        """What a capture of a rung's choice takes."""
+        choice = self._choice(rung)
+        if choice not in self._replayed:
+            settings = replace(self.settings, units=self.posed.chosen(choice))
+            # A second step finds memory as the allocator was left by the first.
+            trace = self._capture(settings).with_last_step_again()
+            self._replayed[choice] = estimate_unlimited(trace, self._request.device)
+        return self._replayed[choice]
+
+    def uniform(self, action: Action) -> tuple[int, ...]:
+        """The choice of one action for all units."""
+        return (KEPT if action is Action.KEEP else RECOMPUTED,) * len(self.units)
+
+    def uniform_estimate(self, action: Action) -> Estimate:
+        """What one action for all units takes, told by the captures that posed the problem."""
+        trace = self.kept if action is Action.KEEP else self.recomputed
+        settings = replace(self.settings, units=all_units(self.units, action))
+        return replace(estimate_unlimited(trace, self._request.device), settings=settings)
+
+    def smallest_peak_bytes(self) -> int:
+        """Least allocated bytes that any permitted choice takes."""
+        return self.ladder()[0]
+
+    def _choice(self, rung: int) -> tuple[int, ...]:
+        solution = self.solve(self.ladder()[rung])
+        assert solution is not None  # every rung is at least the smallest peak
+        return solution.choice
+
+    def _fits(self, rung: int, budget_bytes: int) -> bool:
+        """Whether the allocator is expected to reserve no more than the budget for a rung's choice."""
+        choice = self._choice(rung)
+        if self.posed.problem.peak_bytes(choice) * (1 + MOST_RESERVED_FRACTION) <= budget_bytes:
+            return True
+        if choice not in self._reserved:
+            self._reserved[choice] = self._reserved_bytes(choice, rung)
+        return self._reserved[choice] <= budget_bytes
+
+    def _reserved_bytes(self, choice: tuple[int, ...], rung: int) -> int:
+        if not any(choice):
+            return predict_memory(self.kept).peak_reserved_bytes
+        if self._splicer is None:
+            self._splicer = Splicer(self.recomputed, unit_of_each_op(self.recomputed, self.units), self.units)
+        if not self._splicer.can_splice():
+            return self.replay(rung).predicted_peak_reserved_bytes
+        return predict_memory(self._splicer.spliced(self.posed.chosen(choice))).peak_reserved_bytes
+
+    def _uniform_solution(self, action: Action, budget_bytes: int) -> Solution | None:
+        choice = self.uniform(action)
+        trace = self.kept if action is Action.KEEP else self.recomputed
+        peak_bytes = _peak_allocated_bytes(trace)
+        if peak_bytes > budget_bytes:
+            return None
+        seconds = self.posed.problem.seconds(choice)
+        return Solution(choice=choice, seconds=seconds, peak_bytes=peak_bytes, is_optimal=True)
+
+
+def _peak_allocated_bytes(trace: Trace) -> int:
+    profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
+    return profile.peak_bytes_in_step(profile.last_step)
+
+
+class CandidateFamily:
+    """All micro-batches of one precision.
+
+    Args:
+        capture: Runs a step on fake tensors.
+        request: What is asked and what is pinned.
+        precision: One that is permitted.
+        notes: What cannot be tried is added here.
+    """
+
+    def __init__(self, capture: Capture, request: Request, precision: Precision, notes: list[str]) -> None:
+        self._capture = capture
+        self._request = request
+        self._notes = notes
+        self._base = Settings(
+            micro_batch_size=request.global_batch_size,
+            precision=precision,
+            optimizer=request.optimizer,
+        )
+        self._units: tuple[str, ...] | None = None
+        self._scaled = ScaledTraces(capture, scales_to_one=True)
+
+    def candidates(self, micro_batch_sizes: Sequence[int]) -> list[Candidate]:
+        """Those micro-batches that the job can be trained with; what cannot be captured is noted.
+
+        Args:
+            micro_batch_sizes: Those to try.
+
+        Returns:
+            A candidate for each that can be captured.
+
+        Raises:
+            CaptureError: None can.
+            BatchError: None can.
+        """
+        found = []
+        failed: CaptureError | BatchError | None = None
+        for size in micro_batch_sizes:
+            try:
+                found.append(self._candidate(size))
+            except (CaptureError, BatchError) as error:
+                failed = error
+                self._notes.append(f"Micro-batches of {size} are left out: {error}")
+        if failed is not None and not found:
+            raise failed
+        return found
+
+    def _candidate(self, micro_batch_size: int) -> Candidate:
+        settings = self._base.with_micro_batch_size(micro_batch_size)
+        kept, recomputed = self._traces(settings)
+        assert self._units is not None
+        posed = build_problem(
+            kept,
+            recomputed,
+            self._units,
+            self._request.device,
+            micro_batches=kept.captured_micro_batches,
+        )
+        return Candidate(
+            settings=settings,
+            units=self._units,
+            posed=posed,
+            kept=kept,
+            recomputed=recomputed,
+            kept_seconds=step_seconds(kept, self._request.device).total_seconds,
+            pinned=self._request.recompute,
+            _capture=self._capture,
+            _request=self._request,
+        )
+
+    def _traces(self, settings: Settings) -> tuple[Trace, Trace]:
+        """The step with everything kept and with everything recomputed."""
+        kept = self._trace(settings)
+        if self._units is None:
+            self._units = self._find_units(kept, settings)
+        if not self._units:
+            return kept, kept
+        return kept, self._trace(replace(settings, units=all_units(self._units, Action.RECOMPUTE)))
+
+    def _trace(self, settings: Settings) -> Trace:
+        is_one_of_many = settings.gradient_accumulation_steps > 1 and self._request.micro_batch_size is None
+        return self._scaled.at(settings) if is_one_of_many else self._capture(settings)
+
+    def _find_units(self, kept: Trace, settings: Settings) -> tuple[str, ...]:
+        """Units that can really be recomputed; none, with a note, if recomputing fails."""
+        units = find_units(kept)
+        try:
+            if units:
+                self._capture(replace(settings, units=all_units(units, Action.RECOMPUTE)))
+        except CaptureError as error:
+            self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
+            return ()
+        return units
+
+
+def all_units(units: tuple[str, ...], action: Action) -> tuple[UnitAction, ...]:
+    """One action for every unit."""
+    return tuple(UnitAction(fqn=unit, action=action) for unit in units)

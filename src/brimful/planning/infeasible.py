@@ -1,0 +1,70 @@
+"""Why nothing fits a budget, and what would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from brimful.errors import CaptureError, InfeasibleError
+from brimful.planning.estimate import Estimate, estimate_unlimited
+from brimful.planning.request import Request
+from brimful.planning.sizes import Capture
+from brimful.settings import Precision
+from brimful.trace import Trace
+from brimful.units import format_bytes
+
+
+def nothing_fits(
+    capture: Capture, request: Request, smallest: Estimate, plain: Estimate, plain_trace: Trace
+) -> InfeasibleError:
+    """Why nothing fits: by how much, because of what, and the nearest ways out.
+
+    Args:
+        capture: Runs a step on fake tensors.
+        request: What was asked.
+        smallest: The least that anything permitted takes.
+        plain: Training without a plan.
+        plain_trace: Its capture.
+
+    Returns:
+        The error to raise.
+    """
+    peak = smallest.predicted_peak_device_bytes
+    category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
+    lines = [
+        f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
+        f"  plain training: {format_bytes(plain.predicted_peak_device_bytes)}",
+        f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
+        f"{format_bytes(peak - request.budget_bytes)} too much",
+        f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",
+    ]
+    if request.device.context_bytes:
+        lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
+    if request.keeps_batch_whole(plain_trace):
+        lines.append(
+            f"  the batch was not split: {len(plain_trace.batch_coupled_modules)} BatchNorm layers "
+            f"(first: {plain_trace.batch_coupled_modules[0]!r}) compute with the whole of it. Permit it with "
+            "split_batch_norm (statistics are then over a micro-batch)"
+        )
+    lines += [f"  would fit: {way}" for way in _ways_out(capture, request, smallest)]
+    return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
+
+
+def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:
+    """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
+    settings = smallest.settings
+    tried = [
+        (f"precision={str(precision)!r}", replace(settings, precision=precision))
+        for precision in (Precision.BF16, Precision.FP16)
+        if precision not in request.precisions and request.device.supports(precision)
+    ][:1]
+    if request.optimizer is None:
+        tried += [(f"optimizer={name!r}", replace(settings, optimizer=name)) for name in ("adafactor", "sgd")]
+    for label, changed in tried:
+        try:
+            estimate = estimate_unlimited(capture(changed), request.device)
+        except CaptureError:
+            continue
+        if estimate.predicted_peak_device_bytes <= request.budget_bytes:
+            yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
+    yield f"a budget of {format_bytes(smallest.predicted_peak_device_bytes)}"

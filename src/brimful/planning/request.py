@@ -1,0 +1,79 @@
+"""What is asked of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from brimful.errors import UsageError
+from brimful.hardware import Device
+from brimful.settings import Action, Precision, Settings
+from brimful.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked of a plan, and what is pinned."""
+
+    job: str
+    device: Device
+    budget_bytes: int
+    global_batch_size: int
+    precisions: tuple[Precision, ...] = (Precision.FP32,)
+    """Those permitted; the first is that of plain training."""
+    micro_batch_size: int | None = None
+    """None lets the plan choose."""
+    recompute: Action | None = None
+    """The one action for all units; None lets the plan choose for each."""
+    optimizer: str | None = None
+    weighs_by_count: bool = False
+    """Whether the job says what its mean loss is a mean over."""
+    brings_own_loop: bool = False
+    """Whether the job has a training loop of its own, which a plan says nothing of."""
+    splits_coupled_batches: bool = False
+    """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
+    computed. False keeps the mathematics: such a model trains its whole batch at once."""
+
+    def micro_batch_sizes(self) -> tuple[int, ...]:
+        """Micro-batches to choose from.
+
+        Returns:
+            Divisors of the global batch, largest first, or the one that is pinned.
+
+        Raises:
+            UsageError: The pinned one is no divisor.
+        """
+        pinned = self.micro_batch_size
+        if pinned is None:
+            return _divisors(self.global_batch_size)
+        if self.global_batch_size % pinned:
+            near = min(_divisors(self.global_batch_size), key=lambda size: abs(size - pinned))
+            raise UsageError(
+                f"micro_batch_size {pinned} does not divide the global batch size "
+                f"{self.global_batch_size}. Nearest that does: {near}."
+            )
+        return (pinned,)
+
+    def plain_settings(self) -> Settings:
+        """Training without a plan: the whole global batch at once, everything kept."""
+        return Settings(
+            micro_batch_size=self.global_batch_size,
+            precision=self.precisions[0],
+            optimizer=self.optimizer,
+        )
+
+    @property
+    def reserved_budget_bytes(self) -> int:
+        """What the budget leaves for the allocator beside the CUDA context."""
+        return self.budget_bytes - self.device.context_bytes
+
+    def keeps_batch_whole(self, plain: Trace) -> bool:
+        """Whether splitting the batch of plain training would change the mathematics and is not permitted."""
+        return (
+            bool(plain.batch_coupled_modules)
+            and not self.splits_coupled_batches
+            and self.micro_batch_size is None
+        )
+
+
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(number, 0, -1) if number % d == 0)

@@ -1,0 +1,122 @@
+"""What a step does under any choice of actions, told from a capture that recomputes every unit.
+
+Keeping a unit, or saving some of its ops' results, leaves out parts of its recomputation: what they would have
+made again is what the forward made. So the trace of any choice is that of recomputing everything with some
+events left out and some put in another place. It takes a tenth of the time of a capture, and tells what the
+allocator will reserve well enough to choose by; what is chosen is captured in the end.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from brimful.planning.savable import UnitCall, unit_calls
+from brimful.settings import Action, UnitAction
+from brimful.trace import Event, EventKind, Trace
+
+
+class Splicer:
+    """Makes traces of choices.
+
+    Args:
+        recomputed: A capture that recomputes every unit.
+        owner: By op of the trace, the unit it belongs to, or -1.
+        units: In the order of `owner`.
+    """
+
+    def __init__(self, recomputed: Trace, owner: Sequence[int], units: Sequence[str]) -> None:
+        self._trace = recomputed
+        self._units = units
+        self._calls = [
+            [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, len(units))
+        ]
+        self._made: dict[int, list[int]] = defaultdict(list)
+        """By op, what it returns."""
+        self._inside: dict[int, list[int]] = defaultdict(list)
+        """By op, what else is allocated while it is the latest one begun: memory of its kernel."""
+        self._allocated: dict[int, int] = {}
+        self._freed: dict[int, int] = {}
+        for position, event in enumerate(recomputed.events):
+            if event.kind is EventKind.ALLOCATE:
+                is_result = recomputed.storages[event.storage].op is not None
+                (self._made if is_result else self._inside)[event.op].append(event.storage)
+                self._allocated[event.storage] = position
+            else:
+                self._freed[event.storage] = position
+
+    def can_splice(self) -> bool:
+        """Whether every unit's recomputation can be told from its forward."""
+        return all(call.pairs is not None for calls in self._calls for call in calls)
+
+    def spliced(self, actions: Sequence[UnitAction]) -> Trace:
+        """The step under some actions.
+
+        Args:
+            actions: One for each unit, in order.
+
+        Returns:
+            The trace of recomputing everything with other events. Its ops are those of recomputing everything,
+            so it tells nothing of time.
+        """
+        left_out: set[int] = set()
+        replaced: dict[int, Event] = {}
+        for action, calls in zip(actions, self._calls, strict=True):
+            for call in calls:
+                pairs = call.pairs or {}
+                if action.action is Action.KEEP and call.again:
+                    self._keep(call, left_out, replaced)
+                elif action.action is Action.SAVE:
+                    for name in action.saved:
+                        if name in pairs:
+                            self._save(*pairs[name], left_out, replaced)
+        events = (
+            replaced.get(position, event)
+            for position, event in enumerate(self._trace.events)
+            if position not in left_out
+        )
+        return replace(self._trace, events=tuple(events))
+
+    def _keep(self, call: UnitCall, left_out: set[int], replaced: dict[int, Event]) -> None:
+        """Leave out the whole recomputation; what it leaves for backward is what the forward made."""
+        last_op = call.again[-1]
+        counterpart: dict[int, int] = {}
+        for in_forward, in_recomputation in (call.pairs or {}).values():
+            counterpart.update(zip(self._made[in_recomputation], self._made[in_forward], strict=False))
+        for op in call.again:
+            for storage in (*self._made[op], *self._inside[op]):
+                freed = self._freed.get(storage)
+                is_left = freed is None or self._trace.events[freed].op > last_op
+                original = counterpart.get(storage)
+                if original is not None and is_left:
+                    self._merge(original, storage, left_out, replaced)
+                elif original is not None or not is_left:
+                    self._leave_out(storage, left_out)
+
+    def _save(
+        self, in_forward: int, in_recomputation: int, left_out: set[int], replaced: dict[int, Event]
+    ) -> None:
+        """Leave out one op of the recomputation."""
+        for original, storage in zip(self._made[in_forward], self._made[in_recomputation], strict=False):
+            self._merge(original, storage, left_out, replaced)
+        for storage in self._inside[in_recomputation]:
+            self._leave_out(storage, left_out)
+
+    def _merge(self, original: int, storage: int, left_out: set[int], replaced: dict[int, Event]) -> None:
+        """Let what the forward made serve for what the recomputation made, as long as either is there."""
+        left_out.add(self._allocated[storage])
+        original_freed, freed = self._freed.get(original), self._freed.get(storage)
+        if freed is None:
+            left_out.update({original_freed} - {None})  # type: ignore[arg-type]  # there is no None left
+        elif original_freed is None or original_freed > freed:
+            left_out.add(freed)
+        else:
+            left_out.add(original_freed)
+            replaced[freed] = replace(self._trace.events[freed], storage=original)
+
+    def _leave_out(self, storage: int, left_out: set[int]) -> None:
+        left_out.add(self._allocated[storage])
+        freed = self._freed.get(storage)
+        if freed is not None:
+            left_out.add(freed)
