@@ -13,8 +13,9 @@ from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError
 from brimful.planning.estimate import Estimate, estimate_unlimited
 from brimful.planning.problem import KEPT, RECOMPUTED, PosedProblem, build_problem
+from brimful.planning.records import Alternative
 from brimful.planning.request import Request
-from brimful.planning.sizes import Capture, ScaledTraces
+from brimful.planning.sizes import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
 from brimful.planning.units import find_units, unit_of_each_op
@@ -63,8 +64,8 @@ class Candidate:
         The solver sees allocated bytes; what counts is reserved ones. So the solver's budgets form a ladder,
         and the highest rung is sought whose choice is within the true budget, told by splicing. The search
         descends the same binary tree for every budget, and a choice that fits one budget fits a larger one: so
-        a larger budget leads to no lower rung, and the choices of higher rungs are no slower. Then the choice is
-        captured; should it not fit after all, those below it are.
+        a larger budget leads to no lower rung, and the choices of higher rungs are no slower. Then the choice
+        is captured; should it not fit after all, those below it are.
         """
         low, high = -1, len(self.ladder())
         while high - low > 1:
@@ -115,11 +116,11 @@ class Candidate:
         """The choice of one action for all units."""
         return (KEPT if action is Action.KEEP else RECOMPUTED,) * len(self.units)
 
-    def uniform_estimate(self, action: Action) -> Estimate:
-        """What one action for all units takes, told by the captures that posed the problem."""
+    def uniform_alternative(self, action: Action, label: str) -> Alternative:
+        """One action for all units, told by the captures that posed the problem."""
         trace = self.kept if action is Action.KEEP else self.recomputed
         settings = replace(self.settings, units=all_units(self.units, action))
-        return replace(estimate_unlimited(trace, self._request.device), settings=settings)
+        return alternative(label, trace, settings, self._request)
 
     def smallest_peak_bytes(self) -> int:
         """Least allocated bytes that any permitted choice takes."""
@@ -183,7 +184,8 @@ class CandidateFamily:
             optimizer=request.optimizer,
         )
         self._units: tuple[str, ...] | None = None
-        self._scaled = ScaledTraces(capture, scales_to_one=True)
+        self._is_whole: bool | None = None
+        self._scaled = RoughlyScaledTraces(capture)
 
     def candidates(self, micro_batch_sizes: Sequence[int]) -> list[Candidate]:
         """Those micro-batches that the job can be trained with; what cannot be captured is noted.
@@ -233,29 +235,80 @@ class CandidateFamily:
             _request=self._request,
         )
 
+    def plain(self) -> Trace:
+        """Training without a plan: the whole global batch at once, everything kept."""
+        return self._trace(self._base)
+
+    @property
+    def keeps_batch_whole(self) -> bool:
+        """Whether splitting the batch would change the mathematics and is not permitted."""
+        if self._is_whole is None:
+            try:
+                trace = self._capture(self._smallest_step())
+            except (CaptureError, BatchError):  # a job may not make batches of just any size
+                trace = self._capture(self._base)
+            self._is_whole = self._request.keeps_batch_whole(trace)
+        return self._is_whole
+
     def _traces(self, settings: Settings) -> tuple[Trace, Trace]:
         """The step with everything kept and with everything recomputed."""
         kept = self._trace(settings)
         if self._units is None:
-            self._units = self._find_units(kept, settings)
+            self._units = self._find_units(kept)
         if not self._units:
             return kept, kept
         return kept, self._trace(replace(settings, units=all_units(self._units, Action.RECOMPUTE)))
 
     def _trace(self, settings: Settings) -> Trace:
-        is_one_of_many = settings.gradient_accumulation_steps > 1 and self._request.micro_batch_size is None
-        return self._scaled.at(settings) if is_one_of_many else self._capture(settings)
+        return self._scaled.at(settings) if self._has_several_sizes() else self._capture(settings)
 
-    def _find_units(self, kept: Trace, settings: Settings) -> tuple[str, ...]:
+    def _has_several_sizes(self) -> bool:
+        request = self._request
+        return request.micro_batch_size is None and request.global_batch_size > 1 and not self.keeps_batch_whole
+
+    def _smallest_step(self) -> Settings:
+        """What tells of a job what its size does not change: one that is captured anyway, if sizes are many."""
+        return replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
+
+    def _find_units(self, kept: Trace) -> tuple[str, ...]:
         """Units that can really be recomputed; none, with a note, if recomputing fails."""
         units = find_units(kept)
-        try:
-            if units:
-                self._capture(replace(settings, units=all_units(units, Action.RECOMPUTE)))
-        except CaptureError as error:
-            self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
+        if not units:
             return ()
+        recomputed = all_units(units, Action.RECOMPUTE)
+        smallest = self._smallest_step() if self._has_several_sizes() else kept.settings
+        for settings in (smallest, kept.settings):
+            try:
+                self._capture(replace(settings, units=recomputed))
+            except BatchError:
+                continue
+            except CaptureError as error:
+                self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
+                return ()
+            break
         return units
+
+
+def alternative(label: str, trace: Trace, settings: Settings, request: Request) -> Alternative:
+    """What a traced step comes to, beside the plan.
+
+    Args:
+        label: What it is, for a reader.
+        trace: Of the step.
+        settings: Of the step.
+        request: Its device and budget.
+
+    Returns:
+        The record that a plan lists.
+    """
+    reserved_bytes = predict_memory(trace).peak_reserved_bytes
+    return Alternative(
+        label=label,
+        settings=settings,
+        predicted_peak_reserved_bytes=reserved_bytes,
+        predicted_step_seconds=step_seconds(trace, request.device).total_seconds,
+        fits=reserved_bytes <= request.reserved_budget_bytes,
+    )
 
 
 def all_units(units: tuple[str, ...], action: Action) -> tuple[UnitAction, ...]:

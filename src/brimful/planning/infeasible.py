@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from brimful.errors import CaptureError, InfeasibleError
 from brimful.planning.estimate import Estimate, estimate_unlimited
+from brimful.planning.records import Alternative
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
 from brimful.settings import Precision
@@ -15,7 +16,7 @@ from brimful.units import format_bytes
 
 
 def nothing_fits(
-    capture: Capture, request: Request, smallest: Estimate, plain: Estimate, plain_trace: Trace
+    capture: Capture, request: Request, smallest: Estimate, plain: Alternative, plain_trace: Trace
 ) -> InfeasibleError:
     """Why nothing fits: by how much, because of what, and the nearest ways out.
 
@@ -33,7 +34,7 @@ def nothing_fits(
     category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
-        f"  plain training: {format_bytes(plain.predicted_peak_device_bytes)}",
+        f"  plain training: {format_bytes(plain.predicted_peak_reserved_bytes + request.device.context_bytes)}",
         f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
         f"{format_bytes(peak - request.budget_bytes)} too much",
         f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",

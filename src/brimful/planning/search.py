@@ -6,8 +6,8 @@ its fastest choice that really is within the budget, until none that is left cou
 
 from __future__ import annotations
 
-from brimful.planning.candidates import Candidate, CandidateFamily
-from brimful.planning.estimate import Estimate, estimate_unlimited
+from brimful.planning.candidates import Candidate, CandidateFamily, alternative
+from brimful.planning.estimate import Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.records import Alternative, Plan, PlanStatus
 from brimful.planning.request import Request
@@ -41,17 +41,18 @@ def search(capture: Capture, request: Request) -> Plan:
     for precision in request.precisions:
         request.device.check_precision(precision)
     notes: list[str] = []
-    plain_trace = capture(request.plain_settings())
-    plain = estimate_unlimited(plain_trace, request.device)
+    families = [CandidateFamily(capture, request, precision, notes) for precision in request.precisions]
+    plain_trace = families[0].plain()
+    plain = alternative("plain training", plain_trace, request.plain_settings(), request)
     is_whole = request.keeps_batch_whole(plain_trace)
     sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
-    candidates: list[Candidate] = []
-    for precision in request.precisions:
-        candidates += CandidateFamily(capture, request, precision, notes).candidates(sizes)
+    candidates = [candidate for family in families for candidate in family.candidates(sizes)]
     found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
         smallest = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes()).replay(0)
-        raise nothing_fits(capture, request, smallest, plain, plain_trace)
+        if smallest.predicted_peak_device_bytes > request.budget_bytes:
+            raise nothing_fits(capture, request, smallest, plain, plain_trace)
+        found = [smallest]
     best = found[0]
     return Plan(
         status=PlanStatus.FEASIBLE,
@@ -64,7 +65,7 @@ def search(capture: Capture, request: Request) -> Plan:
         predicted_peak_reserved_bytes=best.predicted_peak_reserved_bytes,
         predicted_peak_device_bytes=best.predicted_peak_device_bytes,
         predicted_step_seconds=best.predicted_step_seconds,
-        plain=_alternative("plain training", plain, request),
+        plain=plain,
         alternatives=_alternatives(request, candidates, found),
         notes=(
             *notes,
@@ -97,23 +98,32 @@ def _alternatives(
 ) -> tuple[Alternative, ...]:
     """What was replayed and lost, and what people do by hand: one rule for all, the largest micro-batch."""
     best, *lost = found
-    others = [_alternative(each.settings.describe(), each, request) for each in lost[:MOST_ALTERNATIVES]]
-    for label, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
-        by_hand = _largest_by_hand(request, candidates, action)
+    others = [
+        Alternative(
+            label=each.settings.describe(),
+            settings=each.settings,
+            predicted_peak_reserved_bytes=each.predicted_peak_reserved_bytes,
+            predicted_step_seconds=each.predicted_step_seconds,
+            fits=True,
+        )
+        for each in lost[:MOST_ALTERNATIVES]
+    ]
+    own_precision = [c for c in candidates if c.settings.precision is request.precisions[0]]
+    for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
+        by_hand = _largest_by_hand(own_precision, action, f"{how}, largest micro-batch")
         if by_hand is not None and by_hand.settings != best.settings:
-            others.append(_alternative(f"{label}, largest micro-batch", by_hand, request))
+            others.append(by_hand)
     return tuple(sorted(others, key=lambda other: other.predicted_step_seconds))
 
 
-def _largest_by_hand(request: Request, candidates: list[Candidate], action: Action) -> Estimate | None:
+def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) -> Alternative | None:
     """One action for all units at the largest micro-batch that fits; None if none does."""
-    own_precision = [c for c in candidates if c.settings.precision is request.precisions[0]]
-    for candidate in sorted(own_precision, key=lambda c: -c.settings.micro_batch_size):
+    for candidate in sorted(candidates, key=lambda c: -c.settings.micro_batch_size):
         if action is Action.RECOMPUTE and not candidate.units:
             return None
-        estimate = candidate.uniform_estimate(action)
-        if estimate.predicted_peak_device_bytes <= request.budget_bytes:
-            return estimate
+        by_hand = candidate.uniform_alternative(action, label)
+        if by_hand.fits:
+            return by_hand
     return None
 
 
@@ -139,13 +149,3 @@ def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) 
             "not the same values."
         )
     return changes
-
-
-def _alternative(label: str, estimate: Estimate, request: Request) -> Alternative:
-    return Alternative(
-        label=label,
-        settings=estimate.settings,
-        predicted_peak_reserved_bytes=estimate.predicted_peak_reserved_bytes,
-        predicted_step_seconds=estimate.predicted_step_seconds,
-        fits=estimate.predicted_peak_device_bytes <= request.budget_bytes,
-    )

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from brimful.errors import BatchError, CaptureError, InfeasibleError
 from brimful.hardware import Device
+from brimful.planning.derived import Counterparts, with_one_micro_batch
 from brimful.planning.estimate import Estimate, Verdict, estimate_trace
 from brimful.settings import Settings
 from brimful.trace import Trace
@@ -16,6 +17,10 @@ from brimful.units import format_bytes
 
 SCALED_SIZES = (2, 3)
 """Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
+
+ROUGH_SIZES = (5, 7)
+"""The same for `RoughlyScaledTraces`, which tell tensors that grow with the micro-batch from weights by their
+size. Primes that widths of layers are no multiples of: 2 sequences of 512 are as large as a width of 1024."""
 
 MOST_SAMPLES = 2**20
 """No larger micro-batch is looked for."""
@@ -37,12 +42,12 @@ class ScaledTraces:
 
     Args:
         capture: Runs a step on fake tensors.
-        scales_to_one: Scale to 1 too, although ops may differ there: for who captures what is chosen anyway.
     """
 
-    def __init__(self, capture: Callable[[Settings], Trace], *, scales_to_one: bool = False) -> None:
+    sizes = SCALED_SIZES
+
+    def __init__(self, capture: Callable[[Settings], Trace]) -> None:
         self._capture = capture
-        self._least_scaled = 1 if scales_to_one else 2
         self._pairs: dict[Settings, tuple[Trace, Trace] | None] = {}
 
     def at(self, settings: Settings) -> Trace:
@@ -58,25 +63,65 @@ class ScaledTraces:
             CaptureError: The step cannot be run on fake tensors.
             BatchError: The job makes no batch of that size.
         """
-        pair = self._pair(settings) if settings.micro_batch_size >= self._least_scaled else None
-        if pair is None:
+        # Micro-batches after the second repeat it, so captures for two serve any number.
+        steps = min(settings.gradient_accumulation_steps, 2)
+        pair = self._pair(replace(settings, gradient_accumulation_steps=steps))
+        if pair is None or settings.micro_batch_size == 1:
             return self._capture(settings)
         trace = pair[0].at_micro_batch_size(pair[1], settings.micro_batch_size)
         return trace if trace.is_own_loop else replace(trace, settings=settings)
 
     def _pair(self, settings: Settings) -> tuple[Trace, Trace] | None:
         """Captures at two sizes that run the same ops; None if there are none."""
-        # Micro-batches after the second repeat it, so captures for two serve any number.
-        steps = min(settings.gradient_accumulation_steps, 2)
-        key = replace(settings, micro_batch_size=SCALED_SIZES[0], gradient_accumulation_steps=steps)
+        key = replace(settings, micro_batch_size=self.sizes[0])
         if key not in self._pairs:
             try:
-                small, large = (self._capture(replace(key, micro_batch_size=size)) for size in SCALED_SIZES)
+                small, large = (self._capture(replace(key, micro_batch_size=size)) for size in self.sizes)
             except (CaptureError, BatchError):  # a job may not make batches of just any size
                 self._pairs[key] = None
             else:
                 self._pairs[key] = (small, large) if small.has_same_shape_as(large) else None
         return self._pairs[key]
+
+
+class RoughlyScaledTraces(ScaledTraces):
+    """The same with as few captures as can be, for who captures what is chosen in the end.
+
+    A step of one micro-batch is derived from that of two, a micro-batch of one sample from larger ones, and
+    steps that recompute units from what the same ops take where everything is kept.
+    """
+
+    sizes = ROUGH_SIZES
+
+    def __init__(self, capture: Callable[[Settings], Trace]) -> None:
+        super().__init__(capture)
+        self._counterparts: dict[Settings, Counterparts] = {}
+
+    def at(self, settings: Settings) -> Trace:
+        """The trace of a step, with small errors where it is derived; see `ScaledTraces.at`."""
+        size = settings.micro_batch_size
+        key = replace(settings, gradient_accumulation_steps=2)
+        kept = self._pair(replace(key, units=()))
+        trace = None
+        if kept is not None:
+            trace = (
+                self._recomputed(key, *kept) if settings.units else kept[0].at_micro_batch_size(kept[1], size)
+            )
+        if trace is None:
+            return super().at(settings)
+        if settings.gradient_accumulation_steps == 1:
+            trace = with_one_micro_batch(trace)
+        return replace(trace, settings=settings)
+
+    def _recomputed(self, settings: Settings, small: Trace, large: Trace) -> Trace | None:
+        at_small = replace(settings, micro_batch_size=self.sizes[0])
+        if at_small not in self._counterparts:
+            self._counterparts[at_small] = Counterparts(self._capture(at_small), small, large)
+        trace = self._counterparts[at_small].at(settings.micro_batch_size)
+        if trace is not None:
+            return trace
+        pair = self._pair(settings)
+        return None if pair is None else pair[0].at_micro_batch_size(pair[1], settings.micro_batch_size)
 
 
 class Estimator:
