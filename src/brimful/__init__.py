@@ -20,6 +20,7 @@ __all__ = [
     "InfeasibleError",
     "Job",
     "Measurement",
+    "OptimizerImplementation",
     "Plan",
     "Precision",
     "Settings",
@@ -52,6 +53,7 @@ _HOMES = {
     "InfeasibleError": "errors",
     "Job": "job",
     "Measurement": "measurement",
+    "OptimizerImplementation": "settings",
     "Plan": "planning",
     "Precision": "settings",
     "Settings": "settings",
@@ -92,7 +94,7 @@ if TYPE_CHECKING:
     from brimful.job import Data, Job
     from brimful.measurement import Measurement
     from brimful.planning import Estimate, Estimator, Plan
-    from brimful.settings import Action, Precision, Settings, UnitAction
+    from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
     from brimful.trace import Trace
     from brimful.train import Trainer
     from brimful.training import TrainingResult

@@ -29,6 +29,7 @@ from brimful.job import Job
 from brimful.local import choose_device
 from brimful.measurement import Measurement
 from brimful.measuring import best_context, calibrate_cpu, measure_step
+from brimful.optimizers import has_implementation, make_optimizer
 from brimful.planning import (
     MARGIN_FRACTION,
     Estimate,
@@ -41,7 +42,7 @@ from brimful.planning import (
     find_units,
     survey_gpus,
 )
-from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
 from brimful.trace import Trace
 from brimful.train import Trainer
@@ -57,6 +58,7 @@ def estimate(
     gradient_accumulation_steps: int = 1,
     precision: str | Precision = Precision.FP32,
     optimizer: str | None = None,
+    optimizer_implementation: str | OptimizerImplementation | None = None,
     recompute: str | Action | None = None,
     budget: str | int | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
@@ -77,6 +79,7 @@ def estimate(
         gradient_accumulation_steps: Passes per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
         optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
+        optimizer_implementation: "for-loop", "foreach" or "fused"; None leaves it to torch.
         recompute: "all" recomputes every unit, "none" keeps everything.
         budget: Judge against this size instead of the device's capacity.
         allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
@@ -94,7 +97,10 @@ def estimate(
         SaveError: The trace cannot be written.
     """
     target = resolve_device(device)
-    settings = _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer)
+    settings = replace(
+        _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer),
+        optimizer_implementation=_parse_implementation(optimizer_implementation),
+    )
     capture = partial(
         capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
     )
@@ -179,6 +185,8 @@ def gpus(
         global_batch_size: Samples per optimizer step.
         precision: Of plain training; GPUs without it are judged in fp32.
         optimizer: Replaces the job's own.
+        optimizer_implementation: Pins "for-loop", "foreach" or "fused". None takes the fused kernel where the
+            optimizer has one and its user chose none: the same formula, rounded in another order.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
         devices: Those to try; None tries all of the hardware table.
 
@@ -220,6 +228,7 @@ def plan(
     micro_batch_size: int | None = None,
     recompute: str | Action | None = None,
     optimizer: str | None = None,
+    optimizer_implementation: str | OptimizerImplementation | None = None,
     split_batch_norm: bool = False,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
@@ -265,6 +274,7 @@ def plan(
         micro_batch_size=micro_batch_size,
         recompute=_parse_recompute(recompute),
         optimizer=optimizer,
+        optimizer_implementation=_implementation(job, optimizer, optimizer_implementation),
         weighs_by_count=job.count is not None,
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
@@ -578,6 +588,31 @@ def _parse_recompute(recompute: str | Action | None, *, permits_auto: bool = Tru
     if recompute not in actions:
         raise UnknownNameError("value of recompute", str(recompute), list(actions))
     return actions[recompute]
+
+
+def _implementation(
+    job: Job, optimizer: str | None, asked: str | OptimizerImplementation | None
+) -> OptimizerImplementation | None:
+    """What every plan uses: what is asked for, else the fused kernel where the optimizer leaves it open."""
+    if asked is not None:
+        return _parse_implementation(asked)
+    named = Settings(micro_batch_size=1, optimizer=optimizer)
+    try:
+        example = make_optimizer(job, [nn.Parameter(torch.zeros(2, 2))], named)
+    except UnknownNameError:
+        raise
+    except Exception:  # the job's own function may want other parameters; then its optimizer is left alone
+        return None
+    fused = OptimizerImplementation.FUSED
+    return fused if has_implementation(example, fused) else None
+
+
+def _parse_implementation(name: str | OptimizerImplementation | None) -> OptimizerImplementation | None:
+    try:
+        return None if name is None else OptimizerImplementation(name)
+    except ValueError:
+        known = [str(implementation) for implementation in OptimizerImplementation]
+        raise UnknownNameError("optimizer implementation", str(name), known) from None
 
 
 def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: Request) -> int:

@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
+from brimful.settings import OptimizerImplementation, Settings
 
 
 def optimizer_names() -> tuple[str, ...]:
@@ -32,21 +33,74 @@ def optimizer_names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
-def make_optimizer(job: Job, parameters: Iterable[nn.Parameter], name: str | None = None) -> Optimizer:
+def make_optimizer(job: Job, parameters: Iterable[nn.Parameter], settings: Settings | None = None) -> Optimizer:
     """The job's optimizer over those of `parameters` that require a gradient.
 
     Args:
         job: Whose `optimizer` makes it or names it.
         parameters: Usually `model.parameters()`.
-        name: A name that takes the place of the job's own optimizer.
+        settings: May name one that takes the place of the job's own, and its implementation.
 
     Returns:
         A new optimizer without state.
 
     Raises:
         UnknownNameError: No optimizer has the name.
-        UsageError: No parameter requires a gradient, or the named optimizer cannot take the parameters.
+        UsageError: No parameter requires a gradient, or the optimizer cannot take the parameters or has no such
+            implementation.
     """
+    optimizer = _make(job, parameters, None if settings is None else settings.optimizer)
+    if settings is not None and settings.optimizer_implementation is not None:
+        set_implementation(optimizer, settings.optimizer_implementation)
+    return optimizer
+
+
+def has_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> bool:
+    """Whether an optimizer leaves the choice open and can be carried out so.
+
+    Args:
+        optimizer: Any; one whose user chose an implementation keeps it.
+        implementation: The one asked for.
+
+    Returns:
+        Whether `set_implementation` would be right.
+    """
+    has_choice = all(name in optimizer.defaults for name in _flags(implementation))
+    is_open = all(not group.get(name) for group in optimizer.param_groups for name in ("foreach", "fused"))
+    is_explicit = any(group.get("foreach") is False for group in optimizer.param_groups)
+    return has_choice and is_open and not is_explicit
+
+
+def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> None:
+    """Let an optimizer go over its parameters in a certain way from now on.
+
+    Args:
+        optimizer: With or without state, which stays.
+        implementation: Takes the place of what was chosen.
+
+    Raises:
+        UsageError: The optimizer has no such implementation.
+    """
+    flags = _flags(implementation)
+    missing = [name for name, value in flags.items() if value and name not in optimizer.defaults]
+    if missing:
+        raise UsageError(f"{type(optimizer).__name__} has no {implementation} implementation.")
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group.update({name: value for name, value in flags.items() if name in optimizer.defaults})
+    if implementation is OptimizerImplementation.FUSED:
+        for parameter, state in optimizer.state.items():
+            if isinstance(state.get("step"), Tensor):  # a fused kernel reads the step count on its device
+                state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+def _flags(implementation: OptimizerImplementation) -> dict[str, bool]:
+    return {
+        "foreach": implementation is OptimizerImplementation.FOREACH,
+        "fused": implementation is OptimizerImplementation.FUSED,
+    }
+
+
+def _make(job: Job, parameters: Iterable[nn.Parameter], name: str | None) -> Optimizer:
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         raise UsageError(f"{job.name}: no parameter requires a gradient, so there is nothing to optimize.")

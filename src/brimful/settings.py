@@ -26,6 +26,20 @@ class Precision(StrEnum):
         return {Precision.FP16: "float16", Precision.BF16: "bfloat16"}.get(self)
 
 
+class OptimizerImplementation(StrEnum):
+    """How an optimizer of `torch.optim` goes over its parameters; each computes the same formula.
+
+    FUSED rounds in another order than the others, in the last digits of float32.
+    """
+
+    FOR_LOOP = "for-loop"
+    """One after another; torch's default on a CPU."""
+    FOREACH = "foreach"
+    """All at once, with temporaries as large as all parameters; torch's default on CUDA."""
+    FUSED = "fused"
+    """All at once in one kernel, without temporaries."""
+
+
 class Action(StrEnum):
     """What becomes of a unit's saved tensors between its forward and its backward."""
 
@@ -114,6 +128,8 @@ class Settings:
     precision: Precision = Precision.FP32
     optimizer: str | None = None
     """Name of the optimizer that replaces the job's own; None keeps the job's own."""
+    optimizer_implementation: OptimizerImplementation | None = None
+    """None leaves it to the optimizer, and so to torch."""
     units: tuple[UnitAction, ...] = ()
     """Actions by unit, in execution order; a module that is not named is kept."""
 
@@ -139,6 +155,8 @@ class Settings:
             parts[-1] += f" × {self.gradient_accumulation_steps}"
         if self.optimizer:
             parts.append(self.optimizer)
+        if self.optimizer_implementation:
+            parts.append(f"{self.optimizer_implementation} optimizer")
         if not self.recomputed:
             return ", ".join([*parts, "everything kept"])
         for action, how in ((Action.RECOMPUTE, "recomputed"), (Action.SAVE, "recomputed in part")):
@@ -177,6 +195,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "micro_batch_size": settings.micro_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
         "optimizer": settings.optimizer,
+        "optimizer_implementation": settings.optimizer_implementation
+        and str(settings.optimizer_implementation),
         "units": [_unit_to_json(unit) for unit in settings.units],
     }
 
@@ -193,6 +213,8 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         micro_batch_size=document["micro_batch_size"],
         gradient_accumulation_steps=document["gradient_accumulation_steps"],
         optimizer=document["optimizer"],
+        optimizer_implementation=(name := document.get("optimizer_implementation"))
+        and OptimizerImplementation(name),
         units=tuple(
             UnitAction(fqn=unit["fqn"], action=Action(unit["action"]), saved=tuple(unit.get("saved", ())))
             for unit in document["units"]

@@ -138,6 +138,7 @@ def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "micro_batch_size",
         "gradient_accumulation_steps",
         "optimizer",
+        "optimizer_implementation",
         "units",
     }
     assert json.loads((folder / "plan.json").read_text()) == document
@@ -288,7 +289,7 @@ def test_help_loads_no_torch(folder: Path) -> None:
 OPTIONS = {
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
-        "--recompute", "--budget", "--seq-len", "--image-size", "--set", "--largest", "--allocator",
+        "--optimizer-implementation", "--recompute", "--budget", "--seq-len", "--image-size", "--set", "--largest", "--allocator",
         "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
     ],
     "gpus": [
@@ -297,12 +298,12 @@ OPTIONS = {
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output",
+        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output",
         "--check", "--certify", "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed", "--max-gradient-norm",
+        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed", "--max-gradient-norm",
         "--run-dir", "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
     ],
 }  # fmt: skip

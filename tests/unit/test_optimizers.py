@@ -7,7 +7,8 @@ from torch import nn
 from brimful import optimizers
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
-from brimful.optimizers import make_optimizer, optimizer_names
+from brimful.optimizers import has_implementation, make_optimizer, optimizer_names, set_implementation
+from brimful.settings import OptimizerImplementation, Settings
 
 ROWS, COLUMNS = 30, 20
 
@@ -31,6 +32,10 @@ def job(optimizer="adamw") -> Job:
         optimizer=optimizer,
         name="toy",
     )
+
+
+def named(name: str) -> Settings:
+    return Settings(micro_batch_size=1, optimizer=name)
 
 
 def matrix() -> nn.Parameter:
@@ -82,8 +87,8 @@ def test_the_jobs_own_function_makes_the_optimizer():
 
 def test_a_name_takes_the_place_of_the_jobs_own():
     own = job(lambda parameters: torch.optim.SGD(parameters, lr=0.5))
-    assert isinstance(make_optimizer(own, [matrix()], "adam"), torch.optim.Adam)
-    assert isinstance(make_optimizer(job("sgd"), [matrix()], "adam"), torch.optim.Adam)
+    assert isinstance(make_optimizer(own, [matrix()], named("adam")), torch.optim.Adam)
+    assert isinstance(make_optimizer(job("sgd"), [matrix()], named("adam")), torch.optim.Adam)
 
 
 @pytest.mark.parametrize("own", ["adamw", lambda parameters: torch.optim.SGD(parameters, lr=0.5)])
@@ -100,10 +105,58 @@ def test_a_model_without_trainable_parameters_is_refused():
 
 def test_an_unknown_name_says_the_nearest():
     with pytest.raises(UnknownNameError, match=r"unknown optimizer 'adamv'\. Nearest: .*adamw") as caught:
-        make_optimizer(job(), [matrix()], "adamv")
+        make_optimizer(job(), [matrix()], named("adamv"))
     assert "adamw" in caught.value.nearest
 
 
 def test_muon_says_which_parameters_it_cannot_take():
     with pytest.raises(UsageError, match=r"1 of 2 trainable parameters are none .*shape \(4,\)"):
         make_optimizer(job("muon"), [matrix(), nn.Parameter(torch.ones(4))])
+
+
+def trained(
+    optimizer_name: str, implementation: OptimizerImplementation | None, *, switched_at: int = 0
+) -> torch.Tensor:
+    """A parameter after some steps, with the implementation chosen before one of them."""
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(ROWS, COLUMNS))
+    optimizer = make_optimizer(job(optimizer_name), [parameter])
+    for step in range(4):
+        if step == switched_at and implementation is not None:
+            set_implementation(optimizer, implementation)
+        parameter.grad = torch.randn(ROWS, COLUMNS)
+        optimizer.step()
+    return parameter.detach()
+
+
+@pytest.mark.parametrize("switched_at", [0, 2])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adagrad"])
+def test_every_implementation_computes_the_same(name: str, switched_at: int) -> None:
+    """Also with the state that another one made. Fused rounds in another order, in the last digits."""
+    plain = trained(name, None)
+    for implementation in OptimizerImplementation:
+        other = trained(name, implementation, switched_at=switched_at)
+        torch.testing.assert_close(other, plain, rtol=1e-6, atol=1e-6)
+    assert torch.equal(trained(name, OptimizerImplementation.FOR_LOOP), plain)
+
+
+def test_what_an_optimizer_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match="Adafactor has no fused implementation"):
+        make_optimizer(
+            job("adafactor"),
+            [matrix()],
+            Settings(micro_batch_size=1, optimizer_implementation=OptimizerImplementation.FUSED),
+        )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_open"),
+    [({}, True), ({"foreach": False}, False), ({"foreach": True}, False), ({"fused": True}, False)],
+)
+def test_what_a_user_chose_is_no_choice_of_ours(chosen: dict[str, bool], is_open: bool) -> None:
+    optimizer = torch.optim.AdamW([matrix()], **chosen)
+    assert has_implementation(optimizer, OptimizerImplementation.FUSED) is is_open
+
+
+def test_muon_has_no_other_implementation() -> None:
+    assert not has_implementation(torch.optim.Muon([matrix()]), OptimizerImplementation.FUSED)

@@ -19,6 +19,7 @@ PUBLIC = {
     "InfeasibleError",
     "Job",
     "Measurement",
+    "OptimizerImplementation",
     "Plan",
     "Precision",
     "Settings",

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from brimful.applying.apply import apply_units
 from brimful.batches import split_batch
 from brimful.job import Batch, Job
+from brimful.optimizers import set_implementation
 from brimful.settings import Settings
 from brimful.step import (
     StepOutcome,
@@ -33,7 +34,7 @@ class PlannedStep:
         settings: The plan's settings; their unit actions are applied to `model` until `remove`.
         job: Its loss and count are used; its model and optimizer are not.
         model: In training mode, on its device.
-        optimizer: Over the parameters of `model`.
+        optimizer: Over the parameters of `model`; it is carried out as the plan says, fused for instance.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
     """
 
@@ -53,6 +54,8 @@ class PlannedStep:
                 "What it takes of memory is not what the plan predicts.",
                 stacklevel=3,
             )
+        if settings.optimizer_implementation is not None:
+            set_implementation(optimizer, settings.optimizer_implementation)
         self._settings = settings
         self._job = job
         self._model = model

@@ -75,6 +75,8 @@ class _OpInfo:
     """Neither writes to its arguments nor returns views of them, so far as its schema says."""
     is_foreach_write: bool
     """Writes to every tensor of a list and returns nothing, so that on fake tensors there is nothing to run."""
+    written_arguments: tuple[int, ...]
+    """Of an op that returns nothing: the arguments that it writes to."""
 
 
 class Recorder(TorchDispatchMode):
@@ -342,6 +344,10 @@ class Recorder(TorchDispatchMode):
         outputs: list[Tensor],
     ) -> Op:
         written = 0 if func in _WITHOUT_WRITE else sum(map(_view_bytes, outputs))
+        if info.written_arguments:
+            written = sum(
+                map(_view_bytes, tensors_in([args[i] for i in info.written_arguments if i < len(args)]))
+            )
         if func in _GATHERS:
             read = written + sum(map(_view_bytes, inputs[1:]))
         elif func in _WITHOUT_WRITE:
@@ -465,6 +471,11 @@ def _describe(func: Any) -> _OpInfo:
         reads_values=not _READ_VALUES.isdisjoint(func.tags) or func in SHAPED_BY_VALUES,
         makes_anew=bool(returns) and not any(a.alias_info for a in (*func._schema.arguments, *returns)),
         is_foreach_write=not returns and str(func).startswith("aten._foreach_"),
+        written_arguments=tuple(
+            index
+            for index, argument in enumerate(func._schema.arguments)
+            if not returns and argument.alias_info is not None and argument.alias_info.is_write
+        ),
     )
 
 

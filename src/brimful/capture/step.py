@@ -165,7 +165,7 @@ def _prepare(
 ) -> Callable[[int], None]:
     """Record what is there before training; what it returns runs and records the step of a number."""
     mark_model(model, recorder)
-    optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
+    optimizer = make_optimizer(job, model.parameters(), settings)
     scaler = make_scaler(settings.precision, "cpu")
     made_early = _create_optimizer_state(optimizer, model, recorder)
     count = _captured_micro_batches(settings)

@@ -53,6 +53,13 @@ PrecisionName = Annotated[
 OptimizerName = Annotated[
     str | None, typer.Option("--optimizer", help="Replaces the job's own: adamw, sgd, adafactor, …")
 ]
+OptimizerImplementationName = Annotated[
+    str | None,
+    typer.Option(
+        "--optimizer-implementation",
+        help="for-loop, foreach or fused: the same formula; plans choose fused where the optimizer can.",
+    ),
+]
 Recompute = Annotated[
     str, typer.Option("--recompute", help="all, none, or auto: what becomes of saved tensors.")
 ]
@@ -109,6 +116,7 @@ def estimate(
     ] = 1,
     precision: Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")] = "fp32",
     optimizer: OptimizerName = None,
+    optimizer_implementation: OptimizerImplementationName = None,
     recompute: Annotated[
         str, typer.Option("--recompute", help="all or none: what becomes of saved tensors.")
     ] = "none",
@@ -157,6 +165,7 @@ def estimate(
                 "--phases": phases,
                 "--without": without,
                 "--save-trace": save_trace,
+                "--optimizer-implementation": optimizer_implementation,
             }
             _refuse(beside, "--largest finds the micro-batch")
             result = api.estimator(
@@ -177,6 +186,7 @@ def estimate(
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 precision=precision,
                 optimizer=optimizer,
+                optimizer_implementation=optimizer_implementation,
                 recompute=recompute,
                 budget=budget,
                 allocator=allocator,
@@ -239,6 +249,7 @@ def plan(
     micro_batch_size: MicroBatch = None,
     recompute: Recompute = "auto",
     optimizer: OptimizerName = None,
+    optimizer_implementation: OptimizerImplementationName = None,
     split_batch_norm: SplitBatchNorm = False,
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
@@ -265,6 +276,7 @@ def plan(
                 "--micro-batch-size": micro_batch_size,
                 "--recompute": recompute != "auto",
                 "--optimizer": optimizer,
+                "--optimizer-implementation": optimizer_implementation,
                 "--split-batch-norm": split_batch_norm,
                 "--output": output,
                 "--certify": certify,
@@ -288,6 +300,7 @@ def plan(
             micro_batch_size=micro_batch_size,
             recompute=recompute,
             optimizer=optimizer,
+            optimizer_implementation=optimizer_implementation,
             split_batch_norm=split_batch_norm,
         )
         result = replace(result, source=source)
@@ -317,6 +330,7 @@ def train(
     micro_batch_size: MicroBatch = None,
     recompute: Recompute = "auto",
     optimizer: OptimizerName = None,
+    optimizer_implementation: OptimizerImplementationName = None,
     split_batch_norm: SplitBatchNorm = False,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
@@ -366,6 +380,7 @@ def train(
                 micro_batch_size=micro_batch_size,
                 recompute=recompute,
                 optimizer=optimizer,
+                optimizer_implementation=optimizer_implementation,
                 split_batch_norm=split_batch_norm,
             )
         if not as_json:
@@ -391,7 +406,7 @@ def train(
 
 _SAID_BY_A_PLAN = (
     "global_batch_size", "budget", "device", "precision", "micro_batch_size", "recompute", "optimizer",
-    "split_batch_norm",
+    "optimizer_implementation", "split_batch_norm",
 )  # fmt: skip
 
 

@@ -182,6 +182,7 @@ class CandidateFamily:
             micro_batch_size=request.global_batch_size,
             precision=precision,
             optimizer=request.optimizer,
+            optimizer_implementation=request.optimizer_implementation,
         )
         self._units: tuple[str, ...] | None = None
         self._is_whole: bool | None = None
@@ -234,10 +235,6 @@ class CandidateFamily:
             _capture=self._capture,
             _request=self._request,
         )
-
-    def plain(self) -> Trace:
-        """Training without a plan: the whole global batch at once, everything kept."""
-        return self._trace(self._base)
 
     @property
     def keeps_batch_whole(self) -> bool:

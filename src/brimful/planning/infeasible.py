@@ -60,7 +60,8 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
         if precision not in request.precisions and request.device.supports(precision)
     ][:1]
     if request.optimizer is None:
-        tried += [(f"optimizer={name!r}", replace(settings, optimizer=name)) for name in ("adafactor", "sgd")]
+        by_torch = replace(settings, optimizer_implementation=None)
+        tried += [(f"optimizer={name!r}", replace(by_torch, optimizer=name)) for name in ("adafactor", "sgd")]
     for label, changed in tried:
         try:
             estimate = estimate_unlimited(capture(changed), request.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from brimful.errors import UsageError
 from brimful.hardware import Device
-from brimful.settings import Action, Precision, Settings
+from brimful.settings import Action, OptimizerImplementation, Precision, Settings
 from brimful.trace import Trace
 
 
@@ -25,6 +25,8 @@ class Request:
     recompute: Action | None = None
     """The one action for all units; None lets the plan choose for each."""
     optimizer: str | None = None
+    optimizer_implementation: OptimizerImplementation | None = None
+    """That of every candidate; None leaves it to the optimizer, as plain training does."""
     weighs_by_count: bool = False
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False

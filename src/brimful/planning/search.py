@@ -6,18 +6,25 @@ its fastest choice that really is within the budget, until none that is left cou
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from brimful.errors import CaptureError
 from brimful.planning.candidates import Candidate, CandidateFamily, alternative
 from brimful.planning.estimate import Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.records import Alternative, Plan, PlanStatus
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
-from brimful.settings import Action, Settings
+from brimful.settings import Action, OptimizerImplementation, Settings
 from brimful.trace import Trace
 
 _OWN_LOOP_NOTE = (
     "The job's own training loop is not used: this is a plan for brimful's own step, with one loss and one "
     "optimizer. `estimate` follows the loop."
+)
+
+_FUSED_NOTE = (
+    "The optimizer runs as one fused kernel: the same formula, rounded in another order, in the last digits."
 )
 
 MOST_ALTERNATIVES = 6
@@ -40,13 +47,9 @@ def search(capture: Capture, request: Request) -> Plan:
     """
     for precision in request.precisions:
         request.device.check_precision(precision)
-    notes: list[str] = []
-    families = [CandidateFamily(capture, request, precision, notes) for precision in request.precisions]
-    plain_trace = families[0].plain()
+    plain_trace = capture(request.plain_settings())
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
-    is_whole = request.keeps_batch_whole(plain_trace)
-    sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
-    candidates = [candidate for family in families for candidate in family.candidates(sizes)]
+    candidates, notes = _candidates(capture, request, plain_trace)
     found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
         smallest = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes()).replay(0)
@@ -71,9 +74,26 @@ def search(capture: Capture, request: Request) -> Plan:
             *notes,
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
+            *([_FUSED_NOTE] if best.settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
             *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
         ),
     )
+
+
+def _candidates(capture: Capture, request: Request, plain: Trace) -> tuple[list[Candidate], list[str]]:
+    """All ways to train that can be captured, and notes of those that cannot."""
+    notes: list[str] = []
+    families = [CandidateFamily(capture, request, precision, notes) for precision in request.precisions]
+    is_whole = request.keeps_batch_whole(plain)
+    sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
+    try:
+        return [candidate for family in families for candidate in family.candidates(sizes)], notes
+    except CaptureError as error:
+        if request.optimizer_implementation is None:
+            raise
+        left_to_torch, notes = _candidates(capture, replace(request, optimizer_implementation=None), plain)
+        failed = f"The {request.optimizer_implementation} optimizer is left out: {error}"
+        return left_to_torch, [failed, *notes]
 
 
 def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:

@@ -152,7 +152,7 @@ class Trainer:
             check_validation(data.validation)
         torch.manual_seed(self._seed)
         self._model = build_model(self._job).to(self._device).train()
-        self._optimizer = make_optimizer(self._job, self._model.parameters(), self._settings.optimizer)
+        self._optimizer = make_optimizer(self._job, self._model.parameters(), self._settings)
         steps = Steps(
             job=self._job,
             settings=self._settings,
