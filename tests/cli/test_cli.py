@@ -289,8 +289,8 @@ def test_help_loads_no_torch(folder: Path) -> None:
 OPTIONS = {
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
-        "--optimizer-implementation", "--recompute", "--budget", "--seq-len", "--image-size", "--set", "--largest", "--allocator",
-        "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
+        "--optimizer-implementation", "--recompute", "--budget", "--seq-len", "--image-size", "--set",
+        "--largest", "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
     ],
     "gpus": [
         "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--seq-len",
@@ -298,13 +298,14 @@ OPTIONS = {
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output",
-        "--check", "--certify", "--json",
+        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--seq-len", "--image-size", "--set",
+        "--output", "--check", "--certify", "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed", "--max-gradient-norm",
-        "--run-dir", "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
+        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--plan", "--epochs", "--steps",
+        "--seed", "--max-gradient-norm", "--run-dir", "--compare-plain", "--seq-len", "--image-size", "--set",
+        "--json",
     ],
 }  # fmt: skip
 

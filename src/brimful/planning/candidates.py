@@ -51,6 +51,11 @@ class Candidate:
     _ladder: tuple[int, ...] | None = None
     _splicer: Splicer | None = None
 
+    @property
+    def roughness(self) -> float:
+        """Part by which a capture may be faster than what is derived; ops may differ where a dimension is 1."""
+        return 0.01 if self.settings.micro_batch_size == 1 else 0.001
+
     def seconds_at_best(self, budget_bytes: int) -> float | None:
         """The least time of a step that so many allocated bytes permit; None if nothing fits them."""
         solution = self.solve(budget_bytes)

@@ -66,7 +66,7 @@ class Counterparts:
         self._ops = _counterparts(
             [_op_key(op) for op in trace.ops],
             [_op_key(op) for op in small.ops],
-            [_op_key(op)[2:] for op in large.ops],
+            [_op_key(op)[1:] for op in large.ops],
         )
         self._storages = _counterparts(
             [_storage_key(trace, storage) for storage in trace.storages],
@@ -100,7 +100,7 @@ class Counterparts:
 
 
 def _op_key(op: Op) -> tuple[Hashable, ...]:
-    return op.name, op.module, op.flops, op.read_bytes, op.written_bytes
+    return op.name, op.flops, op.read_bytes, op.written_bytes
 
 
 def _storage_key(trace: Trace, storage: Storage) -> Hashable:

@@ -37,6 +37,14 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetPoint:
+    """What another budget would buy, as the solver tells it, without a capture."""
+
+    budget_bytes: int
+    predicted_step_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
     """What the command line named to be trained, so that a plan's file tells it."""
 
@@ -66,6 +74,10 @@ class Plan:
     """Training as it would be without a plan: the whole global batch at once, everything kept."""
     alternatives: tuple[Alternative, ...]
     """What else was searched, fastest first."""
+    peak_at: str
+    """Where in the step most memory is held: the part of the step, and the module if it is in one."""
+    budget_curve: tuple[BudgetPoint, ...]
+    """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
     notes: tuple[str, ...] = ()
     """What a reader should know: what could not be searched, and why."""
     source: JobSource | None = None
@@ -100,6 +112,11 @@ class Plan:
             "predicted_step_seconds": self.predicted_step_seconds,
             "plain": _alternative_to_json(self.plain),
             "alternatives": [_alternative_to_json(other) for other in self.alternatives],
+            "peak_at": self.peak_at,
+            "budget_curve": [
+                {"budget_bytes": point.budget_bytes, "predicted_step_seconds": point.predicted_step_seconds}
+                for point in self.budget_curve
+            ],
             "notes": list(self.notes),
             "source": None
             if self.source is None
@@ -129,6 +146,7 @@ class Plan:
                 settings=settings_from_json(document["settings"]),
                 plain=_alternative_from_json(document["plain"]),
                 alternatives=tuple(map(_alternative_from_json, document["alternatives"])),
+                budget_curve=tuple(BudgetPoint(**point) for point in document["budget_curve"]),
                 notes=tuple(document["notes"]),
                 source=_source_from_json(document["source"]),
                 **{name: document[name] for name in _SCALARS},
@@ -174,6 +192,7 @@ _SCALARS = (
     "device",
     "device_kind",
     "budget_bytes",
+    "peak_at",
     "predicted_peak_allocated_bytes",
     "predicted_peak_reserved_bytes",
     "predicted_peak_device_bytes",

@@ -6,17 +6,20 @@ its fastest choice that really is within the budget, until none that is left cou
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
-from brimful.errors import CaptureError
+from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, alternative
 from brimful.planning.estimate import Estimate
 from brimful.planning.infeasible import nothing_fits
-from brimful.planning.records import Alternative, Plan, PlanStatus
+from brimful.planning.records import Alternative, BudgetPoint, Plan, PlanStatus
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
 from brimful.settings import Action, OptimizerImplementation, Settings
 from brimful.trace import Trace
+from brimful.units import GIB
 
 _OWN_LOOP_NOTE = (
     "The job's own training loop is not used: this is a plan for brimful's own step, with one loss and one "
@@ -26,6 +29,9 @@ _OWN_LOOP_NOTE = (
 _FUSED_NOTE = (
     "The optimizer runs as one fused kernel: the same formula, rounded in another order, in the last digits."
 )
+
+CURVE_POINTS = 12
+"""Budgets besides its own for which a plan tells the time."""
 
 MOST_ALTERNATIVES = 6
 """Those listed in a plan."""
@@ -70,6 +76,8 @@ def search(capture: Capture, request: Request) -> Plan:
         predicted_step_seconds=best.predicted_step_seconds,
         plain=plain,
         alternatives=_alternatives(request, candidates, found),
+        peak_at=" of ".join([str(best.peak_phase), *([best.peak_module] if best.peak_module else [])]),
+        budget_curve=tuple(_budget_curve(request, candidates, best, plain)),
         notes=(
             *notes,
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
@@ -88,7 +96,7 @@ def _candidates(capture: Capture, request: Request, plain: Trace) -> tuple[list[
     sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
     try:
         return [candidate for family in families for candidate in family.candidates(sizes)], notes
-    except CaptureError as error:
+    except (CaptureError, UsageError) as error:
         if request.optimizer_implementation is None:
             raise
         left_to_torch, notes = _candidates(capture, replace(request, optimizer_implementation=None), plain)
@@ -105,8 +113,9 @@ def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:
     ]
     found: list[Estimate] = []
     for seconds, candidate in sorted(hopeful, key=lambda pair: pair[0]):
-        if found and seconds >= min(done.predicted_step_seconds for done in found):
-            break
+        best = min((done.predicted_step_seconds for done in found), default=math.inf)
+        if seconds * (1 - candidate.roughness) >= best:
+            continue
         fastest = candidate.fastest_within(budget_bytes)
         if fastest is not None:
             found.append(fastest)
@@ -134,6 +143,28 @@ def _alternatives(
         if by_hand is not None and by_hand.settings != best.settings:
             others.append(by_hand)
     return tuple(sorted(others, key=lambda other: other.predicted_step_seconds))
+
+
+def _budget_curve(
+    request: Request, candidates: list[Candidate], best: Estimate, plain: Alternative
+) -> Iterator[BudgetPoint]:
+    """Times at budgets from the smallest that holds anything to that of plain training, and with one GiB more.
+
+    Segments are taken to hold as much more than is allocated as they do in the plan.
+    """
+    context_bytes = request.device.context_bytes
+    held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
+    least_bytes = min(candidate.smallest_peak_bytes() for candidate in candidates)
+    first = int(least_bytes / held_fraction) + 1 + context_bytes
+    last = max(plain.predicted_peak_reserved_bytes + context_bytes, first)
+    budgets = {first + (last - first) * i // (CURVE_POINTS - 1) for i in range(CURVE_POINTS)}
+    one_more = request.budget_bytes + GIB
+    for budget_bytes in sorted(budgets | ({one_more} if one_more < last else set())):
+        allocated_bytes = int((budget_bytes - context_bytes) * held_fraction)
+        times = (candidate.seconds_at_best(allocated_bytes) for candidate in candidates)
+        found = [seconds for seconds in times if seconds is not None]
+        if found:
+            yield BudgetPoint(budget_bytes=budget_bytes, predicted_step_seconds=min(found))
 
 
 def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) -> Alternative | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from brimful.units import format_bytes, format_rate, format_seconds
+from brimful.units import GIB, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
     from brimful.planning.estimate import Estimate
@@ -213,8 +213,10 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget), "
         f"{format_seconds(plan.predicted_step_seconds)} a step, {rate}"
     )
+    yield f"  peak in         {plan.peak_at}"
     if plan.settings.recomputed:
         yield f"  recomputed      {_compact(plan.settings.recomputed)}"
+    yield from _curve_lines(plan)
     if plan.alternatives:
         yield "  also considered"
     for other in plan.alternatives:
@@ -225,6 +227,33 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"    {by_hand}{other.settings.describe()}: {size}, {slower:+.0%} time{fit}"
     for note in plan.notes:
         yield f"  note: {note}"
+
+
+_MOST_CURVE_POINTS = 6
+_GAIN = 0.005
+"""Changes of the time that are not worth a word."""
+
+
+def _curve_lines(plan: Plan) -> Iterator[str]:
+    """What more and less memory would do."""
+    now = plan.predicted_step_seconds
+    more = [point for point in plan.budget_curve if point.budget_bytes > plan.budget_bytes]
+    one_more = next((point for point in more if point.budget_bytes - plan.budget_bytes == GIB), None)
+    if one_more is not None:
+        gain = one_more.predicted_step_seconds / now - 1
+        yield f"  1 GiB more      {'no faster' if gain > -_GAIN else f'{gain:+.1%} time'}"
+    others = [
+        point
+        for point in plan.budget_curve
+        if point is not one_more and abs(point.predicted_step_seconds / now - 1) > _GAIN
+    ]
+    if others:
+        step = -(-len(others) // _MOST_CURVE_POINTS)
+        listed = " · ".join(
+            f"{format_bytes(point.budget_bytes)} {point.predicted_step_seconds / now - 1:+.0%}"
+            for point in others[::step]
+        )
+        yield f"  other budgets   {listed} time"
 
 
 def _context_bytes(plan: Plan) -> int:
