@@ -61,6 +61,16 @@ class Certificate:
         lines = [f"{self.job}: the plan {verdict} ({self.samples} samples compared on {self.device})"]
         return "\n".join([*lines, *(f"  {comparison}" for comparison in self.comparisons)])
 
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Certificate:
+        """The certificate that `to_json` wrote."""
+        values = {name: document[name] for name in ("job", "device", "samples")}
+        comparisons = (
+            {name: value for name, value in entry.items() if name != "holds"}
+            for entry in document["comparisons"]
+        )
+        return cls(**values, comparisons=tuple(Comparison(**entry) for entry in comparisons))
+
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the records' own names."""
         return {

@@ -11,6 +11,7 @@
   + InfeasibleError                    nothing fits the budget; says by how much and what would
   + TrainingError
     - NonFiniteError                   the loss or a gradient is NaN or infinite
+    - CertificateError                 a plan does not compute what plain training does
     - SaveError                        a file could not be written; what was there before stays
     - InterruptedRunError              stopped on request before there was anything to save
 
@@ -106,6 +107,10 @@ class NonFiniteError(TrainingError):
 
 class InterruptedRunError(TrainingError):
     """Training was stopped on request before there was anything to save."""
+
+
+class CertificateError(TrainingError):
+    """A plan does not compute what plain training does."""
 
 
 class SaveError(TrainingError):

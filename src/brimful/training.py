@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from brimful.certificate import Certificate
 from brimful.errors import UsageError
 from brimful.measurement import OpTemporary
 from brimful.settings import Settings, settings_from_json, settings_to_json
@@ -96,6 +97,9 @@ class TrainingResult:
     """Median over the steps with a full global batch, but for the first and the one that measured memory."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
     """Op-internal temporaries live at the measured peak, largest first; empty where they cannot be seen."""
+    certificate: Certificate | None = None
+    """Whether the plan was found to be the same training before the first step; None if there was nothing to
+    compare, or it was not asked for."""
     run_dir: Path | None = None
 
     @property
@@ -113,6 +117,7 @@ class TrainingResult:
         document["steps"] = [step_to_json(step) for step in self.steps]
         document["validations"] = [validation_to_json(validation) for validation in self.validations]
         document["temporaries_at_peak"] = [asdict(temporary) for temporary in self.temporaries_at_peak]
+        document["certificate"] = None if self.certificate is None else self.certificate.to_json()
         document["run_dir"] = None if self.run_dir is None else str(self.run_dir)
         return document
 
@@ -142,6 +147,8 @@ class TrainingResult:
             values["temporaries_at_peak"] = tuple(
                 OpTemporary(**entry) for entry in values["temporaries_at_peak"]
             )
+            kept = values["certificate"]
+            values["certificate"] = None if kept is None else Certificate.from_json(kept)
             values["run_dir"] = None if values["run_dir"] is None else Path(values["run_dir"])
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:

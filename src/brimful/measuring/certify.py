@@ -21,14 +21,15 @@ from brimful.certificate import Certificate, Comparison
 from brimful.job import Batch, Job
 from brimful.local import build_model, choose_device, device_name
 from brimful.settings import Precision, Settings
-from brimful.step import copied_to, loss_weights, make_scaler, matmul_precision, run_step
+from brimful.step import copied_to, device_of, loss_weights, make_scaler, matmul_precision, run_step
 
 _BOUND_IN_ROUNDINGS = 1000
 """A gradient is a sum over samples and tokens, and splitting sums it in another order. Each of n float32 terms
 adds an error of half a rounding at most, which as errors of either sign grow with √n: 1000 are those of a
 million terms."""
 _OTHER_DEVICE_SAMPLES = 2
-"""Of each micro-batch, where another device than the plan's stands in for it, which may be much slower."""
+"""Of each micro-batch, where another device stands in for the plan's, which may be much slower, or where plain
+training may not fit."""
 
 
 def certify(
@@ -61,24 +62,78 @@ def certify(
     """
     device = choose_device(device, None)
     if is_stand_in:
-        settings = replace(
-            settings,
-            micro_batch_size=min(settings.micro_batch_size, _OTHER_DEVICE_SAMPLES),
-            gradient_accumulation_steps=min(settings.gradient_accumulation_steps, 2),
-        )
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        settings = _with_few_samples(settings)
+    with _random_state_kept(device):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).train()
-        batch = make_batch(job, settings.global_batch_size)
-        compute = partial(_computed, job, model, batch, device, seed)
-        kept = compute(replace(settings, units=()))
-        comparisons = (_recomputing(settings, kept, compute), _splitting(settings, kept, model, compute))
+        return _certificate(job, settings, model, device, seed)
+
+
+def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> Certificate:
+    """Compare a few samples under a plan with plain training, with a model that is about to be trained.
+
+    Two samples of each of two micro-batches are taken. Beside the model there are a copy of it and its
+    gradients, less than the gradients and state that AdamW will make.
+
+    Args:
+        job: Its loss and batch are used.
+        settings: The plan's; not in force on the model yet.
+        model: In training mode, on its device; it and all random generators stay as they are.
+        seed: Of the batch and dropout.
+
+    Returns:
+        What was found.
+
+    Raises:
+        BatchError: The job's batch cannot be made or split.
+        LossError: The loss is no scalar tensor or has no gradient.
+    """
+    device = device_of(model)
+    try:
+        copy.deepcopy(model)
+    except Exception as error:  # whatever a module's own copying raises
+        reason = f"the model cannot be copied: {error}"
+        comparisons = (Comparison(name="recomputing", left_out_because=reason),)
+        return Certificate(job=job.name, device=device_name(device), samples=0, comparisons=comparisons)
+    with _random_state_kept(device):
+        certificate = _certificate(job, _with_few_samples(settings), model, device, seed)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the allocator begins training with what it would have begun with
+    return certificate
+
+
+def _with_few_samples(settings: Settings) -> Settings:
+    return replace(
+        settings,
+        micro_batch_size=min(settings.micro_batch_size, _OTHER_DEVICE_SAMPLES),
+        gradient_accumulation_steps=min(settings.gradient_accumulation_steps, 2),
+    )
+
+
+def _certificate(
+    job: Job, settings: Settings, model: nn.Module, device: torch.device, seed: int
+) -> Certificate:
+    batch = make_batch(job, settings.global_batch_size)
+    compute = partial(_computed, job, model, batch, device, seed)
+    kept = compute(replace(settings, units=()))
     return Certificate(
         job=job.name,
         device=device_name(device),
         samples=settings.global_batch_size,
-        comparisons=comparisons,
+        comparisons=(_recomputing(settings, kept, compute), _splitting(settings, kept, model, compute)),
     )
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave torch's, Python's and NumPy's generators as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +216,11 @@ def _computed(
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Let torch, Python and NumPy draw the same numbers each time; theirs of before go on afterwards."""
-    python, numpy = random.getstate(), np.random.get_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    try:
+    with _random_state_kept(torch.device("cpu")):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _generator_state(device: torch.device) -> Tensor:
@@ -194,6 +245,8 @@ def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: floa
     if expected.keys() != found.keys():
         where = sorted(expected.keys() ^ found.keys())[0]
         return Comparison(name=name, largest_difference=float("inf"), where=where, bound=bound)
+    if not all(value.isfinite().all() for value in expected.values()):
+        return Comparison(name=name, left_out_because="plain training computes NaN or infinite numbers itself")
     differences = {key: _difference(expected[key], found[key]) for key in expected}
     where = max(differences, key=differences.__getitem__)
     largest = differences[where]

@@ -74,9 +74,9 @@ class Plan:
     """Training as it would be without a plan: the whole global batch at once, everything kept."""
     alternatives: tuple[Alternative, ...]
     """What else was searched, fastest first."""
-    peak_at: str
+    peak_at: str = ""
     """Where in the step most memory is held: the part of the step, and the module if it is in one."""
-    budget_curve: tuple[BudgetPoint, ...]
+    budget_curve: tuple[BudgetPoint, ...] = ()
     """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
     notes: tuple[str, ...] = ()
     """What a reader should know: what could not be searched, and why."""

@@ -58,6 +58,8 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     ended = "" if result.stopped_because is StopReason.FINISHED else f", {result.stopped_because}"
     yield f"{result.job} on {result.device}: {steps} step{'s' if steps != 1 else ''}{ended}"
     yield f"  settings            {result.settings.describe()}"
+    if result.certificate is not None:
+        yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
     yield from predicted_beside_measured(result)
     yield from _budget(result)
     yield from _plain_rows(result, plain)

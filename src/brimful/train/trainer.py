@@ -17,9 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from brimful.applying import apply_units
 from brimful.batches import count_samples
-from brimful.errors import NonFiniteError, UsageError
+from brimful.certificate import Certificate
+from brimful.errors import CertificateError, NonFiniteError, UsageError
 from brimful.job import Batch, Data, Job
 from brimful.local import build_model, choose_device, device_name
+from brimful.measuring import certify_model
 from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
 from brimful.settings import Settings
@@ -58,6 +60,8 @@ class Trainer:
         schedule: Makes the learning rate's schedule from the optimizer. It is stepped once per optimizer step,
             and not when fp16 gradients overflowed and the step was skipped.
         callbacks: Told of each step and each validation.
+        certifies: Before the first step, compare loss, gradients and buffers of a few samples under the plan
+            with those of plain training, if the plan recomputes or splits anything.
         show_progress: Show how far the run is, on standard error.
 
     Raises:
@@ -78,6 +82,7 @@ class Trainer:
         max_gradient_norm: float | None = None,
         schedule: MakeSchedule | None = None,
         callbacks: Sequence[Callback] = (),
+        certifies: bool = True,
         show_progress: bool = True,
     ) -> None:
         for name, value, least in (("epochs", epochs, 1), ("steps", steps, 1), ("seed", seed, 0)):
@@ -97,10 +102,12 @@ class Trainer:
         self._max_gradient_norm = max_gradient_norm
         self._schedule = schedule
         self._callbacks = tuple(callbacks)
+        self._certifies = certifies
         self._shows_progress = show_progress
 
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
+        self._certificate: Certificate | None = None
         self._stop_requested = False
 
     @property
@@ -141,6 +148,7 @@ class Trainer:
         Raises:
             UsageError: There are no data, or they, the model or the loss are none.
             RunDirectoryError: The run directory is not empty or cannot be written to.
+            CertificateError: The plan does not compute what plain training does; nothing was trained.
             NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
             SaveError: A file could not be written; what was there before stays.
         """
@@ -152,6 +160,7 @@ class Trainer:
             check_validation(data.validation)
         torch.manual_seed(self._seed)
         self._model = build_model(self._job).to(self._device).train()
+        self._certificate = self._certified(self._model)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), self._settings)
         steps = Steps(
             job=self._job,
@@ -168,6 +177,20 @@ class Trainer:
             return self._train(steps, batches, data.validation)
         finally:
             applied.remove()
+
+    def _certified(self, model: nn.Module) -> Certificate | None:
+        """That the plan is the same training; None if there is nothing to compare."""
+        settings = self._settings
+        if not self._certifies or not (settings.recomputed or settings.gradient_accumulation_steps > 1):
+            return None
+        certificate = certify_model(self._job, settings, model, seed=self._seed)
+        if not certificate.holds:
+            raise CertificateError(
+                f"{certificate}\nNothing was trained. A forward that depends on more than its inputs, its "
+                "random numbers and its buffers cannot be recomputed. Plan with recompute='none'; or, if the "
+                "difference is meant, pass certifies=False."
+            )
+        return certificate
 
     def _train(self, steps: Steps, batches: Batches, validation: Any) -> TrainingResult:
         total_steps = self._total_steps(batches)
@@ -313,6 +336,7 @@ class Trainer:
             predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
             measured_step_seconds=_steady_seconds(journal.steps, self._settings.global_batch_size),
             temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
+            certificate=self._certificate,
             run_dir=self._run_dir,
         )
 

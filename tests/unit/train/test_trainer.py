@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.errors import BatchError, NonFiniteError, RunDirectoryError, UsageError
+from brimful.errors import BatchError, CertificateError, NonFiniteError, RunDirectoryError, UsageError
 from brimful.job import Data
 from brimful.planning import Alternative, Plan, PlanStatus
 from brimful.settings import Precision, Settings
@@ -388,9 +388,54 @@ def test_a_used_run_directory_is_refused_before_anything_is_loaded(job_with, tra
 
 def test_actions_are_removed_when_training_fails(job_with, trained, recompute, samples):
     model = job_with().model()
+    loss = {name: value for name, value in poisoned(2).items() if name == "loss"}
     with pytest.raises(NonFiniteError):
-        trained(job_with(model=model, **{k: v for k, v in poisoned(2).items() if k == "loss"}), units=recompute)
+        trained(job_with(model=model, **loss), units=recompute, certifies=False)
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_plan_is_certified_before_the_first_step(job_with, trained, recompute):
+    _trainer, result = trained(job_with(), epochs=1, units=recompute)
+    assert result.certificate is not None
+    assert result.certificate.holds
+    assert result.certificate.comparisons[0].is_bitwise
+    assert TrainingResult.from_json(result.to_json()).certificate == result.certificate
+    assert trained(job_with(), epochs=1)[1].certificate is None  # nothing to compare
+    assert trained(job_with(), epochs=1, units=recompute, certifies=False)[1].certificate is None
+
+
+def test_certifying_changes_nothing_of_the_run(job_with, trained, recompute):
+    _, certified = trained(job_with(), epochs=2, units=recompute)
+    _, other = trained(job_with(), epochs=2, units=recompute, certifies=False)
+    assert certified.losses == other.losses
+
+
+class Forgetful(nn.Module):
+    """Its forward depends on how often it ran, which recomputing does not repeat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.calls = [0]
+        self.head = nn.Linear(8, 3)
+        self.blocks[0].forward = self._forward
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls[0] += 1
+        return torch.tanh(nn.functional.linear(x, self.blocks[0].weight) * self.calls[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](x))
+
+
+def test_a_plan_that_computes_something_else_is_refused_before_the_first_step(job_with, recompute):
+    model = Forgetful()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    settings = Settings(micro_batch_size=4, units=recompute[:1])
+    trainer = Trainer(job_with(model=model), settings, epochs=1, show_progress=False)
+    with pytest.raises(CertificateError, match="NOT the same training"):
+        trainer.fit()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_stop_ends_the_run_after_the_step_and_saves(job_with, trained, tmp_path, samples):

@@ -1,0 +1,89 @@
+"""The jobs that plans are compared on: nine architectures at the sizes people train them at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from brimful import Job, Precision, find_architecture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedJob:
+    """One job and how it would be trained if memory were no matter."""
+
+    name: str
+    make: Callable[[], Job]
+    global_batch_size: int
+    precision: Precision = Precision.BF16
+
+
+class LanguageModel(nn.Module):
+    """Embedding, LSTM layers one by one, head; (B, T) tokens in, (B, T, V) logits out."""
+
+    def __init__(self, vocabulary: int = 33_000, width: int = 1024, layers: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(nn.LSTM(width, width, batch_first=True) for _ in range(layers))
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = self.dropout(layer(x)[0])
+        return self.head(x)
+
+
+def lstm_language_model(length: int = 256, vocabulary: int = 33_000) -> Job:
+    """Next-token prediction with an LSTM."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+    return Job(
+        name="lstm-lm",
+        model=lambda: LanguageModel(vocabulary),
+        loss=loss,
+        batch=lambda n: torch.zeros(n, length, dtype=torch.long),
+        optimizer="adamw",
+    )
+
+
+def t5(length: int = 512) -> Job:
+    """T5-base, an encoder and a decoder."""
+
+    def model() -> nn.Module:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, use_cache=False)
+        return T5ForConditionalGeneration(config)
+
+    def batch(n: int) -> dict[str, Tensor]:
+        tokens = torch.ones(n, length, dtype=torch.long)
+        return {"input_ids": tokens, "labels": tokens}
+
+    return Job(
+        name="t5-base",
+        model=model,
+        loss=lambda model, batch: model(**batch).loss,
+        batch=batch,
+        optimizer="adamw",
+    )
+
+
+JOBS = (
+    PlannedJob(name="bert-large", make=lambda: find_architecture("bert-large"), global_batch_size=32),
+    PlannedJob(name="gpt2-medium", make=lambda: find_architecture("gpt2-medium"), global_batch_size=16),
+    PlannedJob(name="llama-3.2-1b", make=lambda: find_architecture("llama-3.2-1b"), global_batch_size=8),
+    PlannedJob(name="vit-large", make=lambda: find_architecture("vit-large"), global_batch_size=128),
+    PlannedJob(name="resnet50", make=lambda: find_architecture("resnet50"), global_batch_size=256),
+    PlannedJob(name="resnet152", make=lambda: find_architecture("resnet152"), global_batch_size=128),
+    PlannedJob(name="unet", make=lambda: find_architecture("unet"), global_batch_size=16),
+    PlannedJob(name="t5-base", make=t5, global_batch_size=32),
+    PlannedJob(name="lstm-lm", make=lstm_language_model, global_batch_size=64),
+)

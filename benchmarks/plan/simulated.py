@@ -1,0 +1,160 @@
+"""Plans beside what people do by hand, at the same budgets, in predicted peak and time.
+
+    python benchmarks/plan/simulated.py [--only NAME]
+
+Every way to train is captured with it applied: its peak is that of the allocator's simulation (against real
+steps within 0.1 % on a CPU, `cpu_truth`; on GPUs see `gpu_truth`), its time that of the cost model, the same
+for all. The peers take the largest micro-batch that fits, the same precision and the same fused optimizer. A
+batch that BatchNorm couples is not split, by anyone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from brimful.errors import InfeasibleError
+from brimful.hardware import find_device
+from brimful.planning import Request, search
+from brimful.settings import OptimizerImplementation
+from machine import RESULTS, keep
+from plan.jobs import JOBS, PlannedJob
+from plan.peers import PEERS, Bench, Outcome
+
+DEVICE = "A100 80GB SXM"
+BUDGETS = (0.30, 0.45, 0.60, 0.80)
+FIRST_PEER = "recompute everything"
+NAME = "plan_simulated.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", action="append")
+    only = parser.parse_args().only
+    rows: list[dict[str, Any]] = []
+    for planned in JOBS:
+        if only is None or planned.name in only:
+            rows += compare(planned)
+    if only is not None:
+        print(json.dumps(rows, indent=1))
+        print(json.dumps(summary(rows), indent=1))
+        return
+    content = {"device": DEVICE, "summary": summary(rows), "rows": rows}
+    keep(NAME, "python benchmarks/plan/simulated.py", content, "transformers")
+    print(f"{RESULTS / NAME}: {json.dumps(content['summary'])}")
+
+
+def compare(planned: PlannedJob) -> list[dict[str, Any]]:
+    """One job at all budgets."""
+    device = find_device(DEVICE)
+    job = planned.make()
+    request = Request(
+        job=planned.name,
+        device=device,
+        budget_bytes=0,
+        global_batch_size=planned.global_batch_size,
+        precisions=(planned.precision,),
+        optimizer_implementation=OptimizerImplementation.FUSED,
+    )
+    bench = Bench(job, device, request)
+    plain = bench.outcome(bench.plain)
+    rows = []
+    for fraction in BUDGETS:
+        budget_bytes = int(plain.peak_device_bytes * fraction)
+        began = time.perf_counter()
+        ours = _ours(bench, replace(request, budget_bytes=budget_bytes))
+        seconds = time.perf_counter() - began
+        ways = {name: bench.largest_that_fits(rule, budget_bytes) for name, rule in PEERS.items()}
+        row = {
+            "model": planned.name,
+            "global_batch_size": planned.global_batch_size,
+            "precision": str(planned.precision),
+            "budget_fraction": fraction,
+            "budget_bytes": budget_bytes,
+            "plain_peak_device_bytes": plain.peak_device_bytes,
+            "plain_step_seconds": plain.step_seconds,
+            "ours": _told(ours, plain, budget_bytes),
+            "planning_seconds_with_captures_at_hand": round(seconds, 2),
+            "peers": {name: _told(outcome, plain, budget_bytes) for name, outcome in ways.items()},
+        }
+        print(_line(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def _ours(bench: Bench, request: Request) -> Outcome | None:
+    try:
+        plan = search(bench.capture, request)
+    except InfeasibleError:
+        return None
+    return Outcome(
+        settings=plan.settings,
+        peak_device_bytes=plan.predicted_peak_device_bytes,
+        step_seconds=plan.predicted_step_seconds,
+    )
+
+
+def _told(outcome: Outcome | None, plain: Outcome, budget_bytes: int) -> dict[str, Any] | None:
+    if outcome is None:
+        return None
+    return {
+        "settings": outcome.settings.describe(),
+        "peak_device_bytes": outcome.peak_device_bytes,
+        "within_budget": outcome.peak_device_bytes <= budget_bytes,
+        "step_seconds": outcome.step_seconds,
+        "overhead": round(outcome.step_seconds / plain.step_seconds - 1, 4),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How we do against each peer."""
+    feasible = [row for row in rows if row["ours"] is not None]
+    told: dict[str, Any] = {
+        "cases": len(rows),
+        "ours_within_budget": sum(row["ours"]["within_budget"] for row in feasible),
+        "budget_used_median": round(
+            statistics.median(row["ours"]["peak_device_bytes"] / row["budget_bytes"] for row in feasible), 3
+        ),
+    }
+    for name in PEERS:
+        pairs = [
+            (row["peers"][name]["step_seconds"], row["ours"]["step_seconds"])
+            for row in feasible
+            if row["peers"][name] and row["peers"][name]["within_budget"]
+        ]
+        ratios = [theirs / ours for theirs, ours in pairs]
+        told[name] = {
+            "cases": sum(row["peers"][name] is not None for row in rows),
+            "within_budget": len(pairs),
+            "we_are_at_least_as_fast": sum(ratio >= 1 for ratio in ratios),
+            "geometric_mean_speedup": round(math.exp(statistics.fmean(map(math.log, ratios))), 3),
+            "least_speedup": round(min(ratios), 3),
+        }
+    return told
+
+
+def _line(row: dict[str, Any]) -> str:
+    def cell(told: dict[str, Any] | None) -> str:
+        if told is None:
+            return "-"
+        return f"{told['overhead']:+.1%}" + ("" if told["within_budget"] else " over")
+
+    peers = "  ".join(f"{name} {cell(told)}" for name, told in row["peers"].items())
+    ours = row["ours"]
+    used = (
+        "" if ours is None else f" ({ours['peak_device_bytes'] / row['budget_bytes']:.0%}, {ours['settings']})"
+    )
+    return f"{row['model']} {row['budget_fraction']:.0%}: ours {cell(ours)}{used}; {peers}"
+
+
+if __name__ == "__main__":
+    main()
