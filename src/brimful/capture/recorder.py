@@ -44,6 +44,8 @@ _WITHOUT_COST = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.d
 _WITHOUT_WRITE = frozenset(
     {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 )
+_CONVOLUTION_WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Where the weights are among the arguments."""
 UNKNOWN_NUMBER = 1.0
 """What code reads where a number cannot be known: that of a step count, or of a label that counts."""
 _READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -352,6 +354,7 @@ class Recorder(TorchDispatchMode):
             dtype="" if main is None else str(main.dtype).removeprefix("torch."),
             recomputed=self._phase is Phase.BACKWARD and _is_recomputing(),
             random=info.is_random,
+            weight_bytes=_weight_bytes(func, args),
             line=self._line() if written >= _LOCATED_BYTES else "",
         )
 
@@ -485,6 +488,12 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from _tensors_in(item)
+
+
+def _weight_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes of a convolution's weights, by where its schema has them."""
+    position = _CONVOLUTION_WEIGHTS.get(func)
+    return 0 if position is None else _view_bytes(args[position])
 
 
 def _view_bytes(tensor: Tensor) -> int:

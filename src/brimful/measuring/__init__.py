@@ -1,6 +1,12 @@
 """One real step → Measurement; a device's real rates and what its CUDA context takes."""
 
-from brimful.measuring.calibrate import calibrate_cpu
+from brimful.measuring.calibrate import (
+    Progress,
+    cache_path,
+    calibrate_cpu,
+    calibrate_gpu,
+    with_kept_calibration,
+)
 from brimful.measuring.certify import certify
 from brimful.measuring.context import best_context, kept_context, measure_context
 from brimful.measuring.peak import PeakMemory, peak_memory
@@ -8,12 +14,16 @@ from brimful.measuring.step import measure_step, repeated_step
 
 __all__ = [
     "PeakMemory",
+    "Progress",
     "best_context",
+    "cache_path",
     "calibrate_cpu",
+    "calibrate_gpu",
     "certify",
     "kept_context",
     "measure_context",
     "measure_step",
     "peak_memory",
     "repeated_step",
+    "with_kept_calibration",
 ]

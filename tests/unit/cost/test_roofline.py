@@ -45,8 +45,17 @@ def test_an_elementwise_op_takes_its_bytes_at_the_achieved_bandwidth() -> None:
 def test_a_matmul_takes_its_flops_at_the_rate_of_its_type(
     dtype: str, precision: Precision, peak: float
 ) -> None:
-    op = replace(SMALL, flops=10**13, dtype=dtype)
+    op = replace(SMALL, flops=10**13, dtype=dtype, written_bytes=10**9)
     assert op_seconds(op, A100, precision) == pytest.approx(1e13 / (peak * COMPUTE_EFFICIENCY))
+
+
+def test_a_product_of_fewer_tiles_than_multiprocessors_leaves_the_others_idle() -> None:
+    """27 tiles of 64 × 64 keep a quarter of 108 multiprocessors busy."""
+    product = replace(SMALL, flops=10**12, dtype="bfloat16", written_bytes=2 * 108 * 4096)
+    full = op_seconds(product, A100)
+    quarter = replace(product, written_bytes=2 * 27 * 4096)
+    assert op_seconds(quarter, A100) == pytest.approx(4 * full)
+    assert op_seconds(replace(product, written_bytes=10 * 108 * 4096), A100) == pytest.approx(full)
 
 
 def test_tf32_changes_nothing_where_the_hardware_lacks_it() -> None:
