@@ -25,22 +25,32 @@ class RateCurve:
             raise ValueError(f"the points of the curve {self.kind!r} must ascend: {self.points}")
 
     @classmethod
-    def through(cls, kind: str, measured: Iterable[tuple[float, float]]) -> RateCurve:
+    def through(
+        cls, kind: str, measured: Iterable[tuple[float, float]], *, is_arithmetic: bool = False
+    ) -> RateCurve:
         """The curve through measured points.
 
         Other work on the machine only ever adds time. So where a smaller amount took longer than a larger one,
-        the larger one's time stands for both.
+        the larger one's time stands for both. Arithmetic could also be done in parts: it takes no longer than
+        as many smaller amounts. (Of memory traffic that is not so, as a larger amount may leave the cache.)
 
         Args:
             kind: What work it is.
             measured: (amount, seconds) in any order; amounts differ.
+            is_arithmetic: Whether the amounts are FLOPs.
 
         Returns:
             A curve that never falls.
         """
+        ascending = sorted(measured)
+        if is_arithmetic:
+            slowness = math.inf
+            for index, (amount, seconds) in enumerate(ascending):
+                slowness = min(slowness, seconds / amount)
+                ascending[index] = (amount, slowness * amount)
         least = math.inf
         points = []
-        for amount, seconds in sorted(measured, reverse=True):
+        for amount, seconds in reversed(ascending):
             least = min(least, seconds)
             points.append((float(amount), least))
         return cls(kind=kind, points=tuple(reversed(points)))

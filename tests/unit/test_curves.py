@@ -27,6 +27,14 @@ def test_a_point_disturbed_upwards_is_replaced_by_the_larger_amount_s_time() -> 
     assert curve.points == ((10.0, 1.0), (20.0, 3.0), (30.0, 3.0))
 
 
+def test_arithmetic_takes_no_longer_than_as_many_smaller_amounts() -> None:
+    measured = [(10, 1.0), (20, 9.0), (40, 3.0)]
+    curve = RateCurve.through("matmul:float32", measured, is_arithmetic=True)
+    assert curve.points == ((10.0, 1.0), (20.0, 2.0), (40.0, 3.0))
+    cached = RateCurve.through("elementwise", [(10, 1.0), (20, 9.0), (40, 30.0)])
+    assert cached.points[1] == (20.0, 9.0)
+
+
 @pytest.mark.parametrize(
     "points",
     [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 import tempfile
 import time
 import warnings
@@ -25,7 +26,7 @@ from brimful.curves import RateCurve
 from brimful.hardware import Device, Dispatch, find_device
 from brimful.measuring.dispatch import measure_dispatch
 from brimful.measuring.probes import Pool, Probe, probes
-from brimful.measuring.timing import typical_seconds
+from brimful.measuring.timing import Typical, typical_seconds
 from brimful.units import MIB
 
 if TYPE_CHECKING:
@@ -46,6 +47,13 @@ _LARGEST_RUN_SECONDS = 0.05
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _LINK_BYTES = 256 * MIB
+
+_BUSY_FRACTION = 0.5
+
+MEASURED = "measured on this machine"
+MEASURED_BUSY = (
+    "measured on this machine while other work kept it busy; `brimful calibrate --force` measures again"
+)
 
 Progress = Callable[[str], None]
 """Is told what is measured next."""
@@ -68,6 +76,8 @@ class Calibration:
     to_host_bytes_per_second: float | None
     dispatch: Dispatch
     curves: tuple[RateCurve, ...]
+    disturbed_fraction: float
+    """Of the rounds that were timed: in how many other work on the machine had its turn."""
     measured_at_seconds: float
     """Since the epoch."""
     took_seconds: float
@@ -86,7 +96,9 @@ class Calibration:
             assert self.to_host_bytes_per_second is not None
             slower = min(self.to_device_bytes_per_second, self.to_host_bytes_per_second)
             return replace(
-                common, host_link_bytes_per_second=slower, source=f"{device.source}; times measured here"
+                common,
+                host_link_bytes_per_second=slower,
+                source=f"{device.source}; times {self.source}",
             )
         return replace(
             common,
@@ -94,9 +106,19 @@ class Calibration:
             fp16_flops_per_second=self.fp16_flops_per_second,
             bf16_flops_per_second=self.bf16_flops_per_second,
             memory_bandwidth_bytes_per_second=self.memory_bandwidth_bytes_per_second,
-            source="measured on this machine",
-            confidence="medium",
+            source=self.source,
+            confidence="low" if self.was_busy else "medium",
         )
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether other work disturbed most of the measurement, so that its figures are too slow."""
+        return self.disturbed_fraction > _BUSY_FRACTION
+
+    @property
+    def source(self) -> str:
+        """Where the figures are from."""
+        return MEASURED_BUSY if self.was_busy else MEASURED
 
 
 def calibrate_cpu(*, remeasure: bool = False, progress: Progress | None = None) -> Device:
@@ -164,7 +186,7 @@ def measure_device(device: Device, where: torch.device, *, progress: Progress | 
     """
     tell = progress or (lambda _what: None)
     start = time.perf_counter()
-    curves = measure_curves(where, tell)
+    curves, disturbed_fraction = measure_curves(where, tell)
     by_kind = {curve.kind: curve for curve in curves}
     launch_seconds = by_kind["elementwise"].points[0][1]
     tell("fresh memory")
@@ -187,28 +209,42 @@ def measure_device(device: Device, where: torch.device, *, progress: Progress | 
         to_host_bytes_per_second=to_host,
         dispatch=dispatch,
         curves=curves,
+        disturbed_fraction=disturbed_fraction,
         measured_at_seconds=time.time(),
         took_seconds=time.perf_counter() - start,
     )
 
 
-def measure_curves(where: torch.device, progress: Progress | None = None) -> tuple[RateCurve, ...]:
-    """One curve for every kind of work that there is a probe for on this torch device."""
-    curves = []
+def measure_curves(
+    where: torch.device, progress: Progress | None = None
+) -> tuple[tuple[RateCurve, ...], float]:
+    """One curve for every kind of work that there is a probe for.
+
+    Args:
+        where: A torch device.
+        progress: Is told what is measured next.
+
+    Returns:
+        The curves, and the part of the rounds that other work disturbed.
+    """
+    curves, disturbed = [], []
     pools: dict[torch.dtype, Pool] = {}
     with torch.no_grad():
         for probe in probes(where):
             if progress is not None:
-                progress(probe.kind.replace(":", " in "))
+                progress(probe.kind.replace(":", " in ").replace("_", " "))
             if probe.dtype not in pools:
                 pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
-            curves.append(measure_curve(probe, pools[probe.dtype]))
-    return tuple(curves)
+            measured = measure_probe(probe, pools[probe.dtype])
+            disturbed += [typical.disturbed_fraction for typical in measured.values()]
+            points = [(amount, typical.seconds) for amount, typical in measured.items()]
+            curves.append(RateCurve.through(probe.kind, points, is_arithmetic=":" in probe.kind))
+    return tuple(curves), statistics.fmean(disturbed)
 
 
-def measure_curve(probe: Probe, pool: Pool) -> RateCurve:
-    """A probe's sizes, up to one that runs long: some types have no fast kernels."""
-    measured: dict[int, float] = {}
+def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
+    """A probe's sizes by amount, up to one that runs long: some types have no fast kernels."""
+    measured: dict[int, Typical] = {}
     with probe.mode():
         for size in probe.sizes:
             before = pool.taken
@@ -216,18 +252,18 @@ def measure_curve(probe: Probe, pool: Pool) -> RateCurve:
             variants = min(_VARIANTS, pool.numbers // max(pool.taken - before, 1))
             runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
             measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
-            if measured[amount] > _LARGEST_RUN_SECONDS:
+            if measured[amount].seconds > _LARGEST_RUN_SECONDS:
                 break
-    return RateCurve.through(probe.kind, measured.items())
+    return measured
 
 
 def page_fault_seconds_per_byte() -> float:
     """What the first touch of memory adds to a product of tensors, per byte of the result."""
     cpu = torch.device("cpu")
     x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
-    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=0.2)
+    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=0.2).seconds
     # A virtual machine may first have to be given the pages by its host, until they have gone round once.
-    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=1.0)
+    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=1.0).seconds
     return max(fresh - warm, 0.0) / _FRESH_BYTES
 
 
@@ -245,7 +281,7 @@ def link_bytes_per_second(where: torch.device) -> tuple[float, float]:
 
     def rate(target: Tensor, source: Tensor) -> float:
         copy = partial(target.copy_, source, non_blocking=True)
-        return _LINK_BYTES / typical_seconds([copy], where, most_seconds=0.5)
+        return _LINK_BYTES / typical_seconds([copy], where, most_seconds=0.5).seconds
 
     return rate(on_device, on_host), rate(on_host, on_device)
 
@@ -355,7 +391,7 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-_MAY_BE_ZERO = ("page_fault_seconds_per_byte",)
+_MAY_BE_ZERO = ("page_fault_seconds_per_byte", "disturbed_fraction")
 
 
 def calibration_from_json(values: dict[str, Any]) -> Calibration:

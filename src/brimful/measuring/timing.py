@@ -30,9 +30,18 @@ class Duration:
     """Whether the system gave a processor that this process was using to another one meanwhile."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Typical:
+    """How long something takes."""
+
+    seconds: float
+    disturbed_fraction: float
+    """Of the rounds it was timed in."""
+
+
 def typical_seconds(
     runs: Sequence[Callable[[], object]], device: torch.device, *, most_seconds: float, rounds: int = 25
-) -> float:
+) -> Typical:
     """Seconds of one run, when several take turns.
 
     Args:
@@ -42,7 +51,7 @@ def typical_seconds(
         rounds: Most rounds.
 
     Returns:
-        Seconds per run.
+        Per run.
     """
     start = time.perf_counter()
     turns = itertools.cycle(runs)
@@ -54,7 +63,8 @@ def typical_seconds(
         len(durations) < rounds and time.perf_counter() - start < most_seconds
     ):
         durations.append(_round(turns, device, calls))
-    return typical(durations) / calls
+    disturbed = sum(duration.is_disturbed for duration in durations)
+    return Typical(seconds=typical(durations) / calls, disturbed_fraction=disturbed / len(durations))
 
 
 def typical(durations: Sequence[Duration]) -> float:

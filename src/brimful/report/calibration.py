@@ -26,6 +26,7 @@ def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dic
         "devices": [
             {
                 "name": device.name,
+                "source": device.source,
                 "kept_in": path,
                 "launch_seconds": device.launch_seconds,
                 "page_fault_seconds_per_byte": device.page_fault_seconds_per_byte,
@@ -53,7 +54,7 @@ def calibration_text(device: Device, path: str) -> str:
 
 
 def _lines(device: Device, path: str) -> Iterator[str]:
-    yield f"{device.name}, measured on this machine"
+    yield f"{device.name}: {device.source}"
     for curve in device.curves:
         kind, _, dtype = curve.kind.partition(":")
         if dtype:
