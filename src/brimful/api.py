@@ -29,6 +29,7 @@ from brimful.job import Job
 from brimful.local import choose_device
 from brimful.measurement import Measurement
 from brimful.measuring import (
+    THOROUGH_SWEEPS,
     Progress,
     best_context,
     calibrate_cpu,
@@ -489,7 +490,7 @@ def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> t
     Returns:
         The devices with what was measured, the CPU first.
     """
-    cpu = calibrate_cpu(remeasure=remeasure, progress=progress)
+    cpu = calibrate_cpu(remeasure=remeasure, sweeps=THOROUGH_SWEEPS, progress=progress)
     if not torch.cuda.is_available():
         return (cpu,)
     where = torch.device("cuda", torch.cuda.current_device())

@@ -15,6 +15,7 @@ CALIBRATION = Calibration(
     to_host_bytes_per_second=None,
     dispatch=Dispatch(forward_seconds=5e-6, backward_seconds=6e-6, optimizer_seconds=3e-6),
     curves=(RateCurve(kind="elementwise", points=((8.0, 1e-6), (8e6, 1e-3))),),
+    sweeps=3,
     disturbed_fraction=0.1,
     measured_at_seconds=1.7e9,
     took_seconds=5.0,

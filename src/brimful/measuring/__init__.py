@@ -1,6 +1,7 @@
 """One real step → Measurement; a device's real rates and what its CUDA context takes."""
 
 from brimful.measuring.calibrate import (
+    THOROUGH_SWEEPS,
     Progress,
     cache_path,
     calibrate_cpu,
@@ -13,6 +14,7 @@ from brimful.measuring.peak import PeakMemory, peak_memory
 from brimful.measuring.step import measure_step, repeated_step
 
 __all__ = [
+    "THOROUGH_SWEEPS",
     "PeakMemory",
     "Progress",
     "best_context",

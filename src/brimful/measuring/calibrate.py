@@ -40,10 +40,15 @@ _POOL_BYTES = 64 * MIB
 """Beyond the caches of most CPUs and GPUs."""
 _VARIANTS = 32
 """Most sets of operands that take turns."""
-_PROBE_SECONDS = 0.04
-"""To spend on one size of one kind, at the most but for what runs longer."""
-_LARGEST_RUN_SECONDS = 0.05
-"""A larger size is not tried after a run of this length."""
+_PROBE_SECONDS = 0.012
+"""To spend on one size of one kind at a time, if nothing disturbs it."""
+THOROUGH_SWEEPS = 3
+"""How often `brimful calibrate` goes through all kinds. The best of the times counts: a machine has slow seconds."""
+QUICK_SWEEPS = 1
+"""The same where a prediction for "cpu" finds nothing kept and must not take long."""
+_LARGEST_RUN_SECONDS = 5e-3
+"""A larger size is not tried after a run of this length: its rate is reached, and longer runs seldom end before
+another program has its turn."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _LINK_BYTES = 256 * MIB
@@ -76,6 +81,8 @@ class Calibration:
     to_host_bytes_per_second: float | None
     dispatch: Dispatch
     curves: tuple[RateCurve, ...]
+    sweeps: int
+    """How often all kinds were gone through."""
     disturbed_fraction: float
     """Of the rounds that were timed: in how many other work on the machine had its turn."""
     measured_at_seconds: float
@@ -121,25 +128,34 @@ class Calibration:
         return MEASURED_BUSY if self.was_busy else MEASURED
 
 
-def calibrate_cpu(*, remeasure: bool = False, progress: Progress | None = None) -> Device:
+def calibrate_cpu(
+    *, remeasure: bool = False, sweeps: int = QUICK_SWEEPS, progress: Progress | None = None
+) -> Device:
     """This machine's CPU with measured rates.
 
-    The measurement takes some six seconds and is kept in the user's cache directory, for this CPU model, torch
+    The measurement takes some six seconds, two more for each further sweep, and is kept in the user's cache directory, for this CPU model, torch
     version and number of threads. Where the cache cannot be read, it is made anew; where it cannot be written,
     that is a warning. Other work on the machine slows what is measured.
 
     Args:
         remeasure: Measure even if there is a kept measurement.
+        sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
         progress: Is told what is measured next.
 
     Returns:
         `find_device("cpu")` with measured rates, and "measured on this machine" as source.
     """
-    return _calibrated(find_device("cpu"), torch.device("cpu"), remeasure=remeasure, progress=progress)
+    cpu = find_device("cpu")
+    return _calibrated(cpu, torch.device("cpu"), remeasure=remeasure, sweeps=sweeps, progress=progress)
 
 
 def calibrate_gpu(
-    device: Device, where: torch.device, *, remeasure: bool = False, progress: Progress | None = None
+    device: Device,
+    where: torch.device,
+    *,
+    remeasure: bool = False,
+    sweeps: int = THOROUGH_SWEEPS,
+    progress: Progress | None = None,
 ) -> Device:
     """A GPU of this machine with measured rates, kept as those of the CPU are.
 
@@ -147,12 +163,13 @@ def calibrate_gpu(
         device: Its row of the table.
         where: The torch device that it is.
         remeasure: Measure even if there is a kept measurement.
+        sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
         progress: Is told what is measured next.
 
     Returns:
         The row with what was measured.
     """
-    return _calibrated(device, where, remeasure=remeasure, progress=progress)
+    return _calibrated(device, where, remeasure=remeasure, sweeps=sweeps, progress=progress)
 
 
 def with_kept_calibration(device: Device) -> Device:
@@ -173,12 +190,19 @@ def kept_calibration(device: Device) -> Calibration | None:
     return _read(device).get(_cache_key(device))
 
 
-def measure_device(device: Device, where: torch.device, *, progress: Progress | None = None) -> Calibration:
+def measure_device(
+    device: Device,
+    where: torch.device,
+    *,
+    sweeps: int = THOROUGH_SWEEPS,
+    progress: Progress | None = None,
+) -> Calibration:
     """Measure all kinds of work on a torch device, then what is around them.
 
     Args:
         device: The row that `where` belongs to.
         where: A CPU or CUDA device of this machine.
+        sweeps: How often all kinds are gone through.
         progress: Is told what is measured next.
 
     Returns:
@@ -186,7 +210,7 @@ def measure_device(device: Device, where: torch.device, *, progress: Progress | 
     """
     tell = progress or (lambda _what: None)
     start = time.perf_counter()
-    curves, disturbed_fraction = measure_curves(where, tell)
+    curves, disturbed_fraction = measure_curves(where, sweeps=sweeps, progress=tell)
     by_kind = {curve.kind: curve for curve in curves}
     launch_seconds = by_kind["elementwise"].points[0][1]
     tell("fresh memory")
@@ -209,6 +233,7 @@ def measure_device(device: Device, where: torch.device, *, progress: Progress | 
         to_host_bytes_per_second=to_host,
         dispatch=dispatch,
         curves=curves,
+        sweeps=sweeps,
         disturbed_fraction=disturbed_fraction,
         measured_at_seconds=time.time(),
         took_seconds=time.perf_counter() - start,
@@ -216,30 +241,41 @@ def measure_device(device: Device, where: torch.device, *, progress: Progress | 
 
 
 def measure_curves(
-    where: torch.device, progress: Progress | None = None
+    where: torch.device, *, sweeps: int, progress: Progress | None = None
 ) -> tuple[tuple[RateCurve, ...], float]:
     """One curve for every kind of work that there is a probe for.
 
     Args:
         where: A torch device.
+        sweeps: How often all are gone through; the best of an amount's times counts.
         progress: Is told what is measured next.
 
     Returns:
         The curves, and the part of the rounds that other work disturbed.
     """
-    curves, disturbed = [], []
     pools: dict[torch.dtype, Pool] = {}
+    measured: dict[str, dict[int, Typical]] = {}
+    disturbed: list[float] = []
     with torch.no_grad():
-        for probe in probes(where):
-            if progress is not None:
-                progress(probe.kind.replace(":", " in ").replace("_", " "))
-            if probe.dtype not in pools:
-                pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
-            measured = measure_probe(probe, pools[probe.dtype])
-            disturbed += [typical.disturbed_fraction for typical in measured.values()]
-            points = [(amount, typical.seconds) for amount, typical in measured.items()]
-            curves.append(RateCurve.through(probe.kind, points, is_arithmetic=":" in probe.kind))
-    return tuple(curves), statistics.fmean(disturbed)
+        for sweep in range(1, sweeps + 1):
+            for probe in probes(where):
+                if progress is not None:
+                    kind = probe.kind.replace(":", " in ").replace("_", " ")
+                    progress(f"{kind} ({sweep} of {sweeps})")
+                if probe.dtype not in pools:
+                    pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
+                found = measure_probe(probe, pools[probe.dtype])
+                disturbed += [typical.disturbed_fraction for typical in found.values()]
+                best = measured.setdefault(probe.kind, found)
+                for amount, typical in found.items():
+                    best[amount] = min(typical, best.get(amount, typical), key=lambda each: each.seconds)
+    curves = tuple(
+        RateCurve.through(
+            kind, [(amount, typical.seconds) for amount, typical in found.items()], is_arithmetic=":" in kind
+        )
+        for kind, found in measured.items()
+    )
+    return curves, statistics.fmean(disturbed)
 
 
 def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
@@ -263,7 +299,7 @@ def page_fault_seconds_per_byte() -> float:
     x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
     warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=0.2).seconds
     # A virtual machine may first have to be given the pages by its host, until they have gone round once.
-    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=1.0).seconds
+    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=0.6).seconds
     return max(fresh - warm, 0.0) / _FRESH_BYTES
 
 
@@ -357,11 +393,13 @@ _CACHES = {"cpu": (CACHE_FILE, "cpus"), "cuda": (GPU_CACHE_FILE, "gpus")}
 """File and section by kind of device."""
 
 
-def _calibrated(device: Device, where: torch.device, *, remeasure: bool, progress: Progress | None) -> Device:
+def _calibrated(
+    device: Device, where: torch.device, *, remeasure: bool, sweeps: int, progress: Progress | None
+) -> Device:
     key, kept = _cache_key(device), _read(device)
     calibration = None if remeasure else kept.get(key)
-    if calibration is None:
-        calibration = measure_device(device, where, progress=progress)
+    if calibration is None or calibration.sweeps < sweeps:
+        calibration = measure_device(device, where, sweeps=sweeps, progress=progress)
         file_name, section = _CACHES[device.kind]
         write_kept(file_name, section, kept | {key: calibration}, what=f"the measured rates of {device.name}")
     return calibration.applied_to(device)

@@ -17,6 +17,10 @@ _ROUND_SECONDS = 0.3e-3
 a short round more often ends before another program gets its turn."""
 
 _LEAST_ROUNDS = 3
+_ENOUGH_ROUNDS = 25
+"""That nothing disturbed."""
+_PATIENCE = 6
+"""How many times as long is tried if nearly all rounds are disturbed."""
 
 Result = TypeVar("Result")
 
@@ -40,15 +44,15 @@ class Typical:
 
 
 def typical_seconds(
-    runs: Sequence[Callable[[], object]], device: torch.device, *, most_seconds: float, rounds: int = 25
+    runs: Sequence[Callable[[], object]], device: torch.device, *, most_seconds: float
 ) -> Typical:
     """Seconds of one run, when several take turns.
 
     Args:
         runs: The same work on different operands; on CUDA not waited for in between.
         device: Is waited for at the end of a round.
-        most_seconds: To spend on this; at least three rounds are made.
-        rounds: Most rounds.
+        most_seconds: To spend on this; up to six times as much while other work disturbs most rounds. At least
+            three rounds are made.
 
     Returns:
         Per run.
@@ -59,11 +63,15 @@ def typical_seconds(
     once = min(_round(turns, device, 1).seconds for _ in range(2))
     calls = max(1, min(1000, int(_ROUND_SECONDS / once)))
     durations: list[Duration] = []
-    while len(durations) < _LEAST_ROUNDS or (
-        len(durations) < rounds and time.perf_counter() - start < most_seconds
-    ):
+    quiet = 0
+    while len(durations) < _LEAST_ROUNDS or quiet < _ENOUGH_ROUNDS:
+        spent = time.perf_counter() - start
+        is_patient = quiet < _LEAST_ROUNDS and spent < _PATIENCE * most_seconds
+        if len(durations) >= _LEAST_ROUNDS and spent > most_seconds and not is_patient:
+            break
         durations.append(_round(turns, device, calls))
-    disturbed = sum(duration.is_disturbed for duration in durations)
+        quiet += not durations[-1].is_disturbed
+    disturbed = len(durations) - quiet
     return Typical(seconds=typical(durations) / calls, disturbed_fraction=disturbed / len(durations))
 
 

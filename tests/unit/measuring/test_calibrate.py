@@ -35,10 +35,15 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Calibratio
     """An empty cache directory and a measurement that takes no time; lists the measurements made."""
     made: list[Calibration] = []
 
-    def measure(device: Device, where: torch.device, *, progress: object = None) -> Calibration:
+    def measure(device: Device, where: torch.device, *, sweeps: int, progress: object) -> Calibration:
         links = (20e9, 10e9) if device.kind == "cuda" else (None, None)
         made.append(
-            replace(CALIBRATION, to_device_bytes_per_second=links[0], to_host_bytes_per_second=links[1])
+            replace(
+                CALIBRATION,
+                to_device_bytes_per_second=links[0],
+                to_host_bytes_per_second=links[1],
+                sweeps=sweeps,
+            )
         )
         return made[-1]
 
@@ -82,9 +87,19 @@ def test_calibrating_measures_this_machine_and_says_what_it_does(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert [device.name for device in api.calibrate()] == ["cpu"]
     api.calibrate()
+    calibrate_cpu()
     assert len(measured) == 1
     api.calibrate(remeasure=True)
     assert len(measured) == 2
+
+
+def test_what_a_prediction_measured_in_haste_is_measured_again_when_asked(
+    measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    api.resolve_device("cpu")
+    api.calibrate()
+    assert [calibration.sweeps for calibration in measured] == [1, 3]
 
 
 def test_a_measurement_is_made_once_and_kept_in_the_cache_directory(
