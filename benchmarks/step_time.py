@@ -3,9 +3,9 @@
     python benchmarks/step_time.py
 
 Small versions of real architectures: built-in ones with few layers or small images, others of `cpu_truth.py`
-and `zoo/`. Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first. Measured:
-the median of some steps of `measure_step`, made several times at different moments; the lowest median counts, as
-other work on the machine only adds time. All medians are kept.
+and `zoo/`. Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first.
+Measured: the median of some steps of `measure_step`, made several times at different moments; the lowest median
+counts, as other work on the machine only adds time. All medians are kept.
 """
 
 from __future__ import annotations

@@ -29,7 +29,14 @@ TILE_OUTPUTS = 64 * 64
 
 The smallest of the usual tiles, 256 × 128 to 64 × 64, in NVIDIA's "Matrix Multiplication Background User's
 Guide" (tile quantization, "Dimension quantization effects"); a product of fewer tiles than multiprocessors
-leaves the others idle. Libraries may also split the inner dimension, which is not modelled; not measured here.
+leaves the others idle. Not measured here.
+"""
+
+SPLIT_INNER = 512
+"""Length of the inner dimension that a tile is worth splitting at, so that several multiprocessors share it.
+
+That libraries split it where results are few and the inner dimension is long: CUTLASS, "Efficient GEMM in
+CUDA", parallelized reductions. At which length is assumed, not measured.
 """
 
 _BYTES_PER_ELEMENT = {"float64": 8, "float16": 2, "bfloat16": 2}
@@ -144,14 +151,15 @@ class Roofline:
         return curve
 
     def _flop_seconds(self, op: Op) -> float:
-        """1 / (rate · efficiency · part of the multiprocessors that have a tile)."""
+        """1 / (rate · efficiency · share of the multiprocessors that have a part of a tile to compute)."""
         seconds = self._seconds_per_flop.get(op.dtype) or self._price(op.dtype)
         multiprocessors = self._device.sm_count
         if multiprocessors is None:
             return seconds
-        outputs = op.written_bytes / _BYTES_PER_ELEMENT.get(op.dtype, 4)
-        tiles = max(outputs / TILE_OUTPUTS, 1.0)
-        return seconds * max(multiprocessors / tiles, 1.0)
+        outputs = max(op.written_bytes / _BYTES_PER_ELEMENT.get(op.dtype, 4), 1.0)
+        inner = op.flops / 2 / outputs
+        parts = max(outputs / TILE_OUTPUTS, 1.0) * max(inner / SPLIT_INNER, 1.0)
+        return seconds * max(multiprocessors / parts, 1.0)
 
     def _price(self, dtype: str) -> float:
         rate = self._device.flops_per_second(dtype, self._precision)

@@ -43,7 +43,8 @@ _VARIANTS = 32
 _PROBE_SECONDS = 0.012
 """To spend on one size of one kind at a time, if nothing disturbs it."""
 THOROUGH_SWEEPS = 3
-"""How often `brimful calibrate` goes through all kinds. The best of the times counts: a machine has slow seconds."""
+"""How often `brimful calibrate` goes through all kinds. The best of the times counts: a machine has slow
+seconds."""
 QUICK_SWEEPS = 1
 """The same where a prediction for "cpu" finds nothing kept and must not take long."""
 _LARGEST_RUN_SECONDS = 5e-3
@@ -133,9 +134,9 @@ def calibrate_cpu(
 ) -> Device:
     """This machine's CPU with measured rates.
 
-    The measurement takes some six seconds, two more for each further sweep, and is kept in the user's cache directory, for this CPU model, torch
-    version and number of threads. Where the cache cannot be read, it is made anew; where it cannot be written,
-    that is a warning. Other work on the machine slows what is measured.
+    The measurement takes some six seconds, two more for each further sweep. It is kept in the user's cache
+    directory, for this CPU model, torch version and number of threads. Where the cache cannot be read, it is
+    made anew; where it cannot be written, that is a warning. Other work on the machine slows what is measured.
 
     Args:
         remeasure: Measure even if there is a kept measurement.

@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from brimful.cost import op_seconds, region_seconds
-from brimful.cost.roofline import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY
+from brimful.cost.roofline import (
+    BANDWIDTH_EFFICIENCY,
+    COMPUTE_EFFICIENCY,
+    SPLIT_INNER,
+    TILE_OUTPUTS,
+)
 from brimful.hardware import find_device
 from brimful.settings import Precision
 from brimful.trace import Op, Phase
@@ -50,12 +55,13 @@ def test_a_matmul_takes_its_flops_at_the_rate_of_its_type(
 
 
 def test_a_product_of_fewer_tiles_than_multiprocessors_leaves_the_others_idle() -> None:
-    """27 tiles of 64 × 64 keep a quarter of 108 multiprocessors busy."""
-    product = replace(SMALL, flops=10**12, dtype="bfloat16", written_bytes=2 * 108 * 4096)
-    full = op_seconds(product, A100)
-    quarter = replace(product, written_bytes=2 * 27 * 4096)
-    assert op_seconds(quarter, A100) == pytest.approx(4 * full)
-    assert op_seconds(replace(product, written_bytes=10 * 108 * 4096), A100) == pytest.approx(full)
+    """27 tiles of 64 × 64 keep a quarter of 108 multiprocessors busy, or all if four share each tile."""
+    outputs = 27 * TILE_OUTPUTS
+    product = replace(SMALL, dtype="bfloat16", written_bytes=2 * outputs)
+    short, long = (replace(product, flops=2 * outputs * inner) for inner in (SPLIT_INNER, 4 * SPLIT_INNER))
+    slow = replace(A100, bf16_flops_per_second=1e9)
+    assert op_seconds(short, slow) == pytest.approx(4 * short.flops / (1e9 * COMPUTE_EFFICIENCY))
+    assert op_seconds(long, slow) == pytest.approx(long.flops / (1e9 * COMPUTE_EFFICIENCY))
 
 
 def test_tf32_changes_nothing_where_the_hardware_lacks_it() -> None:
