@@ -108,6 +108,7 @@ def main() -> None:
     calibration = measure_device(find_device("cpu"), torch.device("cpu"))
     device = calibration.applied_to(find_device("cpu"))
     rows = [predict(row, device) for row in ROWS]
+    print("calibrated and predicted", flush=True)
     medians = [[measure(row) for row in ROWS] for _ in range(MOMENTS)]
     for row, moments in zip(rows, zip(*medians, strict=True), strict=True):
         row["measured_median_seconds"] = moments
