@@ -4,8 +4,8 @@
 
 Small versions of real architectures: built-in ones with few layers or small images, others of `cpu_truth.py`
 and `zoo/`. Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first.
-Measured: the median of some steps of `measure_step`, made several times at different moments; the lowest median
-counts, as other work on the machine only adds time. All medians are kept.
+Measured: the median of some steps of `measure_step`, made several times; the lowest median counts, as other
+work on the machine only adds time. All medians are kept. Other work is waited for before each, but not for long.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import psutil
 import torch
 
 from brimful.architectures import find_architecture
@@ -32,8 +33,10 @@ from cpu_truth import MODELS
 from machine import keep
 from zoo import ZOO
 
-STEPS = 7
-MOMENTS = 4
+STEPS = 5
+MOMENTS = 3
+IDLE_PERCENT = 10.0
+IDLE_SECONDS_AT_MOST = 40
 AIM_FRACTION = 0.15
 """The project's own aim for the median error."""
 
@@ -97,7 +100,15 @@ def predict(row: Row, device: Device) -> dict[str, Any]:
     }
 
 
+def wait_until_idle() -> None:
+    """Until the other programs on the machine take hardly any time, or long enough."""
+    for _ in range(IDLE_SECONDS_AT_MOST):
+        if psutil.cpu_percent(interval=1.0) < IDLE_PERCENT:
+            return
+
+
 def measure(row: Row) -> float:
+    wait_until_idle()
     settings = Settings(micro_batch_size=row.micro_batch_size)
     return measure_step(row.job(), settings, steps=STEPS).measured_step_seconds
 
@@ -105,18 +116,21 @@ def measure(row: Row) -> float:
 def main() -> None:
     warnings.simplefilter("ignore")  # of the libraries
     start = time.perf_counter()
+    wait_until_idle()
     calibration = measure_device(find_device("cpu"), torch.device("cpu"))
     device = calibration.applied_to(find_device("cpu"))
-    rows = [predict(row, device) for row in ROWS]
-    print("calibrated and predicted", flush=True)
-    medians = [[measure(row) for row in ROWS] for _ in range(MOMENTS)]
-    for row, moments in zip(rows, zip(*medians, strict=True), strict=True):
+    rows = []
+    for each in ROWS:
+        row = predict(each, device)
+        rows.append(row)
+        moments = [measure(each) for _ in range(MOMENTS)]
         row["measured_median_seconds"] = moments
         row["measured_step_seconds"] = min(moments)
         row["error_fraction"] = row["predicted_step_seconds"] / row["measured_step_seconds"] - 1
         print(
             f"{row['model']:<56} {format_seconds(row['predicted_step_seconds']):>8} "
-            f"{format_seconds(row['measured_step_seconds']):>8} {row['error_fraction']:>+7.1%}"
+            f"{format_seconds(row['measured_step_seconds']):>8} {row['error_fraction']:>+7.1%}",
+            flush=True,
         )
     errors = [abs(row["error_fraction"]) for row in rows]
     summary = {
