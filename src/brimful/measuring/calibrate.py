@@ -50,6 +50,9 @@ QUICK_SWEEPS = 1
 _LARGEST_RUN_SECONDS = 5e-3
 """A larger size is not tried after a run of this length: its rate is reached, and longer runs seldom end before
 another program has its turn."""
+_LARGEST_DISTURBED_RUN_SECONDS = 50e-3
+"""The same if most rounds were disturbed. A small op then takes a time slice of another program, up to 10 ms or so:
+to stop there and go on at its rate would make large ones take minutes."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_ROUNDS = 30
@@ -289,8 +292,9 @@ def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
             run, amount = probe.make(size, pool)
             variants = min(_VARIANTS, pool.numbers // max(pool.taken - before, 1))
             runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
-            measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
-            if measured[amount].seconds > _LARGEST_RUN_SECONDS:
+            found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
+            is_disturbed = found.disturbed_fraction > _BUSY_FRACTION
+            if found.seconds > (_LARGEST_DISTURBED_RUN_SECONDS if is_disturbed else _LARGEST_RUN_SECONDS):
                 break
     return measured
 

@@ -24,7 +24,7 @@ from brimful.measuring.calibrate import (
 )
 from brimful.measuring.dispatch import measure_dispatch
 from brimful.measuring.probes import Pool, Probe
-from brimful.measuring.timing import Duration, typical, typical_seconds
+from brimful.measuring.timing import Duration, Typical, typical, typical_seconds
 from helpers.calibrated import CALIBRATION
 
 CPU = torch.device("cpu")
@@ -238,6 +238,16 @@ def test_a_probe_runs_at_its_smallest_sizes_and_its_work_grows(probe: Probe) -> 
     assert len(measured) == 2
     assert list(measured) == sorted(measured)
     assert min(measured) > 0
+
+
+@pytest.mark.parametrize(("seconds", "disturbed", "sizes"), [(8e-3, 0.0, 1), (8e-3, 0.9, 3), (80e-3, 0.9, 1)])
+def test_sizes_go_on_after_a_time_slice_of_other_work_but_not_after_a_long_run(
+    seconds: float, disturbed: float, sizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Typical(seconds=seconds, disturbed_fraction=disturbed)
+    monkeypatch.setattr(calibrate, "typical_seconds", lambda *_args, **_kwargs: found)
+    probe = next(probe for probe in probes.probes(CPU) if probe.kind == "elementwise")
+    assert len(measure_probe(replace(probe, sizes=(64, 128, 256)), Pool(CPU, torch.float32, 1 << 16))) == sizes
 
 
 def test_a_pool_hands_out_other_memory_each_time_until_it_is_used_up() -> None:
