@@ -5,8 +5,8 @@
 Small versions of real architectures: built-in ones with few layers or small images, others of `cpu_truth.py`
 and `zoo/`. Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first.
 Measured: the median of some steps of `measure_step`, made several times; the lowest median counts, as other
-work on the machine only adds time. All medians are kept. Before each,
-other work is waited for, but not for long.
+work on the machine only adds time. All medians are kept. Before each, other work is waited for, though not for
+long.
 """
 
 from __future__ import annotations

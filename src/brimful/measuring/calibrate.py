@@ -51,8 +51,8 @@ _LARGEST_RUN_SECONDS = 5e-3
 """A larger size is not tried after a run of this length: its rate is reached, and longer runs seldom end before
 another program has its turn."""
 _LARGEST_DISTURBED_RUN_SECONDS = 50e-3
-"""The same if most rounds were disturbed. A small op then takes a time slice of another program, up to 10 ms or so:
-to stop there and go on at its rate would make large ones take minutes."""
+"""The same if most rounds were disturbed. A small op then takes a time slice of another program, 10 ms or so: to
+stop there and go on at its rate would make large ones take minutes."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_ROUNDS = 30
