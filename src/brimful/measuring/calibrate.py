@@ -26,7 +26,7 @@ from brimful.curves import RateCurve
 from brimful.hardware import Device, Dispatch, find_device
 from brimful.measuring.dispatch import measure_dispatch
 from brimful.measuring.probes import Pool, Probe, probes
-from brimful.measuring.timing import Typical, host_timed, typical_seconds
+from brimful.measuring.timing import Typical, host_timed, typical, typical_seconds
 from brimful.units import MIB
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ _LARGEST_RUN_SECONDS = 5e-3
 """A larger size is not tried after a run of this length: its rate is reached, and longer runs seldom end before
 another program has its turn."""
 _LARGEST_DISTURBED_RUN_SECONDS = 50e-3
-"""The same if most rounds were disturbed. A small op then takes a time slice of another program, 10 ms or so: to
-stop there and go on at its rate would make large ones take minutes."""
+"""The same if most rounds were disturbed. A small op then takes a time slice of another program, 10 ms or so:
+to stop there and go on at its rate would make large ones take minutes."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_ROUNDS = 30
@@ -270,13 +270,13 @@ def measure_curves(
                 if probe.dtype not in pools:
                     pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
                 found = measure_probe(probe, pools[probe.dtype])
-                disturbed += [typical.disturbed_fraction for typical in found.values()]
+                disturbed += [each.disturbed_fraction for each in found.values()]
                 best = measured.setdefault(probe.kind, found)
-                for amount, typical in found.items():
-                    best[amount] = min(typical, best.get(amount, typical), key=lambda each: each.seconds)
+                for amount, one in found.items():
+                    best[amount] = min(one, best.get(amount, one), key=lambda each: each.seconds)
     curves = tuple(
         RateCurve.through(
-            kind, [(amount, typical.seconds) for amount, typical in found.items()], is_arithmetic=":" in kind
+            kind, [(amount, each.seconds) for amount, each in found.items()], is_arithmetic=":" in kind
         )
         for kind, found in measured.items()
     )
@@ -304,9 +304,7 @@ def page_fault_seconds_per_byte() -> float:
     cpu = torch.device("cpu")
     x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
     warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=0.2).seconds
-    # The quickest: now and then a virtual machine has to be given the pages by its host, which takes six times
-    # as long, until they have gone round.
-    fresh = min(host_timed(partial(torch.mul, x, y))[1].seconds for _ in range(_FRESH_ROUNDS))
+    fresh = typical([host_timed(partial(torch.mul, x, y))[1] for _ in range(_FRESH_ROUNDS)])
     return max(fresh - warm, 0.0) / _FRESH_BYTES
 
 
