@@ -102,6 +102,21 @@ def test_what_a_prediction_measured_in_haste_is_measured_again_when_asked(
     assert [calibration.sweeps for calibration in measured] == [1, 3]
 
 
+def test_what_a_busy_machine_gave_is_measured_again_when_asked_and_else_made_do_with(
+    measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    api.calibrate()
+    document = json.loads(cache_path().read_text())
+    for values in document["cpus"].values():
+        values["disturbed_fraction"] = 0.9
+    cache_path().write_text(json.dumps(document))
+    api.resolve_device("cpu")
+    assert len(measured) == 1
+    api.calibrate()
+    assert len(measured) == 2
+
+
 def test_a_measurement_is_made_once_and_kept_in_the_cache_directory(
     measured: list[Calibration], tmp_path: Path
 ) -> None:
