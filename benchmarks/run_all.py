@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("cpu_truth.py", "cpu_zoo.py", "published.py", "estimate_speed.py", "demo_runs.py")
+BENCHMARKS = ("cpu_truth.py", "cpu_zoo.py", "published.py", "step_time.py", "estimate_speed.py", "demo_runs.py")
 
 
 def main() -> int:

@@ -9,10 +9,10 @@ from functools import cache
 from brimful.capture import capture_step
 from brimful.hardware import Device
 from brimful.job import Job
+from brimful.module_tree import unit_of_each_op
 from brimful.planning import Request, estimate_trace, find_units
 from brimful.planning.savable import unit_calls
 from brimful.planning.sizes import RoughlyScaledTraces
-from brimful.planning.units import unit_of_each_op
 from brimful.settings import Action, Settings, UnitAction, op_kind
 from brimful.timeline import predict_memory
 from brimful.trace import Trace

@@ -30,6 +30,7 @@ __all__ = [
     "UnitAction",
     "__version__",
     "apply",
+    "calibrate",
     "capture_trace",
     "certify",
     "check_plan",
@@ -62,6 +63,7 @@ _HOMES = {
     "TrainingResult": "training",
     "UnitAction": "settings",
     "apply": "api",
+    "calibrate": "api",
     "capture_trace": "api",
     "certify": "api",
     "check_plan": "api",
@@ -78,6 +80,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from brimful.api import (
         apply,
+        calibrate,
         capture_trace,
         certify,
         check_plan,

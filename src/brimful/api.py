@@ -28,7 +28,16 @@ from brimful.hardware import Device, find_device, known_devices, with_context
 from brimful.job import Job
 from brimful.local import choose_device
 from brimful.measurement import Measurement
-from brimful.measuring import best_context, calibrate_cpu, measure_step
+from brimful.measuring import (
+    THOROUGH_SWEEPS,
+    Progress,
+    best_context,
+    calibrate_cpu,
+    calibrate_gpu,
+    measure_context,
+    measure_step,
+    with_kept_calibration,
+)
 from brimful.optimizers import has_implementation, make_optimizer
 from brimful.planning import (
     MARGIN_FRACTION,
@@ -477,6 +486,33 @@ def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") ->
     return capture_step(job, settings, resolve_device(device), steps=_steps_of(job))
 
 
+def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> tuple[Device, ...]:
+    """Measure this machine: its CPU and, where torch can use one, its GPU; kept in the user's cache directory.
+
+    Matmuls by type and size, convolutions, attention, memory bandwidth by size and kind of work, launches, what
+    Python and autograd take per op and per recomputed region; on a GPU also the link to the host and the memory
+    of the CUDA context. From then on predictions for "cpu", and for that GPU by whatever name, use them.
+
+    Args:
+        remeasure: Measure even what is kept already.
+        progress: Is told what is measured next.
+
+    Returns:
+        The devices with what was measured, the CPU first.
+    """
+    cpu = calibrate_cpu(remeasure=remeasure, sweeps=THOROUGH_SWEEPS, progress=progress)
+    if not torch.cuda.is_available():
+        return (cpu,)
+    where = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(where)
+    row = find_device(properties.name, capacity_bytes=properties.total_memory)
+    if remeasure or not best_context(row).is_measured:
+        if progress is not None:
+            progress("CUDA context")
+        measure_context(where)
+    return cpu, calibrate_gpu(_with_best_context(row), where, remeasure=remeasure, progress=progress)
+
+
 def resolve_device(device: str | Device) -> Device:
     """The device meant.
 
@@ -485,7 +521,7 @@ def resolve_device(device: str | Device) -> Device:
             its GPU; "auto" for the GPU if there is one, else the CPU.
 
     Returns:
-        Its row of the table, or what was measured.
+        Its row of the table, with what was measured of it on this machine and kept.
 
     Raises:
         UnknownNameError: There is no such device in the table.
@@ -499,13 +535,14 @@ def resolve_device(device: str | Device) -> Device:
     if name == "cpu":
         return calibrate_cpu()
     if name != "cuda":
-        return _with_best_context(find_device(device))
+        return with_kept_calibration(_with_best_context(find_device(device)))
     if not torch.cuda.is_available():
         raise UsageError(
             'this machine has no CUDA GPU that torch can use. Name one, such as "RTX 3090", to plan.'
         )
     properties = torch.cuda.get_device_properties(0)
-    return _with_best_context(find_device(properties.name, capacity_bytes=properties.total_memory))
+    row = find_device(properties.name, capacity_bytes=properties.total_memory)
+    return with_kept_calibration(_with_best_context(row))
 
 
 def _with_best_context(device: Device) -> Device:

@@ -2,7 +2,8 @@
 
 The table is `data/gpus.csv`. It holds the vendors' dense peak rates (no structured sparsity); what part of a
 peak a training step reaches is `cost`'s business. The CPU of this machine is a device too, with stated
-defaults that `measuring.calibrate_cpu` replaces by measurements. What a CUDA context takes beside torch's
+defaults that `measuring.calibrate_cpu` replaces by measurements, as `measuring.calibrate_gpu` does for a GPU
+that is in this machine: rates by size, and what Python adds. What a CUDA context takes beside torch's
 allocator is in `data/contexts.csv`; `measuring.measure_context` replaces it by a measurement.
 """
 
@@ -20,6 +21,7 @@ from typing import Literal
 
 import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
 
+from brimful.curves import RateCurve
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Precision
 from brimful.units import GIB, MIB, format_bytes
@@ -89,6 +91,44 @@ class CudaContext:
     """Whether measured on this machine."""
 
 
+REGION_SECONDS = 0.6e-3
+"""Host time of one recomputed region beyond running its ops again, on a machine nobody calibrated.
+
+Measured: forward and backward of a small `nn.TransformerEncoderLayer`, non-reentrant checkpoint (1.69 ms) less
+plain (0.76 ms) less one forward (0.32 ms); torch 2.13, 2 cores of an AMD EPYC (family 25). One linear layer
+with its activation took 0.2 ms, six took 0.4 ms: it grows with the tensors saved inside.
+"""
+
+RNG_STASH_SECONDS = 0.05e-3
+"""Host time of saving and restoring one generator's state for one region; measured as above, 0.02 to 0.06 ms.
+
+On CUDA the device's generator is saved beside the host's; the second is assumed to cost the same, not measured.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """What Python, autograd and torch's dispatcher take on the host, beside the work of ops."""
+
+    forward_seconds: float
+    """Per op of forward, the calls of modules around it included."""
+    backward_seconds: float
+    """Per op of backward."""
+    optimizer_seconds: float
+    """Per op of the optimizer."""
+    region_seconds: float = REGION_SECONDS
+    """Per recomputed region, beside its ops."""
+    rng_stash_seconds: float = RNG_STASH_SECONDS
+    """Per random generator whose state is kept for a region."""
+
+    @classmethod
+    def of_launch(cls, launch_seconds: float) -> Dispatch:
+        """Every op at the time of a bare one, where nothing else was measured."""
+        return cls(
+            forward_seconds=launch_seconds, backward_seconds=launch_seconds, optimizer_seconds=launch_seconds
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One kind of GPU, or the CPU of this machine.
@@ -122,7 +162,13 @@ class Device:
     context_source: str
     """Where the context's figures are from."""
     launch_seconds: float
-    """Least time per op in eager PyTorch."""
+    """Least time per op in eager PyTorch, called without autograd or modules around it."""
+    dispatch: Dispatch
+    """What the host takes per op and per recomputed region, with all that is around an op."""
+    curves: tuple[RateCurve, ...] = ()
+    """Time by amount of work, for each kind that was measured; none of a GPU that only the table knows."""
+    page_fault_seconds_per_byte: float = 0.0
+    """What the first touch of memory adds on a CPU, where the C library asks the system for it."""
     source: str
     """Where the row is from."""
     confidence: str
@@ -461,6 +507,7 @@ def _row(cells: dict[str, str]) -> _Row:
         context_high_bytes=context.high_bytes,
         context_source=context.source,
         launch_seconds=CUDA_LAUNCH_SECONDS,
+        dispatch=Dispatch.of_launch(CUDA_LAUNCH_SECONDS),
         source=source,
         confidence=confidence,
     )
@@ -496,6 +543,7 @@ def _cpu() -> Device:
         context_high_bytes=_NO_CONTEXT.high_bytes,
         context_source=_NO_CONTEXT.source,
         launch_seconds=CPU_LAUNCH_SECONDS,
+        dispatch=Dispatch.of_launch(CPU_LAUNCH_SECONDS),
         source="capacity from the operating system; rates are defaults, not measured",
         confidence="low",
     )

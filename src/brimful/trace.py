@@ -73,6 +73,8 @@ class Op:
     """Runs a second time, during backward, because the first result was not kept."""
     random: bool = False
     """Draws from the random number generator."""
+    weight_bytes: int = 0
+    """Of a convolution: its weights, which are among what it reads."""
     line: str = ""
     """Where in the user's or a library's Python code it is called, as "file.py:12", for ops that make large
     tensors; for those of backward, where the forward op was called."""

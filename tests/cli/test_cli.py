@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from brimful.measuring import calibrate
+from helpers.calibrated import CALIBRATION
+
 JOB = """
 import torch
 from torch import nn
@@ -286,7 +289,48 @@ def test_help_loads_no_torch(folder: Path) -> None:
         assert command in done.stdout
 
 
+CALIBRATED_DEVICE_KEYS = {
+    "name",
+    "source",
+    "kept_in",
+    "launch_seconds",
+    "page_fault_seconds_per_byte",
+    "host_link_bytes_per_second",
+    "context_bytes",
+    "dispatch",
+    "curves",
+}
+
+
+def test_calibrate_tells_what_is_kept_without_measuring_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(calibrate, "measure_device", lambda *_args, **_kwargs: CALIBRATION)
+    calibrate.calibrate_cpu()
+    done = brimful(folder, "calibrate", "--json")
+    assert done.returncode == 0, done.stderr
+    device = json.loads(done.stdout)["devices"][0]
+    assert set(device) == CALIBRATED_DEVICE_KEYS
+    assert device["curves"] == {"elementwise": [[8.0, 1e-6], [8e6, 1e-3]]}
+    shown = brimful(folder, "calibrate")
+    assert str(folder / "cache" / "brimful" / "cpu.json") in shown.stdout
+    assert "cpu: measured on this machine" in shown.stdout
+    assert "measuring" not in shown.stderr
+
+
+@pytest.mark.slow
+def test_calibrate_measures_this_machine_and_estimates_then_use_it(folder: Path) -> None:
+    done = brimful(folder, "calibrate")
+    assert done.returncode == 0, done.stderr
+    assert "measuring: matmul in float32" in done.stderr
+    assert "kept in" in done.stdout
+    assert brimful(folder, "estimate", "mine.py:job", "--device", "cpu").returncode == 0
+    assert len(json.loads((folder / "cache" / "brimful" / "cpu.json").read_text())["cpus"]) == 1
+
+
 OPTIONS = {
+    "calibrate": ["--force", "--json"],
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
         "--optimizer-implementation", "--recompute", "--budget", "--seq-len", "--image-size", "--set",

@@ -51,7 +51,7 @@ def test_the_commands_shown_are_commands() -> None:
     from brimful.cli.app import app
 
     shown = [line for text in (README,) for line in text.splitlines() if line.startswith("brimful ")]
-    assert {shlex.split(line)[1] for line in shown} == {"estimate", "gpus", "plan", "train"}
+    assert {shlex.split(line)[1] for line in shown} == {"calibrate", "estimate", "gpus", "plan", "train"}
     for line in shown:
         _, name, *arguments = shlex.split(line)
         command = get_command(app).commands[name]  # type: ignore[attr-defined]

@@ -29,6 +29,7 @@ PUBLIC = {
     "UnitAction",
     "__version__",
     "apply",
+    "calibrate",
     "capture_trace",
     "certify",
     "check_plan",

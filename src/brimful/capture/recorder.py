@@ -49,6 +49,8 @@ _WITHOUT_WRITE = frozenset(
 )
 _KINDS = (EventKind.FREE, EventKind.ALLOCATE)
 """By whether an event is an allocation."""
+_CONVOLUTION_WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
+"""Where the weights are among the arguments."""
 UNKNOWN_NUMBER = 1.0
 """What code reads where a number cannot be known: that of a step count, or of a label that counts."""
 _READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
@@ -367,6 +369,7 @@ class Recorder(TorchDispatchMode):
             dtype="" if main is None else str(main.dtype).removeprefix("torch."),
             recomputed=self._phase is Phase.BACKWARD and _is_recomputing(),
             random=info.is_random,
+            weight_bytes=_weight_bytes(func, args),
             line=self._line() if written >= _LOCATED_BYTES else "",
         )
 
@@ -494,6 +497,12 @@ def _is_recomputing() -> bool:
 def _has_no_value(tensors: Any) -> bool:
     """Whether all of a list are fakes without a value; torch keeps it for scalars such as a step count."""
     return all(type(tensor) is FakeTensor and tensor.constant is None for tensor in tensors)
+
+
+def _weight_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes of a convolution's weights, by where its schema has them."""
+    position = _CONVOLUTION_WEIGHTS.get(func)
+    return 0 if position is None else _view_bytes(args[position])
 
 
 def _view_bytes(tensor: Tensor) -> int:

@@ -1,10 +1,20 @@
 """Seconds: what the ops of a trace take on a device.
 
-A roofline for each op, with the time to launch it as the floor.
+Measured curves where the device was calibrated, else a roofline; what the host takes per op; on a CPU the
+first touch of memory; on CUDA a queue that the host fills.
 """
 
+from brimful.cost.recomputing import RecomputePrices
 from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline, op_seconds
 from brimful.cost.step import StepTime, step_seconds
 
-__all__ = ["Roofline", "StepTime", "op_seconds", "region_seconds", "saving_seconds", "step_seconds"]
+__all__ = [
+    "RecomputePrices",
+    "Roofline",
+    "StepTime",
+    "op_seconds",
+    "region_seconds",
+    "saving_seconds",
+    "step_seconds",
+]

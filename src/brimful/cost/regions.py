@@ -4,21 +4,6 @@ from __future__ import annotations
 
 from brimful.hardware import Device
 
-REGION_SECONDS = 0.6e-3
-"""Host time of one recomputed region beyond running its ops again.
-
-Measured: forward and backward of a small `nn.TransformerEncoderLayer`, non-reentrant checkpoint (1.69 ms) less
-plain (0.76 ms) less one forward (0.32 ms); torch 2.13, 2 cores of an AMD EPYC (family 25). One linear layer
-with its activation took 0.2 ms, six took 0.4 ms: it grows with the tensors saved inside.
-"""
-
-RNG_STASH_SECONDS = 0.05e-3
-"""Host time of saving and restoring one generator's state for one region; measured as above, 0.02 to 0.06 ms.
-
-On CUDA the device's generator is saved beside the host's; the second is assumed to cost the same, not measured.
-"""
-
-
 SAVED_OP_SECONDS = 16e-6
 """Host time that saving results of some ops of a region adds per op of its forward, saved or not: two dispatch
 modes see each, in the forward and in the recomputation.
@@ -47,11 +32,11 @@ def region_seconds(device: Device, *, stashes_rng: bool = True) -> float:
     of the GPU; `step_seconds` counts what is left.
 
     Args:
-        device: Where the region runs; its host is taken to be as fast as the one measured.
+        device: Where the region runs; not calibrated, its host is taken to be as fast as the one measured.
         stashes_rng: Whether the random state is kept for the recomputation.
 
     Returns:
         Seconds, beside those of the region's ops.
     """
     generators = (2 if device.kind == "cuda" else 1) if stashes_rng else 0
-    return REGION_SECONDS + generators * RNG_STASH_SECONDS
+    return device.dispatch.region_seconds + generators * device.dispatch.rng_stash_seconds

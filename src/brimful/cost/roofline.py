@@ -1,10 +1,12 @@
-"""The least time an op can take: by its arithmetic, by its memory traffic, by launching it."""
+"""The time of one op: from measured curves where the device has them, else a roofline."""
 
 from __future__ import annotations
 
+from brimful.cost.kinds import OTHER, WEIGHT_GRADIENT, Work, work_of
+from brimful.curves import RateCurve
 from brimful.hardware import Device
 from brimful.settings import Precision
-from brimful.trace import Op
+from brimful.trace import Op, Phase
 
 COMPUTE_EFFICIENCY = 0.75
 """Part of a GPU's peak arithmetic rate that matmuls, convolutions and attention reach; one for all models.
@@ -22,12 +24,33 @@ An H100 SXM copies at 2903 of 3350 GB/s, 86.7 % (aigatech/vpbenchmarking, "GPU D
 that read and write less evenly it is assumed, not measured.
 """
 
+TILE_OUTPUTS = 64 * 64
+"""Results of a product that one multiprocessor computes at a time, at the least.
+
+The smallest of the usual tiles, 256 × 128 to 64 × 64, in NVIDIA's "Matrix Multiplication Background User's
+Guide" (tile quantization, "Dimension quantization effects"); a product of fewer tiles than multiprocessors
+leaves the others idle. Not measured here.
+"""
+
+SPLIT_INNER = 512
+"""Length of the inner dimension that a tile is worth splitting at, so that several multiprocessors share it.
+
+That libraries split it where results are few and the inner dimension is long: CUTLASS, "Efficient GEMM in
+CUDA", parallelized reductions. At which length is assumed, not measured.
+"""
+
+_BYTES_PER_ELEMENT = {"float64": 8, "float16": 2, "bfloat16": 2}
+"""Of a result; 4 elsewhere."""
+
+_STANDS_IN = {"attention": "matmul", "recurrent": "matmul", "convolution": "matmul"}
+"""Arithmetic kinds whose curve may be missing for a type, and the kind that is measured for most."""
+
 
 def op_seconds(op: Op, device: Device, precision: Precision = Precision.FP32) -> float:
-    """Predicted seconds of one op: the longest of arithmetic, traffic and launch.
+    """Predicted seconds of one op by itself, its launch included.
 
-    max(flops / (rate · efficiency), bytes / (bandwidth · efficiency), launch). The rates of a CPU are
-    achieved ones, so its efficiencies are 1. Caches are not modelled: bytes are charged at the memory's rate.
+    The price of one more op, such as a recomputed one. `step_seconds` lets a GPU's host run ahead, and so is
+    less than the sum of this over ops.
 
     Args:
         op: The op; its `flops` are 0 where arithmetic never limits.
@@ -52,11 +75,20 @@ class Roofline:
         on_gpu = device.kind == "cuda"
         self._device = device
         self._precision = precision
+        self._curves = {curve.kind: curve for curve in device.curves}
         self._compute_efficiency = COMPUTE_EFFICIENCY if on_gpu else 1.0
         bandwidth_efficiency = BANDWIDTH_EFFICIENCY if on_gpu else 1.0
         self._seconds_per_byte = 1 / (device.memory_bandwidth_bytes_per_second * bandwidth_efficiency)
         self._seconds_per_flop: dict[str, float] = {}
         self._unrated: set[str] = set()
+        self._known: dict[tuple[str, int, int, int, int, str], float] = {}
+        # An op's time in a curve, or the floor of the roofline, has its bare launch already.
+        dispatch = device.dispatch
+        self._beside_launch = {
+            Phase.FORWARD: max(dispatch.forward_seconds - device.launch_seconds, 0.0),
+            Phase.BACKWARD: max(dispatch.backward_seconds - device.launch_seconds, 0.0),
+            Phase.OPTIMIZER: max(dispatch.optimizer_seconds - device.launch_seconds, 0.0),
+        }
 
     @property
     def dtypes_at_fp32_rate(self) -> tuple[str, ...]:
@@ -64,12 +96,70 @@ class Roofline:
         return tuple(sorted(self._unrated))
 
     def op_seconds(self, op: Op) -> float:
-        """Predicted seconds of one op; the formula is at the function of the same name."""
-        seconds = max((op.read_bytes + op.written_bytes) * self._seconds_per_byte, self._device.launch_seconds)
-        if op.flops:
-            seconds_per_flop = self._seconds_per_flop.get(op.dtype) or self._price(op.dtype)
-            seconds = max(seconds, op.flops * seconds_per_flop)
+        """Predicted seconds of one op by itself; see the function of the same name."""
+        if self._device.kind == "cpu":
+            return self.work_seconds(op) + self.host_seconds(op) - self._device.launch_seconds
+        return max(self.work_seconds(op), self._device.launch_seconds)
+
+    def work_seconds(self, op: Op) -> float:
+        """Seconds of the device's own work: from a curve, or max(flops / rate, bytes / bandwidth).
+
+        On a CPU and in a measured curve at least a bare launch. The rates of a CPU are achieved ones, so its
+        efficiencies are 1. Its convolutions first lay their operands out anew: there the two are added.
+        """
+        key = (op.name, op.flops, op.read_bytes, op.written_bytes, op.weight_bytes, op.dtype)
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = self._known[key] = self._work_seconds(op)
         return seconds
+
+    def host_seconds(self, op: Op) -> float:
+        """Seconds of the host for one op: launch, autograd and Python by what runs it."""
+        phase = Phase.FORWARD if op.recomputed else op.phase
+        return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
+
+    def _work_seconds(self, op: Op) -> float:
+        work = work_of(op, self._precision)
+        moved_bytes = op.read_bytes + op.written_bytes
+        curve = self._curve(work)
+        least = self._device.launch_seconds if self._device.kind == "cpu" else 0.0
+        if not op.flops:
+            return (
+                max(moved_bytes * self._seconds_per_byte, least)
+                if curve is None
+                else curve.seconds_at(work.amount)
+            )
+        streaming = self._curves.get(OTHER)
+        moving = (
+            moved_bytes * self._seconds_per_byte if streaming is None else streaming.seconds_at(moved_bytes)
+        )
+        computing = op.flops * self._flop_seconds(op) if curve is None else curve.seconds_at(work.amount)
+        if op.weight_bytes and self._device.kind == "cpu":
+            return computing + moving + self._weight_gradient_seconds(op)
+        return max(computing, moving, least)
+
+    def _weight_gradient_seconds(self, op: Op) -> float:
+        curve = self._curves.get(WEIGHT_GRADIENT)
+        return 0.0 if curve is None or "backward" not in op.name else curve.seconds_at(op.weight_bytes)
+
+    def _curve(self, work: Work) -> RateCurve | None:
+        """The curve of a kind, or of the one that stands in for it."""
+        curve = self._curves.get(work.kind)
+        if curve is None:
+            name, colon, dtype = work.kind.partition(":")
+            curve = self._curves.get(f"{_STANDS_IN.get(name, name)}:{dtype}" if colon else OTHER)
+        return curve
+
+    def _flop_seconds(self, op: Op) -> float:
+        """1 / (rate · efficiency · share of the multiprocessors that have a part of a tile to compute)."""
+        seconds = self._seconds_per_flop.get(op.dtype) or self._price(op.dtype)
+        multiprocessors = self._device.sm_count
+        if multiprocessors is None:
+            return seconds
+        outputs = max(op.written_bytes / _BYTES_PER_ELEMENT.get(op.dtype, 4), 1.0)
+        inner = op.flops / 2 / outputs
+        parts = max(outputs / TILE_OUTPUTS, 1.0) * max(inner / SPLIT_INNER, 1.0)
+        return seconds * max(multiprocessors / parts, 1.0)
 
     def _price(self, dtype: str) -> float:
         rate = self._device.flops_per_second(dtype, self._precision)

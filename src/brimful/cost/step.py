@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from brimful.cost.regions import region_seconds
+import numpy as np
+from numpy.typing import NDArray
+
+from brimful.cost.page_faults import faulted_bytes
+from brimful.cost.queue import finish_seconds
+from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
 from brimful.hardware import Device
+from brimful.module_tree import unit_of_each_op
+from brimful.settings import Action
 from brimful.trace import Phase, Trace
 
 
@@ -29,11 +36,18 @@ class StepTime:
         return self.forward_seconds + self.backward_seconds + self.recompute_seconds + self.optimizer_seconds
 
 
+_PARTS = 4
+_FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = range(_PARTS)
+_PART_OF_PHASE = {Phase.FORWARD: _FORWARD, Phase.BACKWARD: _BACKWARD, Phase.OPTIMIZER: _OPTIMIZER}
+
+
 def step_seconds(trace: Trace, device: Device) -> StepTime:
     """Predicted time of a steady step: the last one captured.
 
     Its last captured micro-batch stands for all that were not captured, up to
-    `settings.gradient_accumulation_steps`.
+    `settings.gradient_accumulation_steps`. On a CPU one op follows another, and the times add up. On CUDA the
+    host fills a queue that the GPU works off; the step ends when the GPU does, and what an op adds to that
+    moment is its part.
 
     Args:
         trace: What a step does. Its ops follow the decisions of `trace.device_kind`.
@@ -43,32 +57,14 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
         Seconds by phase, and the types whose rate was not known.
     """
     roofline = Roofline(device, trace.settings.precision)
-    last_step = trace.captured_steps - 1
-    last_micro_batch = trace.captured_micro_batches - 1
-    last_weight = max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1)
-
-    # Plain accumulators: a real trace has tens of thousands of ops.
-    forward = backward = recompute = optimizer = launched = 0.0
-    for op in trace.ops:
-        if op.step != last_step:
-            continue
-        phase = op.phase
-        seconds = roofline.op_seconds(op)
-        weight = last_weight if op.micro_batch == last_micro_batch and phase is not Phase.OPTIMIZER else 1
-        if op.recomputed:
-            recompute += seconds * weight
-        elif phase is Phase.FORWARD:
-            forward += seconds * weight
-        elif phase is Phase.BACKWARD:
-            backward += seconds * weight
-        elif phase is Phase.OPTIMIZER:
-            optimizer += seconds
-        else:
-            continue
-        launched += device.launch_seconds * weight
-
-    busy = forward + backward + recompute + optimizer
-    recompute += _exposed_region_seconds(trace, device, host_lead_seconds=busy - launched)
+    step = _Step.of(trace, roofline, device)
+    if device.kind == "cuda":
+        order = step.order
+        ends = finish_seconds(step.host_seconds[order], step.work_seconds[order])
+        seconds, part = np.diff(ends, prepend=0.0), step.part[order]
+    else:
+        seconds, part = (step.host_seconds + step.work_seconds) * step.times, step.part
+    forward, backward, recompute, optimizer = np.bincount(part, weights=seconds, minlength=_PARTS).tolist()
     return StepTime(
         forward_seconds=forward,
         backward_seconds=backward,
@@ -78,11 +74,103 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
     )
 
 
-def _exposed_region_seconds(trace: Trace, device: Device, *, host_lead_seconds: float) -> float:
-    """Σ regions · region_seconds, on CUDA less what the host is ahead of the GPU.
+def _ops_seen_by_saving(trace: Trace) -> int:
+    """Ops of one forward in units of which some results are saved."""
+    saving = [unit.fqn for unit in trace.settings.units if unit.action is Action.SAVE]
+    if not saving:
+        return 0
+    last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
+    return sum(
+        unit >= 0 and op.phase is Phase.FORWARD and (op.step, op.micro_batch) == (last_step, last_micro_batch)
+        for op, unit in zip(trace.ops, unit_of_each_op(trace, saving), strict=True)
+    )
 
-    The host's lead is Σ (op seconds − launch seconds): the time it waits for kernels and can spend elsewhere.
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is timed of the last captured step, in its order: ops, and the beginnings of recomputations (N)."""
+
+    part: NDArray[np.int64]
+    """To which part of the step's time each counts, (N,)."""
+    micro_batch: NDArray[np.int64]
+    """(N,)"""
+    host_seconds: NDArray[np.float64]
+    """(N,); on a CPU without the launch, which the work has in it."""
+    work_seconds: NDArray[np.float64]
+    """(N,); none where a recomputation begins."""
+    repeated_micro_batch: int
+    """The one that stands for those not captured."""
+    repeats: int
+    """How often it runs, at least 1."""
+
+    @classmethod
+    def of(cls, trace: Trace, roofline: Roofline, device: Device) -> _Step:
+        last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
+        timed = [
+            (index, op)
+            for index, op in enumerate(trace.ops)
+            if op.step == last_step and op.phase in _PART_OF_PHASE
+        ]
+        part = np.array(
+            [_RECOMPUTE if op.recomputed else _PART_OF_PHASE[op.phase] for _, op in timed], dtype=np.int64
+        )
+        micro_batch = np.array([op.micro_batch for _, op in timed], dtype=np.int64)
+        work = np.array([roofline.work_seconds(op) for _, op in timed], dtype=np.float64)
+        host = np.array([roofline.host_seconds(op) for _, op in timed], dtype=np.float64)
+        if device.kind == "cpu":
+            indices = np.array([index for index, _ in timed], dtype=np.int64)
+            work += faulted_bytes(trace)[indices] * device.page_fault_seconds_per_byte
+            host -= device.launch_seconds
+        places, shares = _region_places(part, micro_batch)
+        regions_seconds = len(trace.settings.recomputed) * region_seconds(device)
+        regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
+        return cls(
+            part=np.insert(part, places, _RECOMPUTE),
+            micro_batch=np.insert(micro_batch, places, micro_batch[places]),
+            host_seconds=np.insert(host, places, shares * regions_seconds),
+            work_seconds=np.insert(work, places, 0.0),
+            repeated_micro_batch=last_micro_batch,
+            repeats=max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1),
+        )
+
+    @property
+    def is_repeated(self) -> NDArray[np.bool_]:
+        """Whether each is of the micro-batch that stands for others, (N,)."""
+        repeated: NDArray[np.bool_] = (self.micro_batch == self.repeated_micro_batch) & (
+            self.part != _OPTIMIZER
+        )
+        return repeated
+
+    @property
+    def times(self) -> NDArray[np.int64]:
+        """How often each happens, (N,)."""
+        return np.where(self.is_repeated, self.repeats, 1)
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        """Positions as they happen, those of the repeated micro-batch again and again."""
+        positions = np.arange(len(self.part))
+        repeated, once = positions[self.is_repeated], positions[~self.is_repeated]
+        first = int(repeated[0]) if len(repeated) else 0
+        return np.concatenate([once[once < first], np.tile(repeated, self.repeats), once[once >= first]])
+
+
+def _region_places(
+    part: NDArray[np.int64], micro_batch: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Before which ops recomputations begin, and what share of their micro-batch's regions begins there.
+
+    The regions are spread evenly over the places where ops start to be recomputed. Where no op is recomputed, a
+    region still costs its work in Python, before the last op of its micro-batch.
     """
-    regions = len(trace.settings.recomputed) * trace.settings.gradient_accumulation_steps
-    host_seconds = regions * region_seconds(device)
-    return max(host_seconds - host_lead_seconds, 0.0) if device.kind == "cuda" else host_seconds
+    begins = part == _RECOMPUTE
+    begins[1:] &= part[:-1] != _RECOMPUTE
+    places: list[int] = []
+    shares: list[float] = []
+    for each in np.unique(micro_batch):
+        here = np.flatnonzero(begins & (micro_batch == each))
+        if not len(here):
+            here = np.flatnonzero((part != _OPTIMIZER) & (micro_batch == each))[-1:]
+        places += here.tolist()
+        shares += [1 / len(here)] * len(here)
+    return np.array(places, dtype=np.int64), np.array(shares, dtype=np.float64)

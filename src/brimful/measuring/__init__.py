@@ -1,15 +1,26 @@
 """One real step → Measurement; a device's real rates and what its CUDA context takes."""
 
-from brimful.measuring.calibrate import calibrate_cpu
+from brimful.measuring.calibrate import (
+    THOROUGH_SWEEPS,
+    Progress,
+    cache_path,
+    calibrate_cpu,
+    calibrate_gpu,
+    with_kept_calibration,
+)
 from brimful.measuring.certify import certify, certify_model
 from brimful.measuring.context import best_context, kept_context, measure_context
 from brimful.measuring.peak import PeakMemory, peak_memory
 from brimful.measuring.step import measure_step, repeated_step
 
 __all__ = [
+    "THOROUGH_SWEEPS",
     "PeakMemory",
+    "Progress",
     "best_context",
+    "cache_path",
     "calibrate_cpu",
+    "calibrate_gpu",
     "certify",
     "certify_model",
     "kept_context",
@@ -17,4 +28,5 @@ __all__ = [
     "measure_step",
     "peak_memory",
     "repeated_step",
+    "with_kept_calibration",
 ]

@@ -1,6 +1,6 @@
-"""What this machine's CPU really does: arithmetic, memory bandwidth and the cost of one op, measured once.
+"""What a device of this machine really does: every kind of work by size, links, launches and Python, kept.
 
-Checked with torch 2.13.
+Checked with torch 2.13 on a CPU; the few lines for CUDA alone were not run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import Tensor
 
-from brimful.hardware import Device, find_device
+from brimful.curves import RateCurve
+from brimful.hardware import Device, Dispatch, find_device
+from brimful.measuring.dispatch import measure_dispatch
+from brimful.measuring.probes import Pool, Probe, probes
+from brimful.measuring.timing import Typical, host_timed, typical, typical_seconds
 from brimful.units import MIB
 
 if TYPE_CHECKING:
@@ -29,63 +34,302 @@ if TYPE_CHECKING:
 
 CACHE_VERSION = 1
 CACHE_FILE = "cpu.json"
+GPU_CACHE_FILE = "gpus.json"
 
-# Up to one layer of a mid-sized model: (1024, 1024) @ (1024, 4096), 8.6 GFLOP. Smaller ones are for types
-# without fast kernels: float16 ran at 1 GFLOP/s where float32 ran at 170 (AMD EPYC, 2 cores).
-_MATMUL_SIZES = (128, 256, 512, 1024)
-_MATMUL_SECONDS_AT_MOST = 0.3
-_BANDWIDTH_TENSOR_BYTES = 64 * MIB
-_OPS_IN_CHAIN = 200
-_REPEATS = 9
+_POOL_BYTES = 64 * MIB
+"""Beyond the caches of most CPUs and GPUs."""
+_VARIANTS = 32
+"""Most sets of operands that take turns."""
+_PROBE_SECONDS = 0.012
+"""To spend on one size of one kind at a time, if nothing disturbs it."""
+THOROUGH_SWEEPS = 3
+"""How often `brimful calibrate` goes through all kinds. The best of the times counts: a machine has slow
+seconds."""
+QUICK_SWEEPS = 1
+"""The same where a prediction for "cpu" finds nothing kept and must not take long."""
+_LARGEST_RUN_SECONDS = 5e-3
+"""A larger size is not tried after a run of this length: its rate is reached, and longer runs seldom end before
+another program has its turn."""
+_LARGEST_DISTURBED_RUN_SECONDS = 50e-3
+"""The same if most rounds were disturbed. A small op then takes a time slice of another program, 10 ms or so:
+to stop there and go on at its rate would make large ones take minutes."""
+_FRESH_BYTES = 64 * MIB
+"""A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
+_FRESH_ROUNDS = 30
+_LINK_BYTES = 256 * MIB
+
+_BUSY_FRACTION = 0.5
+
+MEASURED = "measured on this machine"
+MEASURED_BUSY = (
+    "measured on this machine while other work kept it busy; `brimful calibrate --force` measures again"
+)
+
+Progress = Callable[[str], None]
+"""Is told what is measured next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CpuRates:
-    """What `calibrate_cpu` measures; the rates are achieved ones."""
+class Calibration:
+    """What was measured of one device; rates are achieved ones, at the largest size that was timed."""
 
     fp32_flops_per_second: float
     fp16_flops_per_second: float
     bf16_flops_per_second: float
     memory_bandwidth_bytes_per_second: float
     launch_seconds: float
+    """One small elementwise op."""
+    page_fault_seconds_per_byte: float
+    """0 on a GPU."""
+    to_device_bytes_per_second: float | None
+    """From pinned memory; None on a CPU."""
+    to_host_bytes_per_second: float | None
+    dispatch: Dispatch
+    curves: tuple[RateCurve, ...]
+    sweeps: int
+    """How often all kinds were gone through."""
+    disturbed_fraction: float
+    """Of the rounds that were timed: in how many other work on the machine had its turn."""
+    measured_at_seconds: float
+    """Since the epoch."""
+    took_seconds: float
+
+    def applied_to(self, device: Device) -> Device:
+        """The device with these rates; a GPU's peaks stay, as its curves come before them."""
+        common = replace(
+            device,
+            launch_seconds=self.launch_seconds,
+            dispatch=self.dispatch,
+            curves=self.curves,
+            page_fault_seconds_per_byte=self.page_fault_seconds_per_byte,
+        )
+        if device.kind == "cuda":
+            assert self.to_device_bytes_per_second is not None
+            assert self.to_host_bytes_per_second is not None
+            slower = min(self.to_device_bytes_per_second, self.to_host_bytes_per_second)
+            return replace(
+                common,
+                host_link_bytes_per_second=slower,
+                source=f"{device.source}; times {self.source}",
+            )
+        return replace(
+            common,
+            fp32_flops_per_second=self.fp32_flops_per_second,
+            fp16_flops_per_second=self.fp16_flops_per_second,
+            bf16_flops_per_second=self.bf16_flops_per_second,
+            memory_bandwidth_bytes_per_second=self.memory_bandwidth_bytes_per_second,
+            source=self.source,
+            confidence="low" if self.was_busy else "medium",
+        )
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether other work disturbed most of the measurement, so that its figures are too slow."""
+        return self.disturbed_fraction > _BUSY_FRACTION
+
+    @property
+    def source(self) -> str:
+        """Where the figures are from."""
+        return MEASURED_BUSY if self.was_busy else MEASURED
 
 
-def calibrate_cpu(*, remeasure: bool = False) -> Device:
+def calibrate_cpu(
+    *, remeasure: bool = False, sweeps: int = QUICK_SWEEPS, progress: Progress | None = None
+) -> Device:
     """This machine's CPU with measured rates.
 
-    The measurement takes about three seconds and is kept in the user's cache directory, for this CPU model,
-    torch version and number of threads. Where the cache cannot be read, it is made anew; where it cannot be
-    written, that is a warning. Other work on the machine slows what is measured.
+    The measurement takes some six seconds, two more for each further sweep. It is kept in the user's cache
+    directory, for this CPU model, torch version and number of threads. Where the cache cannot be read, it is
+    made anew; where it cannot be written, that is a warning. Other work on the machine slows what is measured.
 
     Args:
         remeasure: Measure even if there is a kept measurement.
+        sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
+        progress: Is told what is measured next.
 
     Returns:
         `find_device("cpu")` with measured rates, and "measured on this machine" as source.
     """
-    key = _cache_key()
-    kept = read_kept(CACHE_FILE, "cpus", _kept_rates)
-    rates = None if remeasure else kept.get(key)
-    if rates is None:
-        rates = measure_cpu()
-        write_kept(CACHE_FILE, "cpus", kept | {key: rates}, what="the CPU's measured rates")
-    return replace(find_device("cpu"), **asdict(rates), source="measured on this machine", confidence="medium")
+    cpu = find_device("cpu")
+    return _calibrated(cpu, torch.device("cpu"), remeasure=remeasure, sweeps=sweeps, progress=progress)
 
 
-def measure_cpu() -> CpuRates:
-    """Measure this CPU with all of torch's threads; each figure is a median."""
-    return CpuRates(
-        fp32_flops_per_second=_matmul_flops_per_second(torch.float32),
-        fp16_flops_per_second=_matmul_flops_per_second(torch.float16),
-        bf16_flops_per_second=_matmul_flops_per_second(torch.bfloat16),
-        memory_bandwidth_bytes_per_second=_memory_bandwidth_bytes_per_second(),
-        launch_seconds=_launch_seconds(),
+def calibrate_gpu(
+    device: Device,
+    where: torch.device,
+    *,
+    remeasure: bool = False,
+    sweeps: int = THOROUGH_SWEEPS,
+    progress: Progress | None = None,
+) -> Device:
+    """A GPU of this machine with measured rates, kept as those of the CPU are.
+
+    Args:
+        device: Its row of the table.
+        where: The torch device that it is.
+        remeasure: Measure even if there is a kept measurement.
+        sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
+        progress: Is told what is measured next.
+
+    Returns:
+        The row with what was measured.
+    """
+    return _calibrated(device, where, remeasure=remeasure, sweeps=sweeps, progress=progress)
+
+
+def with_kept_calibration(device: Device) -> Device:
+    """The device with what was measured for it on this machine and kept, if there is anything.
+
+    Args:
+        device: A GPU of the table or the CPU.
+
+    Returns:
+        It is not measured if nothing is kept; then it stays as it is.
+    """
+    kept = kept_calibration(device)
+    return device if kept is None else kept.applied_to(device)
+
+
+def kept_calibration(device: Device) -> Calibration | None:
+    """What was measured for a device with this version of torch; None if nothing is kept."""
+    return _read(device).get(_cache_key(device))
+
+
+def measure_device(
+    device: Device,
+    where: torch.device,
+    *,
+    sweeps: int = THOROUGH_SWEEPS,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Measure all kinds of work on a torch device, then what is around them.
+
+    Args:
+        device: The row that `where` belongs to.
+        where: A CPU or CUDA device of this machine.
+        sweeps: How often all kinds are gone through.
+        progress: Is told what is measured next.
+
+    Returns:
+        Typical times, of runs that no other program disturbed where there were any.
+    """
+    tell = progress or (lambda _what: None)
+    start = time.perf_counter()
+    curves, disturbed_fraction = measure_curves(where, sweeps=sweeps, progress=tell)
+    by_kind = {curve.kind: curve for curve in curves}
+    launch_seconds = by_kind["elementwise"].points[0][1]
+    tell("fresh memory")
+    fault_seconds = page_fault_seconds_per_byte() if where.type == "cpu" else 0.0
+    tell("Python and autograd")
+    curved = replace(device, curves=curves, launch_seconds=launch_seconds)
+    dispatch = measure_dispatch(curved, where)
+    to_device = to_host = None
+    if where.type == "cuda":
+        tell("host link")
+        to_device, to_host = link_bytes_per_second(where)
+    return Calibration(
+        fp32_flops_per_second=_end_rate(by_kind["matmul:float32"]),
+        fp16_flops_per_second=_end_rate(by_kind["matmul:float16"]),
+        bf16_flops_per_second=_end_rate(by_kind["matmul:bfloat16"]),
+        memory_bandwidth_bytes_per_second=_end_rate(by_kind["elementwise"]),
+        launch_seconds=launch_seconds,
+        page_fault_seconds_per_byte=fault_seconds,
+        to_device_bytes_per_second=to_device,
+        to_host_bytes_per_second=to_host,
+        dispatch=dispatch,
+        curves=curves,
+        sweeps=sweeps,
+        disturbed_fraction=disturbed_fraction,
+        measured_at_seconds=time.time(),
+        took_seconds=time.perf_counter() - start,
     )
 
 
-def cache_path() -> Path:
-    """Where measurements of the CPU are kept, in `cache_directory`."""
-    return cache_directory() / CACHE_FILE
+def measure_curves(
+    where: torch.device, *, sweeps: int, progress: Progress | None = None
+) -> tuple[tuple[RateCurve, ...], float]:
+    """One curve for every kind of work that there is a probe for.
+
+    Args:
+        where: A torch device.
+        sweeps: How often all are gone through; the best of an amount's times counts.
+        progress: Is told what is measured next.
+
+    Returns:
+        The curves, and the part of the rounds that other work disturbed.
+    """
+    pools: dict[torch.dtype, Pool] = {}
+    measured: dict[str, dict[int, Typical]] = {}
+    disturbed: list[float] = []
+    with torch.no_grad():
+        for sweep in range(1, sweeps + 1):
+            for probe in probes(where):
+                if progress is not None:
+                    kind = probe.kind.replace(":", " in ").replace("_", " ")
+                    progress(f"{kind} ({sweep} of {sweeps})")
+                if probe.dtype not in pools:
+                    pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
+                found = measure_probe(probe, pools[probe.dtype])
+                disturbed += [each.disturbed_fraction for each in found.values()]
+                best = measured.setdefault(probe.kind, found)
+                for amount, one in found.items():
+                    best[amount] = min(one, best.get(amount, one), key=lambda each: each.seconds)
+    curves = tuple(
+        RateCurve.through(
+            kind, [(amount, each.seconds) for amount, each in found.items()], is_arithmetic=":" in kind
+        )
+        for kind, found in measured.items()
+    )
+    return curves, statistics.fmean(disturbed)
+
+
+def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
+    """A probe's sizes by amount, up to one that runs long: some types have no fast kernels."""
+    measured: dict[int, Typical] = {}
+    with probe.mode():
+        for size in probe.sizes:
+            before = pool.taken
+            run, amount = probe.make(size, pool)
+            variants = min(_VARIANTS, pool.numbers // max(pool.taken - before, 1))
+            runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
+            found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
+            is_disturbed = found.disturbed_fraction > _BUSY_FRACTION
+            if found.seconds > (_LARGEST_DISTURBED_RUN_SECONDS if is_disturbed else _LARGEST_RUN_SECONDS):
+                break
+    return measured
+
+
+def page_fault_seconds_per_byte() -> float:
+    """What the first touch of memory adds to a product of tensors, per byte of the result."""
+    cpu = torch.device("cpu")
+    x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
+    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=0.2).seconds
+    fresh = typical([host_timed(partial(torch.mul, x, y))[1] for _ in range(_FRESH_ROUNDS)])
+    return max(fresh - warm, 0.0) / _FRESH_BYTES
+
+
+def link_bytes_per_second(where: torch.device) -> tuple[float, float]:
+    """Rates to the device and back, from and to pinned memory.
+
+    Args:
+        where: A CUDA device; for a CPU memory is copied within it, which tests use.
+
+    Returns:
+        Bytes per second, one way at a time.
+    """
+    on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=where.type == "cuda")
+    on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=where)
+
+    def rate(target: Tensor, source: Tensor) -> float:
+        copy = partial(target.copy_, source, non_blocking=True)
+        return _LINK_BYTES / typical_seconds([copy], where, most_seconds=0.5).seconds
+
+    return rate(on_device, on_host), rate(on_host, on_device)
+
+
+def cache_path(device_kind: str = "cpu") -> Path:
+    """Where measurements of CPUs are kept, or of GPUs, in `cache_directory`."""
+    return cache_directory() / _CACHES[device_kind][0]
 
 
 def cache_directory() -> Path:
@@ -150,57 +394,36 @@ def write_kept(file_name: str, section: str, kept: Mapping[str, DataclassInstanc
         warnings.warn(f"{what} could not be kept: {error}", stacklevel=3)
 
 
-def _matmul_flops_per_second(dtype: torch.dtype) -> float:
-    """2·m·k·n / seconds with m = k = size, n = 4·size, at the largest size that does not take long."""
-    for size in _MATMUL_SIZES:
-        a, b = torch.randn(size, size).to(dtype), torch.randn(size, 4 * size).to(dtype)
-        durations = _durations(partial(torch.mm, a, b))
-        # The next size does 2³ times the work. The quickest run tells, so that a hiccup does not.
-        if 8 * min(durations) > _MATMUL_SECONDS_AT_MOST:
-            break
-    return 2 * size * size * 4 * size / statistics.median(durations)
+_CACHES = {"cpu": (CACHE_FILE, "cpus"), "cuda": (GPU_CACHE_FILE, "gpus")}
+"""File and section by kind of device."""
 
 
-def _memory_bandwidth_bytes_per_second() -> float:
-    """Bytes read and written by a product and a copy, over their time; results go to fresh buffers.
-
-    Fresh, because a training step allocates its activations: the first touch of a new page is part of the cost.
-    """
-    a = torch.randn(_BANDWIDTH_TENSOR_BYTES // 4)
-    b = torch.randn(_BANDWIDTH_TENSOR_BYTES // 4)
-
-    def multiply_and_copy() -> None:
-        (a * b).clone()  # reads a, b, their product; writes the product, the copy
-
-    return 5 * _BANDWIDTH_TENSOR_BYTES / statistics.median(_durations(multiply_and_copy))
-
-
-def _launch_seconds() -> float:
-    """Time of one small elementwise op: the mean over a chain, half of it forward and half backward."""
-    x = torch.randn(64, requires_grad=True)
-    factor = torch.randn(64)
-
-    def chain() -> None:
-        y = x
-        for _ in range(_OPS_IN_CHAIN):
-            y = y * factor
-        y.sum().backward()
-        x.grad = None
-
-    return statistics.median(_durations(chain)) / (2 * _OPS_IN_CHAIN)
+def _calibrated(
+    device: Device, where: torch.device, *, remeasure: bool, sweeps: int, progress: Progress | None
+) -> Device:
+    key, kept = _cache_key(device), _read(device)
+    calibration = None if remeasure else kept.get(key)
+    is_asked_for = sweeps >= THOROUGH_SWEEPS  # a prediction makes do with what a busy machine gave
+    if calibration is None or calibration.sweeps < sweeps or (calibration.was_busy and is_asked_for):
+        calibration = measure_device(device, where, sweeps=sweeps, progress=progress)
+        file_name, section = _CACHES[device.kind]
+        write_kept(file_name, section, kept | {key: calibration}, what=f"the measured rates of {device.name}")
+    return calibration.applied_to(device)
 
 
-def _durations(run: Callable[[], object]) -> list[float]:
-    run()  # first calls choose kernels and grow heaps
-    durations = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter()
-        run()
-        durations.append(time.perf_counter() - start)
-    return durations
+def _read(device: Device) -> dict[str, Calibration]:
+    file_name, section = _CACHES[device.kind]
+    return read_kept(file_name, section, calibration_from_json)
 
 
-def _cache_key() -> str:
+def _end_rate(curve: RateCurve) -> float:
+    amount, seconds = curve.points[-1]
+    return amount / seconds
+
+
+def _cache_key(device: Device) -> str:
+    if device.kind == "cuda":
+        return f"{device.name}; torch {torch.__version__}"
     return f"{_cpu_model()}; torch {torch.__version__}; {torch.get_num_threads()} threads"
 
 
@@ -212,8 +435,35 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _kept_rates(values: dict[str, Any]) -> CpuRates:
-    rates = CpuRates(**values)
-    if not all(rate > 0 for rate in asdict(rates).values()):
-        raise ValueError(f"{rates} cannot be")
-    return rates
+_MAY_BE_ZERO = ("page_fault_seconds_per_byte", "disturbed_fraction")
+
+
+def calibration_from_json(values: dict[str, Any]) -> Calibration:
+    """What `dataclasses.asdict` made of a calibration.
+
+    Args:
+        values: As read from JSON.
+
+    Returns:
+        The same calibration.
+
+    Raises:
+        ValueError: A figure cannot be.
+        TypeError: A field is missing, or not of its type.
+    """
+    if not isinstance(values, dict) or not isinstance(values.get("curves"), list | tuple):
+        raise TypeError("a calibration is a table with a list of curves")
+    curves = tuple(
+        RateCurve(kind=curve["kind"], points=tuple((float(x), float(y)) for x, y in curve["points"]))
+        for curve in map(dict, values["curves"])
+        if {"kind", "points"} <= set(curve)
+    )
+    calibration = Calibration(**(values | {"dispatch": Dispatch(**values["dispatch"]), "curves": curves}))
+    for field in fields(calibration):
+        value = getattr(calibration, field.name)
+        least = 0.0 if field.name in _MAY_BE_ZERO else 1e-300
+        if isinstance(value, float | int) and not value >= least:
+            raise ValueError(f"{field.name} cannot be {value}")
+    if not curves or not all(value >= 0 for value in asdict(calibration.dispatch).values()):
+        raise ValueError(f"{calibration} cannot be")
+    return calibration

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError
+from brimful.module_tree import unit_of_each_op
 from brimful.planning.estimate import Estimate, estimate_unlimited
 from brimful.planning.problem import KEPT, RECOMPUTED, PosedProblem, build_problem
 from brimful.planning.records import Alternative
@@ -18,7 +19,7 @@ from brimful.planning.request import Request
 from brimful.planning.sizes import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
-from brimful.planning.units import find_units, unit_of_each_op
+from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
 from brimful.trace import Trace

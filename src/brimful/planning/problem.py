@@ -34,11 +34,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from brimful.cost import Roofline, region_seconds, saving_seconds
+from brimful.cost import RecomputePrices
 from brimful.hardware import Device
+from brimful.module_tree import unit_of_each_op
 from brimful.planning.savable import Stay, UnitOps, unit_ops
 from brimful.planning.solver import Option, Problem
-from brimful.planning.units import unit_of_each_op
 from brimful.settings import Action, UnitAction
 from brimful.timeline import live_profile, rounding_bytes_of
 from brimful.trace import EventKind, Op, Phase, Trace
@@ -90,22 +90,22 @@ def build_problem(
     _, gaps_recomputed = r.peaks(levels_recomputed)
 
     retained, put_by = np.diff(kept_before[_BACKWARD_BEGINS]), np.diff(put_by_before)
-    roofline = Roofline(device, recomputed.settings.precision)
+    prices = RecomputePrices(kept, recomputed, device)
     all_ops = unit_ops(
         recomputed,
         unit_of_each_op(recomputed, units),
         len(units),
         micro_batches=micro_batches,
         rounding_bytes=rounding_bytes_of(recomputed.device_kind),
-        seconds=roofline.op_seconds,
+        seconds=prices.op_seconds,
     )
     problem_units, actions = [], []
     for i, (fqn, ops) in enumerate(zip(units, all_ops, strict=True)):
         keep = Option(retained_bytes=int(retained[i]), peak_bytes=int(peaks_kept[i]), seconds=0.0)
         levels = r.inside(i, levels_recomputed)
-        options = [keep, _recompute(ops, levels, int(put_by[i]), int(peaks_kept_backward[i]), device)]
+        options = [keep, _recompute(ops, levels, int(put_by[i]), int(peaks_kept_backward[i]), prices)]
         meant = [UnitAction(fqn=fqn, action=Action.KEEP), UnitAction(fqn=fqn, action=Action.RECOMPUTE)]
-        for option, saved in _save_some(ops, levels, options[RECOMPUTED], int(peaks_kept_backward[i])):
+        for option, saved in _save_some(ops, levels, options[RECOMPUTED], int(peaks_kept_backward[i]), prices):
             if not any(_is_dominated(option, by) for by in options):
                 options.append(option)
                 meant.append(UnitAction(fqn=fqn, action=Action.SAVE, saved=saved))
@@ -134,17 +134,19 @@ class _Levels:
         return int(self.level_bytes.max(initial=0))
 
 
-def _recompute(ops: UnitOps, levels: _Levels, put_by_bytes: int, least_bytes: int, device: Device) -> Option:
+def _recompute(
+    ops: UnitOps, levels: _Levels, put_by_bytes: int, least_bytes: int, prices: RecomputePrices
+) -> Option:
     """Recompute a whole unit; at the end of its backward there is at least what an earlier kept unit holds."""
     return Option(
         retained_bytes=put_by_bytes,
         peak_bytes=max(levels.peak_bytes(), least_bytes),
-        seconds=ops.recompute_seconds + region_seconds(device),
+        seconds=ops.recompute_seconds + prices.region_seconds(),
     )
 
 
 def _save_some(
-    ops: UnitOps, levels: _Levels, recompute: Option, least_bytes: int
+    ops: UnitOps, levels: _Levels, recompute: Option, least_bytes: int, prices: RecomputePrices
 ) -> Iterator[tuple[Option, tuple[str, ...]]]:
     """Recompute a unit but for growing sets of ops."""
     added = 0
@@ -153,7 +155,9 @@ def _save_some(
             for stay in op.stays:
                 levels.add(stay)
         added = len(chosen)
-        seconds = recompute.seconds - sum(op.seconds for op in chosen) + saving_seconds(ops.forward_count)
+        seconds = (
+            recompute.seconds - sum(op.seconds for op in chosen) + prices.saving_seconds(ops.forward_count)
+        )
         option = Option(
             retained_bytes=recompute.retained_bytes + sum(op.size_bytes for op in chosen),
             peak_bytes=max(least_bytes, levels.peak_bytes()),

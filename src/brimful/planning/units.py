@@ -7,8 +7,9 @@ names of its first and last child.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
+from brimful.module_tree import ancestors, children_of, paths_of
 from brimful.settings import Span
 from brimful.trace import Category, Op, Phase, Storage, Trace
 
@@ -39,30 +40,11 @@ def find_units(trace: Trace) -> tuple[str, ...]:
     return tuple(sorted(units, key=tree.first_op))
 
 
-def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
-    """Which unit each op belongs to.
-
-    Args:
-        trace: Has the ops.
-        units: Paths and runs, none inside another.
-
-    Returns:
-        By op, the index of its unit; -1 if it is in none, as those of the loss and the optimizer.
-    """
-    children = _children(trace)
-    unit_of = {path: index for index, unit in enumerate(units) for path in _paths(unit, children)}
-    of_module: dict[str, int] = {}
-    for module in (*children, *(child for siblings in children.values() for child in siblings)):
-        inside = (unit_of[path] for path in _ancestors(module) if path in unit_of)
-        of_module[module] = next(inside, -1)
-    return [of_module.get(op.module, -1) for op in trace.ops]
-
-
 class _Tree:
     """The modules of a trace with what each saves in the first micro-batch."""
 
     def __init__(self, trace: Trace) -> None:
-        self._children = _children(trace)
+        self._children = children_of(trace)
         self._classes = dict(trace.module_classes)
         self._ops = trace.ops
         self._saved: dict[str, int] = defaultdict(int)
@@ -72,25 +54,25 @@ class _Tree:
         self.total_bytes = 0
         for index, op in enumerate(trace.ops):
             if _is_of_first_forward(op):
-                for path in _ancestors(op.module):
+                for path in ancestors(op.module):
                     self._first.setdefault(path, index)
         for storage in trace.storages:
             if storage.op is None or not _is_of_first_forward(trace.ops[storage.op]):
                 continue
             is_saved = storage.category is Category.SAVED_TENSORS
             self.total_bytes += storage.size_bytes * is_saved
-            for path in _ancestors(trace.ops[storage.op].module):
+            for path in ancestors(trace.ops[storage.op].module):
                 self._saved[path] += storage.size_bytes * is_saved
                 if path not in self._result or self._result[path].op != storage.op:
                     self._result[path] = storage
 
     def saved_by(self, unit: str) -> int:
         """Bytes that a unit saves."""
-        return sum(self._saved[path] for path in _paths(unit, self._children))
+        return sum(self._saved[path] for path in paths_of(unit, self._children))
 
     def first_op(self, unit: str) -> int:
         """Index of the first forward op of a unit."""
-        return min(self._first[path] for path in _paths(unit, self._children) if path in self._first)
+        return min(self._first[path] for path in paths_of(unit, self._children) if path in self._first)
 
     def divide(self, path: str) -> Iterator[str]:
         """The units in `path`; itself, if it is not to be divided."""
@@ -181,35 +163,3 @@ def _is_of_first_forward(op: Op) -> bool:
 def _is_in_place(op: Op) -> bool:
     """Whether an op's name says that it writes over its first argument: "aten.relu_.default"."""
     return op.name.split(".")[1].endswith("_") if "." in op.name else False
-
-
-def _children(trace: Trace) -> dict[str, list[str]]:
-    """Children of each path, in the order of first call; containers that are never called are paths too."""
-    children: dict[str, list[str]] = defaultdict(list)
-    seen = {""}
-    for fqn, _class in trace.module_classes:
-        for path in reversed(list(_ancestors(fqn))):
-            if path not in seen:
-                seen.add(path)
-                children[path.rpartition(".")[0]].append(path)
-    return children
-
-
-def _ancestors(path: str) -> Iterator[str]:
-    """`path`, its parents, and the root."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
-
-
-def _paths(unit: str, children: dict[str, list[str]]) -> tuple[str, ...]:
-    """The module paths that make up a unit."""
-    span = Span.parse(unit)
-    if span is None:
-        return (unit,)
-    prefix = f"{span.parent}." if span.parent else ""
-    siblings = children[span.parent]
-    start = siblings.index(prefix + span.first)
-    stop = siblings.index(prefix + span.last)
-    return tuple(siblings[start : stop + 1])

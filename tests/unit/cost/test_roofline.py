@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from brimful.cost import op_seconds, region_seconds
-from brimful.cost.roofline import BANDWIDTH_EFFICIENCY, COMPUTE_EFFICIENCY
+from brimful.cost.roofline import (
+    BANDWIDTH_EFFICIENCY,
+    COMPUTE_EFFICIENCY,
+    SPLIT_INNER,
+    TILE_OUTPUTS,
+)
 from brimful.hardware import find_device
 from brimful.settings import Precision
 from brimful.trace import Op, Phase
@@ -45,8 +50,18 @@ def test_an_elementwise_op_takes_its_bytes_at_the_achieved_bandwidth() -> None:
 def test_a_matmul_takes_its_flops_at_the_rate_of_its_type(
     dtype: str, precision: Precision, peak: float
 ) -> None:
-    op = replace(SMALL, flops=10**13, dtype=dtype)
+    op = replace(SMALL, flops=10**13, dtype=dtype, written_bytes=10**9)
     assert op_seconds(op, A100, precision) == pytest.approx(1e13 / (peak * COMPUTE_EFFICIENCY))
+
+
+def test_a_product_of_fewer_tiles_than_multiprocessors_leaves_the_others_idle() -> None:
+    """27 tiles of 64 × 64 keep a quarter of 108 multiprocessors busy, or all if four share each tile."""
+    outputs = 27 * TILE_OUTPUTS
+    product = replace(SMALL, dtype="bfloat16", written_bytes=2 * outputs)
+    short, long = (replace(product, flops=2 * outputs * inner) for inner in (SPLIT_INNER, 4 * SPLIT_INNER))
+    slow = replace(A100, bf16_flops_per_second=1e9)
+    assert op_seconds(short, slow) == pytest.approx(4 * short.flops / (1e9 * COMPUTE_EFFICIENCY))
+    assert op_seconds(long, slow) == pytest.approx(long.flops / (1e9 * COMPUTE_EFFICIENCY))
 
 
 def test_tf32_changes_nothing_where_the_hardware_lacks_it() -> None:

@@ -6,12 +6,18 @@ from dataclasses import replace
 import pytest
 
 from brimful.cost import StepTime, region_seconds, step_seconds
-from brimful.hardware import Device, find_device
+from brimful.cost.roofline import BANDWIDTH_EFFICIENCY
+from brimful.hardware import Device, Dispatch, find_device
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Op, Phase, Trace
 
 # Round figures: one byte is a second, and launching is free.
-CPU = replace(find_device("cpu"), memory_bandwidth_bytes_per_second=1.0, launch_seconds=1e-12)
+CPU = replace(
+    find_device("cpu"),
+    memory_bandwidth_bytes_per_second=1.0,
+    launch_seconds=1e-12,
+    dispatch=Dispatch.of_launch(1e-12),
+)
 GPU = find_device("A100 80GB SXM")
 
 
@@ -95,8 +101,35 @@ def test_on_a_cpu_every_recomputed_region_of_every_micro_batch_adds_its_dispatch
 @pytest.mark.parametrize(("kernel_seconds", "hidden"), [(0.0, False), (1.0, True)])
 def test_on_a_gpu_long_kernels_hide_the_dispatch_of_regions(kernel_seconds: float, hidden: bool) -> None:
     read_bytes = int(kernel_seconds * GPU.memory_bandwidth_bytes_per_second)
-    predicted = step_seconds(trace(op(Phase.FORWARD, read_bytes), recomputed_units=3), GPU)
-    assert predicted.recompute_seconds == pytest.approx(0.0 if hidden else 3 * region_seconds(GPU))
+    ops = (op(Phase.FORWARD, read_bytes), op(Phase.BACKWARD, 1, recomputed=True), op(Phase.OPTIMIZER, 1))
+    predicted = step_seconds(trace(*ops, recomputed_units=3), GPU)
+    launches = GPU.launch_seconds
+    exposed = pytest.approx(3 * region_seconds(GPU) + launches, rel=1e-3)
+    assert predicted.recompute_seconds == (pytest.approx(0.0, abs=1e-9) if hidden else exposed)
+
+
+def test_on_a_gpu_the_parts_add_up_to_when_the_queue_is_done() -> None:
+    """Two micro-batches of one long and two short ops, then three short ones of the optimizer."""
+    launch = GPU.launch_seconds
+    long_bytes = int(10 * launch * GPU.memory_bandwidth_bytes_per_second * BANDWIDTH_EFFICIENCY)
+    ops = (
+        op(Phase.FORWARD, long_bytes),
+        op(Phase.BACKWARD, 1),
+        op(Phase.BACKWARD, 1),
+        *[op(Phase.OPTIMIZER, 1)] * 3,
+    )
+    once = step_seconds(trace(*ops), GPU)
+    assert once.forward_seconds == pytest.approx(11 * launch)
+    assert once.total_seconds == pytest.approx(11 * launch, rel=1e-3)  # the host's lead hides all that follows
+    twice = step_seconds(trace(*ops, accumulation=2), GPU)
+    assert twice.total_seconds == pytest.approx(21 * launch, rel=1e-3)
+
+
+def test_on_a_gpu_short_ops_take_as_long_as_the_host_needs_to_submit_them() -> None:
+    ops = (*[op(Phase.FORWARD, 8)] * 100, *[op(Phase.BACKWARD, 8)] * 200)
+    predicted = step_seconds(trace(*ops), GPU)
+    assert predicted.forward_seconds == pytest.approx(100 * GPU.launch_seconds, rel=1e-3)
+    assert predicted.backward_seconds == pytest.approx(200 * GPU.launch_seconds, rel=1e-3)
 
 
 def test_arithmetic_in_a_type_without_a_rate_is_named() -> None:

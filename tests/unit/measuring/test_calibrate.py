@@ -1,49 +1,124 @@
-"""Calibration of the CPU: what it measures, and how measurements are kept."""
+"""Calibration: what it measures, how it is kept, and what a device has of it."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from brimful.hardware import find_device
-from brimful.measuring import calibrate
-from brimful.measuring.calibrate import CpuRates, cache_path, calibrate_cpu
-
-RATES = CpuRates(
-    fp32_flops_per_second=1e11,
-    fp16_flops_per_second=1e9,
-    bf16_flops_per_second=2e11,
-    memory_bandwidth_bytes_per_second=8e9,
-    launch_seconds=2e-6,
+from brimful import api
+from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS
+from brimful.hardware import Device, find_device
+from brimful.measuring import calibrate, probes, with_kept_calibration
+from brimful.measuring.calibrate import (
+    Calibration,
+    cache_path,
+    calibrate_cpu,
+    calibrate_gpu,
+    calibration_from_json,
+    link_bytes_per_second,
+    measure_device,
+    measure_probe,
+    page_fault_seconds_per_byte,
 )
+from brimful.measuring.dispatch import measure_dispatch
+from brimful.measuring.probes import Pool, Probe
+from brimful.measuring.timing import Duration, Typical, typical, typical_seconds
+from helpers.calibrated import CALIBRATION
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[CpuRates]:
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Calibration]:
     """An empty cache directory and a measurement that takes no time; lists the measurements made."""
-    made: list[CpuRates] = []
+    made: list[Calibration] = []
 
-    def measure() -> CpuRates:
-        made.append(RATES)
-        return RATES
+    def measure(device: Device, where: torch.device, *, sweeps: int, progress: object) -> Calibration:
+        links = (20e9, 10e9) if device.kind == "cuda" else (None, None)
+        made.append(
+            replace(
+                CALIBRATION,
+                to_device_bytes_per_second=links[0],
+                to_host_bytes_per_second=links[1],
+                sweeps=sweeps,
+            )
+        )
+        return made[-1]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibrate, "measure_cpu", measure)
+    monkeypatch.setattr(calibrate, "measure_device", measure)
     return made
 
 
-def test_the_measured_rates_replace_the_defaults(measured: list[CpuRates]) -> None:
+def test_what_was_measured_replaces_the_defaults(measured: list[Calibration]) -> None:
     device = calibrate_cpu()
-    assert device.fp32_flops_per_second == RATES.fp32_flops_per_second
-    assert device.flops_per_second("bfloat16") == RATES.bf16_flops_per_second
-    assert device.memory_bandwidth_bytes_per_second == RATES.memory_bandwidth_bytes_per_second
-    assert device.launch_seconds == RATES.launch_seconds
+    assert device.fp32_flops_per_second == CALIBRATION.fp32_flops_per_second
+    assert device.flops_per_second("bfloat16") == CALIBRATION.bf16_flops_per_second
+    assert device.memory_bandwidth_bytes_per_second == CALIBRATION.memory_bandwidth_bytes_per_second
+    assert device.launch_seconds == CALIBRATION.launch_seconds
+    assert device.dispatch == CALIBRATION.dispatch
+    assert device.curves == CALIBRATION.curves
     assert device.source == "measured on this machine"
     assert device.capacity_bytes == find_device("cpu").capacity_bytes
 
 
+def test_a_gpu_keeps_its_table_peaks_and_has_the_slower_way_of_its_link(measured: list[Calibration]) -> None:
+    row = find_device("RTX 3090")
+    device = calibrate_gpu(row, torch.device("cuda", 0))
+    assert device.fp32_flops_per_second == row.fp32_flops_per_second
+    assert device.host_link_bytes_per_second == 10e9
+    assert (device.dispatch, device.curves) == (CALIBRATION.dispatch, CALIBRATION.curves)
+    assert device.source.startswith(row.source)
+
+
+def test_a_gpu_measured_here_is_planned_for_with_what_was_measured(measured: list[Calibration]) -> None:
+    calibrate_gpu(find_device("RTX 3090"), torch.device("cuda", 0))
+    assert api.resolve_device("GeForce RTX 3090").curves == CALIBRATION.curves
+    assert api.resolve_device("RTX 3080 10GB").curves == ()
+    assert with_kept_calibration(find_device("RTX 4090")) == find_device("RTX 4090")
+    assert len(measured) == 1
+
+
+def test_calibrating_measures_this_machine_and_says_what_it_does(
+    measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert [device.name for device in api.calibrate()] == ["cpu"]
+    api.calibrate()
+    calibrate_cpu()
+    assert len(measured) == 1
+    api.calibrate(remeasure=True)
+    assert len(measured) == 2
+
+
+def test_what_a_prediction_measured_in_haste_is_measured_again_when_asked(
+    measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    api.resolve_device("cpu")
+    api.calibrate()
+    assert [calibration.sweeps for calibration in measured] == [1, 3]
+
+
+def test_what_a_busy_machine_gave_is_measured_again_when_asked_and_else_made_do_with(
+    measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    api.calibrate()
+    document = json.loads(cache_path().read_text())
+    for values in document["cpus"].values():
+        values["disturbed_fraction"] = 0.9
+    cache_path().write_text(json.dumps(document))
+    api.resolve_device("cpu")
+    assert len(measured) == 1
+    api.calibrate()
+    assert len(measured) == 2
+
+
 def test_a_measurement_is_made_once_and_kept_in_the_cache_directory(
-    measured: list[CpuRates], tmp_path: Path
+    measured: list[Calibration], tmp_path: Path
 ) -> None:
     assert calibrate_cpu() == calibrate_cpu()
     assert len(measured) == 1
@@ -51,34 +126,55 @@ def test_a_measurement_is_made_once_and_kept_in_the_cache_directory(
     assert [path.name for path in cache_path().parent.iterdir()] == ["cpu.json"]
 
 
-def test_remeasuring_is_possible(measured: list[CpuRates]) -> None:
+def test_remeasuring_is_possible(measured: list[Calibration]) -> None:
     calibrate_cpu()
     calibrate_cpu(remeasure=True)
     assert len(measured) == 2
 
 
 def test_another_cpu_or_thread_count_is_measured_apart_and_both_are_kept(
-    measured: list[CpuRates], monkeypatch: pytest.MonkeyPatch
+    measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calibrate_cpu()
-    monkeypatch.setattr(calibrate, "_cache_key", lambda: "another cpu")
+    monkeypatch.setattr(calibrate, "_cache_key", lambda device: "another cpu")
     calibrate_cpu()
     assert len(measured) == 2
     assert len(json.loads(cache_path().read_text())["cpus"]) == 2
 
 
 def test_the_key_names_cpu_torch_and_threads() -> None:
-    key = calibrate._cache_key()
+    key = calibrate._cache_key(find_device("cpu"))
     assert "torch 2." in key
     assert "threads" in key
     assert not key.startswith(";")
+    assert calibrate._cache_key(find_device("T4")) == f"T4; torch {torch.__version__}"
+
+
+RATES_OF_AN_OLDER_VERSION = (
+    '{"version": 1, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
+    '"bf16_flops_per_second": 2e11, "memory_bandwidth_bytes_per_second": 8e9, "launch_seconds": 2e-6}}}'
+)
 
 
 @pytest.mark.parametrize(
     "broken",
-    ["", "{", "[]", '{"version": 0}', '{"version": 1}', '{"version": 1, "cpus": {"x": {"fp32": 1}}}', "\x00"],
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 0}',
+        '{"version": 1}',
+        '{"version": 1, "cpus": {"x": {"fp32": 1}}}',
+        '{"version": 1, "cpus": {"x": []}}',
+        '{"version": 1, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
+        RATES_OF_AN_OLDER_VERSION,
+        "\x00",
+    ],
 )
-def test_a_broken_cache_is_ignored_and_rewritten(measured: list[CpuRates], broken: str) -> None:
+def test_a_broken_cache_is_ignored_and_rewritten(
+    measured: list[Calibration], broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "_cache_key", lambda device: "x")
     cache_path().parent.mkdir()
     cache_path().write_text(broken)
     calibrate_cpu()
@@ -86,32 +182,112 @@ def test_a_broken_cache_is_ignored_and_rewritten(measured: list[CpuRates], broke
     assert len(measured) == 1
 
 
-def test_a_kept_rate_that_cannot_be_is_measured_anew(measured: list[CpuRates]) -> None:
+def test_a_calibration_is_read_back_as_it_was_written() -> None:
+    assert calibration_from_json(json.loads(json.dumps(asdict(CALIBRATION)))) == CALIBRATION
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("launch_seconds", 0),
+        ("fp32_flops_per_second", -1.0),
+        ("curves", []),
+        ("curves", [{"kind": "elementwise", "points": [[8, 0]]}]),
+        ("page_fault_seconds_per_byte", -1e-9),
+        ("dispatch", {"forward_seconds": -1, "backward_seconds": 1, "optimizer_seconds": 1}),
+    ],
+)
+def test_a_kept_figure_that_cannot_be_is_measured_anew(
+    measured: list[Calibration], field: str, value: object
+) -> None:
     calibrate_cpu()
     document = json.loads(cache_path().read_text())
-    for rates in document["cpus"].values():
-        rates["launch_seconds"] = 0
+    for values in document["cpus"].values():
+        values[field] = value
     cache_path().write_text(json.dumps(document))
-    assert calibrate_cpu().launch_seconds == RATES.launch_seconds
+    assert calibrate_cpu().curves == CALIBRATION.curves
     assert len(measured) == 2
 
 
 def test_a_cache_that_cannot_be_written_is_only_a_warning(
-    measured: list[CpuRates], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    measured: list[Calibration], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_text("no directory")
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     with pytest.warns(UserWarning, match="could not be kept"):
         device = calibrate_cpu()
-    assert device.launch_seconds == RATES.launch_seconds
+    assert device.launch_seconds == CALIBRATION.launch_seconds
+
+
+def test_a_measurement_on_a_busy_machine_says_so_and_how_to_repeat_it() -> None:
+    device = replace(CALIBRATION, disturbed_fraction=0.9).applied_to(find_device("cpu"))
+    assert device.confidence == "low"
+    assert "calibrate --force" in device.source
+
+
+def test_disturbed_rounds_do_not_count_where_enough_are_not() -> None:
+    quiet = [Duration(seconds=seconds, is_disturbed=False) for seconds in (1.0, 2.0, 3.0)]
+    disturbed = [Duration(seconds=seconds, is_disturbed=True) for seconds in (0.5, 9.0, 9.0, 9.0)]
+    assert typical([*disturbed, *quiet]) == 2.0
+    assert typical([*disturbed, *quiet[:2]]) == 0.5
+
+
+def test_runs_take_turns_and_at_least_three_rounds_are_made() -> None:
+    called: list[int] = []
+    found = typical_seconds([lambda which=i: called.append(which) for i in range(3)], CPU, most_seconds=0.0)
+    assert called[:6] == [0, 1, 2, 0, 1, 2]
+    assert len(called) >= 6
+    assert found.seconds > 0
+
+
+def test_every_kind_has_a_probe_that_counts_work_as_a_capture_does() -> None:
+    kinds = {probe.kind.partition(":")[0] for probe in probes.probes(CPU)}
+    assert kinds == {*ARITHMETIC_KINDS, *BYTE_KINDS}
+
+
+@pytest.mark.parametrize("probe", list(probes.probes(CPU)), ids=lambda probe: probe.kind)
+def test_a_probe_runs_at_its_smallest_sizes_and_its_work_grows(probe: Probe) -> None:
+    pool = Pool(CPU, probe.dtype, 1 << 22)
+    measured = measure_probe(replace(probe, sizes=probe.sizes[:2]), pool)
+    assert len(measured) == 2
+    assert list(measured) == sorted(measured)
+    assert min(measured) > 0
+
+
+@pytest.mark.parametrize(("seconds", "disturbed", "sizes"), [(8e-3, 0.0, 1), (8e-3, 0.9, 3), (80e-3, 0.9, 1)])
+def test_sizes_go_on_after_a_time_slice_of_other_work_but_not_after_a_long_run(
+    seconds: float, disturbed: float, sizes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Typical(seconds=seconds, disturbed_fraction=disturbed)
+    monkeypatch.setattr(calibrate, "typical_seconds", lambda *_args, **_kwargs: found)
+    probe = next(probe for probe in probes.probes(CPU) if probe.kind == "elementwise")
+    assert len(measure_probe(replace(probe, sizes=(64, 128, 256)), Pool(CPU, torch.float32, 1 << 16))) == sizes
+
+
+def test_a_pool_hands_out_other_memory_each_time_until_it_is_used_up() -> None:
+    pool = Pool(CPU, torch.float32, 4 * 256)
+    starts = [pool.operand(2, 50).data_ptr() for _ in range(3)]
+    assert len(set(starts)) == 2
+    assert starts[2] == starts[0]
+    assert pool.operand(1000).shape == (1000,)  # larger than all of it
+
+
+def test_what_is_around_ops_is_measured_with_the_ops_of_a_capture() -> None:
+    cpu = CALIBRATION.applied_to(find_device("cpu"))
+    dispatch = measure_dispatch(cpu, CPU)
+    assert all(seconds >= 0 for seconds in asdict(dispatch).values())
+    assert dispatch.forward_seconds >= cpu.launch_seconds
 
 
 @pytest.mark.slow
-def test_a_real_measurement_is_plausible() -> None:
-    rates = calibrate.measure_cpu()
-    assert 1e8 < rates.fp32_flops_per_second < 1e14
-    assert rates.fp16_flops_per_second > 1e7
-    assert rates.bf16_flops_per_second > 1e7
-    assert 1e8 < rates.memory_bandwidth_bytes_per_second < 1e13
-    assert 1e-7 < rates.launch_seconds < 1e-3
+def test_a_real_measurement_is_whole_and_survives_being_kept() -> None:
+    found = measure_device(find_device("cpu"), CPU)
+    assert calibration_from_json(json.loads(json.dumps(asdict(found)))) == found
+    assert {curve.kind.partition(":")[0] for curve in found.curves} == {*ARITHMETIC_KINDS, *BYTE_KINDS}
+    assert page_fault_seconds_per_byte() >= 0
+
+
+@pytest.mark.slow
+def test_the_link_is_measured_both_ways() -> None:
+    assert all(rate > 0 for rate in link_bytes_per_second(CPU))

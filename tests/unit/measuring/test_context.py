@@ -14,9 +14,10 @@ import torch
 from brimful.errors import UsageError
 from brimful.hardware import cuda_context, find_device, with_context
 from brimful.measuring import calibrate, context
-from brimful.measuring.calibrate import CpuRates, cache_directory, cache_path, calibrate_cpu
+from brimful.measuring.calibrate import cache_directory, cache_path, calibrate_cpu
 from brimful.measuring.context import CACHE_FILE, best_context, kept_context, measure_context
 from brimful.units import MIB
+from helpers.calibrated import CALIBRATION
 
 GPU = "NVIDIA GeForce RTX 3090"
 VERSION = torch.__version__
@@ -199,14 +200,7 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(
 def test_contexts_and_the_cpus_rates_are_kept_side_by_side(
     answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rates = CpuRates(
-        fp32_flops_per_second=1e11,
-        fp16_flops_per_second=1e9,
-        bf16_flops_per_second=2e11,
-        memory_bandwidth_bytes_per_second=8e9,
-        launch_seconds=2e-6,
-    )
-    monkeypatch.setattr(calibrate, "measure_cpu", lambda: rates)
+    monkeypatch.setattr(calibrate, "measure_device", lambda *_args, **_kwargs: CALIBRATION)
     calibrate_cpu()
     answers(READING)
     measure_context()

@@ -8,11 +8,12 @@ import pytest
 from brimful.capture import capture_step
 from brimful.errors import InfeasibleError
 from brimful.hardware import Device, find_device
+from brimful.module_tree import unit_of_each_op
 from brimful.planning import Request, search
 from brimful.planning.derived import Counterparts, with_one_micro_batch
 from brimful.planning.records import Plan
 from brimful.planning.splice import Splicer
-from brimful.planning.units import find_units, unit_of_each_op
+from brimful.planning.units import find_units
 from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
 from brimful.trace import Trace

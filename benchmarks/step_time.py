@@ -1,0 +1,159 @@
+"""Predicted step time against measured, on this machine's CPU.
+
+    python benchmarks/step_time.py
+
+Small versions of real architectures: built-in ones with few layers or small images, others of `cpu_truth.py`
+and `zoo/`. Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first.
+Measured: the median of some steps of `measure_step`, made several times; the lowest median counts, as other
+work on the machine only adds time. All medians are kept. Before each, other work is waited for, though not for
+long.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+import torch
+
+from brimful.architectures import find_architecture
+from brimful.capture import capture_step
+from brimful.cost import step_seconds
+from brimful.hardware import Device, find_device
+from brimful.job import Job
+from brimful.measuring import measure_step
+from brimful.measuring.calibrate import measure_device
+from brimful.settings import Settings
+from brimful.units import format_seconds
+from cpu_truth import MODELS
+from machine import keep
+from zoo import ZOO
+
+STEPS = 5
+MOMENTS = 3
+CALIBRATIONS_AT_MOST = 6
+UNDISTURBED_FRACTION = 0.1
+"""Of a calibration's rounds, that other work may disturb; else it is made again, before errors are seen."""
+IDLE_PERCENT = 10.0
+IDLE_SECONDS_AT_MOST = 40
+AIM_FRACTION = 0.15
+"""The project's own aim for the median error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    name: str
+    job: Callable[[], Job]
+    micro_batch_size: int
+
+
+def built_in(architecture: str, micro_batch_size: int, **options: Any) -> Row:
+    said = ", ".join(f"{name}={value}" for name, value in options.items())
+    return Row(
+        name=f"{architecture} ({said})",
+        job=lambda: find_architecture(architecture, **options),
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def own(name: str) -> Row:
+    model = next(model for model in MODELS if model.name == name)
+    return Row(
+        name=f"{name} (cpu_truth.py, dropout)", job=lambda: model.job(0.1), micro_batch_size=model.batch_size
+    )
+
+
+def of_zoo(name: str, times: int) -> Row:
+    model = next(model for model in ZOO if model.name == name)
+    return Row(name=f"{name} (zoo)", job=model.job, micro_batch_size=times * model.micro_batch_size)
+
+
+ROWS = (
+    built_in("bert-base", 4, num_hidden_layers=2, sequence_length=128),
+    built_in("gpt2", 2, num_hidden_layers=2, sequence_length=64),
+    built_in("vit-base", 8, num_hidden_layers=2, image_size=112),
+    built_in("resnet50", 8, image_size=64),
+    built_in("unet", 2, image_size=64),
+    built_in("vgg16", 4, image_size=64),
+    own("mlp"),
+    own("cnn"),
+    own("gpt"),
+    own("lstm"),
+    of_zoo("llama", 4),
+    of_zoo("t5", 4),
+    of_zoo("whisper", 4),
+    of_zoo("convnext", 4),
+    of_zoo("mobilenet-v2", 4),
+)
+
+
+def predict(row: Row, device: Device) -> dict[str, Any]:
+    trace = capture_step(row.job(), Settings(micro_batch_size=row.micro_batch_size), device)
+    predicted = step_seconds(trace, device)
+    return {
+        "model": row.name,
+        "micro_batch_size": row.micro_batch_size,
+        "ops": sum(op.step == trace.captured_steps - 1 for op in trace.ops),
+        "predicted_step_seconds": predicted.total_seconds,
+        "predicted": asdict(predicted),
+    }
+
+
+def wait_until_idle() -> None:
+    """Until the other programs on the machine take hardly any time, or long enough."""
+    for _ in range(IDLE_SECONDS_AT_MOST):
+        if psutil.cpu_percent(interval=1.0) < IDLE_PERCENT:
+            return
+
+
+def measure(row: Row) -> float:
+    wait_until_idle()
+    settings = Settings(micro_batch_size=row.micro_batch_size)
+    return measure_step(row.job(), settings, steps=STEPS).measured_step_seconds
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")  # of the libraries
+    start = time.perf_counter()
+    for _ in range(CALIBRATIONS_AT_MOST):
+        wait_until_idle()
+        calibration = measure_device(find_device("cpu"), torch.device("cpu"))
+        if calibration.disturbed_fraction < UNDISTURBED_FRACTION:
+            break
+    device = calibration.applied_to(find_device("cpu"))
+    rows = []
+    for each in ROWS:
+        row = predict(each, device)
+        rows.append(row)
+        moments = [measure(each) for _ in range(MOMENTS)]
+        row["measured_median_seconds"] = moments
+        row["measured_step_seconds"] = min(moments)
+        row["error_fraction"] = row["predicted_step_seconds"] / row["measured_step_seconds"] - 1
+        print(
+            f"{row['model']:<56} {format_seconds(row['predicted_step_seconds']):>8} "
+            f"{format_seconds(row['measured_step_seconds']):>8} {row['error_fraction']:>+7.1%}",
+            flush=True,
+        )
+    errors = [abs(row["error_fraction"]) for row in rows]
+    summary = {
+        "rows": len(rows),
+        "median_error_fraction": statistics.median(errors),
+        "largest_error_fraction": max(errors),
+        "aim_fraction": AIM_FRACTION,
+        "is_aim_reached": statistics.median(errors) <= AIM_FRACTION,
+        "calibration_seconds": calibration.took_seconds,
+        "calibration_disturbed_fraction": calibration.disturbed_fraction,
+        "seconds": round(time.perf_counter() - start),
+    }
+    print(summary)
+    content = {"steps": STEPS, "moments": MOMENTS, "summary": summary, "rows": rows}
+    keep("step_time.json", "python benchmarks/step_time.py", content, "transformers")
+
+
+if __name__ == "__main__":
+    main()

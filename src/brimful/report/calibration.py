@@ -1,0 +1,86 @@
+"""What a calibration found, as text and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from brimful.curves import RateCurve
+from brimful.hardware import Device
+from brimful.units import format_bytes, format_seconds
+
+
+def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dict[str, Any]:
+    """What `brimful calibrate --json` prints.
+
+    Args:
+        devices: With what was measured.
+        paths: Where it is kept, by device.
+
+    Returns:
+        Per device its rates, and per kind of work the points (amount, seconds): bytes, or FLOPs where the name
+        has a type after a colon.
+    """
+    return {
+        "devices": [
+            {
+                "name": device.name,
+                "source": device.source,
+                "kept_in": path,
+                "launch_seconds": device.launch_seconds,
+                "page_fault_seconds_per_byte": device.page_fault_seconds_per_byte,
+                "host_link_bytes_per_second": device.host_link_bytes_per_second,
+                "context_bytes": device.context_bytes,
+                "dispatch": asdict(device.dispatch),
+                "curves": {curve.kind: [list(point) for point in curve.points] for curve in device.curves},
+            }
+            for device, path in zip(devices, paths, strict=True)
+        ]
+    }
+
+
+def calibration_text(device: Device, path: str) -> str:
+    """What `brimful calibrate` prints of a device.
+
+    Args:
+        device: With what was measured.
+        path: Where it is kept.
+
+    Returns:
+        Lines, without a last newline.
+    """
+    return "\n".join(_lines(device, path))
+
+
+def _lines(device: Device, path: str) -> Iterator[str]:
+    yield f"{device.name}: {device.source}"
+    for curve in device.curves:
+        kind, _, dtype = curve.kind.partition(":")
+        if dtype:
+            yield f"  {f'{kind}, {dtype}':<24}{_rate_text(curve, 1e9, 'GFLOP/s')}"
+    streaming = next(curve for curve in device.curves if curve.kind == "elementwise")
+    yield f"  {'memory':<24}{_rate_text(streaming, 1e9, 'GB/s')}"
+    yield f"  {'launch of an op':<24}{format_seconds(device.launch_seconds)}"
+    dispatch = device.dispatch
+    yield (
+        f"  {'with Python, autograd':<24}{format_seconds(dispatch.forward_seconds)} an op forward, "
+        f"{format_seconds(dispatch.backward_seconds)} backward, "
+        f"{format_seconds(dispatch.optimizer_seconds)} in the optimizer"
+    )
+    yield f"  {'a recomputed region':<24}{format_seconds(dispatch.region_seconds)} beside its ops"
+    if device.host_link_bytes_per_second is not None:
+        yield f"  {'host link, slower way':<24}{device.host_link_bytes_per_second / 1e9:.3g} GB/s"
+    if device.context_bytes:
+        yield f"  {'CUDA context':<24}{format_bytes(device.context_bytes)}"
+    if device.page_fault_seconds_per_byte:
+        seconds = device.page_fault_seconds_per_byte * 2**20
+        yield f"  {'memory never touched':<24}{format_seconds(seconds)} more a MiB"
+    yield f"  kept in {path}"
+
+
+def _rate_text(curve: RateCurve, unit: float, name: str) -> str:
+    """The rate of the smallest, a middle and the largest amount: what small ops lose is plain to see."""
+    places = dict.fromkeys((0, len(curve.points) // 2, len(curve.points) - 1))
+    rates = [curve.points[place][0] / curve.points[place][1] / unit for place in places]
+    return " → ".join(f"{rate:.3g}" for rate in rates) + f" {name}, small to large"

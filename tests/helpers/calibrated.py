@@ -1,0 +1,22 @@
+"""What a calibration may find, for tests that need no real one."""
+
+from brimful.curves import RateCurve
+from brimful.hardware import Dispatch
+from brimful.measuring.calibrate import Calibration
+
+CALIBRATION = Calibration(
+    fp32_flops_per_second=1e11,
+    fp16_flops_per_second=1e9,
+    bf16_flops_per_second=2e11,
+    memory_bandwidth_bytes_per_second=8e9,
+    launch_seconds=2e-6,
+    page_fault_seconds_per_byte=0.0,
+    to_device_bytes_per_second=None,
+    to_host_bytes_per_second=None,
+    dispatch=Dispatch(forward_seconds=5e-6, backward_seconds=6e-6, optimizer_seconds=3e-6),
+    curves=(RateCurve(kind="elementwise", points=((8.0, 1e-6), (8e6, 1e-3))),),
+    sweeps=3,
+    disturbed_fraction=0.1,
+    measured_at_seconds=1.7e9,
+    took_seconds=5.0,
+)
