@@ -49,6 +49,7 @@ class Candidate:
     _solved: dict[int, Solution | None] = field(default_factory=dict)
     _replayed: dict[tuple[int, ...], Estimate] = field(default_factory=dict)
     _reserved: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _uniform_peaks: dict[Action, int] = field(default_factory=dict)
     _ladder: tuple[int, ...] | None = None
     _splicer: Splicer | None = None
 
@@ -88,8 +89,7 @@ class Candidate:
         """Budgets at which the candidate is solved, rising."""
         if self._ladder is None:
             if self.pinned is not None:
-                trace = self.kept if self.pinned is Action.KEEP else self.recomputed
-                self._ladder = (_peak_allocated_bytes(trace),)
+                self._ladder = (self._uniform_peak_bytes(self.pinned),)
             else:
                 least = smallest_peak_bytes(self.posed.problem)
                 most = max(least, self.posed.problem.peak_bytes(self.uniform(Action.KEEP)))
@@ -155,10 +155,15 @@ class Candidate:
             return self.replay(rung).predicted_peak_reserved_bytes
         return predict_memory(self._splicer.spliced(self.posed.chosen(choice))).peak_reserved_bytes
 
+    def _uniform_peak_bytes(self, action: Action) -> int:
+        if action not in self._uniform_peaks:
+            trace = self.kept if action is Action.KEEP else self.recomputed
+            self._uniform_peaks[action] = _peak_allocated_bytes(trace)
+        return self._uniform_peaks[action]
+
     def _uniform_solution(self, action: Action, budget_bytes: int) -> Solution | None:
         choice = self.uniform(action)
-        trace = self.kept if action is Action.KEEP else self.recomputed
-        peak_bytes = _peak_allocated_bytes(trace)
+        peak_bytes = self._uniform_peak_bytes(action)
         if peak_bytes > budget_bytes:
             return None
         seconds = self.posed.problem.seconds(choice)
