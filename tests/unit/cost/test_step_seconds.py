@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from brimful.cost import StepTime, region_seconds, step_seconds
+from brimful.cost import StepTime, region_seconds, saving_seconds, step_seconds
 from brimful.cost.roofline import BANDWIDTH_EFFICIENCY
 from brimful.hardware import Device, Dispatch, find_device
 from brimful.settings import Action, Settings, UnitAction
@@ -161,3 +161,19 @@ def test_a_trace_of_25000_ops_is_timed_in_a_tenth_of_a_second() -> None:
         step_seconds(long, GPU)
         durations.append(time.perf_counter() - start)
     assert min(durations) < 0.1
+
+
+def test_saving_some_results_costs_the_host_for_every_op_of_the_unit() -> None:
+    """And for no op of another unit."""
+    unit = UnitAction(fqn="m", action=Action.SAVE, saved=("op#0",))
+    plain = trace(op(Phase.FORWARD, 1), op(Phase.FORWARD, 1), op(Phase.BACKWARD, 1), recomputed_units=1)
+    plain = replace(plain, module_classes=(("", "Net"), ("m", "Linear")))
+    whole = replace(plain.settings, units=(replace(unit, action=Action.RECOMPUTE, saved=()),))
+    some = replace(plain.settings, units=(unit,))
+    elsewhere = replace(plain.settings, units=(replace(unit, fqn="n"),))
+    base, more, other = (
+        step_seconds(replace(plain, settings=settings), CPU).total_seconds
+        for settings in (whole, some, elsewhere)
+    )
+    assert more - base == pytest.approx(saving_seconds(2))
+    assert other == pytest.approx(base)

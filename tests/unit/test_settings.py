@@ -1,0 +1,75 @@
+"""Settings: names of ops, actions that contradict themselves, what a reader is told, JSON both ways."""
+
+import pytest
+
+from brimful.errors import UsageError
+from brimful.settings import (
+    Action,
+    OptimizerImplementation,
+    Precision,
+    Settings,
+    UnitAction,
+    op_kind,
+    settings_from_json,
+    settings_to_json,
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("aten.addmm.default", "addmm"),
+        ("aten.add_.Tensor", "add_"),
+        ("aten._scaled_dot_product_flash_attention.default", "attention"),
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", "attention"),
+        (
+            "aten._scaled_dot_product_efficient_attention_backward.default",
+            "_scaled_dot_product_efficient_attention_backward",
+        ),
+        ("torchvision.nms.default", "torchvision.nms"),
+    ],
+)
+def test_an_op_is_called_by_its_name_without_overload(name: str, kind: str) -> None:
+    assert op_kind(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("action", "saved", "message"),
+    [
+        (Action.SAVE, (), "'save' names at least one"),
+        (Action.RECOMPUTE, ("mm#0",), "every other action none"),
+        (Action.SAVE, ("mm",), "names no op"),
+        (Action.SAVE, ("mm#x",), "names no op"),
+    ],
+)
+def test_an_action_that_contradicts_itself_is_refused(
+    action: Action, saved: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        UnitAction(fqn="a", action=action, saved=saved)
+
+
+SETTINGS = Settings(
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    precision=Precision.BF16,
+    optimizer="adamw",
+    optimizer_implementation=OptimizerImplementation.FUSED,
+    units=(
+        UnitAction(fqn="a", action=Action.KEEP),
+        UnitAction(fqn="b", action=Action.SAVE, saved=("mm#0", "attention#1")),
+        UnitAction(fqn="c[0..2]", action=Action.RECOMPUTE),
+    ),
+)
+
+
+def test_json_both_ways() -> None:
+    assert settings_from_json(settings_to_json(SETTINGS)) == SETTINGS
+
+
+def test_a_reader_is_told_what_becomes_of_the_units() -> None:
+    assert SETTINGS.describe() == (
+        "bf16, micro-batch 4 × 2, adamw, fused optimizer, 1 of 3 units recomputed, "
+        "1 of 3 units recomputed in part"
+    )
+    assert SETTINGS.recomputed == ("b", "c[0..2]")
