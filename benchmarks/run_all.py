@@ -10,7 +10,15 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-BENCHMARKS = ("cpu_truth.py", "cpu_zoo.py", "published.py", "step_time.py", "estimate_speed.py", "demo_runs.py")
+BENCHMARKS = (
+    "cpu_truth.py",
+    "cpu_zoo.py",
+    "published.py",
+    "step_time.py",
+    "estimate_speed.py",
+    "demo_runs.py",
+    "plan/simulated.py",
+)
 
 
 def main() -> int:

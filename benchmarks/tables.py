@@ -39,6 +39,7 @@ def tables() -> str:
         zoo_lines(load("cpu_zoo")),
         cpu_lines(load("cpu_truth")),
         run_lines(load("demo_runs")),
+        plan_lines(load("plan_simulated")),
         speed_lines(load("estimate_speed")),
     )
     return "\n".join(line for section in sections for line in (*section, "")).rstrip()
@@ -193,6 +194,39 @@ def speed_lines(result: dict[str, Any]) -> Iterator[str]:
             f"({format_seconds(aims['further_micro_batch_seconds'])}) "
             f"| {format_seconds(row['mem_tracker_seconds'])} | {format_bytes(row['peak_resident_bytes'])} |"
         )
+
+
+def plan_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Plans beside rules that people use."""
+    peers = list(result["rows"][0]["peers"])
+    yield (
+        f"Plans beside one rule for all blocks and the largest micro-batch that fits, on {result['device']}: "
+        "time over plain training's, which does not fit; all predicted, each with a capture of the real thing. "
+        "In brackets what is used of the budget; **over** is over it; – says nothing of such a model. "
+        f"{stamp(result)}"
+    )
+    yield ""
+    yield f"| model | budget | plan | {' | '.join(peers)} |"
+    yield f"|---|--:|--:|{'--:|' * len(peers)}"
+    for row in result["rows"]:
+        ours = row["ours"]
+        used = "" if ours is None else f" ({ours['peak_device_bytes'] / row['budget_bytes']:.0%})"
+        cells = " | ".join(overhead(row["peers"][peer]) for peer in peers)
+        name = f"{row['model']}, {row['precision']}, {row['global_batch_size']}"
+        yield f"| {name} | {row['budget_fraction']:.0%} | {overhead(ours)}{used} | {cells} |"
+    summary = result["summary"]
+    means = ", ".join(f"{peer} {summary[peer]['geometric_mean_speedup']:.2f}" for peer in peers)
+    yield ""
+    yield (
+        f"Within the budget: {summary['ours_within_budget']} of {summary['cases']} plans. Geometric mean of "
+        f"the speed over each rule, where it is within the budget: {means}."
+    )
+
+
+def overhead(told: dict[str, Any] | None) -> str:
+    if told is None:
+        return "–"
+    return f"{told['overhead']:+.1%}".replace("%", " %") + ("" if told["within_budget"] else " **over**")
 
 
 def loss_difference(row: dict[str, Any]) -> str:

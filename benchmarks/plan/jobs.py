@@ -60,7 +60,16 @@ def t5(length: int = 512) -> Job:
     def model() -> nn.Module:
         from transformers import T5Config, T5ForConditionalGeneration
 
-        config = T5Config(d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12, use_cache=False)
+        config = T5Config(
+            d_model=768,
+            d_kv=64,
+            d_ff=3072,
+            num_layers=12,
+            num_heads=12,
+            use_cache=False,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+        )
         return T5ForConditionalGeneration(config)
 
     def batch(n: int) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ def compare(planned: PlannedJob) -> list[dict[str, Any]]:
     for fraction in BUDGETS:
         budget_bytes = int(plain.peak_device_bytes * fraction)
         began = time.perf_counter()
-        ours = _ours(bench, replace(request, budget_bytes=budget_bytes))
+        ours = our_way(bench, replace(request, budget_bytes=budget_bytes))
         seconds = time.perf_counter() - began
         ways = {name: bench.largest_that_fits(rule, budget_bytes) for name, rule in PEERS.items()}
         row = {
@@ -91,7 +91,7 @@ def compare(planned: PlannedJob) -> list[dict[str, Any]]:
     return rows
 
 
-def _ours(bench: Bench, request: Request) -> Outcome | None:
+def our_way(bench: Bench, request: Request) -> Outcome | None:
     try:
         plan = search(bench.capture, request)
     except InfeasibleError:

@@ -1,0 +1,154 @@
+"""Plans beside what people do by hand, on this machine's CPU, for real: peak, time, predicted beside measured.
+
+    python benchmarks/plan/measured.py [--only NAME]
+
+The CPU is calibrated first. Every way to train of one budget is measured in one process, one after another and
+again in the other order; of the step times the lower median counts. Other programs must be silent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import brimful as bf
+from brimful.api import resolve_device
+from brimful.planning import Request
+from brimful.settings import OptimizerImplementation, Settings
+from machine import RESULTS, keep
+from plan.peers import PEERS, Bench, Outcome
+from plan.simulated import our_way
+from plan.small_jobs import SMALL_JOBS, SmallJob
+
+BUDGETS = (0.45, 0.60, 0.80)
+NAME = "plan_measured.json"
+CLOSE = 0.05
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", action="append")
+    only = parser.parse_args().only
+    if only is None:
+        bf.calibrate(remeasure=True)
+    rows: list[dict[str, Any]] = []
+    for small in SMALL_JOBS:
+        if only is None or small.name in only:
+            rows += compare(small)
+    told = summary(rows)
+    if only is not None:
+        print(json.dumps(told, indent=1))
+        return
+    keep(NAME, "python benchmarks/plan/measured.py", {"summary": told, "rows": rows}, "transformers")
+    print(f"{RESULTS / NAME}: {json.dumps(told)}")
+
+
+def compare(small: SmallJob) -> list[dict[str, Any]]:
+    """One job at all budgets."""
+    device = resolve_device("cpu")
+    job = small.make()
+    request = Request(
+        job=small.name,
+        device=device,
+        budget_bytes=0,
+        global_batch_size=small.global_batch_size,
+        optimizer_implementation=OptimizerImplementation.FUSED,
+    )
+    bench = Bench(job, device, request)
+    plain = bench.outcome(bench.plain)
+    rows = []
+    for fraction in BUDGETS:
+        budget_bytes = int(plain.peak_device_bytes * fraction)
+        ways: dict[str, Outcome | None] = {"ours": our_way(bench, replace(request, budget_bytes=budget_bytes))}
+        ways |= {name: bench.largest_that_fits(rule, budget_bytes) for name, rule in PEERS.items()}
+        measured = measure_all(job, {name: way.settings for name, way in ways.items() if way is not None})
+        row = {
+            "model": job.name,
+            "global_batch_size": small.global_batch_size,
+            "budget_fraction": fraction,
+            "budget_bytes": budget_bytes,
+            "ways": {
+                name: None if way is None else _told(way, *measured[name], budget_bytes)
+                for name, way in ways.items()
+            },
+        }
+        print(_line(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def measure_all(job: bf.Job, ways: dict[str, Settings]) -> dict[str, tuple[int, float]]:
+    """Peak and step time of each; equal settings are measured once."""
+    distinct = list(dict.fromkeys(ways.values()))
+    seconds: dict[Settings, list[float]] = {settings: [] for settings in distinct}
+    peaks: dict[Settings, int] = {}
+    for order in (distinct, distinct[::-1]):
+        for settings in order:
+            measurement = bf.measure(job, settings, "cpu")
+            seconds[settings].append(measurement.measured_step_seconds)
+            peaks[settings] = measurement.measured_peak_allocated_bytes
+    return {name: (peaks[settings], min(seconds[settings])) for name, settings in ways.items()}
+
+
+def _told(way: Outcome, peak_bytes: int, step_seconds: float, budget_bytes: int) -> dict[str, Any]:
+    return {
+        "settings": way.settings.describe(),
+        "predicted_peak_bytes": way.peak_device_bytes,
+        "measured_peak_bytes": peak_bytes,
+        "measured_within_budget": peak_bytes <= budget_bytes,
+        "predicted_step_seconds": way.step_seconds,
+        "measured_step_seconds": step_seconds,
+        "step_error": round(way.step_seconds / step_seconds - 1, 4),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the project asks: within budget, errors, and whether the plan is the fastest measured."""
+    ours = [row["ways"]["ours"] for row in rows if row["ways"]["ours"] is not None]
+    every = [way for row in rows for way in row["ways"].values() if way is not None]
+    fastest = close = 0
+    for row in rows:
+        mine = row["ways"]["ours"]
+        others = [
+            way["measured_step_seconds"]
+            for name, way in row["ways"].items()
+            if name != "ours" and way is not None and way["measured_within_budget"]
+        ]
+        if mine is None or not others:
+            continue
+        fastest += mine["measured_step_seconds"] <= min(others)
+        close += mine["measured_step_seconds"] <= min(others) * (1 + CLOSE)
+    return {
+        "cases": len(rows),
+        "ours_feasible": len(ours),
+        "ours_measured_within_budget": sum(way["measured_within_budget"] for way in ours),
+        "largest_peak_error": max(
+            abs(way["predicted_peak_bytes"] / way["measured_peak_bytes"] - 1) for way in every
+        ),
+        "step_error_median": statistics.median(abs(way["step_error"]) for way in every),
+        "ours_fastest_measured": fastest,
+        "ours_fastest_or_within_5_percent": close,
+    }
+
+
+def _line(row: dict[str, Any]) -> str:
+    def cell(way: dict[str, Any] | None) -> str:
+        if way is None:
+            return "-"
+        over = "" if way["measured_within_budget"] else " over"
+        return f"{way['measured_step_seconds']:.3f} s ({way['step_error']:+.0%}){over}"
+
+    ways = "  ".join(f"{name} {cell(way)}" for name, way in row["ways"].items())
+    ours = row["ways"]["ours"]
+    return f"{row['model']} {row['budget_fraction']:.0%}: {ways}  [{'' if ours is None else ours['settings']}]"
+
+
+if __name__ == "__main__":
+    main()
