@@ -60,7 +60,7 @@ def measure(
     with _large_weights_undrawn():
         model = build_model(job, is_copied=True).to(device).train()
     _draw_large_weights(model)
-    optimizer = make_optimizer(job, model.parameters(), settings.optimizer)
+    optimizer = make_optimizer(job, model.parameters(), settings)
     scaler = make_scaler(settings.precision, device.type)
     if scaler is not None:
         scaler = GradScaler(device.type, init_scale=_FIRST_SCALE)

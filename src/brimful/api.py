@@ -194,8 +194,6 @@ def gpus(
         global_batch_size: Samples per optimizer step.
         precision: Of plain training; GPUs without it are judged in fp32.
         optimizer: Replaces the job's own.
-        optimizer_implementation: Pins "for-loop", "foreach" or "fused". None takes the fused kernel where the
-            optimizer has one and its user chose none: the same formula, rounded in another order.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
         devices: Those to try; None tries all of the hardware table.
 
@@ -255,6 +253,8 @@ def plan(
         micro_batch_size: Pins the micro-batch; it divides the global batch.
         recompute: "all" or "none" pins every unit's action.
         optimizer: Replaces the job's own.
+        optimizer_implementation: Pins "for-loop", "foreach" or "fused". None takes the fused kernel where the
+            optimizer has one and its user chose none: the same formula, rounded in another order.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
 
     Returns:

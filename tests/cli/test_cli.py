@@ -95,6 +95,8 @@ ESTIMATE_KEYS = {
 }
 PLAN_KEYS = {
     "brimful_plan",
+    "budget_curve",
+    "peak_at",
     "status",
     "job",
     "device",

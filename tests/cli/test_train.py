@@ -57,6 +57,7 @@ def turning_nan():
 TRAIN = ("--device", "cpu", "--global-batch-size", "160")
 RESULT_KEYS = {
     "brimful_training",
+    "certificate",
     "budget_bytes",
     "device",
     "job",
