@@ -39,6 +39,7 @@ def tables() -> str:
         zoo_lines(load("cpu_zoo")),
         cpu_lines(load("cpu_truth")),
         run_lines(load("demo_runs")),
+        time_lines(load("step_time")),
         plan_lines(load("plan_simulated")),
         speed_lines(load("estimate_speed")),
     )
@@ -196,13 +197,24 @@ def speed_lines(result: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def time_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Step times on a CPU."""
+    told = result["summary"]
+    yield (
+        f"Step times of {told['rows']} small models on this CPU, calibrated just before "
+        f"({format_seconds(told['calibration_seconds'])}): predicted within {told['median_error_fraction']:.0%} in "
+        f"the median, {told['largest_error_fraction']:.0%} at most. {stamp(result)}"
+    )
+
+
 def plan_lines(result: dict[str, Any]) -> Iterator[str]:
     """Plans beside rules that people use."""
     peers = list(result["rows"][0]["peers"])
     yield (
         f"Plans beside one rule for all blocks and the largest micro-batch that fits, on {result['device']}: "
         "time over plain training's, which does not fit; all predicted, each with a capture of the real thing. "
-        "In brackets what is used of the budget; **over** is over it; – says nothing of such a model. "
+        "In brackets what is used of the budget; **over** is over it; –: the rule says nothing of such a model, or "
+        "no plan fits. "
         f"{stamp(result)}"
     )
     yield ""
