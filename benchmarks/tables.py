@@ -202,8 +202,8 @@ def time_lines(result: dict[str, Any]) -> Iterator[str]:
     told = result["summary"]
     yield (
         f"Step times of {told['rows']} small models on this CPU, calibrated just before "
-        f"({format_seconds(told['calibration_seconds'])}): predicted within {told['median_error_fraction']:.0%} in "
-        f"the median, {told['largest_error_fraction']:.0%} at most. {stamp(result)}"
+        f"({format_seconds(told['calibration_seconds'])}): predicted within "
+        f"{told['median_error_fraction']:.0%} in the median, {told['largest_error_fraction']:.0%} at most. {stamp(result)}"
     )
 
 
@@ -213,9 +213,8 @@ def plan_lines(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Plans beside one rule for all blocks and the largest micro-batch that fits, on {result['device']}: "
         "time over plain training's, which does not fit; all predicted, each with a capture of the real thing. "
-        "In brackets what is used of the budget; **over** is over it; –: the rule says nothing of such a model, or "
-        "no plan fits. "
-        f"{stamp(result)}"
+        "In brackets what is used of the budget; **over** is over it; –: the rule says nothing of such a "
+        f"model, or no plan fits. {stamp(result)}"
     )
     yield ""
     yield f"| model | budget | plan | {' | '.join(peers)} |"
