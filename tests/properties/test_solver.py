@@ -1,5 +1,6 @@
 """The prefix solver against brute force, against a MILP solver, and against itself at other budgets."""
 
+import itertools
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from brimful.planning import solver
-from brimful.planning.solver import Option, Problem, Solution, Span, smallest_peak_bytes, solve
+from brimful.planning.solver import Option, Problem, Solution, smallest_peak_bytes, solve
 
 options = st.builds(
     Option,
@@ -23,38 +24,14 @@ options = st.builds(
 def problems(draw, most_units=6):
     units = draw(st.lists(st.lists(options, min_size=1, max_size=3).map(tuple), max_size=most_units))
     gaps = draw(st.lists(st.integers(0, 25), min_size=len(units) + 1, max_size=len(units) + 1))
-    spans = draw(st.lists(spans_of(len(units)), max_size=3)) if len(units) > 1 else []
-    return Problem(units=tuple(units), gap_peaks_bytes=tuple(gaps), spans=tuple(spans))
-
-
-@st.composite
-def spans_of(draw, unit_count):
-    """A span of at least two units, which may retain less than their smallest options."""
-    start = draw(st.integers(0, unit_count - 2))
-    option = draw(
-        st.builds(
-            Option,
-            retained_bytes=st.integers(-6, 12),
-            peak_bytes=st.integers(0, 25),
-            seconds=st.integers(0, 19).map(float),
-        )
-    )
-    return Span(start=start, stop=draw(st.integers(start + 2, unit_count)), option=option)
+    return Problem(units=tuple(units), gap_peaks_bytes=tuple(gaps))
 
 
 budgets = st.integers(0, 90)
 
 
-def choices(problem, unit=0):
-    """Every choice for the units from one on."""
-    if unit == len(problem.units):
-        return [()]
-    found = [(o, *rest) for o in range(len(problem.units[unit])) for rest in choices(problem, unit + 1)]
-    for index, span in enumerate(problem.spans):
-        if span.start == unit:
-            covered = (-1 - index,) * (span.stop - span.start)
-            found += [(*covered, *rest) for rest in choices(problem, span.stop)]
-    return found
+def choices(problem):
+    return list(itertools.product(*(range(len(unit)) for unit in problem.units)))
 
 
 def least_cost(problem, budget_bytes):
@@ -162,7 +139,7 @@ def test_among_equally_cheap_choices_the_one_that_retains_least_is_taken(problem
 
 
 def retained(problem, choice):
-    return sum(option.retained_bytes for _stop, option in problem.parts(choice))
+    return sum(unit[o].retained_bytes for unit, o in zip(problem.units, choice, strict=True))
 
 
 def solve_as_milp(problem, budget_bytes):

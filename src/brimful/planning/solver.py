@@ -15,10 +15,6 @@ the problem is: choose o(i) to minimise Σ c(i, o(i)), such that for R(k) = Σ_{
     R(i) + p(i, o(i)) ≤ B      for every unit
     R(k) + g(k)       ≤ B      for k = 0 … n
 
-Several units may also be treated as one, as when their parent is recomputed as a whole: a span (a, b, o) takes
-the place of the options of units a … b-1 and of the gaps between them, with its own r and p. It may retain less
-than the cheapest options of its units do together, so its r may be negative.
-
 States (R, cost) of which another is no larger and no dearer are dropped; what remains is exact. The state of
 least R is never dropped, and every way on from another state is open to it. So a choice is found whenever there
 is one, even where there are too many states and some more are dropped.
@@ -26,7 +22,6 @@ is one, even where there are too many states and some more are dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,31 +33,16 @@ cheapest is kept. The answer is then not proved to be the best, but costs no mor
 that is lower by n/4096."""
 
 
-Choice = tuple[int, ...]
-"""By unit: the index of its option, or -1 - k if the k-th span has it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One way to treat a unit, or several as one."""
+    """One way to treat a unit. No number is negative."""
 
     retained_bytes: int
-    """Bytes it holds between its forward and its backward, beyond the smallest options of its units."""
+    """Bytes it holds between its forward and its backward, beyond its smallest option."""
     peak_bytes: int
-    """Peak inside, with nothing retained before it."""
+    """Peak inside the unit, with nothing retained before it."""
     seconds: float
-    """Time it costs over the fastest options of its units."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """One way to treat several units in a row as one."""
-
-    start: int
-    """The first of its units."""
-    stop: int
-    """The unit behind its last."""
-    option: Option
+    """Time it costs over its fastest option."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,38 +52,28 @@ class Problem:
     units: tuple[tuple[Option, ...], ...]
     gap_peaks_bytes: tuple[int, ...]
     """n + 1 peaks outside of all units: while none, the first, the first two … units are retained."""
-    spans: tuple[Span, ...] = ()
 
-    def parts(self, choice: Choice) -> Iterator[tuple[int, Option]]:
-        """What a choice consists of: units and spans in order, each with the unit that it ends before."""
-        unit = 0
-        while unit < len(self.units):
-            if choice[unit] >= 0:
-                unit, option = unit + 1, self.units[unit][choice[unit]]
-            else:
-                span = self.spans[-1 - choice[unit]]
-                unit, option = span.stop, span.option
-            yield unit, option
-
-    def peak_bytes(self, choice: Choice) -> int:
-        """Peak under a choice: the largest left side of all constraints."""
+    def peak_bytes(self, choice: tuple[int, ...]) -> int:
+        """Peak under a choice of options: the largest left side of all constraints."""
         retained, peak = 0, self.gap_peaks_bytes[0]
-        for stop, option in self.parts(choice):
+        for unit, chosen, gap in zip(self.units, choice, self.gap_peaks_bytes[1:], strict=True):
+            option = unit[chosen]
             peak = max(peak, retained + option.peak_bytes)
             retained += option.retained_bytes
-            peak = max(peak, retained + self.gap_peaks_bytes[stop])
+            peak = max(peak, retained + gap)
         return peak
 
-    def seconds(self, choice: Choice) -> float:
-        """Cost of a choice."""
-        return sum(option.seconds for _stop, option in self.parts(choice))
+    def seconds(self, choice: tuple[int, ...]) -> float:
+        """Cost of a choice of options."""
+        return sum(unit[chosen].seconds for unit, chosen in zip(self.units, choice, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """The cheapest choice within a budget."""
 
-    choice: Choice
+    choice: tuple[int, ...]
+    """Index of the option of each unit."""
     seconds: float
     peak_bytes: int
     is_optimal: bool
@@ -117,20 +87,19 @@ def solve(problem: Problem, budget_bytes: int) -> Solution | None:
     """
     if problem.gap_peaks_bytes[0] > budget_bytes:
         return None
-    arrived: list[list[_States]] = [[] for _ in range(len(problem.units) + 1)]
-    arrived[0].append(_States.at_the_start())
-    states: list[_States] = []
+    retained = np.zeros(1, dtype=np.int64)
+    seconds = np.zeros(1)
+    steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     is_optimal = True
-    for unit, parts in enumerate(arrived):
-        here = _States.joined(parts).undominated()
-        if here.retained.size > MOST_STATES:
-            here, is_optimal = here.thinned(max(1, budget_bytes // MOST_STATES)), False
-        states.append(here)
-        for code, stop, option in _ways_on(problem, unit):
-            arrived[stop].append(here.extended(unit, code, option, budget_bytes, problem.gap_peaks_bytes[stop]))
-    if not states[-1].retained.size:
-        return None
-    choice = _trace_back(states)
+    for unit, gap_bytes in zip(problem.units, problem.gap_peaks_bytes[1:], strict=True):
+        new = _extend(unit, retained, seconds, budget_bytes, gap_bytes)
+        if not new.retained.size:
+            return None
+        if new.retained.size > MOST_STATES:
+            new, is_optimal = new.thinned(max(1, budget_bytes // MOST_STATES)), False
+        retained, seconds = new.retained, new.seconds
+        steps.append((new.parent, new.option))
+    choice = _trace_back(steps, int(np.argmin(seconds)))
     peak_bytes = problem.peak_bytes(choice)
     assert peak_bytes <= budget_bytes, "the solver broke its own constraint"
     return Solution(
@@ -142,11 +111,9 @@ def smallest_peak_bytes(problem: Problem) -> int:
     """The least budget that has a solution, by bisection."""
     # Without costs one state, that of the least bytes, dominates all others: each try is quick.
     free = replace(
-        problem,
-        units=tuple(tuple(replace(option, seconds=0.0) for option in unit) for unit in problem.units),
-        spans=tuple(replace(span, option=replace(span.option, seconds=0.0)) for span in problem.spans),
+        problem, units=tuple(tuple(replace(option, seconds=0.0) for option in unit) for unit in problem.units)
     )
-    low, high = problem.gap_peaks_bytes[0], problem.peak_bytes((0,) * len(problem.units))
+    low, high = max(problem.gap_peaks_bytes), problem.peak_bytes((0,) * len(problem.units))
     while low < high:
         middle = (low + high) // 2
         if solve(free, middle) is None:
@@ -156,61 +123,18 @@ def smallest_peak_bytes(problem: Problem) -> int:
     return high
 
 
-def _ways_on(problem: Problem, unit: int) -> Iterator[tuple[int, int, Option]]:
-    """What a choice can go on with before a unit: its code, the unit behind it, and the option."""
-    if unit < len(problem.units):
-        for index, option in enumerate(problem.units[unit]):
-            yield index, unit + 1, option
-    for index, span in enumerate(problem.spans):
-        if span.start == unit:
-            yield -1 - index, span.stop, span.option
-
-
 @dataclass(frozen=True, slots=True)
 class _States:
-    """States before one unit (S), each with how it was reached."""
-
     retained: NDArray[np.int64]
     seconds: NDArray[np.float64]
-    came_from: NDArray[np.int64]
-    """The unit before which its parent is."""
     parent: NDArray[np.int64]
-    """Index of its parent there."""
-    code: NDArray[np.int64]
-    """What was chosen."""
-
-    @classmethod
-    def at_the_start(cls) -> _States:
-        """The one state with nothing retained."""
-        nothing = np.zeros(1, dtype=np.int64)
-        return cls(nothing, np.zeros(1), nothing, nothing, nothing)
-
-    @classmethod
-    def joined(cls, parts: list[_States]) -> _States:
-        """All states of several ways; none of no way."""
-        if not parts:
-            empty = np.zeros(0, dtype=np.int64)
-            return cls(empty, np.zeros(0), empty, empty, empty)
-        columns = zip(*((p.retained, p.seconds, p.came_from, p.parent, p.code) for p in parts), strict=True)
-        return cls(*(np.concatenate(column) for column in columns))
-
-    def extended(self, unit: int, code: int, option: Option, budget_bytes: int, gap_bytes: int) -> _States:
-        """These states after one choice more, those that keep its constraint and that of the gap behind it."""
-        most = min(budget_bytes - option.peak_bytes, budget_bytes - gap_bytes - option.retained_bytes)
-        parent = np.flatnonzero(self.retained <= most)
-        return _States(
-            self.retained[parent] + option.retained_bytes,
-            self.seconds[parent] + option.seconds,
-            np.full(parent.size, unit, dtype=np.int64),
-            parent.astype(np.int64),
-            np.full(parent.size, code, dtype=np.int64),
-        )
+    option: NDArray[np.int64]
 
     def undominated(self) -> _States:
         """Without states of which another retains no more and costs no more."""
         order = np.lexsort((self.seconds, self.retained))
         cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], self.seconds[order][:-1])))
-        return self._at(order[self.seconds[order] < cheapest_before[: order.size]])
+        return self._at(order[self.seconds[order] < cheapest_before])
 
     def thinned(self, quantum_bytes: int) -> _States:
         """The first, and the last and so cheapest of each quantum; the states are undominated."""
@@ -220,22 +144,41 @@ class _States:
         return self._at(np.flatnonzero(is_last))
 
     def _at(self, index: NDArray[np.int64]) -> _States:
-        return _States(
-            self.retained[index],
-            self.seconds[index],
-            self.came_from[index],
-            self.parent[index],
-            self.code[index],
+        return _States(self.retained[index], self.seconds[index], self.parent[index], self.option[index])
+
+
+def _extend(
+    unit: tuple[Option, ...],
+    retained: NDArray[np.int64],
+    seconds: NDArray[np.float64],
+    budget_bytes: int,
+    gap_bytes: int,
+) -> _States:
+    """All states after one more unit that keep its own constraint and that of the gap behind it."""
+    parts = []
+    for index, option in enumerate(unit):
+        most = min(budget_bytes - option.peak_bytes, budget_bytes - gap_bytes - option.retained_bytes)
+        parent = np.flatnonzero(retained <= most)
+        parts.append(
+            _States(
+                retained[parent] + option.retained_bytes,
+                seconds[parent] + option.seconds,
+                parent.astype(np.int64),
+                np.full(parent.size, index, dtype=np.int64),
+            )
         )
+    joined = _States(
+        np.concatenate([part.retained for part in parts]),
+        np.concatenate([part.seconds for part in parts]),
+        np.concatenate([part.parent for part in parts]),
+        np.concatenate([part.option for part in parts]),
+    )
+    return joined.undominated()
 
 
-def _trace_back(states: list[_States]) -> Choice:
-    """The choice that the cheapest of the last states came by."""
-    unit, state = len(states) - 1, int(np.argmin(states[-1].seconds))
-    choice = [0] * unit
-    while unit > 0:
-        here = states[unit]
-        before, code, state = int(here.came_from[state]), int(here.code[state]), int(here.parent[state])
-        choice[before:unit] = [code] * (unit - before)
-        unit = before
-    return tuple(choice)
+def _trace_back(steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]], state: int) -> tuple[int, ...]:
+    choice = []
+    for parent, option in reversed(steps):
+        choice.append(int(option[state]))
+        state = int(parent[state])
+    return tuple(reversed(choice))
