@@ -150,7 +150,9 @@ class Candidate:
         if not any(choice):
             return predict_memory(self.kept).peak_reserved_bytes
         if self._splicer is None:
-            self._splicer = Splicer(self.recomputed, unit_of_each_op(self.recomputed, self.units), self.units)
+            self._splicer = Splicer(
+                self.recomputed, unit_of_each_op(self.recomputed, self.units), len(self.units)
+            )
         if not self._splicer.can_splice():
             return self.replay(rung).predicted_peak_reserved_bytes
         return predict_memory(self._splicer.spliced(self.posed.chosen(choice))).peak_reserved_bytes
@@ -182,12 +184,21 @@ class CandidateFamily:
         capture: Runs a step on fake tensors.
         request: What is asked and what is pinned.
         precision: One that is permitted.
+        micro_batch_sizes: Those to try.
         notes: What cannot be tried is added here.
     """
 
-    def __init__(self, capture: Capture, request: Request, precision: Precision, notes: list[str]) -> None:
+    def __init__(
+        self,
+        capture: Capture,
+        request: Request,
+        precision: Precision,
+        micro_batch_sizes: Sequence[int],
+        notes: list[str],
+    ) -> None:
         self._capture = capture
         self._request = request
+        self._sizes = micro_batch_sizes
         self._notes = notes
         self._base = Settings(
             micro_batch_size=request.global_batch_size,
@@ -196,14 +207,10 @@ class CandidateFamily:
             optimizer_implementation=request.optimizer_implementation,
         )
         self._units: tuple[str, ...] | None = None
-        self._is_whole: bool | None = None
         self._scaled = RoughlyScaledTraces(capture)
 
-    def candidates(self, micro_batch_sizes: Sequence[int]) -> list[Candidate]:
+    def candidates(self) -> list[Candidate]:
         """Those micro-batches that the job can be trained with; what cannot be captured is noted.
-
-        Args:
-            micro_batch_sizes: Those to try.
 
         Returns:
             A candidate for each that can be captured.
@@ -214,7 +221,7 @@ class CandidateFamily:
         """
         found = []
         failed: CaptureError | BatchError | None = None
-        for size in micro_batch_sizes:
+        for size in self._sizes:
             try:
                 found.append(self._candidate(size))
             except (CaptureError, BatchError) as error:
@@ -247,17 +254,6 @@ class CandidateFamily:
             _request=self._request,
         )
 
-    @property
-    def keeps_batch_whole(self) -> bool:
-        """Whether splitting the batch would change the mathematics and is not permitted."""
-        if self._is_whole is None:
-            try:
-                trace = self._capture(self._smallest_step())
-            except (CaptureError, BatchError):  # a job may not make batches of just any size
-                trace = self._capture(self._base)
-            self._is_whole = self._request.keeps_batch_whole(trace)
-        return self._is_whole
-
     def _traces(self, settings: Settings) -> tuple[Trace, Trace]:
         """The step with everything kept and with everything recomputed."""
         kept = self._trace(settings)
@@ -268,15 +264,7 @@ class CandidateFamily:
         return kept, self._trace(replace(settings, units=all_units(self._units, Action.RECOMPUTE)))
 
     def _trace(self, settings: Settings) -> Trace:
-        return self._scaled.at(settings) if self._has_several_sizes() else self._capture(settings)
-
-    def _has_several_sizes(self) -> bool:
-        request = self._request
-        return request.micro_batch_size is None and request.global_batch_size > 1 and not self.keeps_batch_whole
-
-    def _smallest_step(self) -> Settings:
-        """What tells of a job what its size does not change: one that is captured anyway, if sizes are many."""
-        return replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
+        return self._scaled.at(settings) if len(self._sizes) > 1 else self._capture(settings)
 
     def _find_units(self, kept: Trace) -> tuple[str, ...]:
         """Units that can really be recomputed; none, with a note, if recomputing fails."""
@@ -284,8 +272,9 @@ class CandidateFamily:
         if not units:
             return ()
         recomputed = all_units(units, Action.RECOMPUTE)
-        smallest = self._smallest_step() if self._has_several_sizes() else kept.settings
-        for settings in (smallest, kept.settings):
+        # Of many sizes, this one is captured anyway; but a job may not make batches of just any size.
+        small = replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
+        for settings in (small, kept.settings) if len(self._sizes) > 1 else (kept.settings,):
             try:
                 self._capture(replace(settings, units=recomputed))
             except BatchError:

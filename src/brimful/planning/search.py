@@ -91,11 +91,11 @@ def search(capture: Capture, request: Request) -> Plan:
 def _candidates(capture: Capture, request: Request, plain: Trace) -> tuple[list[Candidate], list[str]]:
     """All ways to train that can be captured, and notes of those that cannot."""
     notes: list[str] = []
-    families = [CandidateFamily(capture, request, precision, notes) for precision in request.precisions]
     is_whole = request.keeps_batch_whole(plain)
     sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
+    families = (CandidateFamily(capture, request, each, sizes, notes) for each in request.precisions)
     try:
-        return [candidate for family in families for candidate in family.candidates(sizes)], notes
+        return [candidate for family in families for candidate in family.candidates()], notes
     except (CaptureError, UsageError) as error:
         if request.optimizer_implementation is None:
             raise

@@ -23,14 +23,13 @@ class Splicer:
     Args:
         recomputed: A capture that recomputes every unit.
         owner: By op of the trace, the unit it belongs to, or -1.
-        units: In the order of `owner`.
+        unit_count: How many units there are.
     """
 
-    def __init__(self, recomputed: Trace, owner: Sequence[int], units: Sequence[str]) -> None:
+    def __init__(self, recomputed: Trace, owner: Sequence[int], unit_count: int) -> None:
         self._trace = recomputed
-        self._units = units
         self._calls = [
-            [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, len(units))
+            [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, unit_count)
         ]
         self._made: dict[int, list[int]] = defaultdict(list)
         """By op, what it returns."""

@@ -118,7 +118,7 @@ def test_a_spliced_trace_takes_what_a_capture_does(name: str) -> None:
     settings = Settings(micro_batch_size=SAMPLES, gradient_accumulation_steps=2)
     units = find_units(capture(name, settings))
     recomputed = capture(name, with_action(settings, units, Action.RECOMPUTE))
-    splicer = Splicer(recomputed, unit_of_each_op(recomputed, units), units)
+    splicer = Splicer(recomputed, unit_of_each_op(recomputed, units), len(units))
     assert splicer.can_splice()
     for kept in range(3):
         actions = tuple(
