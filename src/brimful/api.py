@@ -44,6 +44,7 @@ from brimful.planning import (
     Estimate,
     Estimator,
     GpuFit,
+    OptimizerChoice,
     Plan,
     PlanCheck,
     Request,
@@ -236,6 +237,8 @@ def plan(
     recompute: str | Action | None = None,
     optimizer: str | None = None,
     optimizer_implementation: str | OptimizerImplementation | None = None,
+    allow_optimizers: Sequence[str] = (),
+    chunked_loss: bool = True,
     split_batch_norm: bool = False,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
@@ -255,6 +258,10 @@ def plan(
         optimizer: Replaces the job's own.
         optimizer_implementation: Pins "for-loop", "foreach" or "fused". None takes the fused kernel where the
             optimizer has one and its user chose none: the same formula, rounded in another order.
+        allow_optimizers: Others that may take the place of the job's own, which changes the mathematics:
+            "adafactor", "adamw8bit".
+        chunked_loss: Permit computing a cross-entropy over a large vocabulary a part of the tokens at a time:
+            the same sums in another order.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
 
     Returns:
@@ -284,6 +291,11 @@ def plan(
         recompute=_parse_recompute(recompute),
         optimizer=optimizer,
         optimizer_implementation=_implementation(job, optimizer, optimizer_implementation),
+        other_optimizers=tuple(
+            OptimizerChoice(name=name, implementation=_implementation(job, name, None))
+            for name in allow_optimizers
+        ),
+        permits_chunked_loss=chunked_loss,
         weighs_by_count=job.count is not None,
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,

@@ -8,11 +8,14 @@
 | `rmsprop` | `RMSprop` | 1e-2 | alpha 0.99, eps 1e-8 | 4 bytes a parameter |
 | `adagrad` | `Adagrad` | 1e-2 | eps 1e-10 | 4 bytes a parameter |
 | `adafactor` | `Adafactor` | 1e-2 | beta2 decay -0.8, d 1.0 | 4 bytes a row and a column of a matrix |
+| `adamw8bit` | `AdamW8bit` of bitsandbytes | 1e-3 | as `adamw` | 2.03 bytes a parameter |
 | `muon` | `Muon` | 1e-3 | momentum 0.95, weight decay 0.1; matrices only | 4 bytes a parameter |
 
 They are torch's own defaults (checked: torch 2.13), but for SGD's momentum, which torch leaves at 0 and
 nobody trains without. AdamW, Adam, RMSprop, Adagrad and Adafactor also keep a 4-byte step count per
-tensor. Adafactor's vectors are not factored and take 4 bytes a parameter.
+tensor. Adafactor's vectors are not factored and take 4 bytes a parameter. AdamW8bit keeps tensors of fewer
+than 4096 parameters in float32, and two tables of 1 KiB (checked: bitsandbytes 0.50, which is an extra:
+`brimful[bitsandbytes]`).
 """
 
 from __future__ import annotations
@@ -133,6 +136,19 @@ def _make_muon(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon(parameters)
 
 
+def _make_adamw8bit(parameters: list[nn.Parameter]) -> Optimizer:
+    try:
+        from bitsandbytes.optim.adamw import AdamW8bit
+    except ImportError as error:
+        raise UsageError(
+            f"the optimizer 'adamw8bit' is that of bitsandbytes, which cannot be imported: {error}. "
+            "Install it: pip install 'brimful[bitsandbytes]'. Without it, 'adafactor' "
+            "takes less than 'adamw', too."
+        ) from error
+    optimizer: Optimizer = AdamW8bit(parameters)
+    return optimizer
+
+
 _MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -140,5 +156,6 @@ _MAKERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "adagrad": torch.optim.Adagrad,
     "adafactor": torch.optim.Adafactor,
+    "adamw8bit": _make_adamw8bit,
     "muon": _make_muon,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -114,6 +114,23 @@ class UnitAction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkedLoss:
+    """A cross-entropy over many classes that is computed a part of the tokens at a time.
+
+    So there are never logits of all tokens; those of each chunk are computed twice, in forward and backward.
+    """
+
+    layer: str
+    """Dotted path of the `nn.Linear` that makes the logits."""
+    chunks: int
+    """Into how many parts the tokens of a micro-batch are divided, at least 2."""
+
+    def __post_init__(self) -> None:
+        if self.chunks < 2:
+            raise UsageError(f"the loss is to be computed in {self.chunks} chunks; it takes at least 2.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How one optimizer step is carried out.
 
@@ -132,6 +149,8 @@ class Settings:
     """None leaves it to the optimizer, and so to torch."""
     units: tuple[UnitAction, ...] = ()
     """Actions by unit, in execution order; a module that is not named is kept."""
+    chunked_loss: ChunkedLoss | None = None
+    """None computes the loss of all tokens at once, as the job does."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
@@ -157,6 +176,8 @@ class Settings:
             parts.append(self.optimizer)
         if self.optimizer_implementation:
             parts.append(f"{self.optimizer_implementation} optimizer")
+        if self.chunked_loss:
+            parts.append(f"loss in {self.chunked_loss.chunks} chunks")
         if not self.recomputed:
             return ", ".join([*parts, "everything kept"])
         for action, how in ((Action.RECOMPUTE, "recomputed"), (Action.SAVE, "recomputed in part")):
@@ -198,6 +219,7 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "optimizer_implementation": settings.optimizer_implementation
         and str(settings.optimizer_implementation),
         "units": [_unit_to_json(unit) for unit in settings.units],
+        "chunked_loss": settings.chunked_loss and asdict(settings.chunked_loss),
     }
 
 
@@ -219,4 +241,5 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
             UnitAction(fqn=unit["fqn"], action=Action(unit["action"]), saved=tuple(unit.get("saved", ())))
             for unit in document["units"]
         ),
+        chunked_loss=(chunked := document.get("chunked_loss")) and ChunkedLoss(**chunked),
     )

@@ -344,14 +344,15 @@ OPTIONS = {
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--seq-len", "--image-size", "--set",
-        "--output", "--check", "--certify", "--json",
+        "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
+        "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output", "--check", "--certify",
+        "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--optimizer-implementation", "--split-batch-norm", "--plan", "--epochs", "--steps",
-        "--seed", "--max-gradient-norm", "--run-dir", "--compare-plain", "--seq-len", "--image-size", "--set",
-        "--json",
+        "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
+        "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed", "--max-gradient-norm", "--run-dir",
+        "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
     ],
 }  # fmt: skip
 

@@ -1,7 +1,10 @@
+import math
 import re
+import sys
 
 import pytest
 import torch
+from bitsandbytes.optim.adamw import AdamW8bit
 from torch import nn
 
 from brimful import optimizers
@@ -10,7 +13,11 @@ from brimful.job import Job
 from brimful.optimizers import has_implementation, make_optimizer, optimizer_names, set_implementation
 from brimful.settings import OptimizerImplementation, Settings
 
-ROWS, COLUMNS = 30, 20
+ROWS, COLUMNS = 300, 20
+"""More numbers than the 4096 from which on AdamW8bit keeps bytes."""
+
+ADAMW8BIT_BYTES = 2 * (ROWS * COLUMNS + 4 * math.ceil(ROWS * COLUMNS / 256) + 4 * 256)
+"""Two moments: a byte each, a float32 for each 256, a table of 256."""
 
 # Class, learning rate and bytes of state that the table at the top of optimizers.py promises.
 DOCUMENTED = {
@@ -20,6 +27,7 @@ DOCUMENTED = {
     "rmsprop": (torch.optim.RMSprop, 1e-2, 4 * ROWS * COLUMNS + 4),
     "adagrad": (torch.optim.Adagrad, 1e-2, 4 * ROWS * COLUMNS + 4),
     "adafactor": (torch.optim.Adafactor, 1e-2, 4 * (ROWS + COLUMNS) + 4),
+    "adamw8bit": (AdamW8bit, 1e-3, ADAMW8BIT_BYTES),
     "muon": (torch.optim.Muon, 1e-3, 4 * ROWS * COLUMNS),
 }
 
@@ -56,7 +64,8 @@ def test_class_learning_rate_and_state_are_as_documented(name):
     optimizer.step()
     assert type(optimizer) is kind
     assert optimizer.defaults["lr"] == learning_rate
-    assert sum(held.nbytes for held in optimizer.state[parameter].values()) == state_bytes
+    tensors = (held for held in optimizer.state[parameter].values() if isinstance(held, torch.Tensor))
+    assert sum(held.nbytes for held in tensors) == state_bytes
 
 
 @pytest.mark.parametrize(
@@ -72,6 +81,8 @@ def test_class_learning_rate_and_state_are_as_documented(name):
         ("adagrad", "eps", 1e-10),
         ("adafactor", "beta2_decay", -0.8),
         ("adafactor", "d", 1.0),
+        ("adamw8bit", "betas", (0.9, 0.999)),
+        ("adamw8bit", "weight_decay", 0.01),
         ("muon", "momentum", 0.95),
         ("muon", "weight_decay", 0.1),
     ],
@@ -107,6 +118,12 @@ def test_an_unknown_name_says_the_nearest():
     with pytest.raises(UnknownNameError, match=r"unknown optimizer 'adamv'\. Nearest: .*adamw") as caught:
         make_optimizer(job(), [matrix()], named("adamv"))
     assert "adamw" in caught.value.nearest
+
+
+def test_adamw8bit_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
+    with pytest.raises(UsageError, match=r"brimful\[bitsandbytes\].*'adafactor'"):
+        make_optimizer(job("adamw8bit"), [matrix()])
 
 
 def test_muon_says_which_parameters_it_cannot_take():

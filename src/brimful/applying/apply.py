@@ -8,11 +8,12 @@ from itertools import pairwise
 
 from torch import nn
 
+from brimful.applying.chunked_loss import DeferringLinear
 from brimful.applying.recompute import RecomputedForward, RecomputedRuns
 from brimful.errors import UnknownNameError, UsageError
-from brimful.settings import Action, Settings, Span
+from brimful.settings import Action, ChunkedLoss, Settings, Span
 
-_StandIn = RecomputedForward | RecomputedRuns
+_StandIn = RecomputedForward | RecomputedRuns | DeferringLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +68,26 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
         assert isinstance(sequential, nn.Sequential)
         _check_apart(path, positions)
         stand_ins.append((sequential, RecomputedRuns(sequential, positions)))
+    if settings.chunked_loss is not None:
+        stand_ins.append(_deferring(modules, settings.chunked_loss))
     if len({id(module) for module, _stand_in in stand_ins}) < len(stand_ins):
         raise UsageError("a unit is named twice, or a Sequential and also a run of its children.")
     for module, stand_in in stand_ins:
         module.forward = stand_in
     return Applied(model=model, units=settings.recomputed, _patched=tuple(stand_ins))
+
+
+def _deferring(modules: dict[str, nn.Module], chunked: ChunkedLoss) -> tuple[nn.Module, DeferringLinear]:
+    """The layer whose logits are computed in chunks, and what stands in for its forward."""
+    layer = modules.get(chunked.layer)
+    if layer is None:
+        raise UnknownNameError("layer", chunked.layer, modules, "The plan was made for another model.")
+    if type(layer) is not nn.Linear or "forward" in layer.__dict__:
+        raise UsageError(
+            f"the loss cannot be computed in chunks: {chunked.layer!r} is no plain nn.Linear but "
+            f"{type(layer).__name__}. Plan anew for this model, or leave chunked_loss out."
+        )
+    return layer, DeferringLinear(layer, chunked.chunks)
 
 
 def _find(modules: dict[str, nn.Module], fqn: str, path: str) -> nn.Module:

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
 from brimful.applying import apply_units
 from brimful.batches import make_batch, map_tensors, named_tensors
@@ -165,7 +166,7 @@ def _prepare(
 ) -> Callable[[int], None]:
     """Record what is there before training; what it returns runs and records the step of a number."""
     mark_model(model, recorder)
-    optimizer = make_optimizer(job, model.parameters(), settings)
+    optimizer = _make_optimizer(job, model, settings)
     scaler = make_scaler(settings.precision, "cpu")
     made_early = _create_optimizer_state(optimizer, model, recorder)
     count = _captured_micro_batches(settings)
@@ -195,6 +196,15 @@ def _prepare(
         mark_state(optimizer, model, recorder)
 
     return run
+
+
+def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer:
+    """The optimizer; one that looks at values of tables it makes (bitsandbytes) makes them as real tensors."""
+    try:
+        return make_optimizer(job, model.parameters(), settings)
+    except DataDependentOutputException:
+        with _disable_current_modes():
+            return make_optimizer(job, model.parameters(), settings)
 
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:

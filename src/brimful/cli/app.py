@@ -94,6 +94,21 @@ SplitBatchNorm = Annotated[
         help="Permit splitting a batch that BatchNorm couples; its statistics are then over micro-batches.",
     ),
 ]
+AllowedOptimizers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-optimizer",
+        help="Another optimizer that may be chosen, though it changes the mathematics: adafactor, adamw8bit; "
+        "may be repeated.",
+    ),
+]
+ChunkedLoss = Annotated[
+    bool,
+    typer.Option(
+        "--chunked-loss/--no-chunked-loss",
+        help="Permit computing a cross-entropy over a large vocabulary a part of the tokens at a time.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
@@ -250,6 +265,8 @@ def plan(
     recompute: Recompute = "auto",
     optimizer: OptimizerName = None,
     optimizer_implementation: OptimizerImplementationName = None,
+    allow_optimizer: AllowedOptimizers = None,
+    chunked_loss: ChunkedLoss = True,
     split_batch_norm: SplitBatchNorm = False,
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
@@ -277,6 +294,8 @@ def plan(
                 "--recompute": recompute != "auto",
                 "--optimizer": optimizer,
                 "--optimizer-implementation": optimizer_implementation,
+                "--allow-optimizer": allow_optimizer,
+                "--no-chunked-loss": not chunked_loss,
                 "--split-batch-norm": split_batch_norm,
                 "--output": output,
                 "--certify": certify,
@@ -301,6 +320,8 @@ def plan(
             recompute=recompute,
             optimizer=optimizer,
             optimizer_implementation=optimizer_implementation,
+            allow_optimizers=allow_optimizer or (),
+            chunked_loss=chunked_loss,
             split_batch_norm=split_batch_norm,
         )
         result = replace(result, source=source)
@@ -331,6 +352,8 @@ def train(
     recompute: Recompute = "auto",
     optimizer: OptimizerName = None,
     optimizer_implementation: OptimizerImplementationName = None,
+    allow_optimizer: AllowedOptimizers = None,
+    chunked_loss: ChunkedLoss = True,
     split_batch_norm: SplitBatchNorm = False,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
@@ -381,6 +404,8 @@ def train(
                 recompute=recompute,
                 optimizer=optimizer,
                 optimizer_implementation=optimizer_implementation,
+                allow_optimizers=allow_optimizer or (),
+                chunked_loss=chunked_loss,
                 split_batch_norm=split_batch_norm,
             )
         if not as_json:
@@ -424,7 +449,7 @@ def calibrate(
 
 _SAID_BY_A_PLAN = (
     "global_batch_size", "budget", "device", "precision", "micro_batch_size", "recompute", "optimizer",
-    "optimizer_implementation", "split_batch_norm",
+    "optimizer_implementation", "allow_optimizer", "chunked_loss", "split_batch_norm",
 )  # fmt: skip
 
 

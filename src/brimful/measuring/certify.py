@@ -116,11 +116,18 @@ def _certificate(
     batch = make_batch(job, settings.global_batch_size)
     compute = partial(_computed, job, model, batch, device, seed)
     kept = compute(replace(settings, units=()))
+    comparisons = [_recomputing(settings, kept, compute)]
+    if settings.chunked_loss is not None:
+        at_once = compute(replace(settings, units=(), chunked_loss=None))
+        comparisons.append(
+            _comparison("computing the loss in chunks", at_once, kept, bound=_rounding(settings.precision))
+        )
+    comparisons.append(_splitting(settings, kept, model, compute))
     return Certificate(
         job=job.name,
         device=device_name(device),
         samples=settings.global_batch_size,
-        comparisons=(_recomputing(settings, kept, compute), _splitting(settings, kept, model, compute)),
+        comparisons=tuple(comparisons),
     )
 
 

@@ -4,7 +4,7 @@ from brimful.planning.check import PlanCheck, check_trace
 from brimful.planning.estimate import MARGIN_FRACTION, Estimate, PhasePeak, Verdict, estimate_trace
 from brimful.planning.gpus import GpuFit, survey_gpus
 from brimful.planning.records import Alternative, JobSource, Plan, PlanStatus
-from brimful.planning.request import Request
+from brimful.planning.request import OptimizerChoice, Request
 from brimful.planning.search import search
 from brimful.planning.sizes import Capture, Estimator
 from brimful.planning.units import find_units
@@ -17,6 +17,7 @@ __all__ = [
     "Estimator",
     "GpuFit",
     "JobSource",
+    "OptimizerChoice",
     "PhasePeak",
     "Plan",
     "PlanCheck",

@@ -20,7 +20,7 @@ from brimful.planning.sizes import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
 from brimful.planning.units import find_units
-from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.settings import Action, Settings, UnitAction
 from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
 from brimful.trace import Trace
 
@@ -178,12 +178,12 @@ def _peak_allocated_bytes(trace: Trace) -> int:
 
 
 class CandidateFamily:
-    """All micro-batches of one precision.
+    """All micro-batches under settings that are otherwise the same.
 
     Args:
         capture: Runs a step on fake tensors.
         request: What is asked and what is pinned.
-        precision: One that is permitted.
+        base: What all of them share, with the whole batch at once and everything kept.
         micro_batch_sizes: Those to try.
         notes: What cannot be tried is added here.
     """
@@ -192,7 +192,7 @@ class CandidateFamily:
         self,
         capture: Capture,
         request: Request,
-        precision: Precision,
+        base: Settings,
         micro_batch_sizes: Sequence[int],
         notes: list[str],
     ) -> None:
@@ -200,12 +200,7 @@ class CandidateFamily:
         self._request = request
         self._sizes = micro_batch_sizes
         self._notes = notes
-        self._base = Settings(
-            micro_batch_size=request.global_batch_size,
-            precision=precision,
-            optimizer=request.optimizer,
-            optimizer_implementation=request.optimizer_implementation,
-        )
+        self._base = base
         self._units: tuple[str, ...] | None = None
         self._scaled = RoughlyScaledTraces(capture)
 

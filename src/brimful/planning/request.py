@@ -11,6 +11,14 @@ from brimful.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerChoice:
+    """An optimizer that may be used in place of the job's own."""
+
+    name: str
+    implementation: OptimizerImplementation | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """What is asked of a plan, and what is pinned."""
 
@@ -27,6 +35,10 @@ class Request:
     optimizer: str | None = None
     optimizer_implementation: OptimizerImplementation | None = None
     """That of every candidate; None leaves it to the optimizer, as plain training does."""
+    other_optimizers: tuple[OptimizerChoice, ...] = ()
+    """Permitted beside that of plain training. They change the mathematics."""
+    permits_chunked_loss: bool = True
+    """Whether a loss over a large vocabulary may be computed a part of the tokens at a time."""
     weighs_by_count: bool = False
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False
@@ -61,6 +73,21 @@ class Request:
             micro_batch_size=self.global_batch_size,
             precision=self.precisions[0],
             optimizer=self.optimizer,
+        )
+
+    def bases(self) -> tuple[Settings, ...]:
+        """What may be chosen for the whole of a step, each with the whole batch at once and everything kept."""
+        own = (self.optimizer, self.optimizer_implementation)
+        optimizers = (own, *((other.name, other.implementation) for other in self.other_optimizers))
+        return tuple(
+            Settings(
+                micro_batch_size=self.global_batch_size,
+                precision=precision,
+                optimizer=name,
+                optimizer_implementation=implementation,
+            )
+            for name, implementation in optimizers
+            for precision in self.precisions
         )
 
     @property

@@ -7,17 +7,18 @@ its fastest choice that really is within the budget, until none that is left cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, alternative
 from brimful.planning.estimate import Estimate
 from brimful.planning.infeasible import nothing_fits
+from brimful.planning.logits import LOSS_CHUNKS, logits_layer
 from brimful.planning.records import Alternative, BudgetPoint, Plan, PlanStatus
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
-from brimful.settings import Action, OptimizerImplementation, Settings
+from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Settings
 from brimful.trace import Trace
 from brimful.units import GIB
 
@@ -29,6 +30,14 @@ _OWN_LOOP_NOTE = (
 _FUSED_NOTE = (
     "The optimizer runs as one fused kernel: the same formula, rounded in another order, in the last digits."
 )
+
+_CHUNKED_NOTE = (
+    "The loss is computed for a part of the tokens at a time: the same sums in another order. Logits that are "
+    "used for anything else are computed again."
+)
+
+ROUGHNESS = 0.01
+"""Part by which times of captures and of what is derived from them may differ."""
 
 CURVE_POINTS = 12
 """Budgets besides its own for which a plan tells the time."""
@@ -55,8 +64,13 @@ def search(capture: Capture, request: Request) -> Plan:
         request.device.check_precision(precision)
     plain_trace = capture(request.plain_settings())
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
-    candidates, notes = _candidates(capture, request, plain_trace)
+    candidates, notes = _candidates(capture, request, plain_trace, request.bases())
     found = _fastest(candidates, request.reserved_budget_bytes)
+    if request.permits_chunked_loss and _is_held_back(found, candidates, request):
+        layer = logits_layer(plain_trace, plain.predicted_peak_reserved_bytes)
+        if layer is not None:
+            candidates += _with_chunked_loss(capture, request, plain_trace, layer, notes)
+        found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
         smallest = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes()).replay(0)
         if smallest.predicted_peak_device_bytes > request.budget_bytes:
@@ -82,26 +96,59 @@ def search(capture: Capture, request: Request) -> Plan:
             *notes,
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
+            *_what_the_optimizer_changes(best.settings, request),
+            *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
             *([_FUSED_NOTE] if best.settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
             *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
         ),
     )
 
 
-def _candidates(capture: Capture, request: Request, plain: Trace) -> tuple[list[Candidate], list[str]]:
+def _candidates(
+    capture: Capture, request: Request, plain: Trace, bases: Iterable[Settings]
+) -> tuple[list[Candidate], list[str]]:
     """All ways to train that can be captured, and notes of those that cannot."""
-    notes: list[str] = []
     is_whole = request.keeps_batch_whole(plain)
     sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
-    families = (CandidateFamily(capture, request, each, sizes, notes) for each in request.precisions)
+    found: list[Candidate] = []
+    notes: list[str] = []
+    for base in bases:
+        try:
+            found += CandidateFamily(capture, request, base, sizes, notes).candidates()
+        except (CaptureError, UsageError) as error:
+            if base.optimizer_implementation is None:
+                raise
+            notes.append(f"The {base.optimizer_implementation} optimizer is left out: {error}")
+            left_to_torch = replace(base, optimizer_implementation=None)
+            found += CandidateFamily(capture, request, left_to_torch, sizes, notes).candidates()
+    return found, notes
+
+
+def _is_held_back(found: list[Estimate], candidates: list[Candidate], request: Request) -> bool:
+    """Whether sparing memory could make the best plan faster, or there is none.
+
+    On a CPU it always could: memory that a step has not touched yet takes time to touch.
+    """
+    if request.device.kind == "cpu":
+        return True
+    fastest_ever = min(candidate.kept_seconds for candidate in candidates)
+    return not found or found[0].predicted_step_seconds > fastest_ever * (1 + ROUGHNESS)
+
+
+def _with_chunked_loss(
+    capture: Capture, request: Request, plain: Trace, layer: str, notes: list[str]
+) -> list[Candidate]:
+    """The same ways to train, with the loss computed in chunks; none, with a note, if that fails."""
+    chunked = ChunkedLoss(layer=layer, chunks=LOSS_CHUNKS)
     try:
-        return [candidate for family in families for candidate in family.candidates()], notes
+        found, more = _candidates(
+            capture, request, plain, [replace(base, chunked_loss=chunked) for base in request.bases()]
+        )
     except (CaptureError, UsageError) as error:
-        if request.optimizer_implementation is None:
-            raise
-        left_to_torch, notes = _candidates(capture, replace(request, optimizer_implementation=None), plain)
-        failed = f"The {request.optimizer_implementation} optimizer is left out: {error}"
-        return left_to_torch, [failed, *notes]
+        notes.append(f"The loss is not computed in chunks: {error}")
+        return []
+    notes += more
+    return found
 
 
 def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:
@@ -127,6 +174,10 @@ def _alternatives(
 ) -> tuple[Alternative, ...]:
     """What was replayed and lost, and what people do by hand: one rule for all, the largest micro-batch."""
     best, *lost = found
+    if best.settings.optimizer != request.optimizer:
+        own_optimizer = [c for c in candidates if c.settings.optimizer == request.optimizer]
+        best_of_own = _fastest(own_optimizer, request.reserved_budget_bytes)[:1]
+        lost = [*best_of_own, *(each for each in lost if each not in best_of_own)]
     others = [
         Alternative(
             label=each.settings.describe(),
@@ -137,12 +188,22 @@ def _alternatives(
         )
         for each in lost[:MOST_ALTERNATIVES]
     ]
-    own_precision = [c for c in candidates if c.settings.precision is request.precisions[0]]
+    own = [candidate for candidate in candidates if _is_plain_otherwise(candidate.settings, request)]
     for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
-        by_hand = _largest_by_hand(own_precision, action, f"{how}, largest micro-batch")
+        by_hand = _largest_by_hand(own, action, f"{how}, largest micro-batch")
         if by_hand is not None and by_hand.settings != best.settings:
             others.append(by_hand)
     return tuple(sorted(others, key=lambda other: other.predicted_step_seconds))
+
+
+def _is_plain_otherwise(settings: Settings, request: Request) -> bool:
+    """Whether only the micro-batch and the units differ from plain training."""
+    plain = request.plain_settings()
+    return (settings.precision, settings.optimizer, settings.chunked_loss) == (
+        plain.precision,
+        plain.optimizer,
+        None,
+    )
 
 
 def _budget_curve(
@@ -176,6 +237,15 @@ def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) ->
         if by_hand.fits:
             return by_hand
     return None
+
+
+def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:
+    """That the optimizer is another than the job's, if it is."""
+    if settings.optimizer == request.optimizer:
+        return []
+    return [
+        f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
+    ]
 
 
 def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) -> list[str]:

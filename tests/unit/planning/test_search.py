@@ -4,17 +4,21 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from brimful.capture import capture_step
 from brimful.errors import InfeasibleError
 from brimful.hardware import Device, find_device
+from brimful.job import Job
 from brimful.module_tree import unit_of_each_op
-from brimful.planning import Request, search
+from brimful.planning import OptimizerChoice, Request, search
 from brimful.planning.derived import Counterparts, with_one_micro_batch
 from brimful.planning.records import Plan
 from brimful.planning.splice import Splicer
 from brimful.planning.units import find_units
-from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
+from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
 from brimful.trace import Trace
 from helpers.planned_jobs import JOBS, SAMPLES, capture, with_action
@@ -164,3 +168,50 @@ def test_repeating_the_last_step_is_what_two_steps_reserve(name: str) -> None:
     assert again.captured_steps == 2
     assert predict_memory(again).peak_reserved_bytes == predict_memory(two).peak_reserved_bytes
     assert predict_memory(again).peak_allocated_bytes == predict_memory(two).peak_allocated_bytes
+
+
+def language_model(classes: int) -> Job:
+    """A small model with logits for many classes."""
+
+    def model() -> nn.Module:
+        layers = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)]
+        return nn.Sequential(nn.Embedding(classes, 32), *layers, nn.Linear(32, classes))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return F.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+
+    return Job(name="words", model=model, loss=loss, batch=lambda n: torch.zeros(n, 64, dtype=torch.long))
+
+
+def planned_words(share: float, classes: int = 5000, **asked: object) -> Plan:
+    job = language_model(classes)
+    run = cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
+    request = Request(job="words", device=slow(CPU), budget_bytes=0, global_batch_size=8, **asked)  # type: ignore[arg-type]
+    plain_bytes = predict_memory(run(request.plain_settings())).peak_reserved_bytes
+    return search(run, replace(request, budget_bytes=int(share * plain_bytes)))
+
+
+def test_a_loss_over_many_classes_is_computed_in_chunks_where_that_is_fastest() -> None:
+    pinned = {"micro_batch_size": 8, "optimizer": "sgd"}
+    plan = planned_words(0.5, **pinned)
+    assert plan.settings.chunked_loss == ChunkedLoss(layer="5", chunks=8)
+    assert plan.predicted_peak_reserved_bytes <= plan.budget_bytes
+    assert any("a part of the tokens" in note for note in plan.notes)
+    with pytest.raises(InfeasibleError):
+        planned_words(0.5, **pinned, permits_chunked_loss=False)
+
+
+def test_a_loss_is_computed_at_once_where_memory_suffices_or_it_is_small() -> None:
+    assert planned_words(1.0).settings.chunked_loss is None
+    assert planned_words(0.6, classes=20, micro_batch_size=8).settings.chunked_loss is None
+
+
+def test_another_optimizer_is_chosen_only_if_allowed_and_the_plan_says_so() -> None:
+    with pytest.raises(InfeasibleError, match="adafactor"):
+        planned_words(0.15)
+    plan = planned_words(0.15, other_optimizers=(OptimizerChoice(name="adafactor"),))
+    assert plan.settings.optimizer == "adafactor"
+    assert any("adafactor, which you allowed" in note for note in plan.notes)
+    roomy = planned_words(1.0, other_optimizers=(OptimizerChoice(name="adafactor"),))
+    settings = [roomy.settings, *(each.settings for each in roomy.alternatives)]
+    assert None in [each.optimizer for each in settings], "the best with the job's own optimizer is not told"

@@ -12,6 +12,10 @@ from brimful.capture.corrections.base import Rule
 aten = torch.ops.aten
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "profiler"})
+_KNOWN_ON_CUDA = frozenset(
+    {"bitsandbytes::optimizer_update_8bit_blockwise", "bitsandbytes::optimizer_update_32bit"}
+)
+"""Kernels that work in place and are handed nothing else to write to (bitsandbytes 0.50, backends/cuda)."""
 _NOT_MODELLED = frozenset(
     {
         aten._ctc_loss.default,
@@ -55,8 +59,11 @@ class UnknownOps(Rule):
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a block of no likely size."""
-        is_modelled = self.target.kind == "cpu" or func not in _NOT_MODELLED
-        if func.namespace in _KNOWN_NAMESPACES and is_modelled:
+        if func.namespace in _KNOWN_NAMESPACES:
+            is_known = self.target.kind == "cpu" or func not in _NOT_MODELLED
+        else:
+            is_known = self.target.kind == "cuda" and func._schema.name in _KNOWN_ON_CUDA
+        if is_known:
             return
         inputs = [value for value in args if isinstance(value, Tensor)]
         most = sum(tensor.nbytes for tensor in (*inputs, *outputs))

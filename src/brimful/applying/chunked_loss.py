@@ -1,0 +1,360 @@
+"""Cross-entropy over a large vocabulary, a part of the tokens at a time.
+
+For N tokens, width D and a vocabulary of V, the last linear layer makes logits (N, V), and their cross-entropy
+several tensors as large, most in float32. Here the layer returns `DeferredLogits` instead, which only remember
+its input (N, D). Reshaped, sliced or cast they stay deferred. Their cross-entropy is computed for one chunk of
+tokens after another, and each chunk's logits are computed again in backward. Whatever else is done to them
+gets real logits, computed then.
+
+The sums over tokens are those of plain training in another order: loss and gradients agree to rounding.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+
+
+class DeferringLinear:
+    """Stands in for the `forward` of a linear layer and defers it.
+
+    Args:
+        linear: Its module.
+        chunks: In how many parts the cross-entropy of what it returns is computed.
+    """
+
+    def __init__(self, linear: nn.Linear, chunks: int) -> None:
+        self.forward: Callable[..., Any] = linear.forward
+        """The original, bound."""
+        self._linear, self._chunks = linear, chunks
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """The layer's output, computed when it is used; at once while a graph is compiled.
+
+        Args:
+            input: (..., D).
+
+        Returns:
+            Logits (..., V).
+        """
+        if torch.compiler.is_compiling():
+            logits: Tensor = self.forward(input)
+            return logits
+        return DeferredLogits.of(_Product.of(self._linear, input, self._chunks))
+
+
+class DeferredLogits(Tensor):
+    """Logits (..., V) that are not computed before they are used."""
+
+    _product: _Product
+    _computed: Tensor | None
+
+    @staticmethod
+    def of(product: _Product) -> DeferredLogits:
+        """Logits that a product would be."""
+        logits = Tensor._make_wrapper_subclass(
+            DeferredLogits,
+            (*product.input.shape[:-1], product.layer.out_features),
+            dtype=product.dtype,
+            device=product.input.device,
+            requires_grad=product.has_gradients,
+        )
+        logits._product, logits._computed = product, None
+        assert isinstance(logits, DeferredLogits)
+        return logits
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer what is known, defer what can be, compute the loss in chunks, and else the logits."""
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            return super().__torch_function__(func, types, args, kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None and args and isinstance(args[0], cls):
+            result = handler(args[0]._product, *args[1:], **kwargs)
+            if result is not None:
+                return DeferredLogits.of(result) if isinstance(result, _Product) else result
+        return func(*_computed(args), **_computed(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # as torch documents it
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Compute them for what asks past `__torch_function__`."""
+        return func(*_computed(args), **_computed(kwargs or {}))
+
+    def _compute(self) -> Tensor:
+        if self._computed is None:
+            self._computed = self._product.logits()
+        return self._computed
+
+
+def _computed(value: Any) -> Any:
+    """A value with real logits in place of deferred ones."""
+    if isinstance(value, DeferredLogits):
+        return value._compute()
+    if isinstance(value, Mapping):
+        return {key: _computed(each) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_computed(each) for each in value)
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A linear layer, its input (..., D), and the types that its output is cast to one after another."""
+
+    layer: nn.Linear
+    input: Tensor
+    chunks: int
+    has_gradients: bool
+    autocast_dtype: torch.dtype | None
+    """Where the layer was called; it is computed in the same later."""
+    casts: tuple[torch.dtype, ...] = ()
+
+    @classmethod
+    def of(cls, layer: nn.Linear, input: Tensor, chunks: int) -> _Product:
+        kind = input.device.type
+        autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return cls(layer, input, chunks, torch.is_grad_enabled(), autocast_dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.input.shape[:-1], self.layer.out_features)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        own = self.autocast_dtype or self.input.dtype
+        return self.casts[-1] if self.casts else own
+
+    def logits(self) -> Tensor:
+        """(..., V), computed."""
+        with torch.set_grad_enabled(self.has_gradients):
+            return self.logits_of(self.input, self.layer.weight, self.layer.bias)
+
+    def logits_of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same of another input with other parameters."""
+        dtype = self.autocast_dtype
+        with torch.autocast(input.device.type, dtype, enabled=dtype is not None):
+            logits = F.linear(input, weight, bias)
+        for dtype in self.casts:
+            logits = logits.to(dtype)
+        return logits
+
+    # What can be done to logits without computing them. Each is None where it cannot.
+
+    def view(self, *shape: Any) -> _Product | None:
+        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], (int, torch.dtype)) else shape
+        if not all(isinstance(size, int) for size in sizes):
+            return None
+        if -1 in sizes:
+            rest = math.prod(size for size in sizes if size != -1)
+            if not rest:
+                return None
+            sizes = tuple(math.prod(self.shape) // rest if size == -1 else size for size in sizes)
+        if not sizes or sizes[-1] != self.layer.out_features or math.prod(sizes) != math.prod(self.shape):
+            return None
+        return replace(self, input=self.input.reshape(*sizes[:-1], self.input.shape[-1]))
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> _Product | None:
+        dims = len(self.shape)
+        end_dim += dims if end_dim < 0 else 0
+        return replace(self, input=self.input.flatten(start_dim, end_dim)) if end_dim < dims - 1 else None
+
+    def index(self, index: Any) -> _Product | None:
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
+            is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim < len(self.shape)
+            return replace(self, input=self.input[index]) if is_mask else None
+        counted = sum(part is not None and part is not ... for part in parts)
+        reaches_width = counted == len(self.shape) or (... in parts and parts[-1] is not ...)
+        if reaches_width and parts[-1] != slice(None):
+            return None
+        return replace(self, input=self.input[index])
+
+    def contiguous(self) -> _Product:
+        return self
+
+    def to(self, *what: Any, dtype: torch.dtype | None = None, device: Any = None) -> _Product | None:
+        dtypes = [each for each in (*what, dtype) if isinstance(each, torch.dtype)]
+        devices = [each for each in (*what, device) if isinstance(each, (str, torch.device))]
+        is_plain = len(dtypes) + len(devices) == len(what) + (dtype is not None) + (device is not None)
+        if not is_plain or any(torch.device(each) != self.input.device for each in devices):
+            return None
+        return replace(self, casts=(*self.casts, *dtypes))
+
+    def float(self) -> _Product:
+        return replace(self, casts=(*self.casts, torch.float32))
+
+    def cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """As `torch.nn.functional.cross_entropy` of logits (N, V) and classes (N,), reduced to a scalar."""
+        given = _CROSS_ENTROPY.bind(None, *args, **kwargs)
+        given.apply_defaults()
+        target, weight = given.arguments["target"], given.arguments["weight"]
+        reduction, ignored = given.arguments["reduction"], given.arguments["ignore_index"]
+        is_deprecated = given.arguments["size_average"] is not None or given.arguments["reduce"] is not None
+        if len(self.shape) != 2 or target.ndim != 1 or reduction not in ("mean", "sum") or is_deprecated:
+            return None
+        terms = _Terms(self, weight, ignored, given.arguments["label_smoothing"])
+        with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
+            total: Tensor = _ChunkedSum.apply(terms, self.input, self.layer.weight, self.layer.bias, target)
+            if reduction == "mean":
+                total = total / terms.count(target)
+        is_autocast = torch.is_autocast_enabled(self.input.device.type)
+        return total if is_autocast else total.to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What is summed over tokens."""
+
+    product: _Product
+    class_weight: Tensor | None
+    ignored: int
+    label_smoothing: float
+
+    def sum(self, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+        """Over some tokens, in float32 at least: in float16 the sum of many overflows."""
+        logits = self.product.logits_of(input, weight, bias)
+        if logits.dtype.itemsize < torch.float32.itemsize:
+            logits = logits.float()
+        return F.cross_entropy(
+            logits,
+            target,
+            weight=None if self.class_weight is None else self.class_weight.to(logits.dtype),
+            ignore_index=self.ignored,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+
+    def count(self, target: Tensor) -> Tensor:
+        """By what a mean divides the sum."""
+        is_counted = target != self.ignored
+        if self.class_weight is None:
+            return is_counted.sum()
+        return (self.class_weight[target.where(is_counted, 0)] * is_counted).sum()
+
+
+class _ChunkedSum(torch.autograd.Function):
+    """The terms of all tokens, and their gradients, from the logits of one chunk of tokens at a time.
+
+    The weight is cast once for all chunks; its gradients are summed in its own type, not in that of the cast.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, terms: _Terms, input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor
+    ) -> Tensor:
+        """Σ over the tokens.
+
+        Args:
+            ctx: Of autograd.
+            terms: What is summed.
+            input: (N, D).
+            weight: (V, D).
+            bias: (V,).
+            target: (N,).
+
+        Returns:
+            A scalar.
+        """
+        ctx.save_for_backward(input, weight, bias, target)
+        ctx.terms = terms
+        used = _cast(weight, terms.product.autocast_dtype)
+        rows = _rows(len(target), terms.product.chunks)
+        return torch.stack([terms.sum(input[part], used, bias, target[part]) for part in rows]).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the input, the weight and the bias.
+
+        Args:
+            ctx: Of autograd.
+            grad: A scalar, that of the sum.
+
+        Returns:
+            (N, D), (V, D) and (V,) in the places of those; None where none is wanted.
+        """
+        input, weight, bias, target = ctx.saved_tensors
+        terms: _Terms = ctx.terms
+        _, needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        input_grad = torch.empty_like(input) if needs_input else None
+        weight_grad = torch.zeros_like(weight) if needs_weight else None
+        bias_grad = torch.zeros_like(bias) if needs_bias else None
+        weight_leaf = _leaf(_cast(weight, terms.product.autocast_dtype), needs_weight)
+        bias_leaf = None if bias is None else _leaf(bias, needs_bias)
+        for part in _rows(len(target), terms.product.chunks):
+            input_leaf = _leaf(input[part], needs_input)
+            with torch.enable_grad():
+                total = terms.sum(input_leaf, weight_leaf, bias_leaf, target[part])
+            total.backward(grad)
+            if input_grad is not None and input_leaf.grad is not None:
+                input_grad[part] = input_leaf.grad
+            for grad_sum, leaf in ((weight_grad, weight_leaf), (bias_grad, bias_leaf)):
+                if grad_sum is not None and leaf is not None and leaf.grad is not None:
+                    grad_sum += leaf.grad
+                    leaf.grad = None
+        return None, input_grad, weight_grad, bias_grad, None
+
+
+def _rows(count: int, chunks: int) -> list[slice]:
+    size = max(1, -(-count // chunks))
+    return [slice(start, start + size) for start in range(0, max(count, 1), size)]
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
+    return tensor.detach().requires_grad_(needs_grad)
+
+
+_METADATA = frozenset(
+    {
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.is_floating_point,
+        Tensor.__len__,
+        *(
+            getattr(Tensor, name).__get__
+            for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse")
+        ),
+    }
+)
+"""What is known of logits before they are computed."""
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    Tensor.view: _Product.view,
+    Tensor.reshape: _Product.view,
+    torch.reshape: lambda product, shape: product.view(shape),
+    Tensor.flatten: _Product.flatten,
+    torch.flatten: _Product.flatten,
+    Tensor.__getitem__: _Product.index,
+    Tensor.contiguous: _Product.contiguous,
+    Tensor.to: _Product.to,
+    Tensor.float: _Product.float,
+    F.cross_entropy: _Product.cross_entropy,
+}
