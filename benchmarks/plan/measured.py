@@ -3,7 +3,8 @@
     python benchmarks/plan/measured.py [--only NAME]
 
 The CPU is calibrated first. Every way to train of one budget is measured in one process, one after another and
-again in the other order; of the step times the lower median counts. Other programs must be silent.
+again in the other order; of the step times the lower median counts. Other programs must be silent. Each row is
+kept as soon as it is measured: a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import json
 import statistics
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import brimful as bf
 from brimful.api import resolve_device
-from brimful.planning import Request
-from brimful.settings import OptimizerImplementation, Settings
-from machine import RESULTS, keep
-from plan.peers import PEERS, Bench, Outcome
-from plan.simulated import our_way
+from brimful.settings import Settings
+from machine import RESULTS, Rows
+from plan.bench import Bench, Failure, Outcome, told
+from plan.peers import PEERS, torch_planners
 from plan.small_jobs import SMALL_JOBS, SmallJob
 
 BUDGETS = (0.45, 0.60, 0.80)
@@ -34,54 +34,52 @@ CLOSE = 0.05
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", action="append")
+    parser.add_argument("--only", action="append", help="a job by name; nothing is kept then")
     only = parser.parse_args().only
-    if only is None:
-        bf.calibrate(remeasure=True)
-    rows: list[dict[str, Any]] = []
-    for small in SMALL_JOBS:
-        if only is None or small.name in only:
-            rows += compare(small)
-    told = summary(rows)
     if only is not None:
-        print(json.dumps(told, indent=1))
+        chosen = [small for small in SMALL_JOBS if small.name in only]
+        rows = [row for small in chosen for row in compare(small, BUDGETS)]
+        print(json.dumps(summary(rows), indent=1))
         return
-    keep(NAME, "python benchmarks/plan/measured.py", {"summary": told, "rows": rows}, "transformers")
-    print(f"{RESULTS / NAME}: {json.dumps(told)}")
+    kept = Rows(NAME, "python benchmarks/plan/measured.py", "transformers")
+    if not kept.rows:
+        bf.calibrate(remeasure=True)
+    for small in SMALL_JOBS:
+        missing = [f for f in BUDGETS if not kept.has(job=small.name, budget_fraction=f)]
+        for row in compare(small, missing) if missing else ():
+            kept.add(row)
+    found = summary(kept.rows)
+    kept.keep({"summary": found})
+    print(f"{RESULTS / NAME}: {json.dumps(found)}")
 
 
-def compare(small: SmallJob) -> list[dict[str, Any]]:
-    """One job at all budgets."""
-    device = resolve_device("cpu")
+def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """One job at some budgets."""
     job = small.make()
-    request = Request(
-        job=small.name,
-        device=device,
-        budget_bytes=0,
-        global_batch_size=small.global_batch_size,
-        optimizer_implementation=OptimizerImplementation.FUSED,
-    )
-    bench = Bench(job, device, request)
-    plain = bench.outcome(bench.plain)
-    rows = []
-    for fraction in BUDGETS:
+    bench = Bench(job, resolve_device("cpu"), small.global_batch_size)
+    plain = bench.plain_outcome()
+    planners = torch_planners(bench)
+    for fraction in fractions:
         budget_bytes = int(plain.peak_device_bytes * fraction)
-        ways: dict[str, Outcome | None] = {"ours": our_way(bench, replace(request, budget_bytes=budget_bytes))}
-        ways |= {name: bench.largest_that_fits(rule, budget_bytes) for name, rule in PEERS.items()}
-        measured = measure_all(job, {name: way.settings for name, way in ways.items() if way is not None})
+        ways: dict[str, Outcome | Failure | None] = {"ours": bench.plan(budget_bytes)}
+        ways |= {name: peer(bench, budget_bytes) for name, peer in (PEERS | planners).items()}
+        settings = {name: way.settings for name, way in ways.items() if isinstance(way, Outcome)}
+        measured = measure_all(job, settings)
         row = {
+            "job": small.name,
             "model": job.name,
             "global_batch_size": small.global_batch_size,
             "budget_fraction": fraction,
             "budget_bytes": budget_bytes,
             "ways": {
-                name: None if way is None else _told(way, *measured[name], budget_bytes)
+                name: _told(way, measured[name], budget_bytes)
+                if isinstance(way, Outcome)
+                else told(way, plain, budget_bytes)
                 for name, way in ways.items()
             },
         }
         print(_line(row), flush=True)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def measure_all(job: bf.Job, ways: dict[str, Settings]) -> dict[str, tuple[int, float]]:
@@ -97,7 +95,8 @@ def measure_all(job: bf.Job, ways: dict[str, Settings]) -> dict[str, tuple[int, 
     return {name: (peaks[settings], min(seconds[settings])) for name, settings in ways.items()}
 
 
-def _told(way: Outcome, peak_bytes: int, step_seconds: float, budget_bytes: int) -> dict[str, Any]:
+def _told(way: Outcome, measured: tuple[int, float], budget_bytes: int) -> dict[str, Any]:
+    peak_bytes, step_seconds = measured
     return {
         "settings": way.settings.describe(),
         "predicted_peak_bytes": way.peak_device_bytes,
@@ -106,20 +105,25 @@ def _told(way: Outcome, peak_bytes: int, step_seconds: float, budget_bytes: int)
         "predicted_step_seconds": way.step_seconds,
         "measured_step_seconds": step_seconds,
         "step_error": round(way.step_seconds / step_seconds - 1, 4),
+        **way.notes,
     }
+
+
+def _was_measured(way: dict[str, Any] | None) -> bool:
+    return way is not None and "failed" not in way
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the project asks: within budget, errors, and whether the plan is the fastest measured."""
     ours = [row["ways"]["ours"] for row in rows if row["ways"]["ours"] is not None]
-    every = [way for row in rows for way in row["ways"].values() if way is not None]
+    every = [way for row in rows for way in row["ways"].values() if _was_measured(way)]
     fastest = close = 0
     for row in rows:
         mine = row["ways"]["ours"]
         others = [
             way["measured_step_seconds"]
             for name, way in row["ways"].items()
-            if name != "ours" and way is not None and way["measured_within_budget"]
+            if name != "ours" and _was_measured(way) and way["measured_within_budget"]
         ]
         if mine is None or not others:
             continue
@@ -142,6 +146,8 @@ def _line(row: dict[str, Any]) -> str:
     def cell(way: dict[str, Any] | None) -> str:
         if way is None:
             return "-"
+        if "failed" in way:
+            return "failed"
         over = "" if way["measured_within_budget"] else " over"
         return f"{way['measured_step_seconds']:.3f} s ({way['step_error']:+.0%}){over}"
 

@@ -16,23 +16,19 @@ import math
 import statistics
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from brimful.errors import InfeasibleError
 from brimful.hardware import find_device
-from brimful.planning import Request, search
-from brimful.settings import OptimizerImplementation
 from machine import RESULTS, keep
+from plan.bench import Bench, told
 from plan.jobs import JOBS, PlannedJob
-from plan.peers import PEERS, Bench, Outcome
+from plan.peers import PEERS
 
 DEVICE = "A100 80GB SXM"
 BUDGETS = (0.30, 0.45, 0.60, 0.80)
-FIRST_PEER = "recompute everything"
 NAME = "plan_simulated.json"
 
 
@@ -55,25 +51,14 @@ def main() -> None:
 
 def compare(planned: PlannedJob) -> list[dict[str, Any]]:
     """One job at all budgets."""
-    device = find_device(DEVICE)
-    job = planned.make()
-    request = Request(
-        job=planned.name,
-        device=device,
-        budget_bytes=0,
-        global_batch_size=planned.global_batch_size,
-        precisions=(planned.precision,),
-        optimizer_implementation=OptimizerImplementation.FUSED,
-    )
-    bench = Bench(job, device, request)
-    plain = bench.outcome(bench.plain)
+    bench = Bench(planned.make(), find_device(DEVICE), planned.global_batch_size, planned.precision)
+    plain = bench.plain_outcome()
     rows = []
     for fraction in BUDGETS:
         budget_bytes = int(plain.peak_device_bytes * fraction)
         began = time.perf_counter()
-        ours = our_way(bench, replace(request, budget_bytes=budget_bytes))
+        ours = bench.plan(budget_bytes)
         seconds = time.perf_counter() - began
-        ways = {name: bench.largest_that_fits(rule, budget_bytes) for name, rule in PEERS.items()}
         row = {
             "model": planned.name,
             "global_batch_size": planned.global_batch_size,
@@ -82,43 +67,21 @@ def compare(planned: PlannedJob) -> list[dict[str, Any]]:
             "budget_bytes": budget_bytes,
             "plain_peak_device_bytes": plain.peak_device_bytes,
             "plain_step_seconds": plain.step_seconds,
-            "ours": _told(ours, plain, budget_bytes),
+            "ours": told(ours, plain, budget_bytes),
             "planning_seconds_with_captures_at_hand": round(seconds, 2),
-            "peers": {name: _told(outcome, plain, budget_bytes) for name, outcome in ways.items()},
+            "peers": {
+                name: told(peer(bench, budget_bytes), plain, budget_bytes) for name, peer in PEERS.items()
+            },
         }
         print(_line(row), flush=True)
         rows.append(row)
     return rows
 
 
-def our_way(bench: Bench, request: Request) -> Outcome | None:
-    try:
-        plan = search(bench.capture, request)
-    except InfeasibleError:
-        return None
-    return Outcome(
-        settings=plan.settings,
-        peak_device_bytes=plan.predicted_peak_device_bytes,
-        step_seconds=plan.predicted_step_seconds,
-    )
-
-
-def _told(outcome: Outcome | None, plain: Outcome, budget_bytes: int) -> dict[str, Any] | None:
-    if outcome is None:
-        return None
-    return {
-        "settings": outcome.settings.describe(),
-        "peak_device_bytes": outcome.peak_device_bytes,
-        "within_budget": outcome.peak_device_bytes <= budget_bytes,
-        "step_seconds": outcome.step_seconds,
-        "overhead": round(outcome.step_seconds / plain.step_seconds - 1, 4),
-    }
-
-
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """How we do against each peer."""
     feasible = [row for row in rows if row["ours"] is not None]
-    told: dict[str, Any] = {
+    found: dict[str, Any] = {
         "cases": len(rows),
         "ours_within_budget": sum(row["ours"]["within_budget"] for row in feasible),
         "budget_used_median": round(
@@ -132,23 +95,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
             if row["peers"][name] and row["peers"][name]["within_budget"]
         ]
         ratios = [theirs / ours for theirs, ours in pairs]
-        told[name] = {
+        found[name] = {
             "cases": sum(row["peers"][name] is not None for row in rows),
             "within_budget": len(pairs),
             "we_are_at_least_as_fast": sum(ratio >= 1 for ratio in ratios),
             "geometric_mean_speedup": round(math.exp(statistics.fmean(map(math.log, ratios))), 3),
             "least_speedup": round(min(ratios), 3),
         }
-    return told
+    return found
 
 
 def _line(row: dict[str, Any]) -> str:
-    def cell(told: dict[str, Any] | None) -> str:
-        if told is None:
+    def cell(way: dict[str, Any] | None) -> str:
+        if way is None:
             return "-"
-        return f"{told['overhead']:+.1%}" + ("" if told["within_budget"] else " over")
+        return f"{way['overhead']:+.1%}" + ("" if way["within_budget"] else " over")
 
-    peers = "  ".join(f"{name} {cell(told)}" for name, told in row["peers"].items())
+    peers = "  ".join(f"{name} {cell(way)}" for name, way in row["peers"].items())
     ours = row["ours"]
     used = (
         "" if ours is None else f" ({ours['peak_device_bytes'] / row['budget_bytes']:.0%}, {ours['settings']})"

@@ -1,0 +1,146 @@
+"""One job on one device, and what each way to train it comes to: the same captures and optimizer for all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from brimful.capture import capture_step
+from brimful.errors import InfeasibleError
+from brimful.hardware import Device
+from brimful.job import Job
+from brimful.planning import Request, estimate_trace, find_units, search
+from brimful.planning.sizes import RoughlyScaledTraces
+from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
+from brimful.timeline import predict_memory
+from brimful.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a way to train comes to, by a capture with it applied."""
+
+    settings: Settings
+    peak_device_bytes: int
+    step_seconds: float
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What else is to be told of it, such as what a planner itself said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why there is no outcome."""
+
+    why: str
+
+
+class Bench:
+    """One job on one device, with everything that has been captured of it.
+
+    Args:
+        job: What is trained.
+        device: Where.
+        global_batch_size: Samples in a step.
+        precision: Of all ways.
+        splits_batch: False trains the whole batch at once, in all ways.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        device: Device,
+        global_batch_size: int,
+        precision: Precision = Precision.FP32,
+        *,
+        splits_batch: bool = True,
+    ) -> None:
+        self.job = job
+        self.device = device
+        self.request = Request(
+            job=job.name,
+            device=device,
+            budget_bytes=0,
+            global_batch_size=global_batch_size,
+            precisions=(precision,),
+            micro_batch_size=None if splits_batch else global_batch_size,
+            optimizer_implementation=OptimizerImplementation.FUSED,
+        )
+        self.capture = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
+        self.plain = replace(
+            self.request.plain_settings(), optimizer_implementation=OptimizerImplementation.FUSED
+        )
+        whole = self.capture(self.plain)
+        self.units = find_units(whole)
+        self._scaled = RoughlyScaledTraces(self.capture)
+        is_whole = self.request.keeps_batch_whole(whole)
+        self.sizes = (global_batch_size,) if is_whole else self.request.micro_batch_sizes()
+
+    def plain_outcome(self) -> Outcome:
+        """Training without a plan."""
+        return self.outcome(self.plain)
+
+    def plan(self, budget_bytes: int) -> Outcome | None:
+        """Our plan; None if nothing fits."""
+        try:
+            plan = search(self.capture, replace(self.request, budget_bytes=budget_bytes))
+        except InfeasibleError:
+            return None
+        return Outcome(
+            settings=plan.settings,
+            peak_device_bytes=plan.predicted_peak_device_bytes,
+            step_seconds=plan.predicted_step_seconds,
+        )
+
+    def all_units(self, action: Action) -> tuple[UnitAction, ...]:
+        return tuple(UnitAction(fqn=unit, action=action) for unit in self.units)
+
+    def recomputed(self) -> Trace:
+        """The step with every unit recomputed, at a small size."""
+        size = self.sizes[0] if len(self.sizes) == 1 else 5
+        steps = 1 if len(self.sizes) == 1 else 2
+        settings = replace(self.plain, micro_batch_size=size, gradient_accumulation_steps=steps)
+        return self.capture(replace(settings, units=self.all_units(Action.RECOMPUTE)))
+
+    def outcome(self, settings: Settings, **notes: Any) -> Outcome:
+        """What a capture of some settings says."""
+        trace = self.capture(settings).with_last_step_again()
+        estimate = estimate_trace(trace, self.device, capacity_bytes=1 << 62)
+        return Outcome(
+            settings=settings,
+            peak_device_bytes=estimate.predicted_peak_device_bytes,
+            step_seconds=estimate.predicted_step_seconds,
+            notes=notes,
+        )
+
+    def largest_that_fits(self, actions: tuple[UnitAction, ...], budget_bytes: int) -> Outcome:
+        """Actions with the largest micro-batch whose capture is within the budget; the smallest if none is."""
+        for size in self.sizes:
+            settings = replace(self.plain.with_micro_batch_size(size), units=actions)
+            if size != self.sizes[-1] and self._surely_too_much(settings, budget_bytes):
+                continue
+            outcome = self.outcome(settings)
+            if outcome.peak_device_bytes <= budget_bytes:
+                break
+        return outcome
+
+    def _surely_too_much(self, settings: Settings, budget_bytes: int) -> bool:
+        """By scaling, which saves a capture; what is near the budget is captured."""
+        peak = predict_memory(self._scaled.at(settings)).peak_reserved_bytes + self.device.context_bytes
+        return peak > 1.05 * budget_bytes
+
+
+def told(way: Outcome | Failure | None, plain: Outcome, budget_bytes: int) -> dict[str, Any] | None:
+    """A way as the JSON tells it: None where there is none to tell, `failed` where a tool could not."""
+    if way is None:
+        return None
+    if isinstance(way, Failure):
+        return {"failed": way.why}
+    return {
+        "settings": way.settings.describe(),
+        "peak_device_bytes": way.peak_device_bytes,
+        "within_budget": way.peak_device_bytes <= budget_bytes,
+        "step_seconds": way.step_seconds,
+        "overhead": round(way.step_seconds / plain.step_seconds - 1, 4),
+        **way.notes,
+    }
