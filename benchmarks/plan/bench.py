@@ -23,6 +23,7 @@ class Outcome:
 
     settings: Settings
     peak_device_bytes: int
+    peak_allocated_bytes: int
     step_seconds: float
     notes: dict[str, Any] = field(default_factory=dict)
     """What else is to be told of it, such as what a planner itself said."""
@@ -83,12 +84,21 @@ class Bench:
     def plan(self, budget_bytes: int) -> Outcome | None:
         """Our plan; None if nothing fits."""
         try:
-            plan = search(self.capture, replace(self.request, budget_bytes=budget_bytes))
+            return self.searched(budget_bytes)
         except InfeasibleError:
             return None
+
+    def searched(self, budget_bytes: int) -> Outcome:
+        """Our plan.
+
+        Raises:
+            InfeasibleError: Nothing fits.
+        """
+        plan = search(self.capture, replace(self.request, budget_bytes=budget_bytes))
         return Outcome(
             settings=plan.settings,
             peak_device_bytes=plan.predicted_peak_device_bytes,
+            peak_allocated_bytes=plan.predicted_peak_allocated_bytes,
             step_seconds=plan.predicted_step_seconds,
         )
 
@@ -109,6 +119,7 @@ class Bench:
         return Outcome(
             settings=settings,
             peak_device_bytes=estimate.predicted_peak_device_bytes,
+            peak_allocated_bytes=estimate.predicted_peak_allocated_bytes,
             step_seconds=estimate.predicted_step_seconds,
             notes=notes,
         )

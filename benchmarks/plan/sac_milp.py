@@ -115,6 +115,7 @@ class SacMilp:
             left_bytes = budget_bytes - statistics.left_out_bytes
             if left_bytes <= 0:
                 return None
+            logging.getLogger("torch.distributed._tools.sac_ilp").setLevel(logging.CRITICAL)
             began = time.perf_counter()
             decisions, _milliseconds, says_bytes = sac_milp(graph, left_bytes / GIB)
             seconds = time.perf_counter() - began
@@ -254,6 +255,3 @@ def _told_shortly(error: BaseException) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}{': ' if text else ''}{text} ({frame.name}, {Path(frame.filename).name})"
-
-
-logging.getLogger("torch.distributed._tools.sac_ilp").setLevel(logging.CRITICAL)
