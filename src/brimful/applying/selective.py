@@ -36,9 +36,12 @@ from brimful.settings import op_kind
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """Shares its argument's memory, though its schema does not say so."""
 
-_UNCOUNTED = frozenset({"_to_copy", "detach", "prim.device"})
+_UNCOUNTED = frozenset({"_to_copy", "detach", "prim.device", "empty"})
 """Kinds of ops that may run in only one of a forward and its recomputation: autocast keeps casts of weights;
-checkpointing itself detaches and asks for devices."""
+checkpointing itself detaches and asks for devices; FSDP2 makes room for weights."""
+
+_UNCOUNTED_LIBRARIES = ("fsdp.", "c10d.", "_c10d_functional.", "profiler.")
+"""FSDP2 gathers the weights of modules within a unit in the forward; the recomputation finds them gathered."""
 
 _Key = tuple[str, int]
 """An op of a unit: its kind, and its number among those of the kind."""
@@ -118,7 +121,7 @@ def _describe(op: OpOverload) -> _OpInfo:
     kind = op_kind(str(op))
     return _OpInfo(
         kind=kind,
-        is_counted=kind not in _UNCOUNTED,
+        is_counted=kind not in _UNCOUNTED and not kind.startswith(_UNCOUNTED_LIBRARIES),
         is_random=torch.Tag.nondeterministic_seeded in op.tags,
         is_view=op is _UNSAFE_VIEW
         or (bool(aliases) and all(a is not None and not a.is_write for a in aliases)),

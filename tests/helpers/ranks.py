@@ -1,0 +1,52 @@
+"""Runs a function in several processes that talk over gloo."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+_TIMEOUT = timedelta(seconds=60)
+"""For a collective that one rank never comes to."""
+
+_DEADLINE_SECONDS = 240
+
+
+def on_ranks(work: Callable[..., Any], *arguments: Any, count: int = 2) -> list[Any]:
+    """What `work(*arguments)` returns on each rank.
+
+    Args:
+        work: A function of an importable module; what it returns can be pickled.
+        arguments: Its arguments.
+        count: Ranks.
+
+    Returns:
+        By rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.spawn(_run, (count, folder, work, arguments), nprocs=count, join=False)
+        assert context is not None
+        deadline = time.monotonic() + _DEADLINE_SECONDS
+        while not context.join(timeout=1):
+            if time.monotonic() > deadline:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"{work.__name__} took more than {_DEADLINE_SECONDS} s on {count} ranks.")
+        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def _run(rank: int, count: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=count, timeout=_TIMEOUT)
+    try:
+        torch.save(work(*arguments), Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
