@@ -246,3 +246,87 @@ def test_results_are_freed_with_the_graph() -> None:
         assert storages[0]() is None
     finally:
         gc.enable()
+
+
+# Where the numbers of ops may mean others than the plan's.
+
+
+class SkipsLayers(nn.Module):
+    """Runs the layers it is told to, by a branch that the length of the input may decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 4:
+            x = self.norm(x)
+        x = torch.tanh(self.two(torch.tanh(self.one(x))))
+        return torch.tanh(self.dropout(x))
+
+
+SKIPPED = saving("unit", "addmm#0", "native_layer_norm#0", "addmm#1")
+"""Of the five products of a step that keeps all but these, none runs again."""
+
+
+def products(model: nn.Module, batch: Tensor) -> int:
+    """Linear layers that run in a step."""
+    with Counted("addmm") as counted:
+        mean_square(model, batch).backward()
+    model.zero_grad()
+    return counted.count
+
+
+def test_another_shape_saves_the_same_ops() -> None:
+    model = Between(SkipsLayers())
+    apply_units(model, SKIPPED)
+    assert [products(model, torch.randn(samples, WIDTH)) for samples in (4, 3, 4, 2)] == [4, 4, 4, 4]
+
+
+def test_a_shape_that_takes_another_branch_is_recomputed_and_that_is_said_once() -> None:
+    """The products were first and second, and are second and third; nothing more is saved, and it is right."""
+    model = Between(SkipsLayers())
+    other = copy.deepcopy(model)
+    apply_units(other, SKIPPED)
+    batches = [torch.randn(samples, WIDTH) for samples in (4, 6, 4, 6)]
+    plain = train(model, batches, steps=2)
+    with pytest.warns(UserWarning, match="unit 'unit'.*native_layer_norm in place of addmm") as warned:
+        planned = train(other, batches, steps=2)
+    assert len(warned) == 1
+    assert_identical(plain, planned)
+    assert [products(other, torch.randn(samples, WIDTH)) for samples in (4, 6, 4)] == [4, 6, 4]
+
+
+def test_training_and_eval_mode_have_orders_of_their_own() -> None:
+    """Dropout runs in one of them only; saving it is no change of branch in the other."""
+    model = Between(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+    other = copy.deepcopy(model)
+    apply_units(other, saving("unit", "bernoulli_#0", "empty_like#0", "addmm#1"))
+    batches = [torch.randn(4, WIDTH)]
+    for mode in (True, False, True, False):
+        model.train(mode)
+        other.train(mode)
+        assert_identical(train(model, batches, steps=1), train(other, batches, steps=1))
+
+
+def test_a_recomputation_that_runs_other_ops_than_its_forward_is_said_once() -> None:
+    class Detached(nn.Module):
+        """Takes a negative once, in its first forward of two runs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.calls = nn.Linear(WIDTH, WIDTH), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls % 2:
+                x.detach().neg()
+            return torch.tanh(self.one(torch.tanh(x)))
+
+    model = Between(Detached())
+    apply_units(model, saving("unit", "addmm#0"))
+    with pytest.warns(UserWarning, match="recomputation runs other ops.*op 0 is tanh, and was neg") as warned:
+        counts = [products(model, torch.randn(4, WIDTH)) for _ in range(3)]
+    assert counts == [4, 4, 4]
+    assert len(warned) == 1

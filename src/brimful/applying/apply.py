@@ -11,7 +11,7 @@ from torch import nn
 from brimful.applying.chunked_loss import DeferringLinear
 from brimful.applying.recompute import RecomputedForward, RecomputedRuns
 from brimful.errors import UnknownNameError, UsageError
-from brimful.settings import Action, ChunkedLoss, Settings, Span
+from brimful.settings import Action, ChunkedLoss, Settings, Span, UnitAction
 
 _StandIn = RecomputedForward | RecomputedRuns | DeferringLinear
 
@@ -53,16 +53,16 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     """
     modules = dict(model.named_modules())
     stand_ins: list[tuple[nn.Module, _StandIn]] = []
-    runs: dict[str, list[tuple[int, int, tuple[str, ...]]]] = defaultdict(list)
+    runs: dict[str, list[tuple[int, int, UnitAction]]] = defaultdict(list)
     for unit in settings.units:
         if unit.action is Action.KEEP:
             continue
         span = Span.parse(unit.fqn)
         module = _find(modules, unit.fqn, unit.fqn if span is None else span.parent)
         if span is None:
-            stand_ins.append((module, RecomputedForward(module, unit.saved)))
+            stand_ins.append((module, RecomputedForward(module, unit)))
         else:
-            runs[span.parent].append((*_positions(module, unit.fqn, span), unit.saved))
+            runs[span.parent].append((*_positions(module, unit.fqn, span), unit))
     for path, positions in runs.items():
         sequential = modules[path]
         assert isinstance(sequential, nn.Sequential)
@@ -93,7 +93,11 @@ def _deferring(modules: dict[str, nn.Module], chunked: ChunkedLoss) -> tuple[nn.
 def _find(modules: dict[str, nn.Module], fqn: str, path: str) -> nn.Module:
     """The module whose forward a unit replaces."""
     if path not in modules:
-        raise UnknownNameError("unit", fqn, modules, "The plan was made for another model.")
+        hint = "The plan was made for another model."
+        for wrapper in ("module", "_orig_mod"):
+            if f"{wrapper}.{path}" in modules:
+                hint = f"This model is a wrapper: apply the plan to its `.{wrapper}`."
+        raise UnknownNameError("unit", fqn, modules, hint)
     if isinstance(modules[path].__dict__.get("forward"), _StandIn):
         raise UsageError(f"unit {fqn!r} is recomputed already; remove the plan in force first.")
     return modules[path]
@@ -110,7 +114,7 @@ def _positions(module: nn.Module, fqn: str, span: Span) -> tuple[int, int]:
     return names.index(span.first), names.index(span.last) + 1
 
 
-def _check_apart(path: str, runs: list[tuple[int, int, tuple[str, ...]]]) -> None:
-    ordered = sorted(runs)
+def _check_apart(path: str, runs: list[tuple[int, int, UnitAction]]) -> None:
+    ordered = sorted(runs, key=lambda run: run[:2])
     if any(before[1] > after[0] for before, after in pairwise(ordered)):
         raise UsageError(f"two runs of the children of {path!r} overlap.")

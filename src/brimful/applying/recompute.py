@@ -9,23 +9,30 @@ Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is pu
   drawn again alike too; a generator object of the model's own is not known here and goes on.
 * It restores the random state only of devices on which it finds a tensor among the positional arguments
   (checked: torch 2.13). Arguments given by keyword are therefore handed to it by position.
+* `torch.compile` takes it into its graphs, but not the contexts used here. So a unit that is recomputed runs
+  eagerly, between compiled graphs of the rest.
+
+Private torch API used here: `torch._compile._disable_dynamo`, which is `torch.compiler.disable` without
+importing the compiler until the first call (checked: torch 2.13).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from brimful.applying.selective import SavedOps
 from brimful.errors import UsageError
+from brimful.settings import UnitAction
 
 
 class RecomputedForward:
@@ -36,13 +43,13 @@ class RecomputedForward:
 
     Args:
         module: The unit.
-        saved: Its ops whose results are saved, not recomputed.
+        unit: What the plan says of it.
     """
 
-    def __init__(self, module: nn.Module, saved: Iterable[str] = ()) -> None:
+    def __init__(self, module: nn.Module, unit: UnitAction) -> None:
         self.forward: Callable[..., Any] = module.forward
         """The original, bound."""
-        self._region = _Region(self.forward, [module], saved)
+        self._region = _Region(self.forward, [module], unit)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original forward returns."""
@@ -54,20 +61,20 @@ class RecomputedRuns:
 
     Args:
         sequential: The module whose children make up the runs.
-        runs: For each run the position of its first child and of the one behind its last, and its ops whose
-            results are saved; none overlap.
+        runs: For each run the position of its first child and of the one behind its last, and what the plan
+            says of it; none overlap.
     """
 
-    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, Collection[str]]]) -> None:
+    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, UnitAction]]) -> None:
         self.forward: Callable[..., Any] = sequential.forward
         """The original, bound."""
         self._sequential = sequential
         self._children = list(sequential)
         self._parts: list[_Run | _Region] = []
         position = 0
-        for start, stop, saved in sorted(runs, key=lambda run: run[0]):
+        for start, stop, unit in sorted(runs, key=lambda run: run[0]):
             run = self._children[start:stop]
-            self._parts += [_Run(self._children[position:start]), _Region(_Run(run), run, saved)]
+            self._parts += [_Run(self._children[position:start]), _Region(_Run(run), run, unit)]
             position = stop
         self._parts.append(_Run(self._children[position:]))
 
@@ -111,25 +118,26 @@ class _Region:
     Args:
         function: What is recomputed.
         modules: Those it calls.
-        saved: Its ops whose results are saved, not recomputed.
+        unit: What the plan says of it.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], modules: Sequence[nn.Module], saved: Iterable[str]
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module], unit: UnitAction) -> None:
         self._function = function
         self._buffers = _ForwardBuffers(modules)
-        self._saved = SavedOps(saved)
+        self._saved = SavedOps(unit, modules)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """What the function returns, without keeping what it saves if there are gradients.
 
         Where no tensor is given, nothing tells on which device random numbers are drawn; then all is kept.
         """
-        function = self._function
         if not torch.is_grad_enabled() or not _has_tensor((args, kwargs)):
-            return function(*args, **kwargs)
-        names, positional = tuple(kwargs), len(args)
+            return self._function(*args, **kwargs)
+        return self._recomputed(*args, **kwargs)
+
+    @_disable_dynamo
+    def _recomputed(self, /, *args: Any, **kwargs: Any) -> Any:
+        function, names, positional = self._function, tuple(kwargs), len(args)
 
         def call(*values: Any) -> Any:
             return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))

@@ -4,8 +4,11 @@ Two dispatch modes see every op of a unit below autograd. In the forward one kee
 in the recomputation the other returns it instead of running the op, each once, so it is freed as it is used.
 Unlike torch's own selective checkpointing this one
 
-* knows an op by its kind and its number within the unit, and compares the two sequences of ops as they run:
-  from where they differ, everything is recomputed. Casts may differ, because autocast keeps those of weights;
+* knows an op by its kind and its number within the unit. Numbers mean the same ops as long as the ops of these
+  kinds come in the same order as in the unit's first forward; where they do not (a layer is left out, another
+  shape takes another branch), nothing more is saved. The sequences of a forward and its recomputation are
+  compared too: from where they differ, everything is recomputed. Both are said once a unit, as a warning. Casts
+  may differ, because autocast keeps those of weights;
 * works with in-place ops: one that writes over a saved result is left out of the recomputation like the op that
   made it (torch's raises "mutated"). A result that another op reads before it is written over is recomputed;
 * saves random ops one by one: the generator is set behind a saved one as it was left by the forward;
@@ -18,20 +21,21 @@ Private torch APIs used here: `torch._C._SetExcludeDispatchKeyGuard`, `UntypedSt
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.batches import map_tensors, tensors_in
-from brimful.settings import op_kind
+from brimful.settings import UnitAction, op_kind
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """Shares its argument's memory, though its schema does not say so."""
@@ -51,15 +55,21 @@ class SavedOps:
     """The ops of a unit whose results are saved.
 
     Args:
-        names: As in `UnitAction.saved`: "addmm#2" is the third addmm of the unit's forward.
+        unit: Its `saved` names them: "addmm#2" is the third addmm of the unit's forward.
+        modules: Those that the unit calls.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, unit: UnitAction, modules: Iterable[nn.Module]) -> None:
         numbers: dict[str, set[int]] = defaultdict(set)
-        for name in names:
+        for name in unit.saved:
             kind, _, number = name.partition("#")
             numbers[kind].add(int(number))
         self._numbers = {kind: frozenset(chosen) for kind, chosen in numbers.items()}
+        self._fqn = unit.fqn
+        self._modules = tuple(modules)
+        self._orders: dict[tuple[bool, ...], _Order] = {}
+        """By the training flags of the modules."""
+        self._said: set[str] = set()
 
     def __bool__(self) -> bool:
         return bool(self._numbers)
@@ -67,7 +77,28 @@ class SavedOps:
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The context of one forward and that of its recomputation, as `checkpoint` asks for them."""
         call = _Call()
-        return _Saving(self._numbers, call), _Returning(call)
+        flags = tuple(inner.training for module in self._modules for inner in module.modules())
+        order = self._orders.setdefault(flags, _Order())
+        return _Saving(self._numbers, call, order, self._say), _Returning(call, self._say)
+
+    def _say(self, what: str, reason: str) -> None:
+        """Warn, the first time only."""
+        if what not in self._said:
+            self._said.add(what)
+            warnings.warn(f"unit {self._fqn!r}: {what} ({reason}). This is said once.", stacklevel=2)
+
+
+_Say = Callable[[str, str], None]
+"""Told what happens instead of what the plan says, and the reason."""
+
+
+@dataclass(slots=True)
+class _Order:
+    """In which order ops of the saved kinds come in a unit's forward."""
+
+    kinds: list[str] = field(default_factory=list)
+    """By the first forward."""
+    is_known: bool = False
 
 
 @dataclass(slots=True)
@@ -133,10 +164,14 @@ def _describe(op: OpOverload) -> _OpInfo:
 class _Saving(TorchDispatchMode):
     """Keeps what the chosen ops of a forward return, and the sequence of all."""
 
-    def __init__(self, numbers: dict[str, frozenset[int]], call: _Call) -> None:
+    def __init__(self, numbers: dict[str, frozenset[int]], call: _Call, order: _Order, say: _Say) -> None:
         super().__init__()
         self._numbers = numbers
         self._call = call
+        self._order = order
+        self._ordered = 0
+        """How many ops of the saved kinds there have been."""
+        self._say = say
         self._seen: Counter[str] = Counter()
         self._owners: dict[int, _Key] = {}
         """The result that is held in the storage at an address."""
@@ -159,6 +194,8 @@ class _Saving(TorchDispatchMode):
             self._note_use(info, args, kwargs)
         if info.is_counted:
             self._call.sequence.append(info.kind)
+            if info.kind in self._numbers:
+                self._follow_order(info.kind)
             key = info.kind, self._seen[info.kind]
             self._seen[info.kind] += 1
             if key[1] in self._numbers.get(info.kind, ()) and not info.writes:
@@ -168,7 +205,22 @@ class _Saving(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         for result in self._call.results.values():
             result.versions = _versions(result.value)
+        self._order.is_known = True
         super().__exit__(*error)
+
+    def _follow_order(self, kind: str) -> None:
+        """Save nothing more where the numbers may mean other ops than they did in the first forward."""
+        kinds, position = self._order.kinds, self._ordered
+        self._ordered += 1
+        if not self._order.is_known:
+            kinds.append(kind)
+        elif position < len(kinds) and kinds[position] != kind:
+            self._numbers = {}
+            self._say(
+                "the rest of what the plan saves of it is recomputed where its forward runs other ops than the "
+                "first one did",
+                f"{kind} in place of {kinds[position]}",
+            )
 
     def _save(self, key: _Key, out: Any, *, is_random: bool) -> None:
         value = _detached(out)
@@ -198,9 +250,10 @@ class _Saving(TorchDispatchMode):
 class _Returning(TorchDispatchMode):
     """Returns what was saved instead of running the op again, as long as the sequence of ops is the same."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _Call, say: _Say) -> None:
         super().__init__()
         self._call = call
+        self._say = say
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -222,7 +275,14 @@ class _Returning(TorchDispatchMode):
         if not info.is_counted or info.is_view:
             return func(*args, **(kwargs or {}))
         self._position += 1
-        self._is_alike = self._is_alike and self._call.kind_at(self._position) == info.kind
+        if self._is_alike and (kind := self._call.kind_at(self._position)) != info.kind:
+            self._is_alike = False
+            if self._call.results:
+                self._say(
+                    "what the plan saves of it is recomputed from where its recomputation runs other ops than "
+                    "its forward",
+                    f"op {self._position} is {info.kind}, and was {kind or 'not there'}",
+                )
         key = info.kind, self._seen[info.kind]
         self._seen[info.kind] += 1
         if self._call.overwrites.get(self._position) in self._returned:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from brimful.applying import apply_units
+from brimful.batches import tensors_in
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Action, Settings, UnitAction
 
@@ -188,19 +189,30 @@ def test_children_changed_after_applying_are_refused_instead_of_ignored(net):
         net(torch.ones(3, 4))
 
 
-@pytest.mark.parametrize("by", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_of_an_applied_model_recomputes_by_itself(net, by):
+def saved_and_loaded(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "torch.save": saved_and_loaded,
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("by", COPIES)
+def test_a_copy_of_an_applied_model_recomputes_by_itself(net, by, trained):
     """The copy's stand-ins call the copy's forwards and guard the copy's buffers."""
     apply_units(net, settings(*UNITS))
-    if by == "deepcopy":
-        other = copy.deepcopy(net)
-    elif by == "pickle":
-        other = pickle.loads(pickle.dumps(net))
-    else:
-        file = io.BytesIO()
-        torch.save(net, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+    if trained:  # so that there is everything that a step leaves
+        train_once(net)
+        net.zero_grad()
+        net.body[1].reset_running_stats()
+    other = COPIES[by](net)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.zero_()
@@ -209,3 +221,73 @@ def test_a_copy_of_an_applied_model_recomputes_by_itself(net, by):
     assert net.head.weight.grad is None
     assert (net.body[1].num_batches_tracked, other.body[1].num_batches_tracked) == (0, 1)
     assert other.stem.forward.forward.__self__ is other.stem
+
+
+@pytest.mark.parametrize("by", COPIES)
+def test_a_copy_with_its_plan_can_be_undone(net, by):
+    """The plan alone belongs to the model it was applied to; copied beside its model, to the copy."""
+    plain = instance_dicts(net)
+    applied = apply_units(net, settings(*UNITS))
+    other, of_other = COPIES[by]((net, applied))
+    applied.remove()
+    assert "forward" in other.stem.__dict__
+    of_other.remove()
+    assert [d.keys() for d in instance_dicts(other).values()] == [d.keys() for d in plain.values()]
+    train_once(other)
+
+
+def test_a_copy_saves_ops_by_itself(net):
+    unit = UnitAction(fqn="body", action=Action.SAVE, saved=("addmm#1",))
+    apply_units(net, Settings(micro_batch_size=1, units=(unit,)))
+    train_once(net)
+    other = pickle.loads(pickle.dumps(net))
+    train_once(other)
+    other.zero_grad()
+    train_once(other)
+    assert all(parameter.grad is not None for parameter in other.parameters())
+
+
+def test_state_dicts_of_a_plain_and_an_applied_model_are_interchangeable(net):
+    other = copy.deepcopy(net)
+    apply_units(other, settings(*UNITS))
+    train_once(other)
+    net.load_state_dict(saved_and_loaded(other.state_dict()))
+    other.load_state_dict(net.state_dict())
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, net.state_dict()[name])
+
+
+@pytest.mark.parametrize("attribute", ["module", "_orig_mod"])
+def test_the_error_for_a_wrapper_names_what_to_apply_the_plan_to(net, attribute):
+    """As DistributedDataParallel and `torch.compile` wrap a model."""
+    wrapper = nn.ModuleDict({attribute: net})
+    with pytest.raises(UnknownNameError, match=f"apply the plan to its `.{attribute}`"):
+        apply_units(wrapper, settings("stem"))
+
+
+def test_hooks_of_every_kind_see_what_they_saw_before(net):
+    """The same calls in the same order with the same values; those of modules inside a unit are tested above."""
+
+    def watched(model):
+        seen = []
+        for name in ("stem", "body", "head"):
+            module = getattr(model, name)
+            note = lambda kind, name=name: lambda _module, *values: seen.append((kind, name, values))  # noqa: E731
+            module.register_forward_pre_hook(note("before"))
+            module.register_forward_hook(note("after"))
+            module.register_full_backward_pre_hook(note("backward before"))
+            module.register_full_backward_hook(note("backward after"))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: seen.append(("gradient", "", p.grad.clone()))
+            )
+        model(torch.ones(3, 4, requires_grad=True)).sum().backward()
+        return seen
+
+    other = copy.deepcopy(net)
+    apply_units(other, settings("stem", "body", "head"))
+    expected, found = watched(net), watched(other)
+    assert [entry[:2] for entry in expected] == [entry[:2] for entry in found]
+    for one, two in zip(expected, found, strict=True):
+        for left, right in zip(tensors_in(one), tensors_in(two), strict=True):
+            assert torch.equal(left, right)
