@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -174,6 +175,9 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
     """Let float32 matmuls and convolutions use TF32 only if `precision` is TF32."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
+    if before == (precision is Precision.TF32,) * 2:  # setting them takes longer than asking
+        yield
+        return
     matmul.allow_tf32 = cudnn.allow_tf32 = precision is Precision.TF32
     try:
         yield
@@ -183,7 +187,7 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
 
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter or buffer is; the CPU if it has none."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in chain(model.parameters(), model.buffers()):  # lazily: every micro-batch asks
         return tensor.device
     return torch.device("cpu")
 

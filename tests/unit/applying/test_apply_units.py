@@ -266,7 +266,7 @@ def test_the_error_for_a_wrapper_names_what_to_apply_the_plan_to(net, attribute)
 
 
 def test_hooks_of_every_kind_see_what_they_saw_before(net):
-    """The same calls in the same order with the same values; those of modules inside a unit are tested above."""
+    """The same calls in the same order with the same values; modules inside a unit are tested above."""
 
     def watched(model):
         seen = []
