@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 CUBLAS_WORKSPACE = "cuBLAS workspace"
@@ -77,6 +78,7 @@ def reduction_kernels(
     )
 
 
+@cache
 def _reduction_buffers_bytes(numbers: tuple[int, ...]) -> tuple[int, int]:
     """Bytes of staging and of semaphores."""
     multiprocessors, threads_per_multiprocessor, *rest = numbers

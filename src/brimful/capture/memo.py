@@ -3,7 +3,8 @@
 A step runs the same ops on the same shapes again and again, once for each block of a model. Fake tensors
 remember results too, but tell cases apart in greater detail than a capture needs, which takes most of its time.
 
-Private torch APIs used here: `torch._subclasses.fake_tensor` (checked: torch 2.13, 2.11).
+Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.DisableTorchFunction` (checked: torch
+2.13, 2.11).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from brimful.capture.wrapping import Wrapper
 
 
 class _Fresh(NamedTuple):
@@ -24,50 +27,119 @@ class _Fresh(NamedTuple):
     dtype: torch.dtype
 
 
+class Remembered:
+    """What calls alike return, and room for what else is the same for all of them."""
+
+    __slots__ = ("_device", "_made", "_mode", "about")
+
+    def __init__(self, made: tuple[_Fresh | int | None, ...] | None, like: FakeTensor) -> None:
+        self._made = made  # None: they write to their first argument and return it
+        self._mode = like.fake_mode
+        self._device = like.fake_device
+        self.about: Any = None
+        """Whatever who asked for the results wants to remember with them."""
+
+
+class Call(NamedTuple):
+    """A call that was run, or need not be."""
+
+    out: Any
+    """What it returns."""
+    inputs: list[Tensor] | None
+    """The tensors among its arguments, in order; None where they were not looked for."""
+    remembered: Remembered | None
+    """What is known of calls alike; None where nothing is remembered."""
+
+
 class FakeResults:
-    """The results of ops that only make new tensors.
+    """The results of ops that only make new tensors, and of those that only write over their first argument.
 
     Within one capture nothing else decides what they return than their arguments: tensors by shape, strides and
     type, all else by value.
+
+    Args:
+        wrapper: Makes the new tensors.
     """
 
-    def __init__(self) -> None:
-        self._known: dict[Hashable, tuple[_Fresh | None, ...]] = {}
+    def __init__(self, wrapper: Wrapper | None = None) -> None:
+        self._wrapper = wrapper or Wrapper()
+        self._known: dict[Hashable, Remembered] = {}
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an op returns.
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Run an op, or tell what it returns.
 
         Args:
-            func: The op. Its schema says that it neither writes to its arguments nor returns views of them.
+            func: The op. Its schema says that it neither writes to its arguments nor returns views of them; or
+                that it writes to the first, without changing its shape, and returns it.
             args: Its arguments, fake tensors among them.
             kwargs: Its keyword arguments.
 
         Returns:
-            New fake tensors, singly or as the op packs them.
+            With new fake tensors, singly or as the op packs them.
         """
-        fakes: list[FakeTensor] = []
-        try:
-            key = (func, _key(args, fakes), _key(tuple(kwargs.items()), fakes))
-            known = self._known.get(key) if fakes else None
-        except _NotRememberedError:
-            return func(*args, **kwargs)
-        if known is not None:
-            return _remade(func, known, fakes[0])
+        fakes: list[Tensor] = []
+        with torch._C.DisableTorchFunction():  # modes need not see that tensors are asked for their shape
+            key = _key_of_call(func, args, kwargs, fakes)
+            known = None if key is None else self._known.get(key)
+            if known is not None:
+                return Call(args[0] if known._made is None else self._remade(func, known), fakes, known)
         out = func(*args, **kwargs)
+        if key is None:
+            return Call(out, None, None)
+        with torch._C.DisableTorchFunction():
+            return Call(out, fakes, self._remember(key, args, fakes, out))
+
+    def _remember(
+        self, key: Hashable, args: tuple[Any, ...], fakes: list[Tensor], out: Any
+    ) -> Remembered | None:
+        if type(out) is FakeTensor and out is args[0]:
+            self._known[key] = remembered = Remembered(None, out)
+            return remembered
         outputs = out if isinstance(out, (tuple, list)) else (out,)
-        if fakes and all(map(_is_fresh, outputs)) and _lie_apart((*fakes, *outputs), len(outputs)):
-            self._known[key] = tuple(
-                None if tensor is None else _Fresh(tensor.shape, tensor.stride(), tensor.dtype)
-                for tensor in outputs
-            )
-        return out
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        if not tensors or not all(map(_is_fresh, outputs)) or not _lie_apart((*fakes, *tensors), len(tensors)):
+            return None
+        made = tuple(
+            _Fresh(each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each
+            for each in outputs
+        )
+        self._known[key] = remembered = Remembered(made, tensors[0])  # type: ignore[arg-type]
+        return remembered
+
+    def _remade(self, func: Any, known: Remembered) -> Any:
+        assert known._made is not None
+        made = [self._empty(each, known) if isinstance(each, _Fresh) else each for each in known._made]
+        returns = func._schema.returns
+        if len(returns) == 1:
+            return made if isinstance(returns[0].type, torch.ListType) else made[0]
+        return tuple(made)
+
+    def _empty(self, fresh: _Fresh, known: Remembered) -> FakeTensor:
+        with in_kernel_invocation_manager(known._mode):
+            meta = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype, device="meta")
+        return self._wrapper.fake(known._mode, meta, known._device)
 
 
 class _NotRememberedError(Exception):
     """An argument decides in a way that is not looked at."""
 
 
-def _key(value: Any, fakes: list[FakeTensor]) -> Hashable:
+def _key_of_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Tensor]
+) -> Hashable | None:
+    """What decides the result of a call; None if something else does. Leaves its tensors in `fakes`."""
+    try:
+        key = (func, _key(args, fakes), _key(tuple(kwargs.items()), fakes))
+    except _NotRememberedError:
+        return None
+    if fakes:
+        return key
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    is_told = mode is not None and kwargs.get("dtype") is not None  # else torch's default type decides
+    return (*key, id(mode)) if is_told else None
+
+
+def _key(value: Any, fakes: list[Tensor]) -> Hashable:
     """An argument as far as it decides what is returned; leaves its tensors in `fakes`."""
     kind = type(value)
     if kind is FakeTensor:
@@ -82,34 +154,25 @@ def _key(value: Any, fakes: list[FakeTensor]) -> Hashable:
     return kind, value  # 1, 1.0 and True are equal
 
 
-def _is_fresh(tensor: Any) -> bool:
-    """Whether a result is nothing, or a tensor that fills a storage."""
-    if tensor is None:
+def _is_fresh(result: Any) -> bool:
+    """Whether a result is nothing, an integer, or a tensor that fills a storage."""
+    if result is None or type(result) is int:
         return True
-    if type(tensor) is not FakeTensor or tensor.constant is not None or tensor.layout is not torch.strided:
+    if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
         return False
-    numel = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    needed_bytes = numel * tensor.element_size() if tensor.numel() else 0
-    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == needed_bytes
+    return result.storage_offset() == 0 and result.untyped_storage().nbytes() == spanned_bytes(result)
 
 
-def _lie_apart(tensors: Sequence[Tensor | None], count: int) -> bool:
+def spanned_bytes(tensor: Tensor) -> int:
+    """Bytes from the first element of a tensor to its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _lie_apart(tensors: Sequence[Tensor], count: int) -> bool:
     """Whether the last tensors share their storages with no other."""
-    addresses = [None if tensor is None else tensor.untyped_storage()._cdata for tensor in tensors]
-    last = [address for address in addresses[-count:] if address is not None]
-    return len(set(last)) == len(last) and not set(last) & set(addresses[:-count])
-
-
-def _remade(func: Any, known: tuple[_Fresh | None, ...], like: FakeTensor) -> Any:
-    mode, device = like.fake_mode, like.fake_device
-    made = [None if fresh is None else _empty(fresh, mode, device) for fresh in known]
-    returns = func._schema.returns
-    if len(returns) == 1:
-        return made if isinstance(returns[0].type, torch.ListType) else made[0]
-    return tuple(made)
-
-
-def _empty(fresh: _Fresh, mode: FakeTensorMode, device: torch.device) -> FakeTensor:
-    with in_kernel_invocation_manager(mode):
-        meta = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype, device="meta")
-    return FakeTensor(mode, meta, device)
+    addresses = [tensor.untyped_storage()._cdata for tensor in tensors]
+    last = set(addresses[-count:])
+    return len(last) == count and not last & set(addresses[:-count])

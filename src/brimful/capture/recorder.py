@@ -11,12 +11,12 @@ Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autogr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,10 +32,11 @@ from brimful.batches import tensors_in
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
 from brimful.capture.lines import calling_line
-from brimful.capture.memo import FakeResults
+from brimful.capture.memo import FakeResults, Remembered, spanned_bytes
 from brimful.capture.modules import OPTIMIZER, ModuleCalls
 from brimful.capture.shapes import SHAPED_BY_VALUES, run_with_known_shape, run_with_largest_shape
-from brimful.capture.values import KnownValues, NotKnownError
+from brimful.capture.values import KnownValues, NotKnownError, has_writes, is_followed
+from brimful.capture.wrapping import Wrapper
 from brimful.kernels import Kernel
 from brimful.trace import Category, Event, EventKind, Op, Phase, Storage
 from brimful.units import MIB
@@ -44,6 +45,8 @@ aten = torch.ops.aten
 
 _WITHOUT_COST = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.default})
 """Ops that neither make a storage nor read one, beside those whose schema says they return a view."""
+_LIST_WRITES = ("aten._foreach_", "aten._fused_")
+"""How ops begin that write to every tensor of lists."""
 _WITHOUT_WRITE = frozenset(
     {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default, aten.new_empty.default}
 )
@@ -75,10 +78,38 @@ class _OpInfo:
     """Cannot be run on fake tensors alone: its result, or its result's shape, depends on values."""
     makes_anew: bool
     """Neither writes to its arguments nor returns views of them, so far as its schema says."""
-    is_foreach_write: bool
-    """Writes to every tensor of a list and returns nothing, so that on fake tensors there is nothing to run."""
+    writes_over: bool
+    """Writes to its first argument alone, which stays as large as it is, and returns it."""
+    is_list_write: bool
+    """Writes to every tensor of lists and returns nothing, so that on fake tensors there is nothing to run."""
     written_arguments: tuple[int, ...]
     """Of an op that returns nothing: the arguments that it writes to."""
+    writes: bool
+    """Writes to any of its arguments."""
+    before: tuple[Callable[..., None], ...]
+    """Rules to call before it."""
+    after: tuple[Callable[..., None], ...]
+    """Rules to call after it."""
+
+
+class _Work(NamedTuple):
+    """What an op does, as far as its arguments' shapes, strides and types tell."""
+
+    flops: int
+    read_bytes: int
+    written_bytes: int
+    dtype: str
+    weight_bytes: int
+    may_be_known: bool
+    """Whether its results are few enough numbers for their values to be followed."""
+
+
+class _StorageEnd(weakref.ref[Any]):
+    """Tells when a storage is dropped, and its address."""
+
+    __slots__ = ("address",)
+
+    address: int
 
 
 class Recorder(TorchDispatchMode):
@@ -94,13 +125,14 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._modules = modules
         self._known = known
-        watching = [rule for rule in rules if rule.watches_ops]
-        self._before_op = [rule.before_op for rule in watching if _overrides(rule, "before_op")]
-        self._after_op = [rule.after_op for rule in watching if _overrides(rule, "after_op")]
+        self._watching = [rule for rule in rules if rule.watches_ops]
         self._infos: dict[Any, _OpInfo] = {}
-        self._results = FakeResults()
+        self._wrapper = Wrapper()
+        self._results = FakeResults(self._wrapper)
         self._live: dict[int, int] = {}
         """Index of the live storage at an address."""
+        self._ends: dict[int, _StorageEnd] = {}
+        """By address."""
         self._phase = Phase.SETUP
         self._step = 0
         self._micro_batch = 0
@@ -266,39 +298,75 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         info = self._infos.get(func)
         if info is None:
-            info = self._infos[func] = _describe(func)
+            info = self._infos[func] = _describe(func, self._watching)
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # asked often; through the fake mode the answer takes 30 times as long
         if info.is_question:
             return func(*args, **kwargs)
         in_backward = self._phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
-        for before_op in self._before_op:
+        for before_op in info.before:
             before_op(func, args, in_backward=in_backward)
+        inputs: list[Tensor] | None = None
+        remembered: Remembered | None = None
         if info.is_view and _can_be_viewed(args[0]):
-            out = _view(func, args, kwargs)
-        elif info.is_foreach_write and _has_no_value(args[0]):
+            out = self._view(func, args, kwargs)
+        elif info.is_list_write and _has_no_value(args[0]):
             out = None
         elif info.reads_values:
             out = self._read_values(func, args, kwargs)
-        elif info.makes_anew:
-            out = self._results.run(func, args, kwargs)
+        elif info.makes_anew or info.writes_over:
+            out, inputs, remembered = self._results.run(func, args, kwargs)
         else:
             out = func(*args, **kwargs)
-        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        for after_op in self._after_op:
+        with torch._C.DisableTorchFunction():  # modes need not see what is asked of tensors here
+            self._record(info, func, args, kwargs, out, inputs, remembered)
+        return out
+
+    def _record(
+        self,
+        info: _OpInfo,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        inputs: list[Tensor] | None,
+        remembered: Remembered | None,
+    ) -> None:
+        """Record an op that was run, what it made, and what rules know of it."""
+        if inputs is None:
+            inputs = list(tensors_in((args, kwargs)))
+        outputs = list(tensors_in(out))
+        for after_op in info.after:
             after_op(func, args, kwargs, outputs)
+        work = None if remembered is None else remembered.about
+        if info.writes or (work.may_be_known if work else all(map(is_followed, outputs))):
+            self._follow_values(info, func, args, kwargs, inputs, outputs)
+        if info.is_free:
+            return
+        if work is None:
+            work = _work(info, func, args, kwargs, out, inputs, outputs)
+            if remembered is not None and all(map(_is_told_by_its_shape, inputs)):
+                remembered.about = work
+        self.ops.append(self._op(info, work))
+        for tensor in outputs:
+            self._see(tensor, len(self.ops) - 1, info.name)
+        self._record_temporaries()
+
+    def _follow_values(
+        self,
+        info: _OpInfo,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
         if not info.is_random:
             self._known.follow(func, args, kwargs, inputs, outputs)
         elif self._known.follow_draw(func, args, kwargs, outputs):
             self.uncertain.setdefault(
                 f"a number drawn at random in {self._modules.owner()!r}, taken for its mean"
             )
-        if not info.is_free:
-            self.ops.append(self._op(info, func, args, kwargs, out, inputs, outputs))
-            for tensor in outputs:
-                self._see(tensor, len(self.ops) - 1, info.name)
-            self._record_temporaries()
-        return out
 
     def _read_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op whose result is no tensor, or one of a shape that depends on values."""
@@ -335,43 +403,32 @@ class Recorder(TorchDispatchMode):
             self.uncertain.setdefault(f"a number read from a tensor in {self._modules.owner()!r}")
         return _as_number(UNKNOWN_NUMBER, func, args[0])
 
-    def _op(
-        self,
-        info: _OpInfo,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        out: Any,
-        inputs: list[Tensor],
-        outputs: list[Tensor],
-    ) -> Op:
-        written = 0 if func in _WITHOUT_WRITE else sum(map(_view_bytes, outputs))
-        if info.written_arguments:
-            written = sum(
-                map(_view_bytes, tensors_in([args[i] for i in info.written_arguments if i < len(args)]))
-            )
-        if func in _GATHERS:
-            read = written + sum(map(_view_bytes, inputs[1:]))
-        elif func in _WITHOUT_WRITE:
-            read = 0
-        else:
-            read = sum(map(_view_bytes, inputs))
-        main = max(inputs or outputs, key=_view_bytes, default=None)
+    def _op(self, info: _OpInfo, work: _Work) -> Op:
         return Op(
             name=info.name,
             module=OPTIMIZER if self._is_in_optimizer() else self._modules.owner(),
             phase=self._phase,
             step=self._step,
             micro_batch=self._micro_batch,
-            flops=count_flops(func, args, kwargs, out),
-            read_bytes=read,
-            written_bytes=written,
-            dtype="" if main is None else str(main.dtype).removeprefix("torch."),
+            flops=work.flops,
+            read_bytes=work.read_bytes,
+            written_bytes=work.written_bytes,
+            dtype=work.dtype,
             recomputed=self._phase is Phase.BACKWARD and _is_recomputing(),
             random=info.is_random,
-            weight_bytes=_weight_bytes(func, args),
-            line=self._line() if written >= _LOCATED_BYTES else "",
+            weight_bytes=work.weight_bytes,
+            line=self._line() if work.written_bytes >= _LOCATED_BYTES else "",
         )
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a fake tensor's mode returns for a view of it, in an eighth of the time."""
+        base = args[0]
+        mode, device = base.fake_mode, base.fake_device
+        with torch._C.DisableTorchFunction(), in_kernel_invocation_manager(mode):
+            out = func(*args, **kwargs)
+        if isinstance(out, Tensor):
+            return self._wrapper.fake(mode, out, device)
+        return type(out)(self._wrapper.fake(mode, view, device) for view in out)
 
     def _line(self) -> str:
         """Where in Python the op is called; in backward, where its forward op was."""
@@ -402,7 +459,8 @@ class Recorder(TorchDispatchMode):
             maker, label = self.makers[index], self.labels[index]
         fresh = self._new_storage(storage.nbytes(), maker, label)
         if index is None:
-            weakref.finalize(storage, self._freed, address).atexit = False
+            end = self._ends[address] = _StorageEnd(storage, self._freed)
+            end.address = address
         elif index in self.marked:
             self.marked[fresh] = self.marked[index]
         self._live[address] = fresh
@@ -428,8 +486,9 @@ class Recorder(TorchDispatchMode):
         self.events.append((True, index, len(self.ops) - 1))
         return index
 
-    def _freed(self, address: int) -> None:
-        index = self._live.pop(address, None)
+    def _freed(self, end: _StorageEnd) -> None:
+        self._ends.pop(end.address, None)
+        index = self._live.pop(end.address, None)
         if index is not None:
             self.release_block(index)
 
@@ -451,19 +510,10 @@ def _can_be_viewed(tensor: Any) -> bool:
     return type(tensor) is FakeTensor and tensor.constant is None and tensor.layout is torch.strided
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a fake tensor's mode returns for a view of it, in an eighth of the time."""
-    base = args[0]
-    with in_kernel_invocation_manager(base.fake_mode):
-        out = func(*args, **kwargs)
-    if isinstance(out, Tensor):
-        return FakeTensor(base.fake_mode, out, base.fake_device)
-    return type(out)(FakeTensor(base.fake_mode, view, base.fake_device) for view in out)
-
-
-def _describe(func: Any) -> _OpInfo:
+def _describe(func: Any, rules: Iterable[Rule]) -> _OpInfo:
     returns = func._schema.returns
     is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    watching = [rule for rule in rules if rule.watches_op(func)]
     return _OpInfo(
         name=str(func),
         is_question=func.namespace in ("prim", "profiler"),
@@ -473,12 +523,54 @@ def _describe(func: Any) -> _OpInfo:
         is_random=torch.Tag.nondeterministic_seeded in func.tags and "attention" not in str(func),
         reads_values=not _READ_VALUES.isdisjoint(func.tags) or func in SHAPED_BY_VALUES,
         makes_anew=bool(returns) and not any(a.alias_info for a in (*func._schema.arguments, *returns)),
-        is_foreach_write=not returns and str(func).startswith("aten._foreach_"),
+        writes_over=_writes_over(func),
+        is_list_write=not returns and str(func).startswith(_LIST_WRITES),
         written_arguments=tuple(
             index
             for index, argument in enumerate(func._schema.arguments)
             if not returns and argument.alias_info is not None and argument.alias_info.is_write
         ),
+        writes=has_writes(func),
+        before=tuple(rule.before_op for rule in watching if _overrides(rule, "before_op")),
+        after=tuple(rule.after_op for rule in watching if _overrides(rule, "after_op")),
+    )
+
+
+def _writes_over(func: Any) -> bool:
+    """Whether an op writes to its first argument alone and returns it as large as it was, by its schema."""
+    aliases = [value.alias_info for value in (*func._schema.arguments, *func._schema.returns)]
+    first, *others, returned = aliases if len(aliases) > 1 else (None, None)
+    if first is None or returned is None or not (first.is_write and returned.is_write) or any(others):
+        return False
+    return torch.Tag.inplace_view not in func.tags and "resize" not in str(func)
+
+
+def _work(
+    info: _OpInfo,
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    out: Any,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+) -> _Work:
+    written = 0 if func in _WITHOUT_WRITE else sum(map(_view_bytes, outputs))
+    if info.written_arguments:
+        written = sum(map(_view_bytes, tensors_in([args[i] for i in info.written_arguments if i < len(args)])))
+    if func in _GATHERS:
+        read = written + sum(map(_view_bytes, inputs[1:]))
+    elif func in _WITHOUT_WRITE:
+        read = 0
+    else:
+        read = sum(map(_view_bytes, inputs))
+    main = max(inputs or outputs, key=_view_bytes, default=None)
+    return _Work(
+        flops=count_flops(func, args, kwargs, out),
+        read_bytes=read,
+        written_bytes=written,
+        dtype="" if main is None else str(main.dtype).removeprefix("torch."),
+        weight_bytes=_weight_bytes(func, args),
+        may_be_known=all(map(is_followed, outputs)),
     )
 
 
@@ -511,3 +603,8 @@ def _view_bytes(tensor: Tensor) -> int:
     if tensor.layout is not torch.strided:
         return own
     return min(own, tensor.untyped_storage().nbytes())
+
+
+def _is_told_by_its_shape(tensor: Tensor) -> bool:
+    """Whether shape and strides alone tell `_view_bytes`, whatever storage the tensor lies in."""
+    return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= spanned_bytes(tensor)

@@ -101,7 +101,7 @@ class KnownValues:
 
     def remember(self, fake: Tensor, real: Tensor) -> None:
         """Keep the values of `real`, which `fake` stands for, if they are few."""
-        if isinstance(fake, FakeTensor) and _is_followed(real) and real.device.type != "meta":
+        if isinstance(fake, FakeTensor) and is_followed(real) and real.device.type != "meta":
             with _disable_current_modes():  # the recorder's too: the copy is none of the step's
                 self._keep(fake, real.detach().to("cpu", copy=True))
 
@@ -234,7 +234,7 @@ class KnownValues:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> Any:
-        if not outputs or not all(map(_is_followed, outputs)):
+        if not outputs or not all(map(is_followed, outputs)):
             raise NotKnownError
         if func in _FILLS:
             return _filled(outputs[0], _FILLS[func](*args, **kwargs))
@@ -308,9 +308,15 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
                 yield tensor
 
 
-def _is_followed(tensor: Tensor) -> bool:
+def is_followed(tensor: Tensor) -> bool:
+    """Whether a tensor holds few enough numbers for its values to be followed."""
     largest = LARGEST_KNOWN_NUMEL if tensor.dtype in _WHOLE else LARGEST_KNOWN_FLOATS
     return tensor.layout is torch.strided and math.prod(tensor.shape) <= largest
+
+
+def has_writes(func: Any) -> bool:
+    """Whether an op writes to any of its arguments."""
+    return any(_writes(func))
 
 
 @cache

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from brimful.capture.memo import FakeResults
+from brimful.capture.wrapping import Wrapper
 
 aten = torch.ops.aten
 
@@ -65,9 +66,40 @@ def test_the_second_result_is_as_the_first_and_shares_nothing_with_it(name: str)
         calls = CALLS[name](torch.empty(2, 4, 8, 8))
         for func, args, kwargs in calls:
             expected = func(*args, **kwargs)
-            found = [results.run(func, args, kwargs) for _ in range(3)]
+            found = [results.run(func, args, kwargs).out for _ in range(3)]
             assert [described(out) for out in found] == [described(expected)] * 3
             tensors = [t for out in found for t in (out if isinstance(out, (tuple, list)) else [out])]
             addresses = [t.untyped_storage()._cdata for t in tensors if t is not None]
             assert len(set(addresses)) == len(addresses)
     assert len(results._known) > 0
+
+
+def test_what_is_written_over_is_returned_itself() -> None:
+    results = FakeResults()
+    with FakeTensorMode():
+        for total in (torch.empty(2, 3), torch.empty(2, 3)):
+            assert results.run(aten.add_.Tensor, (total, torch.empty(2, 3)), {}).out is total
+        assert results.run(aten.add_.Tensor, (total, torch.empty(2, 3)), {}).remembered is not None
+
+
+def test_ops_without_tensors_are_remembered_within_their_fake_mode_where_their_type_is_said() -> None:
+    results = FakeResults()
+    with FakeTensorMode():
+        first, second = (results.run(aten.zeros.default, ([3],), {"dtype": torch.int64}) for _ in range(2))
+        assert described(first.out) == described(second.out)
+        assert first.remembered is second.remembered is not None
+        assert results.run(aten.zeros.default, ([3],), {}).remembered is None
+    assert type(results.run(aten.zeros.default, ([3],), {"dtype": torch.int64}).out) is Tensor
+
+
+def test_a_wrapped_tensor_is_as_torchs_own_constructor_makes_it() -> None:
+    mode, device = FakeTensorMode(), torch.device("cpu")
+    wrapper = Wrapper()
+    for _ in range(2):
+        meta = torch.empty_strided((2, 3), (1, 2), device="meta")
+        made, expected = wrapper.fake(mode, meta, device), FakeTensor(mode, meta, device)
+        assert described(made) == described(expected)
+        assert made.__dict__ == expected.__dict__
+        assert made.untyped_storage()._cdata == meta.untyped_storage()._cdata
+        assert torch._C._dispatch_keys(made) == torch._C._dispatch_keys(expected)
+    assert wrapper.fake(FakeTensorMode(), meta, device).fake_mode is not mode

@@ -87,9 +87,13 @@ class FusedAttention(Rule):
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # as autocast leaves what it has cast
             return run[choose_kernel(call)](call, scale)
 
+    def watches_op(self, func: Any) -> bool:
+        """Sums, of which one adds the mask."""
+        return func is aten.add.Tensor
+
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Let the math kernel add its mask in place: torch does not while a dispatch mode is on."""
-        if self._is_in_math and func is aten.add.Tensor:
+        if self._is_in_math:
             self.changed_bytes -= self.recorder.release_early(args[0])
 
     def _cast(

@@ -41,6 +41,10 @@ class AttentionBackward(Rule):
     )
     watches_ops = True
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return str(func.overloadpacket).endswith("attention_backward")
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside the gradients."""
         most = None

@@ -66,13 +66,17 @@ class Rule:
         """A context that is open during the capture."""
         return nullcontext()
 
+    def watches_op(self, func: Any) -> bool:
+        """Whether `before_op` and `after_op` have anything to do with an op; asked once, if `watches_ops`."""
+        return True
+
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
-        """Called before each op if `watches_ops`."""
+        """Called before each op that is watched."""
 
     def after_op(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[torch.Tensor]
     ) -> None:
-        """Called after each op if `watches_ops`, before its outputs are recorded."""
+        """Called after each op that is watched, before its outputs are recorded."""
 
     def begin_step(self) -> None:
         """Called before each captured step: what it changed in earlier ones counts no more, unless it lasts."""

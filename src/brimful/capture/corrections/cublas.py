@@ -41,9 +41,13 @@ class CublasWorkspace(Rule):
     threads_seen: set[bool] = field(default_factory=set)
     """Whether the forward's (False) and autograd's (True) thread has its workspace."""
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in _MATMULS
+
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Allocate the thread's workspace before its first matmul."""
-        if func in _MATMULS and in_backward not in self.threads_seen:
+        if in_backward not in self.threads_seen:
             self.threads_seen.add(in_backward)
             size_bytes = self.target.cublas_workspace_bytes
             self.recorder.allocate_block(size_bytes, CUBLAS_WORKSPACE)

@@ -33,6 +33,10 @@ class CudnnConvolution(Rule):
     )
     watches_ops = True
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in (aten.convolution.default, aten.convolution_backward.default)
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a workspace of no likely size for each kernel the op runs."""
         if func is aten.convolution.default:

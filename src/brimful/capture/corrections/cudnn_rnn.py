@@ -114,6 +114,10 @@ class CudnnRnn(Rule):
             self._has_dropout_state = True
             self.recorder.allocate_block(_DROPOUT_STATE_BYTES, "cuDNN dropout state")
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in (aten._cudnn_rnn.default, aten._cudnn_rnn_backward.default)
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Give the reserve its size; add workspaces and copies."""
         if func is aten._cudnn_rnn.default:

@@ -31,10 +31,12 @@ class EmbeddingBackward(Rule):
     )
     watches_ops = True
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func is aten.embedding_dense_backward.default
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its result."""
-        if func is not aten.embedding_dense_backward.default:
-            return
         grad, indices, rows, _padding, by_frequency = args
         kernel = Kernel(
             name="embedding backward",

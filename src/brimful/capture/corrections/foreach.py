@@ -38,9 +38,12 @@ class ForeachOptimizers(Rule):
 
     watches_ops = True
 
+    def watches_op(self, func: Any) -> bool:
+        """What they begin with for each list."""
+        return func is torch.ops.aten._foreach_sqrt.default
+
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Count the temporaries that whole lists make."""
-        if func is torch.ops.aten._foreach_sqrt.default:
-            (tensors,) = args
-            assert isinstance(tensors, (list, tuple))
-            self.count(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+        (tensors,) = args
+        assert isinstance(tensors, (list, tuple))
+        self.count(sum(tensor.numel() * tensor.element_size() for tensor in tensors))

@@ -25,10 +25,12 @@ class ForeachNorm(Rule):
     source = "torch aten/src/ATen/native/cuda/ForeachReduceOp.cu (6430a5db), kChunkSize"
     watches_ops = True
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func is aten._foreach_norm.Scalar
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the parts, in float32."""
-        if func is not aten._foreach_norm.Scalar:
-            return
         chunks = max(-(-tensor.numel() // _CHUNK_NUMEL) for tensor in args[0])
         size_bytes = len(args[0]) * chunks * _FLOAT_BYTES
         self.add(size_bytes, f"inside {func}")

@@ -32,6 +32,7 @@ _MATMULS = {
     aten.baddbmm.default: (1, 2),
 }
 """Where the two matrices stand among the arguments."""
+_CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
 _LAST_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -48,6 +49,10 @@ class HiddenCopies(Rule):
         "prepare_matrix_for_cublas; ConvUtils.h, cudnn_conv_suggest_memory_format"
     )
     watches_ops = True
+
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in _WANT_CONTIGUOUS or func in _MATMULS or func in _CONVOLUTIONS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add the copies, each its own block."""

@@ -42,6 +42,10 @@ class IndexBackward(Rule):
     )
     watches_ops = True
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in _ACCUMULATES
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its result."""
         if func not in _ACCUMULATES or len(args) < 4 or not args[3]:
@@ -79,6 +83,10 @@ class SortMemory(Rule):
         "launch_stable_sort_kernel (public copies of about 2.9); cub: not measured"
     )
     watches_ops = True
+
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in _SORTS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its results."""

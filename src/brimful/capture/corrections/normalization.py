@@ -15,6 +15,15 @@ from brimful.kernels import Kernel
 
 aten = torch.ops.aten
 
+_NORMS = frozenset(
+    {
+        aten.native_layer_norm_backward.default,
+        aten.native_group_norm.default,
+        aten.native_group_norm_backward.default,
+        aten.native_batch_norm.default,
+        aten.native_batch_norm_backward.default,
+    }
+)
 _FLOAT_BYTES = 4
 _MOST_BATCH_NORM_PARTS = 128
 """Blocks along the rows of a channels-last batch norm. Source: Normalization.cuh, flexible_launch_configs."""
@@ -35,6 +44,10 @@ class NormMemory(Rule):
         "group_norm_kernel.cu; Normalization.cuh (header of 2.13; none measured)"
     )
     watches_ops = True
+
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in _NORMS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its results."""

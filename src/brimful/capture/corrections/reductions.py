@@ -30,6 +30,10 @@ class ReductionStaging(Rule):
     source = "torch aten/src/ATen/native/cuda/Reduce.cuh, global_memory_size (header of 2.13; not measured)"
     watches_ops = True
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows something of."""
+        return func in _DIMS
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add what the op takes beside its result."""
         threads = self.target.threads_per_multiprocessor

@@ -57,14 +57,14 @@ class UnknownOps(Rule):
         """On every device."""
         return True
 
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows nothing of."""
+        if func.namespace in _KNOWN_NAMESPACES:
+            return self.target.kind != "cpu" and func in _NOT_MODELLED
+        return self.target.kind != "cuda" or func._schema.name not in _KNOWN_ON_CUDA
+
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a block of no likely size."""
-        if func.namespace in _KNOWN_NAMESPACES:
-            is_known = self.target.kind == "cpu" or func not in _NOT_MODELLED
-        else:
-            is_known = self.target.kind == "cuda" and func._schema.name in _KNOWN_ON_CUDA
-        if is_known:
-            return
         inputs = [value for value in args if isinstance(value, Tensor)]
         most = sum(tensor.nbytes for tensor in (*inputs, *outputs))
         self.add(0, f"inside {func}", most_bytes=most)
