@@ -145,6 +145,7 @@ def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "optimizer",
         "optimizer_implementation",
         "units",
+        "chunked_loss",
     }
     assert json.loads((folder / "plan.json").read_text()) == document
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -233,3 +235,13 @@ def test_a_compiled_model_computes_its_logits_at_once() -> None:
         {f"_orig_mod.{k}" if k != "loss" else k: v for k, v in expected.items()},
         1e-5,
     )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copied_model_computes_with_its_own_layer(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = Model().double()
+    apply_units(model, CHUNKED)
+    other = copied(model)
+    expected = computed(model, LOSSES["mean"])
+    model.head.weight.data.zero_()
+    assert_close(computed(other, LOSSES["mean"]), expected, IN_FLOAT64)
