@@ -175,9 +175,6 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
     """Let float32 matmuls and convolutions use TF32 only if `precision` is TF32."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
-    if before == (precision is Precision.TF32,) * 2:  # setting them takes longer than asking
-        yield
-        return
     matmul.allow_tf32 = cudnn.allow_tf32 = precision is Precision.TF32
     try:
         yield
