@@ -18,6 +18,7 @@ BENCHMARKS = (
     "estimate_speed.py",
     "demo_runs.py",
     "plan/simulated.py",
+    "plan/wrapping.py",
 )
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.applying import apply_units
-from brimful.settings import Precision, op_kind
+from brimful.settings import Precision, Settings, op_kind
 from helpers.models import GPT, Block, ResNet
-from helpers.trained_alike import Loss, assert_identical, mean_square, saving, train
+from helpers.trained_alike import Loss, assert_identical, mean_square, recomputing, saving, train
 
 WIDTH = 16
 
@@ -330,3 +330,41 @@ def test_a_recomputation_that_runs_other_ops_than_its_forward_is_said_once() -> 
         counts = [products(model, torch.randn(4, WIDTH)) for _ in range(3)]
     assert counts == [4, 4, 4]
     assert len(warned) == 1
+
+
+class TieRouter(nn.Module):
+    """Each sample goes to the better of two experts whose scores are equal, but for noise in the last digit.
+
+    The noise comes from Python's side, other in each call, as GPU kernels that add in any order make it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 1)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        noise = torch.tensor([0.0, 1e-7 * (-1) ** self.calls])
+        weight, chosen = (torch.sigmoid(self.gate(x)) + noise).topk(1, dim=-1)
+        both = torch.stack([torch.tanh(expert(x)) for expert in self.experts], dim=1)
+        return weight * both[torch.arange(len(x)), chosen[:, 0]]
+
+
+@pytest.mark.parametrize(
+    ("action", "is_right"), [(recomputing("unit"), False), (saving("unit", "topk#0"), True)]
+)
+def test_a_saved_choice_of_experts_does_not_change_with_the_last_digit_of_the_scores(
+    action: Settings, is_right: bool
+) -> None:
+    """Recomputed, the other expert gets the gradient, and nothing tells of it."""
+    torch.manual_seed(0)
+    batch, model = torch.randn(4, WIDTH), Between(TieRouter())
+    other = copy.deepcopy(model)
+    apply_units(other, action)
+    for each in (model, other):
+        mean_square(each, batch).backward()
+    for plain, planned in zip(model.unit.experts, other.unit.experts, strict=True):
+        alike = torch.allclose(plain.weight.grad, planned.weight.grad, rtol=1e-5, atol=1e-8)
+        assert alike is is_right

@@ -105,7 +105,11 @@ def build_problem(
         levels = r.inside(i, levels_recomputed)
         options = [keep, _recompute(ops, levels, int(put_by[i]), int(peaks_kept_backward[i]), prices)]
         meant = [UnitAction(fqn=fqn, action=Action.KEEP), UnitAction(fqn=fqn, action=Action.RECOMPUTE)]
-        for option, saved in _save_some(ops, levels, options[RECOMPUTED], int(peaks_kept_backward[i]), prices):
+        sets = list(_save_some(ops, levels, options[RECOMPUTED], int(peaks_kept_backward[i]), prices))
+        if ops.choices:  # the first set is they alone: they are saved even where all else is recomputed
+            options[RECOMPUTED], choices = sets.pop(0)
+            meant[RECOMPUTED] = UnitAction(fqn=fqn, action=Action.SAVE, saved=choices)
+        for option, saved in sets:
             if not any(_is_dominated(option, by) for by in options):
                 options.append(option)
                 meant.append(UnitAction(fqn=fqn, action=Action.SAVE, saved=saved))

@@ -24,6 +24,11 @@ MOST_SETS = 10
 _CASTS = "_to_copy"
 """Autocast keeps casts of weights, so a recomputation may run another number of them."""
 
+_CHOICES = frozenset({"topk"})
+"""Kinds of ops that are always saved. A router's choice of experts must not come out otherwise when it is
+recomputed, and may: CUDA's top-k breaks ties in any order, and scores that differ in their last digit change
+places. What they return is small, a few numbers a token."""
+
 _NEVER_SAVED = frozenset({_CASTS, "clone", "empty"})
 """Of clones some are of buffers, made by what recomputes, which does not count them; an empty tensor is nothing
 to save."""
@@ -54,6 +59,11 @@ class SavableOp:
     size_bytes: int
     """Bytes held more between forward and backward of one micro-batch."""
 
+    @property
+    def is_choice(self) -> bool:
+        """Whether what it returns says on what the following ops work."""
+        return self.name.partition("#")[0] in _CHOICES
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitOps:
@@ -66,14 +76,21 @@ class UnitOps:
     savable: tuple[SavableOp, ...]
     """In the order in which they are worth saving; none where forward and recomputation cannot be matched."""
 
+    @property
+    def choices(self) -> tuple[SavableOp, ...]:
+        """Those that every set begins with, and that are saved wherever the unit is recomputed."""
+        return tuple(op for op in self.savable if op.is_choice)
+
     def sets(self) -> Iterator[tuple[SavableOp, ...]]:
-        """Sets of ops worth saving, each with those before it; at most `MOST_SETS`."""
+        """Sets of ops worth saving, each with those before it, the choices alone first; about `MOST_SETS`."""
         total_bytes = sum(op.size_bytes for op in self.savable)
         chosen_bytes = reached_bytes = 0
         for count, op in enumerate(self.savable, 1):
             chosen_bytes += op.size_bytes
+            if count < len(self.choices):
+                continue
             is_step = chosen_bytes - reached_bytes >= total_bytes / MOST_SETS
-            if len(self.savable) <= MOST_SETS or is_step:
+            if len(self.savable) <= MOST_SETS or is_step or count == len(self.choices):
                 reached_bytes = chosen_bytes
                 yield self.savable[:count]
 
@@ -225,7 +242,7 @@ def _savable(
                     size_bytes=sum(max(stay.size_bytes, 0) for of_call in stays[-1] for stay in of_call),
                 )
             )
-    return tuple(sorted(found, key=lambda op: op.size_bytes / op.seconds))
+    return tuple(sorted(found, key=lambda op: (not op.is_choice, op.size_bytes / op.seconds)))
 
 
 def _pairs(trace: Trace, forward: list[int], again: list[int]) -> dict[str, tuple[int, int]] | None:

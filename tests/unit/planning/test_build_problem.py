@@ -5,7 +5,10 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from torch import nn
 
+from brimful.capture import capture_step
 from brimful.hardware import Device, find_device
 from brimful.planning.problem import KEPT, RECOMPUTED, PosedProblem, build_problem
 from brimful.planning.solver import Problem, smallest_peak_bytes, solve
@@ -13,7 +16,7 @@ from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings
 from brimful.timeline import live_profile, rounding_bytes_of
 from brimful.trace import Trace
-from helpers.planned_jobs import JOBS, SAMPLES, capture, with_action
+from helpers.planned_jobs import JOBS, SAMPLES, capture, vector_job, with_action
 
 EXACT = 0.0005
 """Where the units are a chain."""
@@ -138,3 +141,38 @@ def test_without_units_there_is_one_gap_which_is_the_peak() -> None:
 
 def test_all_small_jobs_are_posed() -> None:
     assert {name for name, *_ in CASES} == set(JOBS)
+
+
+class Mixture(nn.Module):
+    """Each token goes to its two best of four experts; all are computed, and two are used."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        weights, chosen = self.gate(x).softmax(-1).topk(2, dim=-1)
+        shares = torch.zeros(*x.shape[:-1], 4).scatter(-1, chosen, weights)
+        return x + sum(torch.tanh(e(x)) * shares[..., i, None] for i, e in enumerate(self.experts))
+
+
+def test_a_router_s_choice_is_saved_wherever_its_unit_is_recomputed() -> None:
+    job = vector_job(lambda: nn.Sequential(nn.Linear(16, 16), *(Mixture() for _ in range(3))), 8, 16)
+    device = _slow(find_device("cpu"))
+    settings = Settings(micro_batch_size=SAMPLES)
+    kept = capture_step(job, settings, device, steps=1)
+    units = find_units(kept)
+    recomputed = capture_step(job, with_action(settings, units, Action.RECOMPUTE), device, steps=1)
+    posed = build_problem(kept, recomputed, units, device, micro_batches=1)
+    routed = [actions for fqn, actions in zip(units, posed.actions, strict=True) if fqn != "0"]
+    assert len(routed) == 3
+    for actions in routed:
+        assert actions[KEPT].action is Action.KEEP
+        assert actions[RECOMPUTED].saved == ("topk#0",)
+        assert all("topk#0" in action.saved for action in actions[RECOMPUTED:])
+        assert len(actions) > 2
+    everything = replace(settings, units=posed.chosen((RECOMPUTED,) * len(units)))
+    trace = capture_step(job, everything, device, steps=1)
+    assert sum("topk" in op.name and op.recomputed for op in trace.ops) == 0
