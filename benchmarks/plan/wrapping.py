@@ -13,6 +13,7 @@ tells what is added in seconds, which is the same for any model, with less noise
 from __future__ import annotations
 
 import copy
+import os
 import statistics
 import sys
 import time
@@ -118,6 +119,11 @@ def main() -> None:
         "added_seconds": added_seconds,
         "added_seconds_by_noise": empty[AGAIN]["median_difference_seconds"],
         "added_seconds_over_20_ms": round(added_seconds / STEP_SECONDS, 4),
+        "added_seconds_by_least": round(empty[PLANNED]["least_seconds"] - empty[BY_HAND]["least_seconds"], 6),
+        "added_seconds_by_least_and_noise": round(
+            empty[AGAIN]["least_seconds"] - empty[BY_HAND]["least_seconds"], 6
+        ),
+        "load_average": [round(load, 1) for load in os.getloadavg()],
     }
     rows = {name: list(rows) for name, rows in zip(SIZES, (real, empty), strict=True)}
     for row in (*real, *empty, summary):
@@ -161,6 +167,7 @@ def _row(name: str, taken: list[float], elapsed: list[float], by_hand: list[floa
     low, middle, high = statistics.quantiles(ratios, n=4)
     return {
         "name": name,
+        "least_seconds": round(min(taken), 6),
         "median_seconds": round(statistics.median(taken), 6),
         "median_elapsed_seconds": round(statistics.median(elapsed), 6),
         "median_of_ratios": round(middle, 4),
