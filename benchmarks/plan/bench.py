@@ -30,6 +30,18 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A way to train that no capture tells, only a real run."""
+
+    job: Job
+    """Trained in the place of the bench's."""
+    settings: Settings
+    peak_bytes: int
+    """Measured, allocated."""
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """Why there is no outcome."""
 

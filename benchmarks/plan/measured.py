@@ -23,13 +23,17 @@ import brimful as bf
 from brimful.api import resolve_device
 from brimful.settings import Settings
 from machine import RESULTS, Rows
-from plan.bench import Bench, Failure, Outcome, told
+from plan.activation_budget import ActivationBudget
+from plan.bench import Bench, Failure, Outcome, Run, told
 from plan.peers import PEERS, torch_planners
 from plan.small_jobs import SMALL_JOBS, SmallJob
 
 BUDGETS = (0.45, 0.60, 0.80)
 NAME = "plan_measured.json"
 CLOSE = 0.05
+COMPILED_PLAIN, COMPILED = "compiled, all budget", "compiled, activation_memory_budget"
+
+Way = Outcome | Run | Failure | None
 
 
 def main() -> None:
@@ -58,13 +62,13 @@ def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, A
     job = small.make()
     bench = Bench(job, resolve_device("cpu"), small.global_batch_size)
     plain = bench.plain_outcome()
-    planners = torch_planners(bench)
+    planners, compiler = torch_planners(bench), ActivationBudget(bench)
     for fraction in fractions:
         budget_bytes = int(plain.peak_device_bytes * fraction)
-        ways: dict[str, Outcome | Failure | None] = {"ours": bench.plan(budget_bytes)}
+        ways: dict[str, Way] = {"ours": bench.plan(budget_bytes)}
         ways |= {name: peer(bench, budget_bytes) for name, peer in (PEERS | planners).items()}
-        settings = {name: way.settings for name, way in ways.items() if isinstance(way, Outcome)}
-        measured = measure_all(job, settings)
+        ways |= {COMPILED_PLAIN: compiler.run(1.0), COMPILED: compiler.within(budget_bytes)}
+        measured = measure_all(job, [way for way in ways.values() if isinstance(way, Outcome | Run)])
         row = {
             "job": small.name,
             "model": job.name,
@@ -72,8 +76,8 @@ def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, A
             "budget_fraction": fraction,
             "budget_bytes": budget_bytes,
             "ways": {
-                name: _told(way, measured[name], budget_bytes)
-                if isinstance(way, Outcome)
+                name: _told(way, measured[_key(job, way)], budget_bytes)
+                if isinstance(way, Outcome | Run)
                 else told(way, plain, budget_bytes)
                 for name, way in ways.items()
             },
@@ -82,30 +86,38 @@ def compare(small: SmallJob, fractions: Sequence[float]) -> Iterator[dict[str, A
         yield row
 
 
-def measure_all(job: bf.Job, ways: dict[str, Settings]) -> dict[str, tuple[int, float]]:
-    """Peak and step time of each; equal settings are measured once."""
-    distinct = list(dict.fromkeys(ways.values()))
-    seconds: dict[Settings, list[float]] = {settings: [] for settings in distinct}
-    peaks: dict[Settings, int] = {}
+def _key(job: bf.Job, way: Outcome | Run) -> tuple[bf.Job, Settings]:
+    return (way.job if isinstance(way, Run) else job), way.settings
+
+
+def measure_all(job: bf.Job, ways: Sequence[Outcome | Run]) -> dict[Any, tuple[int, float]]:
+    """Peak and step time of each by job and settings; equal ones are measured once."""
+    distinct = list(dict.fromkeys(_key(job, way) for way in ways))
+    seconds: dict[Any, list[float]] = {key: [] for key in distinct}
+    peaks: dict[Any, int] = {}
     for order in (distinct, distinct[::-1]):
-        for settings in order:
-            measurement = bf.measure(job, settings, "cpu")
-            seconds[settings].append(measurement.measured_step_seconds)
-            peaks[settings] = measurement.measured_peak_allocated_bytes
-    return {name: (peaks[settings], min(seconds[settings])) for name, settings in ways.items()}
+        for key in order:
+            measurement = bf.measure(*key, "cpu")
+            seconds[key].append(measurement.measured_step_seconds)
+            peaks[key] = measurement.measured_peak_allocated_bytes
+    return {key: (peaks[key], min(seconds[key])) for key in distinct}
 
 
-def _told(way: Outcome, measured: tuple[int, float], budget_bytes: int) -> dict[str, Any]:
+def _told(way: Outcome | Run, measured: tuple[int, float], budget_bytes: int) -> dict[str, Any]:
     peak_bytes, step_seconds = measured
-    return {
+    found = {
         "settings": way.settings.describe(),
-        "predicted_peak_bytes": way.peak_device_bytes,
         "measured_peak_bytes": peak_bytes,
         "measured_within_budget": peak_bytes <= budget_bytes,
-        "predicted_step_seconds": way.step_seconds,
         "measured_step_seconds": step_seconds,
-        "step_error": round(way.step_seconds / step_seconds - 1, 4),
         **way.notes,
+    }
+    if isinstance(way, Run):
+        return found
+    return found | {
+        "predicted_peak_bytes": way.peak_device_bytes,
+        "predicted_step_seconds": way.step_seconds,
+        "step_error": round(way.step_seconds / step_seconds - 1, 4),
     }
 
 
@@ -116,7 +128,8 @@ def _was_measured(way: dict[str, Any] | None) -> bool:
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """What the project asks: within budget, errors, and whether the plan is the fastest measured."""
     ours = [row["ways"]["ours"] for row in rows if row["ways"]["ours"] is not None]
-    every = [way for row in rows for way in row["ways"].values() if _was_measured(way)]
+    ways = (way for row in rows for way in row["ways"].values())
+    predicted = [way for way in ways if way is not None and "step_error" in way]
     fastest = close = 0
     for row in rows:
         mine = row["ways"]["ours"]
@@ -134,9 +147,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "ours_feasible": len(ours),
         "ours_measured_within_budget": sum(way["measured_within_budget"] for way in ours),
         "largest_peak_error": max(
-            abs(way["predicted_peak_bytes"] / way["measured_peak_bytes"] - 1) for way in every
+            abs(way["predicted_peak_bytes"] / way["measured_peak_bytes"] - 1) for way in predicted
         ),
-        "step_error_median": statistics.median(abs(way["step_error"]) for way in every),
+        "step_error_median": statistics.median(abs(way["step_error"]) for way in predicted),
         "ours_fastest_measured": fastest,
         "ours_fastest_or_within_5_percent": close,
     }
@@ -149,7 +162,8 @@ def _line(row: dict[str, Any]) -> str:
         if "failed" in way:
             return "failed"
         over = "" if way["measured_within_budget"] else " over"
-        return f"{way['measured_step_seconds']:.3f} s ({way['step_error']:+.0%}){over}"
+        error = f" ({way['step_error']:+.0%})" if "step_error" in way else ""
+        return f"{way['measured_step_seconds']:.3f} s{error}{over}"
 
     ways = "  ".join(f"{name} {cell(way)}" for name, way in row["ways"].items())
     ours = row["ways"]["ours"]
