@@ -41,6 +41,8 @@ def tables() -> str:
         run_lines(load("demo_runs")),
         time_lines(load("step_time")),
         plan_lines(load("plan_simulated")),
+        planner_lines(load("plan_torch_planners")),
+        schedule_lines(load("plan_published")),
         speed_lines(load("estimate_speed")),
     )
     return "\n".join(line for section in sections for line in (*section, "")).rstrip()
@@ -233,6 +235,53 @@ def plan_lines(result: dict[str, Any]) -> Iterator[str]:
         f"Within the budget: {summary['ours_within_budget']} of {summary['cases']} plans. Geometric mean of "
         f"the speed over each rule, where it is within the budget: {means}."
     )
+
+
+def planner_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Plans beside torch's sac_milp."""
+    name = "sac_milp, largest micro-batch"
+    found = result["summary"][name]
+    left_out = result["not_run_for_lack_of_time"]
+    yield (
+        f"Plans beside torch's `sac_milp` with the largest micro-batch at which it finds a solution, on "
+        f"{result['device']}, same prices: {found['within_budget']} of its {found['found_a_solution']} "
+        "solutions keep the budget, by captures with them applied. So beside each stands our plan for the "
+        f"bytes that it takes; –: nothing found. {stamp(result)}"
+        + (f" Not run, for lack of time: {', '.join(left_out)}." if left_out else "")
+    )
+    yield ""
+    yield "| model | budget | plan | sac_milp | takes of the budget | plan for what it takes |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        way = row["peers"][name]
+        start = f"| {row['model']} | {row['budget_fraction']:.0%} | {overhead(row['ours'])} "
+        if "failed" in way:
+            yield f"{start}| – | – | – |"
+        else:
+            takes = way["peak_device_bytes"] / row["budget_bytes"]
+            ours = overhead(way["ours_at_its_peak"])
+            yield f"{start}| {way['overhead']:+.1%} | {takes:.0%} | {ours} |"
+
+
+def schedule_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Plans beside published schedules."""
+    yield (
+        "Plans beside schedules that MONeT and DTR published and measured; ours are predicted for their GPU, "
+        "all in allocated bytes and in time over plain training's, whole batches. What is known to differ "
+        f"stands with each case in the JSON. –: no plan allocates so little. {stamp(result)}"
+    )
+    yield ""
+    yield "| model | schedule | memory of plain | its time | plan, same bytes | same fraction | reached |"
+    yield "|---|---|--:|--:|--:|--:|---|"
+    for case in result["rows"]:
+        for point in case["points"]:
+            ours = [point["ours_at_the_same_bytes"], point["ours_at_the_same_fraction"]]
+            cells = " | ".join("–" if each is None else f"{each['overhead']:+.1%}" for each in ours)
+            is_reached = all(each and each["overhead"] <= point["published_overhead"] for each in ours)
+            yield (
+                f"| {case['case']} | {point['label']} | {point['published_fraction']:.0%} "
+                f"| {point['published_overhead']:+.1%} | {cells} | {'yes' if is_reached else 'no'} |"
+            )
 
 
 def overhead(told: dict[str, Any] | None) -> str:
