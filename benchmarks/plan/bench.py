@@ -162,6 +162,7 @@ def told(way: Outcome | Failure | None, plain: Outcome, budget_bytes: int) -> di
     return {
         "settings": way.settings.describe(),
         "peak_device_bytes": way.peak_device_bytes,
+        "peak_allocated_bytes": way.peak_allocated_bytes,
         "within_budget": way.peak_device_bytes <= budget_bytes,
         "step_seconds": way.step_seconds,
         "overhead": round(way.step_seconds / plain.step_seconds - 1, 4),

@@ -31,6 +31,7 @@ from plan.peers import Peer, torch_planners
 from plan.simulated import BUDGETS, DEVICE
 
 NAME = "plan_torch_planners.json"
+CONTEXT_BYTES = find_device(DEVICE).context_bytes
 QUICK_FIRST = (
     "lstm-lm",
     "unet",
@@ -131,6 +132,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         found[name] = {
             "found_a_solution": len(pairs),
             "within_budget": sum(way["within_budget"] for _row, way in pairs),
+            "within_budget_if_nothing_were_cached": sum(
+                way["peak_allocated_bytes"] + CONTEXT_BYTES <= row["budget_bytes"] for row, way in pairs
+            ),
             "beyond_budget_median_fraction": round(statistics.median(over), 4) if over else None,
             "beyond_budget_most_fraction": round(max(over), 4) if over else None,
             "at_its_true_peak": _speedups(ratios),
