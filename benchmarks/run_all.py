@@ -19,6 +19,7 @@ BENCHMARKS = (
     "demo_runs.py",
     "plan/simulated.py",
     "plan/wrapping.py",
+    "plan/published.py",
 )
 
 

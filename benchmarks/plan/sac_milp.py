@@ -24,7 +24,9 @@ How it is done, tool by tool, on torch 2.13:
    says.
 
 It decides at a given micro-batch. Two peers come of it: one trains the whole batch at once, one takes the
-largest micro-batch for which the tool finds a solution. Its own limits stand: a gap of 5 %, 180 seconds.
+largest micro-batch for which the tool finds a solution. Its own limits stand, a gap of 5 % and 180 seconds,
+which are taken for processor time, so that other programs do not matter. Its fit of each module's curve is a
+random search: with other seeds it decides otherwise.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed._tools.ilp_utils import Graph, aggregate_stats, parse_module_info
@@ -93,20 +96,17 @@ class SacMilp:
 
     def whole_batch(self, budget_bytes: int) -> Outcome | Failure:
         """What it decides for the whole batch at once."""
-        return self._at(self._bench.sizes[0], budget_bytes) or Failure(why="the solver found no solution")
+        return self._at(self._bench.sizes[0], budget_bytes)
 
     def largest_micro_batch(self, budget_bytes: int) -> Outcome | Failure:
         """What it decides for the largest micro-batch at which it finds anything."""
         for size in self._bench.sizes:
             found = self._at(size, budget_bytes)
-            if found is not None:
+            if isinstance(found, Outcome):
                 return found
-        return Failure(why="the solver found no solution at any micro-batch")
+        return found
 
-    def _decided(self, size: int, budget_bytes: int) -> Outcome | Failure | None:
-        """None if the solver finds no solution."""
-        from torch.distributed._tools.sac_ilp import sac_milp
-
+    def _decided(self, size: int, budget_bytes: int) -> Outcome | Failure:
         try:
             if size not in self._statistics:
                 self._statistics[size] = self._measured(size)
@@ -114,13 +114,12 @@ class SacMilp:
             graph = statistics.graph()
             left_bytes = budget_bytes - statistics.left_out_bytes
             if left_bytes <= 0:
-                return None
-            logging.getLogger("torch.distributed._tools.sac_ilp").setLevel(logging.CRITICAL)
+                return Failure(why=f"micro-batch {size}: nothing is left of the budget")
             began = time.perf_counter()
-            decisions, _milliseconds, says_bytes = sac_milp(graph, left_bytes / GIB)
+            decisions, says_bytes, complaint = _solved(graph, left_bytes)
             seconds = time.perf_counter() - began
             if says_bytes < 0:
-                return None
+                return Failure(why=f"micro-batch {size}: {complaint}")
             actions = tuple(
                 self._action(statistics.sac, name, fraction) for name, fraction in decisions.items()
             )
@@ -159,7 +158,8 @@ class SacMilp:
         stats = sac.sac_mod_stats[name]
         key = (tuple(stats.runtimes), tuple(stats.memory), tuple(stats.inplace_ops), round(discarded, 4))
         if key not in self._policies:
-            self._policies[key] = get_optimal_checkpointing_policy_per_module(stats, 1 - discarded)
+            with _limits_in_processor_time():
+                self._policies[key] = get_optimal_checkpointing_policy_per_module(stats, 1 - discarded)
         policy = iter(self._policies[key])
         seen: Counter[str] = Counter()
         for op in sac._sac_mod_metadata[name].sac_metadata:
@@ -170,6 +170,37 @@ class SacMilp:
             if is_saved and not info.writes:
                 yield f"{info.kind}#{seen[info.kind]}"
             seen[info.kind] += 1
+
+
+def _solved(graph: Graph, left_bytes: int) -> tuple[dict[str, float], int, str]:
+    """What `sac_milp` says: fractions to discard by module, its peak or -1, and why it found nothing."""
+    from torch.distributed._tools import sac_ilp
+
+    said: list[str] = []
+    listener = logging.Handler(logging.ERROR)
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(sac_ilp.__name__)
+    logger.addHandler(listener)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    try:
+        with _limits_in_processor_time():
+            decisions, _milliseconds, says_bytes = sac_ilp.sac_milp(graph, left_bytes / GIB)
+    finally:
+        logger.removeHandler(listener)
+    return decisions, says_bytes, "; ".join(said)
+
+
+@contextmanager
+def _limits_in_processor_time() -> Iterator[None]:
+    from torch.distributed._tools import sac_ilp
+
+    solver = sac_ilp.PULP_CBC_CMD
+    sac_ilp.PULP_CBC_CMD = partial(solver, timeMode="cpu")
+    try:
+        yield
+    finally:
+        sac_ilp.PULP_CBC_CMD = solver
 
 
 def _statistics(bench: Bench, settings: Settings, model: nn.Module, host_batch: Batch) -> Statistics:
@@ -204,6 +235,7 @@ def _statistics(bench: Bench, settings: Settings, model: nn.Module, host_batch: 
         for module, stats in list(memory.memory_tracking.items()):
             if _ModState.PRE_BW not in stats.snapshots:
                 del memory.memory_tracking[module]
+        np.random.seed(0)  # its fit of two segments draws from here
         module_info = aggregate_stats(model, memory, runtime, sac, device)
         own = {stats["fqn"] for stats in module_info["mod_stats"]}
         for order, names in module_info["mod_order"].items():
