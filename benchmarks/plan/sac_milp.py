@@ -11,9 +11,10 @@ How it is done, tool by tool, on torch 2.13:
 2. Their cost model asks the GPU of this machine for its rates and fails without one. It is replaced by
    `brimful.cost`, so both sides price ops alike.
 3. The tool stops with an error where a module is called twice in a step (a shared dropout), where a forward
-   makes a module of its own (Transformers' loss), and where what a module returns needs no gradient (rotary
-   embeddings). It is helped over all three: modules are kept alive, those without a gradient are left out, and
-   its order of modules is cut to the first calls of those it knows.
+   makes a module of its own (Transformers' loss), where what a module returns needs no gradient (rotary
+   embeddings), and where a module has nothing to discard (one linear layer inside). It is helped over all four:
+   modules are kept alive, those without a gradient are left out, its order of modules is cut to the first calls
+   of those it knows, and modules with nothing to discard are not checkpointed.
 4. `sac_milp` is given the budget less what its formula leaves out and a user can know: the CUDA context, the
    batch, and the buffers and optimizer state that `MemTracker` reports. Parameters, gradients and activations
    have to fit the rest, as it counts them.
@@ -38,7 +39,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -218,7 +219,7 @@ def _statistics(bench: Bench, settings: Settings, model: nn.Module, host_batch: 
         with autocast(model, settings.precision):
             return bench.job.loss(model, batch)
 
-    memory, runtime, sac = MemTracker(), RuntimeEstimator(), SACEstimator()
+    memory, runtime, sac = MemTracker(), RuntimeEstimator(), _FittingEstimator()
     price = _priced(Roofline(bench.device, settings.precision))
     with _quiet(), _modules_kept_alive():
         memory.track_external(model, optimizer)
@@ -248,6 +249,19 @@ def _statistics(bench: Bench, settings: Settings, model: nn.Module, host_batch: 
         left_out_bytes=bench.device.context_bytes + batch_bytes + sum(there[kind] for kind in LEFT_OUT),
         seconds=time.perf_counter() - began,
     )
+
+
+class _FittingEstimator(SACEstimator):
+    """Leaves out modules whose curve cannot be fitted, instead of dividing by zero."""
+
+    def pwlf_sac_tradeoff_curve(self, n_segments: int = 2, save_tradeoff_graphs: bool = False) -> None:
+        for name, stats in self.sac_mod_stats.items():
+            with suppress(ZeroDivisionError):
+                fitted = self._get_sac_tradeoff_pwlf_stats(
+                    stats, self.sac_mod_greedy_order_meta[name], n_segments
+                )
+                if np.isfinite([*fitted.slopes, *fitted.intercepts]).all():
+                    self.sac_mod_tradeoff_stats[name] = fitted
 
 
 def _priced(roofline: Roofline) -> Callable[..., tuple[Any, float]]:
