@@ -23,6 +23,7 @@ from brimful import measuring, planning
 from brimful.applying import PlannedStep
 from brimful.capture import capture_step
 from brimful.certificate import Certificate
+from brimful.collecting import without_garbage_collection
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
 from brimful.hardware import Device, find_device, known_devices, with_context
 from brimful.job import Job
@@ -300,7 +301,8 @@ def plan(
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
     )
-    return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
+    with without_garbage_collection():
+        return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
 
 
 def check_plan(

@@ -79,6 +79,24 @@ class Op:
     """Where in the user's or a library's Python code it is called, as "file.py:12", for ops that make large
     tensors; for those of backward, where the forward op was called."""
 
+    def with_work(self, flops: int, read_bytes: int, written_bytes: int) -> Op:
+        """The same op with another amount of work, at half the price of `dataclasses.replace`."""
+        return Op(
+            name=self.name,
+            module=self.module,
+            phase=self.phase,
+            step=self.step,
+            micro_batch=self.micro_batch,
+            flops=flops,
+            read_bytes=read_bytes,
+            written_bytes=written_bytes,
+            dtype=self.dtype,
+            recomputed=self.recomputed,
+            random=self.random,
+            weight_bytes=self.weight_bytes,
+            line=self.line,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
@@ -187,32 +205,7 @@ class Trace:
         Raises:
             UsageError: The two traces run different ops, or have the same micro-batch size.
         """
-        small, large = self.settings.micro_batch_size, other.settings.micro_batch_size
-        if small == large or not self.has_same_shape_as(other):
-            raise UsageError(
-                f"cannot scale {self.job!r} from micro-batches of {small} and {large} samples: "
-                "the captures run different ops, or have one size."
-            )
-
-        def line(at_small: int, at_large: int) -> int:
-            rise = (at_large - at_small) * (micro_batch_size - small)
-            return at_small + rise // (large - small)
-
-        ops = tuple(_scaled_op(a, b, line) for a, b in zip(self.ops, other.ops, strict=True))
-        storages = tuple(
-            _scaled_storage(a, b, line) for a, b in zip(self.storages, other.storages, strict=True)
-        )
-        corrections = tuple(
-            replace(a, changed_bytes=line(a.changed_bytes, b.changed_bytes))
-            for a, b in zip(self.corrections, other.corrections, strict=True)
-        )
-        return replace(
-            self,
-            settings=replace(self.settings, micro_batch_size=micro_batch_size),
-            ops=ops,
-            storages=storages,
-            corrections=corrections,
-        )
+        return TraceLine(self, other).at(micro_batch_size)
 
     def with_last_step_again(self) -> Trace:
         """This trace as if its last step were run once more, which finds memory as the allocator was left.
@@ -314,16 +307,70 @@ class Trace:
         return cls(**values)
 
 
-def _scaled_op(a: Op, b: Op, line: Callable[[int, int], int]) -> Op:
-    """An op on the line through its work in two traces."""
-    if (a.flops, a.read_bytes, a.written_bytes) == (b.flops, b.read_bytes, b.written_bytes):
-        return a
-    return replace(
-        a,
-        flops=line(a.flops, b.flops),
-        read_bytes=line(a.read_bytes, b.read_bytes),
-        written_bytes=line(a.written_bytes, b.written_bytes),
-    )
+class TraceLine:
+    """One step at every micro-batch size: the line through the captures at two.
+
+    Args:
+        small: A trace.
+        large: The same job under the same settings at another micro-batch size.
+
+    Raises:
+        UsageError: The two run different ops, or have the same micro-batch size.
+    """
+
+    def __init__(self, small: Trace, large: Trace) -> None:
+        self.small, self.large = small, large
+        self._sizes = at_small, at_large = small.settings.micro_batch_size, large.settings.micro_batch_size
+        if at_small == at_large or not small.has_same_shape_as(large):
+            raise UsageError(
+                f"cannot scale {small.job!r} from micro-batches of {at_small} and {at_large} samples: "
+                "the captures run different ops, or have one size."
+            )
+        works = [(_work(a), _work(b)) for a, b in zip(small.ops, large.ops, strict=True)]
+        self.changing_ops = tuple(i for i, (a, b) in enumerate(works) if a != b)
+        """Indices of those whose work depends on the size."""
+        self._works = tuple(works[i] for i in self.changing_ops)
+        self.changing_storages = tuple(
+            i
+            for i, (a, b) in enumerate(zip(small.storages, large.storages, strict=True))
+            if (a.size_bytes, a.most_bytes, a.kernel) != (b.size_bytes, b.most_bytes, b.kernel)
+        )
+        """Indices of those whose bytes do."""
+        self._latest: Trace | None = None
+
+    def at(self, micro_batch_size: int) -> Trace:
+        """The trace at a size; see `Trace.at_micro_batch_size`."""
+        if self._latest is None or self._latest.settings.micro_batch_size != micro_batch_size:
+            self._latest = self._at(micro_batch_size)
+        return self._latest
+
+    def _at(self, micro_batch_size: int) -> Trace:
+        at_small, at_large = self._sizes
+
+        def line(a: int, b: int) -> int:
+            return a + (b - a) * (micro_batch_size - at_small) // (at_large - at_small)
+
+        # Blocks of a model are alike, so there are few different works.
+        scaled = {(a, b): tuple(map(line, a, b)) for a, b in set(self._works)}
+        ops, storages = list(self.small.ops), list(self.small.storages)
+        for i, work in zip(self.changing_ops, self._works, strict=True):
+            ops[i] = ops[i].with_work(*scaled[work])
+        for i in self.changing_storages:
+            storages[i] = _scaled_storage(storages[i], self.large.storages[i], line)
+        corrections = zip(self.small.corrections, self.large.corrections, strict=True)
+        return replace(
+            self.small,
+            settings=replace(self.small.settings, micro_batch_size=micro_batch_size),
+            ops=tuple(ops),
+            storages=tuple(storages),
+            corrections=tuple(
+                replace(a, changed_bytes=line(a.changed_bytes, b.changed_bytes)) for a, b in corrections
+            ),
+        )
+
+
+def _work(op: Op) -> tuple[int, int, int]:
+    return op.flops, op.read_bytes, op.written_bytes
 
 
 def _scaled_storage(a: Storage, b: Storage, line: Callable[[int, int], int]) -> Storage:

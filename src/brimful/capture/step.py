@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -32,6 +31,7 @@ from brimful.capture.marks import copy_to_device, mark_gradients, mark_model, ma
 from brimful.capture.modules import ModuleCalls
 from brimful.capture.recorder import Recorder
 from brimful.capture.values import KnownValues
+from brimful.collecting import without_garbage_collection
 from brimful.errors import BrimfulError, CaptureError
 from brimful.hardware import Device
 from brimful.job import Batch, Job
@@ -85,7 +85,7 @@ def capture_step(
         for rule in rules:
             rule.begin_step()
 
-    with _told_clearly(job, settings), _without_garbage_collection():
+    with _told_clearly(job, settings), without_garbage_collection():
         batch = _fake_batch(make_batch(job, settings.micro_batch_size), mode, known)
         model = build_fake_model(job, mode, known)
         applied = apply_units(model, settings)
@@ -236,18 +236,6 @@ def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter], 
             state = optimizer.state.pop(parameter, {})
             recorder.never_made(value for _name, value in named_tensors(state))
     made_early.clear()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Collect no reference cycles at moments that depend on what else the process does."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

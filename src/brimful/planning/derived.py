@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from brimful.trace import Category, EventKind, Op, Phase, Storage, Trace
+from brimful.trace import Category, EventKind, Op, Phase, Storage, Trace, TraceLine
 
 
 def with_one_micro_batch(trace: Trace) -> Trace:
@@ -56,13 +56,13 @@ class Counterparts:
     everything kept, which was captured at two sizes.
 
     Args:
-        trace: At the size of `small`, with units recomputed.
-        small: The same step with everything kept.
-        large: That at another size.
+        trace: At the smaller size of `kept`, with units recomputed.
+        kept: The same step with everything kept, at any size.
     """
 
-    def __init__(self, trace: Trace, small: Trace, large: Trace) -> None:
-        self._trace, self._small, self._large = trace, small, large
+    def __init__(self, trace: Trace, kept: TraceLine) -> None:
+        self._trace, self._kept = trace, kept
+        small, large = kept.small, kept.large
         self._ops = _counterparts(
             [_op_key(op) for op in trace.ops],
             [_op_key(op) for op in small.ops],
@@ -78,22 +78,18 @@ class Counterparts:
         """The trace at a size; None if an op or a storage has no counterpart, or several that differ."""
         if self._ops is None or self._storages is None:
             return None
-        kept = self._small.at_micro_batch_size(self._large, micro_batch_size)
-        ops, storages = [], []
-        for op, index in zip(self._trace.ops, self._ops, strict=True):
-            like = kept.ops[index]
-            work = like.flops, like.read_bytes, like.written_bytes
-            if work == (op.flops, op.read_bytes, op.written_bytes):
-                ops.append(op)
-            else:
-                ops.append(replace(op, flops=work[0], read_bytes=work[1], written_bytes=work[2]))
-        for storage, index in zip(self._trace.storages, self._storages, strict=True):
+        kept = self._kept.at(micro_batch_size)
+        ops, storages = list(self._trace.ops), list(self._trace.storages)
+        changing_ops, changing_storages = set(self._kept.changing_ops), set(self._kept.changing_storages)
+        for i, index in enumerate(self._ops):
+            if index in changing_ops:
+                like = kept.ops[index]
+                ops[i] = ops[i].with_work(like.flops, like.read_bytes, like.written_bytes)
+        for i, index in enumerate(self._storages):
             same = kept.storages[index]
-            if same.size_bytes == storage.size_bytes:
-                storages.append(storage)
-            else:
-                storages.append(
-                    replace(storage, size_bytes=same.size_bytes, most_bytes=same.most_bytes, kernel=same.kernel)
+            if index in changing_storages and same.size_bytes != storages[i].size_bytes:
+                storages[i] = replace(
+                    storages[i], size_bytes=same.size_bytes, most_bytes=same.most_bytes, kernel=same.kernel
                 )
         settings = replace(self._trace.settings, micro_batch_size=micro_batch_size)
         return replace(self._trace, settings=settings, ops=tuple(ops), storages=tuple(storages))

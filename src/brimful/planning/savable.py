@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from brimful.settings import op_kind
 from brimful.trace import EventKind, Op, Phase, Trace
+from brimful.units import round_up
 
 MOST_SETS = 10
 """Sets of saved ops tried for a unit; with more ops, several are added at once."""
@@ -189,16 +190,17 @@ class _Results:
         self._made: dict[int, list[int]] = defaultdict(list)
         self._allocated: dict[int, int] = {}
         self._freed: dict[int, int] = {}
-        self._size_bytes: dict[int, int] = {}
         self._end = len(trace.events)
+        self._storages = trace.storages
+        self._rounding_bytes = rounding_bytes
+        makers = [storage.op for storage in trace.storages]
         for position, event in enumerate(trace.events):
-            storage = trace.storages[event.storage]
+            storage = event.storage
             if event.kind is EventKind.FREE:
-                self._freed[event.storage] = position
-            elif storage.op is not None:
-                self._made[storage.op].append(event.storage)
-                self._allocated[event.storage] = position
-                self._size_bytes[event.storage] = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
+                self._freed[storage] = position
+            elif (maker := makers[storage]) is not None:
+                self._made[maker].append(storage)
+                self._allocated[storage] = position
 
     def stays(self, forward_op: int, same_op_again: int) -> tuple[Stay, ...]:
         """What saving the results of an op would change."""
@@ -207,7 +209,7 @@ class _Results:
 
     def _stay(self, first: int, second: int) -> Stay:
         """For one result: the storage that the forward makes and the one that the recomputation makes."""
-        size_bytes = self._size_bytes[first]
+        size_bytes = round_up(self._storages[first].size_bytes, self._rounding_bytes)
         dropped, made_again = self._freed.get(first, self._end), self._allocated[second]
         if dropped <= made_again:
             return Stay(first_event=dropped, stop_event=made_again, size_bytes=size_bytes)

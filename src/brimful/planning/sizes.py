@@ -12,7 +12,7 @@ from brimful.hardware import Device
 from brimful.planning.derived import Counterparts, with_one_micro_batch
 from brimful.planning.estimate import Estimate, Verdict, estimate_trace
 from brimful.settings import Settings
-from brimful.trace import Trace
+from brimful.trace import Trace, TraceLine
 from brimful.units import format_bytes
 
 SCALED_SIZES = (2, 3)
@@ -48,7 +48,7 @@ class ScaledTraces:
 
     def __init__(self, capture: Callable[[Settings], Trace]) -> None:
         self._capture = capture
-        self._pairs: dict[Settings, tuple[Trace, Trace] | None] = {}
+        self._lines: dict[Settings, TraceLine | None] = {}
 
     def at(self, settings: Settings) -> Trace:
         """The trace of a step.
@@ -65,23 +65,23 @@ class ScaledTraces:
         """
         # Micro-batches after the second repeat it, so captures for two serve any number.
         steps = min(settings.gradient_accumulation_steps, 2)
-        pair = self._pair(replace(settings, gradient_accumulation_steps=steps))
-        if pair is None or settings.micro_batch_size == 1:
+        line = self._line(replace(settings, gradient_accumulation_steps=steps))
+        if line is None or settings.micro_batch_size == 1:
             return self._capture(settings)
-        trace = pair[0].at_micro_batch_size(pair[1], settings.micro_batch_size)
+        trace = line.at(settings.micro_batch_size)
         return trace if trace.is_own_loop else replace(trace, settings=settings)
 
-    def _pair(self, settings: Settings) -> tuple[Trace, Trace] | None:
-        """Captures at two sizes that run the same ops; None if there are none."""
+    def _line(self, settings: Settings) -> TraceLine | None:
+        """The line through captures at two sizes that run the same ops; None if there are none."""
         key = replace(settings, micro_batch_size=self.sizes[0])
-        if key not in self._pairs:
+        if key not in self._lines:
             try:
                 small, large = (self._capture(replace(key, micro_batch_size=size)) for size in self.sizes)
             except (CaptureError, BatchError):  # a job may not make batches of just any size
-                self._pairs[key] = None
+                self._lines[key] = None
             else:
-                self._pairs[key] = (small, large) if small.has_same_shape_as(large) else None
-        return self._pairs[key]
+                self._lines[key] = TraceLine(small, large) if small.has_same_shape_as(large) else None
+        return self._lines[key]
 
 
 class RoughlyScaledTraces(ScaledTraces):
@@ -101,27 +101,25 @@ class RoughlyScaledTraces(ScaledTraces):
         """The trace of a step, with small errors where it is derived; see `ScaledTraces.at`."""
         size = settings.micro_batch_size
         key = replace(settings, gradient_accumulation_steps=2)
-        kept = self._pair(replace(key, units=()))
+        kept = self._line(replace(key, units=()))
         trace = None
         if kept is not None:
-            trace = (
-                self._recomputed(key, *kept) if settings.units else kept[0].at_micro_batch_size(kept[1], size)
-            )
+            trace = self._recomputed(key, kept) if settings.units else kept.at(size)
         if trace is None:
             return super().at(settings)
         if settings.gradient_accumulation_steps == 1:
             trace = with_one_micro_batch(trace)
         return replace(trace, settings=settings)
 
-    def _recomputed(self, settings: Settings, small: Trace, large: Trace) -> Trace | None:
+    def _recomputed(self, settings: Settings, kept: TraceLine) -> Trace | None:
         at_small = replace(settings, micro_batch_size=self.sizes[0])
         if at_small not in self._counterparts:
-            self._counterparts[at_small] = Counterparts(self._capture(at_small), small, large)
+            self._counterparts[at_small] = Counterparts(self._capture(at_small), kept)
         trace = self._counterparts[at_small].at(settings.micro_batch_size)
         if trace is not None:
             return trace
-        pair = self._pair(settings)
-        return None if pair is None else pair[0].at_micro_batch_size(pair[1], settings.micro_batch_size)
+        line = self._line(settings)
+        return None if line is None else line.at(settings.micro_batch_size)
 
 
 class Estimator:

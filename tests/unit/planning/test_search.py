@@ -20,7 +20,7 @@ from brimful.planning.splice import Splicer
 from brimful.planning.units import find_units
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
-from brimful.trace import Trace
+from brimful.trace import Trace, TraceLine
 from helpers.planned_jobs import JOBS, SAMPLES, capture, with_action
 
 CPU = find_device("cpu")
@@ -153,7 +153,7 @@ def test_recomputed_steps_are_told_at_other_sizes_from_those_kept(name: str, pre
         capture(name, with_action(at(micro_batch_size=size), units, Action.RECOMPUTE), "A100 80GB SXM")
         for size in (5, 16)
     )
-    told = Counterparts(recomputed, small, large).at(16)
+    told = Counterparts(recomputed, TraceLine(small, large)).at(16)
     assert told is not None
     assert [op.flops for op in told.ops] == [op.flops for op in truth.ops]
     assert [s.size_bytes for s in told.storages] == [s.size_bytes for s in truth.storages]
