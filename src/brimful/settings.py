@@ -47,6 +47,8 @@ class Action(StrEnum):
     SAVE = "save"
     """Save what chosen ops return, recompute the rest."""
     RECOMPUTE = "recompute"
+    OFFLOAD = "offload"
+    """Keep it in the host's memory meanwhile; nothing is recomputed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,10 @@ class UnitAction:
                 )
 
 
+_DONE = {Action.RECOMPUTE: "recomputed", Action.SAVE: "recomputed in part", Action.OFFLOAD: "offloaded"}
+"""What is said of the units with an action."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss:
     """A cross-entropy over many classes that is computed a part of the tokens at a time.
@@ -163,9 +169,19 @@ class Settings:
         return self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
+    def changed(self) -> tuple[str, ...]:
+        """Paths of the units that are not kept."""
+        return tuple(unit.fqn for unit in self.units if unit.action is not Action.KEEP)
+
+    @property
     def recomputed(self) -> tuple[str, ...]:
         """Paths of the units that are recomputed, wholly or in part."""
-        return tuple(unit.fqn for unit in self.units if unit.action is not Action.KEEP)
+        return tuple(unit.fqn for unit in self.units if unit.action in (Action.RECOMPUTE, Action.SAVE))
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """Paths of the units whose saved tensors go to the host."""
+        return tuple(unit.fqn for unit in self.units if unit.action is Action.OFFLOAD)
 
     def describe(self) -> str:
         """The settings in a line: "bf16, micro-batch 4 × 8, 12 of 24 units recomputed"."""
@@ -178,9 +194,9 @@ class Settings:
             parts.append(f"{self.optimizer_implementation} optimizer")
         if self.chunked_loss:
             parts.append(f"loss in {self.chunked_loss.chunks} chunks")
-        if not self.recomputed:
+        if not self.changed:
             return ", ".join([*parts, "everything kept"])
-        for action, how in ((Action.RECOMPUTE, "recomputed"), (Action.SAVE, "recomputed in part")):
+        for action, how in _DONE.items():
             count = sum(unit.action is action for unit in self.units)
             if count == len(self.units):
                 parts.append(f"all {count} units {how}")

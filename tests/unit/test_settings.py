@@ -59,6 +59,8 @@ SETTINGS = Settings(
         UnitAction(fqn="a", action=Action.KEEP),
         UnitAction(fqn="b", action=Action.SAVE, saved=("mm#0", "attention#1")),
         UnitAction(fqn="c[0..2]", action=Action.RECOMPUTE),
+        UnitAction(fqn="d", action=Action.OFFLOAD),
+        UnitAction(fqn="e", action=Action.KEEP),
     ),
 )
 
@@ -69,7 +71,9 @@ def test_json_both_ways() -> None:
 
 def test_a_reader_is_told_what_becomes_of_the_units() -> None:
     assert SETTINGS.describe() == (
-        "bf16, micro-batch 4 × 2, adamw, fused optimizer, 1 of 3 units recomputed, "
-        "1 of 3 units recomputed in part"
+        "bf16, micro-batch 4 × 2, adamw, fused optimizer, 1 of 5 units recomputed, "
+        "1 of 5 units recomputed in part, 1 of 5 units offloaded"
     )
     assert SETTINGS.recomputed == ("b", "c[0..2]")
+    assert SETTINGS.offloaded == ("d",)
+    assert SETTINGS.changed == ("b", "c[0..2]", "d")

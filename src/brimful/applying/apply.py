@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from torch import nn
 
 from brimful.applying.chunked_loss import DeferringLinear
-from brimful.applying.recompute import RecomputedForward, RecomputedRuns
+from brimful.applying.offload import OffloadSchedule, ScheduledUnit
+from brimful.applying.recompute import CarryOut, RecomputedRegion, UnitForward, UnitRuns
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Action, ChunkedLoss, Settings, Span, UnitAction
 
-_StandIn = RecomputedForward | RecomputedRuns | DeferringLinear
+_StandIn = UnitForward | UnitRuns | DeferringLinear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class Applied:
 
     model: nn.Module
     units: tuple[str, ...]
-    """The units that are recomputed, wholly or in part."""
+    """The units that are not kept."""
     _patched: tuple[tuple[nn.Module, _StandIn], ...] = field(repr=False)
 
     def remove(self) -> None:
@@ -38,7 +41,8 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     """Put the unit actions of `settings` in force on `model`.
 
     Parameters, buffers, `state_dict` keys, classes and hooks stay as they are. Hooks of a unit fire once per
-    forward, as before; those of modules inside it fire again when it is recomputed.
+    forward, as before; those of modules inside it fire again when it is recomputed. Offloaded are saved tensors
+    on the device of what a unit is given; see `offload.py`.
 
     Args:
         model: The model the settings were planned for.
@@ -49,32 +53,82 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
 
     Raises:
         UnknownNameError: A unit is not in the model, which then stays as it was.
-        UsageError: The model has actions in force already, or two units overlap as runs; it stays as it was.
+        UsageError: The model has actions in force already, two units overlap as runs, or a unit cannot be
+            offloaded; it stays as it was.
     """
     modules = dict(model.named_modules())
     stand_ins: list[tuple[nn.Module, _StandIn]] = []
-    runs: dict[str, list[tuple[int, int, UnitAction]]] = defaultdict(list)
+    runs: dict[str, list[tuple[int, int, CarryOut]]] = defaultdict(list)
+    schedule = OffloadSchedule() if settings.offloaded else None
     for unit in settings.units:
-        if unit.action is Action.KEEP:
+        if unit.action is Action.KEEP and schedule is None:
             continue
         span = Span.parse(unit.fqn)
         module = _find(modules, unit.fqn, unit.fqn if span is None else span.parent)
+        carry_out = _way(unit, schedule)
         if span is None:
-            stand_ins.append((module, RecomputedForward(module, unit)))
+            stand_ins.append((module, UnitForward(module, carry_out)))
         else:
-            runs[span.parent].append((*_positions(module, unit.fqn, span), unit))
+            runs[span.parent].append((*_positions(module, unit.fqn, span), carry_out))
     for path, positions in runs.items():
         sequential = modules[path]
         assert isinstance(sequential, nn.Sequential)
         _check_apart(path, positions)
-        stand_ins.append((sequential, RecomputedRuns(sequential, positions)))
+        stand_ins.append((sequential, UnitRuns(sequential, positions)))
     if settings.chunked_loss is not None:
         stand_ins.append(_deferring(modules, settings.chunked_loss))
     if len({id(module) for module, _stand_in in stand_ins}) < len(stand_ins):
         raise UsageError("a unit is named twice, or a Sequential and also a run of its children.")
+    _check_offloaded(settings.units, modules)
     for module, stand_in in stand_ins:
         module.forward = stand_in
-    return Applied(model=model, units=settings.recomputed, _patched=tuple(stand_ins))
+    return Applied(model=model, units=settings.changed, _patched=tuple(stand_ins))
+
+
+def _way(unit: UnitAction, schedule: OffloadSchedule | None) -> CarryOut:
+    """In which way a unit's forward is carried out; a kept one too says where copies of others come and go."""
+
+    def carry_out(function: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
+        if unit.action in (Action.RECOMPUTE, Action.SAVE):
+            function = RecomputedRegion(function, modules, unit)
+        if schedule is None:
+            return function
+        return ScheduledUnit(function, modules, schedule, offloads=unit.action is Action.OFFLOAD)
+
+    return carry_out
+
+
+def _check_offloaded(units: Sequence[UnitAction], modules: dict[str, nn.Module]) -> None:
+    """Copies come and go while the next unit runs, so there must be one, beside the offloaded one."""
+    if units and units[-1].action is Action.OFFLOAD:
+        raise UsageError(
+            f"unit {units[-1].fqn!r} is offloaded and the last one: what it saved is needed again before a "
+            "copy could come and go. Keep or recompute it."
+        )
+    paths = {unit.fqn: _paths(unit.fqn, modules) for unit in units}
+    for fqn in (unit.fqn for unit in units if unit.action is Action.OFFLOAD):
+        for other in paths.keys() - {fqn}:
+            if any(_contains(a, b) for a in paths[other] for b in paths[fqn]):
+                raise UsageError(
+                    f"unit {fqn!r} is offloaded, and inside of {other!r} or around it. Offload the one or the "
+                    "other, or neither."
+                )
+
+
+def _paths(fqn: str, modules: dict[str, nn.Module]) -> list[str]:
+    """Paths of the modules that make up a unit."""
+    span = Span.parse(fqn)
+    if span is None:
+        return [fqn]
+    names = list(modules[span.parent]._modules)
+    start, stop = _positions(modules[span.parent], fqn, span)
+    return [".".join(part for part in (span.parent, name) if part) for name in names[start:stop]]
+
+
+def _contains(a: str, b: str) -> bool:
+    """Whether one of two different paths leads to what is inside of the other."""
+    outer, inner = sorted((a, b), key=len)
+    return not outer or inner == outer or inner.startswith(f"{outer}.")
 
 
 def _deferring(modules: dict[str, nn.Module], chunked: ChunkedLoss) -> tuple[nn.Module, DeferringLinear]:
@@ -99,7 +153,7 @@ def _find(modules: dict[str, nn.Module], fqn: str, path: str) -> nn.Module:
                 hint = f"This model is a wrapper: apply the plan to its `.{wrapper}`."
         raise UnknownNameError("unit", fqn, modules, hint)
     if isinstance(modules[path].__dict__.get("forward"), _StandIn):
-        raise UsageError(f"unit {fqn!r} is recomputed already; remove the plan in force first.")
+        raise UsageError(f"unit {fqn!r} is recomputed already, or offloaded; remove the plan in force first.")
     return modules[path]
 
 
@@ -114,7 +168,7 @@ def _positions(module: nn.Module, fqn: str, span: Span) -> tuple[int, int]:
     return names.index(span.first), names.index(span.last) + 1
 
 
-def _check_apart(path: str, runs: list[tuple[int, int, UnitAction]]) -> None:
-    ordered = sorted(runs, key=lambda run: run[:2])
+def _check_apart(path: str, runs: list[tuple[int, int, CarryOut]]) -> None:
+    ordered = sorted(run[:2] for run in runs)
     if any(before[1] > after[0] for before, after in pairwise(ordered)):
         raise UsageError(f"two runs of the children of {path!r} overlap.")

@@ -34,47 +34,50 @@ from brimful.applying.selective import SavedOps
 from brimful.errors import UsageError
 from brimful.settings import UnitAction
 
+CarryOut = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
+"""Makes of a unit's function, and the modules it calls, the function that is called instead."""
 
-class RecomputedForward:
-    """Stands in for a module's `forward` and recomputes it in backward.
+
+class UnitForward:
+    """Stands in for a module's `forward` and carries it out in another way.
 
     It is set as an attribute of the instance, so the class, the parameters' names, `state_dict` and hooks stay
-    as they were. Where there are no gradients, it calls the original forward straight.
+    as they were.
 
     Args:
         module: The unit.
-        unit: What the plan says of it.
+        carry_out: In which way.
     """
 
-    def __init__(self, module: nn.Module, unit: UnitAction) -> None:
+    def __init__(self, module: nn.Module, carry_out: CarryOut) -> None:
         self.forward: Callable[..., Any] = module.forward
         """The original, bound."""
-        self._region = _Region(self.forward, [module], unit)
+        self._instead = carry_out(self.forward, [module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the original forward returns."""
-        return self._region(*args, **kwargs)
+        return self._instead(*args, **kwargs)
 
 
-class RecomputedRuns:
-    """Stands in for the `forward` of a plain Sequential and recomputes some runs of its children.
+class UnitRuns:
+    """Stands in for the `forward` of a plain Sequential and carries out runs of its children in another way.
 
     Args:
         sequential: The module whose children make up the runs.
-        runs: For each run the position of its first child and of the one behind its last, and what the plan
-            says of it; none overlap.
+        runs: For each run the position of its first child and of the one behind its last, and in which way it
+            is carried out; none overlap.
     """
 
-    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, UnitAction]]) -> None:
+    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, CarryOut]]) -> None:
         self.forward: Callable[..., Any] = sequential.forward
         """The original, bound."""
         self._sequential = sequential
         self._children = list(sequential)
-        self._parts: list[_Run | _Region] = []
+        self._parts: list[Callable[[Any], Any]] = []
         position = 0
-        for start, stop, unit in sorted(runs, key=lambda run: run[0]):
+        for start, stop, carry_out in sorted(runs, key=lambda run: run[0]):
             run = self._children[start:stop]
-            self._parts += [_Run(self._children[position:start]), _Region(_Run(run), run, unit)]
+            self._parts += [_Run(self._children[position:start]), carry_out(_Run(run), run)]
             position = stop
         self._parts.append(_Run(self._children[position:]))
 
@@ -92,8 +95,8 @@ class RecomputedRuns:
         """
         if list(self._sequential) != self._children:
             raise UsageError(
-                "a Sequential of which parts are recomputed has other children now than when the plan was "
-                "applied. Remove the plan, change the model, apply the plan again."
+                "a Sequential of which parts are recomputed or offloaded has other children now than when the "
+                "plan was applied. Remove the plan, change the model, apply the plan again."
             )
         for part in self._parts:
             input = part(input)
@@ -112,8 +115,10 @@ class _Run:
         return value
 
 
-class _Region:
+class RecomputedRegion:
     """A function that is recomputed in backward instead of keeping what it saved.
+
+    Where there are no gradients, it is called straight.
 
     Args:
         function: What is recomputed.

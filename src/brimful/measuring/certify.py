@@ -153,9 +153,11 @@ class _Computed:
 
 
 def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
-    """The plan's units recomputed, against all of them kept."""
-    if not settings.recomputed:
-        return Comparison(name="recomputing", left_out_because="the plan recomputes nothing")
+    """The plan's units recomputed or offloaded, against all of them kept."""
+    if not settings.changed:
+        return Comparison(
+            name="recomputing", left_out_because="the plan recomputes nothing and offloads nothing"
+        )
     found = compute(settings)
     comparison = _comparison("recomputing", kept, found, bound=0.0)
     if comparison.is_bitwise:

@@ -39,7 +39,7 @@ def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
     for fit in sorted(fitting, key=lambda fit: -(fit.predicted_samples_per_second or 0)):
         assert fit.settings is not None
         assert fit.predicted_peak_device_bytes is not None
-        how = "plain" if fit.plain_fits and not fit.settings.recomputed else fit.settings.describe()
+        how = "plain" if fit.plain_fits and not fit.settings.changed else fit.settings.describe()
         if fit.settings.gradient_accumulation_steps > 1 and how == "plain":
             how = fit.settings.describe()
         lines.append(
@@ -216,6 +216,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"  peak in         {plan.peak_at}"
     if plan.settings.recomputed:
         yield f"  recomputed      {_compact(plan.settings.recomputed)}"
+    if plan.settings.offloaded:
+        yield f"  offloaded       {_compact(plan.settings.offloaded)}"
     yield from _curve_lines(plan)
     if plan.alternatives:
         yield "  also considered"

@@ -181,7 +181,7 @@ class Trainer:
     def _certified(self, model: nn.Module) -> Certificate | None:
         """That the plan is the same training; None if there is nothing to compare."""
         settings = self._settings
-        if not self._certifies or not (settings.recomputed or settings.gradient_accumulation_steps > 1):
+        if not self._certifies or not (settings.changed or settings.gradient_accumulation_steps > 1):
             return None
         certificate = certify_model(self._job, settings, model, seed=self._seed)
         if not certificate.holds:
