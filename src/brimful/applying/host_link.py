@@ -23,6 +23,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from brimful.timeline import pinned_bytes
+
 _library = torch.library.Library("brimful", "DEF")
 _library.define("to_host(Tensor source) -> Tensor")
 _library.define("to_host_done(Tensor[] sources) -> ()")
@@ -39,21 +41,14 @@ def give_back(hosted: Tensor) -> None:
     """Let another copy to the host have the memory of one that is not needed any more.
 
     Args:
-        hosted: What `to_host` returned. Copies of it back to the device must have been waited for.
+        hosted: What `to_host` made of a tensor on CUDA. Copies back to the device must have been waited for.
     """
-    if hosted.is_pinned():
-        _pinned[hosted.untyped_storage().nbytes()].append(hosted)
+    _pinned[hosted.untyped_storage().nbytes()].append(hosted)
 
 
 _pinned: dict[int, list[Tensor]] = defaultdict(list)
-"""Pinned memory that is not in use, by bytes: powers of two, to which torch rounds it anyway
-(CachingHostAllocator.h, `PowerOf2Ceil`; pytorch pull request 171662). Torch would reuse it too, but only once
-the GPU has come to the end of the copy; the host is ahead of that, and would pin more and more."""
-
-
-def pinned_bytes(size_bytes: int) -> int:
-    """Bytes of pinned memory that a copy of so many takes, at least 1."""
-    return 1 << (size_bytes - 1).bit_length()
+"""Pinned memory that is not in use, by bytes. Torch would reuse it too, but only once the GPU has come to the
+end of the copy; the host is ahead of that, and would pin more and more."""
 
 
 class _Streams:

@@ -282,9 +282,9 @@ class _Item:
         return self._fetched
 
     def _give_back(self) -> None:
-        if self._hosted is not None:
+        if self._hosted is not None and self._device.type == "cuda":
             give_back(self._hosted)
-            self._hosted = None
+        self._hosted = None
 
     def __del__(self) -> None:
         if self._fetched is not None and self._is_coming:

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brimful.applying.host_link import to_host
 from brimful.batches import tensors_in
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
@@ -119,10 +120,20 @@ class Recorder(TorchDispatchMode):
         modules: Says which module an op belongs to.
         known: The values of some tensors.
         rules: Corrections that look at ops.
+        host_is_device: Whether copies on the host are in the device's memory, as on a CPU.
     """
 
-    def __init__(self, modules: ModuleCalls, known: KnownValues, rules: Iterable[Rule] = ()) -> None:
+    def __init__(
+        self,
+        modules: ModuleCalls,
+        known: KnownValues,
+        rules: Iterable[Rule] = (),
+        *,
+        host_is_device: bool = False,
+    ) -> None:
         super().__init__()
+        self._elsewhere = frozenset() if host_is_device else frozenset({to_host})
+        """Ops whose results are not in the device's memory."""
         self._modules = modules
         self._known = known
         self._watching = [rule for rule in rules if rule.watches_ops]
@@ -348,7 +359,7 @@ class Recorder(TorchDispatchMode):
             if remembered is not None and all(map(_is_told_by_its_shape, inputs)):
                 remembered.about = work
         self.ops.append(self._op(info, work))
-        for tensor in outputs:
+        for tensor in () if func in self._elsewhere else outputs:
             self._see(tensor, len(self.ops) - 1, info.name)
         self._record_temporaries()
 

@@ -90,7 +90,7 @@ def capture_step(
         model = build_fake_model(job, mode, known)
         applied = apply_units(model, settings)
         modules = ModuleCalls(model)
-        recorder = Recorder(modules, known, rules)
+        recorder = Recorder(modules, known, rules, host_is_device=device.kind == "cpu")
         with ExitStack() as stack:
             for rule in rules:
                 rule.recorder = recorder

@@ -7,6 +7,14 @@ from brimful.timeline.capacity import (
     compare_allocators,
     smallest_surviving_capacity_bytes,
 )
+from brimful.timeline.host import (
+    TO_DEVICE,
+    TO_DEVICE_DONE,
+    TO_HOST,
+    TO_HOST_DONE,
+    pinned_bytes,
+    pinned_host_bytes,
+)
 from brimful.timeline.liveness import LiveProfile, live_profile, rounding_bytes_of
 from brimful.timeline.memory import (
     FailedAllocation,
@@ -22,6 +30,10 @@ from brimful.timeline.memory import (
 
 __all__ = [
     "DEFAULT_ALLOCATOR",
+    "TO_DEVICE",
+    "TO_DEVICE_DONE",
+    "TO_HOST",
+    "TO_HOST_DONE",
     "AllocatorSettings",
     "AllocatorWhatIf",
     "CachingAllocator",
@@ -36,6 +48,8 @@ __all__ = [
     "live_profile",
     "most_held_bytes",
     "most_reserved_bytes",
+    "pinned_bytes",
+    "pinned_host_bytes",
     "predict_memory",
     "replay_allocations",
     "round_allocation",

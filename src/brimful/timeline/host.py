@@ -1,0 +1,37 @@
+"""What offloading takes of the host: the ops that copy, and the pinned memory that holds the copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from brimful.trace import Trace
+
+TO_HOST = "brimful.to_host.default"
+"""Begins a copy to the host of as many bytes as it writes."""
+TO_HOST_DONE = "brimful.to_host_done.default"
+"""The device goes on when all copies to the host that have begun are done."""
+TO_DEVICE = "brimful.to_device.default"
+"""Begins a copy back of as many bytes as it writes."""
+TO_DEVICE_DONE = "brimful.to_device_done.default"
+"""The device goes on when all copies back that have begun are done."""
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """Bytes of pinned memory that a copy of so many takes, at least 1: torch rounds to powers of two.
+
+    Source: CachingHostAllocator.h, `PowerOf2Ceil`, as quoted in pytorch pull request 171662.
+    """
+    return 1 << (size_bytes - 1).bit_length()
+
+
+def pinned_host_bytes(trace: Trace) -> int:
+    """Bytes of pinned host memory that a step takes.
+
+    All copies of a micro-batch are there when its backward begins. The memory is used again by the next one,
+    and stays pinned to the end of training.
+    """
+    of_micro_batch: Counter[tuple[int, int]] = Counter()
+    for op in trace.ops:
+        if op.name == TO_HOST:
+            of_micro_batch[op.step, op.micro_batch] += pinned_bytes(op.written_bytes)
+    return max(of_micro_batch.values(), default=0)
