@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,9 +21,23 @@ options = st.builds(
 )
 
 
+offloading_options = st.builds(
+    Option,
+    retained_bytes=st.integers(0, 6),
+    peak_bytes=st.integers(0, 25),
+    seconds=st.integers(0, 3).map(float),
+    lingering_bytes=st.integers(0, 12),
+    copy_seconds=st.integers(0, 6).map(float),
+    forward_seconds=st.integers(0, 4).map(float),
+    backward_seconds=st.integers(0, 4).map(float),
+)
+"""Some of which let the next unit wait, and hide what it would wait for."""
+
+
 @st.composite
 def problems(draw, most_units=6):
-    units = draw(st.lists(st.lists(options, min_size=1, max_size=3).map(tuple), max_size=most_units))
+    either = st.one_of(options, offloading_options)
+    units = draw(st.lists(st.lists(either, min_size=1, max_size=3).map(tuple), max_size=most_units))
     gaps = draw(st.lists(st.integers(0, 25), min_size=len(units) + 1, max_size=len(units) + 1))
     return Problem(units=tuple(units), gap_peaks_bytes=tuple(gaps))
 
@@ -40,10 +55,13 @@ def least_cost(problem, budget_bytes):
     return min(costs, default=None)
 
 
-def random_problem(seed, unit_count, option_count):
-    """A problem of the size of a real one: bytes in millions, seconds that are no whole numbers."""
+def random_problem(seed, unit_count, option_count, *, is_offloading=False):
+    """A problem of the size of a real one: bytes in millions, seconds that are no whole numbers.
+
+    Offloading, the last option of each unit but the last is to do so: little is retained, much lingers.
+    """
     rng = random.Random(seed)
-    return Problem(
+    problem = Problem(
         units=tuple(
             tuple(
                 Option(
@@ -57,6 +75,24 @@ def random_problem(seed, unit_count, option_count):
         ),
         gap_peaks_bytes=tuple(rng.randrange(2 * 10**8) for _ in range(unit_count + 1)),
     )
+    if not is_offloading:
+        return problem
+    timed = [
+        tuple(replace(o, forward_seconds=rng.random() / 2, backward_seconds=rng.random()) for o in unit)
+        for unit in problem.units
+    ]
+    offloading = [
+        replace(
+            unit[-1],
+            retained_bytes=unit[-1].retained_bytes // 10,
+            lingering_bytes=rng.randrange(10**8),
+            seconds=unit[-1].seconds / 10,
+            copy_seconds=rng.random(),
+        )
+        for unit in timed[:-1]
+    ]
+    units = (*((*unit[:-1], o) for unit, o in zip(timed, offloading, strict=False)), timed[-1])
+    return replace(problem, units=units)
 
 
 def budgets_between(problem, count):
@@ -143,38 +179,58 @@ def retained(problem, choice):
 
 
 def solve_as_milp(problem, budget_bytes):
-    """The same problem for HiGHS: a binary per unit and option, a row per prefix constraint; least seconds."""
+    """The same problem for HiGHS: a binary per unit and option, a row per prefix constraint; least seconds.
+
+    One column more for each pair of options of which the second waits for copies of the first.
+    """
     columns = [(i, o) for i, unit in enumerate(problem.units) for o in range(len(unit))]
-    cost = np.array([problem.units[i][o].seconds for i, o in columns])
-    retained_mb = np.array([problem.units[i][o].retained_bytes for i, o in columns]) / 1e6
-    peak_mb = np.array([problem.units[i][o].peak_bytes for i, o in columns]) / 1e6
+    of = [problem.units[i][o] for i, o in columns]
+    pairs = [
+        (a, b, wait)
+        for a, (i, _) in enumerate(columns)
+        for b, (j, _) in enumerate(columns)
+        if j == i + 1 and (wait := of[b].waiting_seconds(of[a].copy_seconds)) > 0
+    ]
+    cost = np.array([*(option.seconds for option in of), *(wait for _a, _b, wait in pairs)])
+    retained_mb = np.array([option.retained_bytes for option in of]) / 1e6
+    lingering_mb = np.array([option.lingering_bytes for option in of]) / 1e6
+    peak_mb = np.array([option.peak_bytes for option in of]) / 1e6
     unit_of = np.array([i for i, _ in columns])
     rows, upper, lower = [], [], []
     for i in range(len(problem.units)):
         before = retained_mb * (unit_of < i)
-        rows.append(before + peak_mb * (unit_of == i))  # Σ_{j<i} r(j, o) + p(i, o) ≤ B
+        lingers = lingering_mb * (unit_of == i - 1)
+        rows.append(before + lingers + peak_mb * (unit_of == i))  # Σ_{j<i} r(j, o) + l(i - 1, o) + p(i, o) ≤ B
         upper.append(budget_bytes / 1e6)
-        rows.append(before + retained_mb * (unit_of == i))  # Σ_{j≤i} r(j, o) ≤ B - g(i + 1)
+        # Σ_{j≤i} r(j, o) + l(i, o) ≤ B - g(i + 1)
+        rows.append(before + (retained_mb + lingering_mb) * (unit_of == i))
         upper.append((budget_bytes - problem.gap_peaks_bytes[i + 1]) / 1e6)
         lower += [-np.inf, -np.inf]
         rows.append((unit_of == i).astype(float))  # Σ_o x(i, o) = 1
         upper.append(1)
         lower.append(1)
+    matrix = np.zeros((len(rows) + len(pairs), len(cost)))
+    matrix[: len(rows), : len(of)] = rows
+    for row, (a, b, _wait) in enumerate(pairs, len(rows)):
+        matrix[row, [a, b, len(of) + row - len(rows)]] = 1, 1, -1  # x(a) + x(b) - y(a, b) ≤ 1
+        upper.append(1)
+        lower.append(-np.inf)
     result = milp(
         cost,
-        constraints=LinearConstraint(np.array(rows), lower, upper),
+        constraints=LinearConstraint(matrix, lower, upper),
         bounds=Bounds(0, 1),
-        integrality=np.ones(len(columns)),
+        integrality=np.array([1] * len(of) + [0] * len(pairs)),
         options={"mip_rel_gap": 0},
     )
     return result.fun if result.status == 0 else None
 
 
+@pytest.mark.parametrize("is_offloading", [False, True])
 @pytest.mark.parametrize(
     ("seed", "unit_count", "option_count"), [(0, 12, 2), (1, 20, 3), (2, 30, 2), (3, 14, 5)]
 )
-def test_the_cost_is_that_of_a_milp_solver(seed, unit_count, option_count):
-    problem = random_problem(seed, unit_count, option_count)
+def test_the_cost_is_that_of_a_milp_solver(seed, unit_count, option_count, is_offloading):
+    problem = random_problem(seed, unit_count, option_count, is_offloading=is_offloading)
     for budget_bytes in budgets_between(problem, 4)[1:]:
         solution = solve(problem, budget_bytes)
         assert solution is not None
@@ -188,6 +244,42 @@ def test_a_byte_below_the_smallest_peak_nothing_is_found():
     smallest = smallest_peak_bytes(problem)
     assert solve(problem, smallest) is not None
     assert solve(problem, smallest - 1) is None
+
+
+def two_units(**offloading):
+    """The first kept or offloaded, the second kept or recomputed."""
+    keep = Option(retained_bytes=10, peak_bytes=12, seconds=0, forward_seconds=2, backward_seconds=3)
+    offload = Option(
+        retained_bytes=1,
+        peak_bytes=12,
+        seconds=0,
+        lingering_bytes=9,
+        forward_seconds=2,
+        backward_seconds=3,
+        **offloading,
+    )
+    recompute = Option(retained_bytes=0, peak_bytes=12, seconds=1.5, forward_seconds=2, backward_seconds=4.5)
+    return Problem(units=((keep, offload), (keep, recompute)), gap_peaks_bytes=(2, 2, 2))
+
+
+def test_what_lingers_is_there_while_the_next_unit_runs_and_not_afterwards():
+    problem = two_units(copy_seconds=1.0)
+    assert problem.peak_bytes((0, 0)) == 10 + 12
+    assert problem.peak_bytes((1, 0)) == 1 + 9 + 12
+    later = replace(problem, gap_peaks_bytes=(2, 2, 20))
+    assert later.peak_bytes((0, 0)) == 10 + 10 + 20
+    assert later.peak_bytes((1, 0)) == 1 + 10 + 20
+
+
+@pytest.mark.parametrize(
+    ("copy_seconds", "waits", "waits_beside_recomputation"),
+    [(1.0, 0, 0), (2.5, 0.5, 0.5), (4.0, 2 + 1, 2), (5.0, 3 + 2, 3 + 0.5)],
+)
+def test_copies_cost_what_the_next_unit_does_not_hide_each_way(copy_seconds, waits, waits_beside_recomputation):
+    problem = two_units(copy_seconds=copy_seconds)
+    assert problem.seconds((0, 0)) == 0
+    assert problem.seconds((1, 0)) == pytest.approx(waits)
+    assert problem.seconds((1, 1)) == pytest.approx(1.5 + waits_beside_recomputation)
 
 
 def test_a_hundred_units_of_twenty_options_are_solved_to_the_optimum():

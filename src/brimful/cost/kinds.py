@@ -50,7 +50,7 @@ _OF_NAMES: dict[str, str] = {
     "gather": "embedding index index_select gather _embedding_bag take nonzero masked_select",
     "scatter": "index_put _index_put_impl scatter scatter_add index_add index_copy masked_scatter "
     "embedding_dense_backward",
-    "copy": "clone copy _to_copy contiguous",
+    "copy": "clone copy _to_copy contiguous to_host to_device",
 }  # fmt: skip
 
 _KINDS = {name: kind for kind, names in _OF_NAMES.items() for name in names.split()}

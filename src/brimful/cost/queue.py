@@ -1,12 +1,28 @@
-"""When a GPU is done that works through a queue its host fills."""
+"""When a GPU is done that works through a queue its host fills, and waits for copies to and from the host."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def finish_seconds(host_seconds: NDArray[np.float64], work_seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+class LinkOp(NamedTuple):
+    """An op of the queue that has to do with copies between device and host."""
+
+    position: int
+    """In the queue."""
+    way: str
+    """Which of the directions; the copies of each follow one another."""
+    copy_seconds: float | None
+    """Of the copy that it begins; None if it waits for all that have begun in this direction."""
+
+
+def finish_seconds(
+    host_seconds: NDArray[np.float64], work_seconds: NDArray[np.float64], link_ops: Sequence[LinkOp] = ()
+) -> NDArray[np.float64]:
     """When each op ends, where the host submits ops one after another and the device runs them in that order.
 
     An op starts when it was submitted and the one before has ended. With S(j) the time at which op j was
@@ -14,14 +30,32 @@ def finish_seconds(host_seconds: NDArray[np.float64], work_seconds: NDArray[np.f
 
         end(k) = max over j ≤ k of S(j) + work(j) + … + work(k) = W(k) + max over j ≤ k of (S(j) − W(j − 1))
 
+    A copy starts when its op has ended and the copy before it in its direction; the device does not wait for
+    it. An op that waits starts no earlier than the copies have ended, as if it had been submitted then.
+
     Args:
         host_seconds: What the host needs to submit each op, (N,).
         work_seconds: What the device needs for each, (N,).
+        link_ops: Those of the ops that begin copies or wait for them, in order.
 
     Returns:
         Seconds from the start, ascending, (N,).
     """
     submitted = np.cumsum(host_seconds)
     worked = np.cumsum(work_seconds)
-    ends: NDArray[np.float64] = worked + np.maximum.accumulate(submitted - (worked - work_seconds))
-    return ends
+    leads = submitted - (worked - work_seconds)
+    ends: NDArray[np.float64] = worked + np.maximum.accumulate(leads)
+    if not link_ops:
+        return ends
+    copied: dict[str, float] = {}
+    waited = -np.inf
+    """The lead of the waits so far."""
+    for position, way, copy_seconds in link_ops:
+        if copy_seconds is None:
+            before = worked[position] - work_seconds[position]
+            waited = max(waited, copied.get(way, 0.0) - before)
+            leads[position] = max(leads[position], waited)
+        else:
+            begins = max(ends[position], worked[position] + waited, copied.get(way, 0.0))
+            copied[way] = begins + copy_seconds
+    return worked + np.maximum.accumulate(leads)

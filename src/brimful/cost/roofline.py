@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from brimful.cost.kinds import OTHER, WEIGHT_GRADIENT, Work, work_of
+from brimful.cost.regions import COPY_SECONDS
 from brimful.curves import RateCurve
 from brimful.hardware import Device
 from brimful.settings import Precision
+from brimful.timeline import TO_DEVICE, TO_DEVICE_DONE, TO_HOST, TO_HOST_DONE
 from brimful.trace import Op, Phase
 
 COMPUTE_EFFICIENCY = 0.75
@@ -41,6 +43,8 @@ CUDA", parallelized reductions. At which length is assumed, not measured.
 
 _BYTES_PER_ELEMENT = {"float64": 8, "float16": 2, "bfloat16": 2}
 """Of a result; 4 elsewhere."""
+
+LINK_OPS = frozenset({TO_HOST, TO_HOST_DONE, TO_DEVICE, TO_DEVICE_DONE})
 
 _STANDS_IN = {"attention": "matmul", "recurrent": "matmul", "convolution": "matmul"}
 """Arithmetic kinds whose curve may be missing for a type, and the kind that is measured for most."""
@@ -104,6 +108,8 @@ class Roofline:
     def work_seconds(self, op: Op) -> float:
         """Seconds of the device's own work: from a curve, or max(flops / rate, bytes / bandwidth).
 
+        A copy to or from the host is none of a GPU's work.
+
         On a CPU and in a measured curve at least a bare launch. The rates of a CPU are achieved ones, so its
         efficiencies are 1. Its convolutions first lay their operands out anew: there the two are added.
         """
@@ -115,10 +121,14 @@ class Roofline:
 
     def host_seconds(self, op: Op) -> float:
         """Seconds of the host for one op: launch, autograd and Python by what runs it."""
+        if op.name in (TO_HOST, TO_DEVICE):
+            return COPY_SECONDS
         phase = Phase.FORWARD if op.recomputed else op.phase
         return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
 
     def _work_seconds(self, op: Op) -> float:
+        if op.name in LINK_OPS and self._device.kind == "cuda":
+            return 0.0  # the link works, beside the device
         work = work_of(op, self._precision)
         moved_bytes = op.read_bytes + op.written_bytes
         curve = self._curve(work)

@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brimful.cost.page_faults import faulted_bytes
-from brimful.cost.queue import finish_seconds
+from brimful.cost.queue import LinkOp, finish_seconds
 from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
 from brimful.hardware import Device
 from brimful.module_tree import unit_of_each_op
 from brimful.settings import Action
+from brimful.timeline import TO_DEVICE, TO_DEVICE_DONE, TO_HOST, TO_HOST_DONE
 from brimful.trace import Phase, Trace
 
 
@@ -36,6 +37,10 @@ class StepTime:
         return self.forward_seconds + self.backward_seconds + self.recompute_seconds + self.optimizer_seconds
 
 
+_LINK_OF = {TO_HOST: 0, TO_HOST_DONE: 1, TO_DEVICE: 2, TO_DEVICE_DONE: 3}
+_LINK_WAYS = (("to host", True), ("to host", False), ("to device", True), ("to device", False))
+"""Of these ops: the direction, and whether a copy begins."""
+
 _PARTS = 4
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = range(_PARTS)
 _PART_OF_PHASE = {Phase.FORWARD: _FORWARD, Phase.BACKWARD: _BACKWARD, Phase.OPTIMIZER: _OPTIMIZER}
@@ -46,8 +51,9 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
 
     Its last captured micro-batch stands for all that were not captured, up to
     `settings.gradient_accumulation_steps`. On a CPU one op follows another, and the times add up. On CUDA the
-    host fills a queue that the GPU works off; the step ends when the GPU does, and what an op adds to that
-    moment is its part.
+    host fills a queue that the GPU works off, and copies between device and host go on beside it; the step ends
+    when the GPU does, and what an op adds to that moment is its part. Waiting for a copy is forward's or
+    backward's.
 
     Args:
         trace: What a step does. Its ops follow the decisions of `trace.device_kind`.
@@ -60,7 +66,7 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
     step = _Step.of(trace, roofline, device)
     if device.kind == "cuda":
         order = step.order
-        ends = finish_seconds(step.host_seconds[order], step.work_seconds[order])
+        ends = finish_seconds(step.host_seconds[order], step.work_seconds[order], step.link_ops(order))
         seconds, part = np.diff(ends, prepend=0.0), step.part[order]
     else:
         seconds, part = (step.host_seconds + step.work_seconds) * step.times, step.part
@@ -98,6 +104,10 @@ class _Step:
     """(N,); on a CPU without the launch, which the work has in it."""
     work_seconds: NDArray[np.float64]
     """(N,); none where a recomputation begins."""
+    link: NDArray[np.int64]
+    """An index into `_LINK_WAYS` where an op begins copies or waits for them, else -1, (N,)."""
+    link_seconds: NDArray[np.float64]
+    """Of the copy that an op begins, (N,)."""
     repeated_micro_batch: int
     """The one that stands for those not captured."""
     repeats: int
@@ -121,6 +131,10 @@ class _Step:
             indices = np.array([index for index, _ in timed], dtype=np.int64)
             work += faulted_bytes(trace)[indices] * device.page_fault_seconds_per_byte
             host -= device.launch_seconds
+        link = np.array([_LINK_OF.get(op.name, -1) for _, op in timed], dtype=np.int64)
+        link_seconds = np.array([op.written_bytes for _, op in timed], dtype=np.float64)
+        if device.host_link_bytes_per_second is not None:
+            link_seconds /= device.host_link_bytes_per_second
         places, shares = _region_places(part, micro_batch)
         regions_seconds = len(trace.settings.recomputed) * region_seconds(device)
         regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
@@ -129,9 +143,21 @@ class _Step:
             micro_batch=np.insert(micro_batch, places, micro_batch[places]),
             host_seconds=np.insert(host, places, shares * regions_seconds),
             work_seconds=np.insert(work, places, 0.0),
+            link=np.insert(link, places, -1),
+            link_seconds=np.insert(link_seconds, places, 0.0),
             repeated_micro_batch=last_micro_batch,
             repeats=max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1),
         )
+
+    def link_ops(self, order: NDArray[np.int64]) -> list[LinkOp]:
+        """What has to do with copies, of some positions in the order in which they happen."""
+        link = self.link[order]
+        found = []
+        for position in np.flatnonzero(link >= 0).tolist():
+            way, begins = _LINK_WAYS[link[position]]
+            seconds = float(self.link_seconds[order[position]]) if begins else None
+            found.append(LinkOp(position=position, way=way, copy_seconds=seconds))
+        return found
 
     @property
     def is_repeated(self) -> NDArray[np.bool_]:

@@ -5,24 +5,35 @@ memory only what *earlier* units retain is there: a prefix. With
 
     n           units, in the order in which their forwards end
     r(i, o)     bytes that unit i retains under option o, beyond what the cheapest option retains
+    l(i, o)     bytes that linger: they are there too while the next unit runs, in forward and in backward
     p(i, o)     peak inside unit i's own forward and backward under option o, with nothing retained before it
     g(k)        peak outside of all units while the first k of them are retained
     c(i, o)     seconds that option o of unit i costs
+    t(i, o)     seconds for which its copies to the host go on, and for which those back do
+    f(i, o)     seconds of unit i's forward under option o, and b(i, o) of its backward, which hide the copies
+                of the unit before it
     B           budget
 
-the problem is: choose o(i) to minimise Σ c(i, o(i)), such that for R(k) = Σ_{i<k} r(i, o(i))
+the problem is: choose o(i) to minimise Σ c(i, o(i)) + w(i, o(i)), with waits for copies, t being the one of the
+unit before,
 
-    R(i) + p(i, o(i)) ≤ B      for every unit
-    R(k) + g(k)       ≤ B      for k = 0 … n
+    w(i, o) = max(0, t(i - 1, o(i - 1)) - f(i, o)) + max(0, t(i - 1, o(i - 1)) - b(i, o))
 
-States (R, cost) of which another is no larger and no dearer are dropped; what remains is exact. The state of
-least R is never dropped, and every way on from another state is open to it. So a choice is found whenever there
-is one, even where there are too many states and some more are dropped.
+such that for R(k) = Σ_{i<k} r(i, o(i)) and L(k) = l(k - 1, o(k - 1)), L(0) = 0,
+
+    R(i) + L(i) + p(i, o(i)) ≤ B      for every unit
+    R(k) + L(k) + g(k)       ≤ B      for k = 0 … n
+
+States (R, cost) with equal l and t of the last unit, of which another is no larger and no dearer, are dropped;
+what remains is exact. The state of least R with its l and t is never dropped, and every way on from others is
+open to it. So a choice is found whenever there is one, even where there are too many states and some more are
+dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +54,18 @@ class Option:
     """Peak inside the unit, with nothing retained before it."""
     seconds: float
     """Time it costs over its fastest option."""
+    lingering_bytes: int = 0
+    """Bytes it holds besides while the next unit runs: they leave for the host meanwhile, and come back."""
+    copy_seconds: float = 0.0
+    """Time of their copies, one way."""
+    forward_seconds: float = 0.0
+    """Time of the unit's forward, beside which the copies of the unit before it go on."""
+    backward_seconds: float = 0.0
+    """Time of its backward, beside which they come back."""
+
+    def waiting_seconds(self, copy_seconds: float) -> float:
+        """For how long this unit waits for copies of the unit before it."""
+        return max(0.0, copy_seconds - self.forward_seconds) + max(0.0, copy_seconds - self.backward_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,17 +78,22 @@ class Problem:
 
     def peak_bytes(self, choice: tuple[int, ...]) -> int:
         """Peak under a choice of options: the largest left side of all constraints."""
-        retained, peak = 0, self.gap_peaks_bytes[0]
+        retained, lingering, peak = 0, 0, self.gap_peaks_bytes[0]
         for unit, chosen, gap in zip(self.units, choice, self.gap_peaks_bytes[1:], strict=True):
             option = unit[chosen]
-            peak = max(peak, retained + option.peak_bytes)
-            retained += option.retained_bytes
-            peak = max(peak, retained + gap)
+            peak = max(peak, retained + lingering + option.peak_bytes)
+            retained, lingering = retained + option.retained_bytes, option.lingering_bytes
+            peak = max(peak, retained + lingering + gap)
         return peak
 
     def seconds(self, choice: tuple[int, ...]) -> float:
-        """Cost of a choice of options."""
-        return sum(unit[chosen].seconds for unit, chosen in zip(self.units, choice, strict=True))
+        """Cost of a choice of options, waits for copies included."""
+        total, copy_seconds = 0.0, 0.0
+        for unit, chosen in zip(self.units, choice, strict=True):
+            option = unit[chosen]
+            total += option.seconds + option.waiting_seconds(copy_seconds)
+            copy_seconds = option.copy_seconds
+        return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,19 +115,20 @@ def solve(problem: Problem, budget_bytes: int) -> Solution | None:
     """
     if problem.gap_peaks_bytes[0] > budget_bytes:
         return None
-    retained = np.zeros(1, dtype=np.int64)
-    seconds = np.zeros(1)
-    steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+    none = np.zeros(1, dtype=np.int64)
+    states = _States(none, np.zeros(1), none, np.zeros(1), none, none)
+    steps: list[_States] = []
     is_optimal = True
     for unit, gap_bytes in zip(problem.units, problem.gap_peaks_bytes[1:], strict=True):
-        new = _extend(unit, retained, seconds, budget_bytes, gap_bytes)
-        if not new.retained.size:
+        alike = [_extend(unit, options, states, budget_bytes, gap_bytes) for options in _by_what_lingers(unit)]
+        for i, group in enumerate(alike):
+            if group.retained.size > MOST_STATES:
+                alike[i], is_optimal = group.thinned(max(1, budget_bytes // MOST_STATES)), False
+        states = _joined(alike)
+        if not states.retained.size:
             return None
-        if new.retained.size > MOST_STATES:
-            new, is_optimal = new.thinned(max(1, budget_bytes // MOST_STATES)), False
-        retained, seconds = new.retained, new.seconds
-        steps.append((new.parent, new.option))
-    choice = _trace_back(steps, int(np.argmin(seconds)))
+        steps.append(states)
+    choice = _trace_back(steps, int(np.lexsort((states.retained, states.seconds))[0]))
     peak_bytes = problem.peak_bytes(choice)
     assert peak_bytes <= budget_bytes, "the solver broke its own constraint"
     return Solution(
@@ -109,9 +138,12 @@ def solve(problem: Problem, budget_bytes: int) -> Solution | None:
 
 def smallest_peak_bytes(problem: Problem) -> int:
     """The least budget that has a solution, by bisection."""
-    # Without costs one state, that of the least bytes, dominates all others: each try is quick.
+    # Without costs one state, that of the least bytes, dominates all others alike: each try is quick.
     free = replace(
-        problem, units=tuple(tuple(replace(option, seconds=0.0) for option in unit) for unit in problem.units)
+        problem,
+        units=tuple(
+            tuple(replace(option, seconds=0.0, copy_seconds=0.0) for option in unit) for unit in problem.units
+        ),
     )
     low, high = max(problem.gap_peaks_bytes), problem.peak_bytes((0,) * len(problem.units))
     while low < high:
@@ -125,13 +157,18 @@ def smallest_peak_bytes(problem: Problem) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _States:
+    """Ways through the units so far, of which others are no better; all arrays (states,)."""
+
     retained: NDArray[np.int64]
     seconds: NDArray[np.float64]
+    lingering: NDArray[np.int64]
+    """Bytes of the last unit that linger."""
+    copy_seconds: NDArray[np.float64]
     parent: NDArray[np.int64]
     option: NDArray[np.int64]
 
     def undominated(self) -> _States:
-        """Without states of which another retains no more and costs no more."""
+        """Of states with the same that lingers, those of which no other retains no more and costs no more."""
         order = np.lexsort((self.seconds, self.retained))
         cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], self.seconds[order][:-1])))
         return self._at(order[self.seconds[order] < cheapest_before])
@@ -144,41 +181,53 @@ class _States:
         return self._at(np.flatnonzero(is_last))
 
     def _at(self, index: NDArray[np.int64]) -> _States:
-        return _States(self.retained[index], self.seconds[index], self.parent[index], self.option[index])
+        return _States(*(getattr(self, field.name)[index] for field in fields(self)))
+
+
+def _joined(parts: list[_States]) -> _States:
+    return _States(
+        *(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(_States))
+    )
+
+
+def _by_what_lingers(unit: tuple[Option, ...]) -> list[list[int]]:
+    """Indices of the options, those together of which the next unit notices the same."""
+    alike: dict[tuple[int, float], list[int]] = defaultdict(list)
+    for index, option in enumerate(unit):
+        alike[option.lingering_bytes, option.copy_seconds].append(index)
+    return list(alike.values())
 
 
 def _extend(
-    unit: tuple[Option, ...],
-    retained: NDArray[np.int64],
-    seconds: NDArray[np.float64],
-    budget_bytes: int,
-    gap_bytes: int,
+    unit: tuple[Option, ...], options: list[int], states: _States, budget_bytes: int, gap_bytes: int
 ) -> _States:
-    """All states after one more unit that keep its own constraint and that of the gap behind it."""
+    """All states after one more unit under some options alike, within its constraint and the next gap's."""
     parts = []
-    for index, option in enumerate(unit):
-        most = min(budget_bytes - option.peak_bytes, budget_bytes - gap_bytes - option.retained_bytes)
-        parent = np.flatnonzero(retained <= most)
+    held = states.retained + states.lingering
+    for index in options:
+        option = unit[index]
+        most_before_gap = budget_bytes - gap_bytes - option.retained_bytes - option.lingering_bytes
+        is_within = (held <= budget_bytes - option.peak_bytes) & (states.retained <= most_before_gap)
+        parent = np.flatnonzero(is_within).astype(np.int64)
+        copies = states.copy_seconds[parent]
+        waits = np.maximum(copies - option.forward_seconds, 0.0)
+        waits += np.maximum(copies - option.backward_seconds, 0.0)
         parts.append(
             _States(
-                retained[parent] + option.retained_bytes,
-                seconds[parent] + option.seconds,
-                parent.astype(np.int64),
+                states.retained[parent] + option.retained_bytes,
+                states.seconds[parent] + (option.seconds + waits),
+                np.full(parent.size, option.lingering_bytes, dtype=np.int64),
+                np.full(parent.size, option.copy_seconds),
+                parent,
                 np.full(parent.size, index, dtype=np.int64),
             )
         )
-    joined = _States(
-        np.concatenate([part.retained for part in parts]),
-        np.concatenate([part.seconds for part in parts]),
-        np.concatenate([part.parent for part in parts]),
-        np.concatenate([part.option for part in parts]),
-    )
-    return joined.undominated()
+    return _joined(parts).undominated()
 
 
-def _trace_back(steps: list[tuple[NDArray[np.int64], NDArray[np.int64]]], state: int) -> tuple[int, ...]:
+def _trace_back(steps: list[_States], state: int) -> tuple[int, ...]:
     choice = []
-    for parent, option in reversed(steps):
-        choice.append(int(option[state]))
-        state = int(parent[state])
+    for states in reversed(steps):
+        choice.append(int(states.option[state]))
+        state = int(states.parent[state])
     return tuple(reversed(choice))

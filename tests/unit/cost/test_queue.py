@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from brimful.cost.queue import finish_seconds
+from brimful.cost.queue import LinkOp, finish_seconds
 
 
 def simulated(host: list[float], work: list[float]) -> list[float]:
@@ -40,6 +40,63 @@ def test_random_queues_end_as_simulated_step_by_step() -> None:
     for _ in range(50):
         host, work = rng.exponential(size=(2, 40))
         assert finish_seconds(host, work) == pytest.approx(simulated(host.tolist(), work.tolist()))
+
+
+def simulated_with_copies(host: list[float], work: list[float], link_ops: list[LinkOp]) -> list[float]:
+    """The same, and a clock for each direction of the link."""
+    submitted = ended = 0.0
+    copied = {"out": 0.0, "back": 0.0}
+    at = {op.position: op for op in link_ops}
+    ends = []
+    for position, (host_seconds, work_seconds) in enumerate(zip(host, work, strict=True)):
+        submitted += host_seconds
+        ended = max(submitted, ended)
+        op = at.get(position)
+        if op is not None and op.copy_seconds is None:
+            ended = max(ended, copied[op.way])
+        ended += work_seconds
+        if op is not None and op.copy_seconds is not None:
+            copied[op.way] = max(ended, copied[op.way]) + op.copy_seconds
+        ends.append(ended)
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("copy_seconds", "last"),
+    [
+        (3.0, 1 + 5 + 1),  # there long before it is waited for
+        (5.0, 1 + 5 + 1),  # just in time
+        (7.0, 1 + 7 + 1),  # the device waits for two seconds
+    ],
+)
+def test_a_copy_goes_on_beside_the_work_until_it_is_waited_for(copy_seconds: float, last: float) -> None:
+    link_ops = [LinkOp(0, "out", copy_seconds), LinkOp(2, "out", None)]
+    ends = finish_seconds(np.zeros(4), np.array([1.0, 5.0, 0.0, 1.0]), link_ops)
+    assert ends[-1] == pytest.approx(last)
+
+
+def test_copies_of_one_direction_follow_one_another_and_those_of_two_do_not() -> None:
+    work = np.array([0.0, 0.0, 1.0, 0.0])
+    same = [LinkOp(0, "out", 3.0), LinkOp(1, "out", 4.0), LinkOp(3, "out", None)]
+    assert finish_seconds(np.zeros(4), work, same)[-1] == pytest.approx(7)
+    other = [LinkOp(0, "out", 3.0), LinkOp(1, "back", 4.0), LinkOp(3, "out", None)]
+    assert finish_seconds(np.zeros(4), work, other)[-1] == pytest.approx(3)
+
+
+def test_random_queues_with_copies_end_as_simulated_step_by_step() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(100):
+        host, work = rng.exponential(size=(2, 40))
+        link_ops = [
+            LinkOp(
+                int(position),
+                "out" if rng.random() < 0.5 else "back",
+                float(rng.exponential(4)) if rng.random() < 0.6 else None,
+            )
+            for position in np.flatnonzero(rng.random(40) < 0.4)
+        ]
+        ends = finish_seconds(host, work, link_ops)
+        assert ends == pytest.approx(simulated_with_copies(host.tolist(), work.tolist(), link_ops))
 
 
 def test_an_empty_queue_is_done_at_once() -> None:

@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 
 from brimful.cost import StepTime, region_seconds, saving_seconds, step_seconds
+from brimful.cost.regions import COPY_SECONDS
 from brimful.cost.roofline import BANDWIDTH_EFFICIENCY
 from brimful.hardware import Device, Dispatch, find_device
 from brimful.settings import Action, Settings, UnitAction
+from brimful.timeline import TO_HOST, TO_HOST_DONE
 from brimful.trace import Op, Phase, Trace
 
 # Round figures: one byte is a second, and launching is free.
@@ -145,6 +147,33 @@ def test_recomputing_and_more_micro_batches_never_make_a_step_faster(device: Dev
     again = op(Phase.BACKWARD, 10**9, recomputed=True)
     assert step_seconds(trace(*ops, again, recomputed_units=1), device).total_seconds > plain
     assert step_seconds(trace(*ops, accumulation=2), device).total_seconds > plain
+
+
+LINKED = replace(GPU, host_link_bytes_per_second=1e9)
+
+
+def copies(sent_bytes: int, between_bytes: int, *, is_waited_for: bool = True) -> list[Op]:
+    """A forward that sends bytes, does other work, and waits for the copy."""
+    sends = replace(op(Phase.FORWARD, sent_bytes), name=TO_HOST, written_bytes=sent_bytes)
+    waits = replace(op(Phase.FORWARD, 0), name=TO_HOST_DONE)
+    between = [op(Phase.FORWARD, between_bytes)]
+    return [sends, *between, *([waits] if is_waited_for else []), op(Phase.BACKWARD, 1)]
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_on_a_gpu_a_copy_costs_what_the_work_beside_it_does_not_hide(accumulation: int) -> None:
+    work_bytes = int(0.2 * LINKED.memory_bandwidth_bytes_per_second * BANDWIDTH_EFFICIENCY)  # 0.2 s
+    for sent_bytes, seconds in ((10**8, 0.2), (3 * 10**8, 0.3)):
+        predicted = step_seconds(trace(*copies(sent_bytes, work_bytes), accumulation=accumulation), LINKED)
+        assert predicted.total_seconds == pytest.approx(accumulation * seconds, rel=1e-3)
+        assert predicted.forward_seconds == pytest.approx(accumulation * seconds, rel=1e-3)
+        never = step_seconds(trace(*copies(sent_bytes, work_bytes, is_waited_for=False)), LINKED)
+        assert never.total_seconds == pytest.approx(0.2, rel=1e-3)
+
+
+def test_on_a_cpu_a_copy_is_a_copy() -> None:
+    predicted = step_seconds(trace(*copies(10, 5)), CPU)
+    assert predicted.forward_seconds == pytest.approx(10 + 10 + 5 + COPY_SECONDS)
 
 
 def test_an_empty_step_takes_no_time() -> None:
