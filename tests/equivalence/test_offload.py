@@ -20,6 +20,7 @@ from brimful.applying import apply_units, offload
 from brimful.applying.host_link import to_device, to_device_done, to_host, to_host_done
 from brimful.errors import UsageError
 from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.timeline import host
 from helpers.models import GPT, ResNet, UNet, vgg
 from helpers.trained_alike import Loss, assert_identical, mean_square, train
 
@@ -30,7 +31,7 @@ KEEP, RECOMPUTE, OFFLOAD = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors as small as those of these models are offloaded."""
-    monkeypatch.setattr(offload, "LEAST_BYTES", 256)
+    monkeypatch.setattr(host, "LEAST_OFFLOADED_BYTES", 256)
     torch.manual_seed(0)
 
 
@@ -445,7 +446,7 @@ def test_parameters_inputs_results_and_small_tensors_stay(monkeypatch: pytest.Mo
     assert transfers.counts[to_host] == 0
     model = Chain(Unit(), Unit())
     apply_units(model, TWO)
-    monkeypatch.setattr(offload, "LEAST_BYTES", 10**6)
+    monkeypatch.setattr(host, "LEAST_OFFLOADED_BYTES", 10**6)
     with Transfers() as transfers:
         mean_square(model, vectors()[0]).backward()
     assert transfers.counts[to_host] == 0

@@ -11,7 +11,7 @@ What stays on the device:
 * what the unit was given or returns: others hold it too, and recomputing the unit would need it as well;
 * parameters, buffers, and what anything else still holds when it would be released, such as autocast's casts of
   weights;
-* storages below `LEAST_BYTES`, and tensors that are no plain views of their storage.
+* storages below `LEAST_OFFLOADED_BYTES`, and tensors that are no plain views of their storage.
 
 A storage is copied once, however many tensors view it. What is written to after autograd saved it is an error
 in backward, as in plain training: with hooks autograd does not look itself (checked: torch 2.13).
@@ -33,9 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brimful.applying.host_link import give_back, to_device, to_device_done, to_host, to_host_done
 from brimful.batches import tensors_in
-
-LEAST_BYTES = 64 * 1024
-"""Smaller storages stay on the device: all of a model's together are little, and each would take a copy."""
+from brimful.timeline import host
 
 
 class OffloadSchedule:
@@ -185,7 +183,7 @@ class _Saved:
             return False
         size_bytes = tensor.untyped_storage().nbytes()
         is_plain = not (tensor.is_conj() or tensor.is_neg()) and size_bytes % 16 == 0
-        return is_plain and size_bytes >= LEAST_BYTES and _address(tensor) not in stays
+        return is_plain and size_bytes >= host.LEAST_OFFLOADED_BYTES and _address(tensor) not in stays
 
     def storage_in(self) -> int:
         """Where its storage is."""

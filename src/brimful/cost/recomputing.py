@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from brimful.cost.regions import region_seconds, saving_seconds
+from brimful.cost.regions import COPY_SECONDS, region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
 from brimful.cost.step import step_seconds
 from brimful.hardware import Device
@@ -45,6 +45,10 @@ class RecomputePrices:
     def saving_seconds(self, op_count: int) -> float:
         """Of saving some results of a region with so many ops."""
         return self._host_share * saving_seconds(op_count)
+
+    def copying_seconds(self, copies: int) -> float:
+        """Of beginning so many copies to the host, and as many back; not of waiting for them."""
+        return self._host_share * 2 * copies * COPY_SECONDS
 
     def _share(self, kept: Trace, recomputed: Trace) -> float:
         step, micro_batch = recomputed.captured_steps - 1, recomputed.captured_micro_batches - 1

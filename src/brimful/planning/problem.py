@@ -18,6 +18,10 @@ plan; what only the first holds is the price of keeping. With
 A unit of which some ops' results are saved is like a recomputed one, with those results held from where its
 forward drops them to where its recomputation makes them again; see `savable.py`.
 
+A unit that is offloaded is like a kept one, but what it alone holds is away from where the next unit's forward
+ends to where that one's backward begins: it lingers, as `solver.py` calls it. What it is given and returns
+stays, as do storages of which the recomputed capture holds the like when the unit's forward ends.
+
 So two captures give every constraint, for a model of any shape. Where units follow one another, and what a
 recomputation starts from is saved for backward anyway, the peaks are exact. Elsewhere they are too high: V is
 charged even if nothing is recomputed, and a module that is called twice is charged from its first call to its
@@ -28,7 +32,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,7 +44,7 @@ from brimful.module_tree import unit_of_each_op
 from brimful.planning.savable import Stay, UnitOps, unit_ops
 from brimful.planning.solver import Option, Problem
 from brimful.settings import Action, UnitAction
-from brimful.timeline import live_profile, rounding_bytes_of
+from brimful.timeline import host, live_profile, pinned_bytes, rounding_bytes_of
 from brimful.trace import EventKind, Op, Phase, Trace
 
 KEPT, RECOMPUTED = 0, 1
@@ -58,6 +62,8 @@ class PosedProblem:
     problem: Problem
     actions: tuple[tuple[UnitAction, ...], ...]
     """By unit and option."""
+    pinned_host_bytes: tuple[tuple[int, ...], ...]
+    """Host memory of each option of each unit."""
 
     def chosen(self, choice: tuple[int, ...]) -> tuple[UnitAction, ...]:
         """The actions that a choice of options means."""
@@ -65,9 +71,15 @@ class PosedProblem:
 
 
 def build_problem(
-    kept: Trace, recomputed: Trace, units: tuple[str, ...], device: Device, *, micro_batches: int
+    kept: Trace,
+    recomputed: Trace,
+    units: tuple[str, ...],
+    device: Device,
+    *,
+    micro_batches: int,
+    host_bytes: int = 0,
 ) -> PosedProblem:
-    """The problem of choosing between keeping, recomputing, and saving some of each unit.
+    """The problem of choosing between keeping, recomputing, saving some, and offloading of each unit.
 
     Args:
         kept: A capture in which every unit is kept.
@@ -75,6 +87,8 @@ def build_problem(
         units: In the order in which their forwards begin.
         device: Prices the recomputation.
         micro_batches: How many of the captured micro-batches occur: 1 without accumulation.
+        host_bytes: Pinned host memory permitted for what is offloaded. Where it is too little for all units,
+            the first ones may be: theirs is away the longest.
 
     Returns:
         For each unit an option that keeps it, one that recomputes it, and others not worse than both.
@@ -99,7 +113,8 @@ def build_problem(
         rounding_bytes=rounding_bytes_of(recomputed.device_kind),
         seconds=prices.op_seconds,
     )
-    problem_units, actions = [], []
+    offloads = _offloads(k, r, kept, prices, device, host_bytes)
+    problem_units, actions, pinned = [], [], []
     for i, (fqn, ops) in enumerate(zip(units, all_ops, strict=True)):
         keep = Option(retained_bytes=int(retained[i]), peak_bytes=int(peaks_kept[i]), seconds=0.0)
         levels = r.inside(i, levels_recomputed)
@@ -113,11 +128,106 @@ def build_problem(
             if not any(_is_dominated(option, by) for by in options):
                 options.append(option)
                 meant.append(UnitAction(fqn=fqn, action=Action.SAVE, saved=saved))
+        if offloads is not None:
+            options = [offloads.beside_copies(i, option) for option in options]
+            if i in offloads.permitted:
+                options.append(offloads.option(i, options[KEPT]))
+                meant.append(UnitAction(fqn=fqn, action=Action.OFFLOAD))
         problem_units.append(tuple(options))
         actions.append(tuple(meant))
+        pinned.append(
+            tuple(
+                offloads.sent[i].pinned_bytes if offloads is not None and a.action is Action.OFFLOAD else 0
+                for a in meant
+            )
+        )
     gaps = np.maximum(gaps_kept, gaps_recomputed)
     problem = Problem(units=tuple(problem_units), gap_peaks_bytes=tuple(int(peak) for peak in gaps))
-    return PosedProblem(problem=problem, actions=tuple(actions))
+    return PosedProblem(problem=problem, actions=tuple(actions), pinned_host_bytes=tuple(pinned))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sent:
+    """What a unit sends to the host in one micro-batch when it is offloaded."""
+
+    copies: int
+    size_bytes: int
+    """As the device's allocator rounds."""
+    pinned_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offloads:
+    """What offloading takes of each unit, and how long its forward and backward are, which hide copies."""
+
+    sent: tuple[_Sent, ...]
+    permitted: frozenset[int]
+    """Units that may be offloaded."""
+    copy_bytes_per_second: float
+    forward_seconds: NDArray[np.float64]
+    """With what runs between it and the unit before, (n,)."""
+    backward_seconds: NDArray[np.float64]
+    """With what runs between it and the unit before, (n,)."""
+    prices: RecomputePrices
+
+    def beside_copies(self, unit: int, option: Option) -> Option:
+        """An option with the times beside which copies of the unit before go on."""
+        return replace(
+            option,
+            forward_seconds=float(self.forward_seconds[unit]),
+            backward_seconds=float(self.backward_seconds[unit]) + option.seconds,
+        )
+
+    def option(self, unit: int, keep: Option) -> Option:
+        """Offload a unit, which kept it would be as told."""
+        sent = self.sent[unit]
+        return replace(
+            keep,
+            retained_bytes=keep.retained_bytes - sent.size_bytes,
+            lingering_bytes=sent.size_bytes,
+            seconds=self.prices.copying_seconds(sent.copies),
+            copy_seconds=sent.size_bytes / self.copy_bytes_per_second,
+        )
+
+
+def _offloads(
+    k: _Steady, r: _Steady, kept: Trace, prices: RecomputePrices, device: Device, host_bytes: int
+) -> _Offloads | None:
+    """What could be offloaded; None if nothing may be."""
+    if not host_bytes or device.host_link_bytes_per_second is None:
+        return None
+    sent = _sent(k, r)
+    permitted, left_bytes = [], host_bytes
+    for unit in range(k.unit_count - 1):  # beside the last one's copies nothing would run
+        if sent[unit].copies and unit in k.called_once and sent[unit].pinned_bytes <= left_bytes:
+            permitted.append(unit)
+            left_bytes -= sent[unit].pinned_bytes
+    forward_seconds, backward_seconds = (
+        k.seconds_by_unit(kept, phase, prices) for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    return _Offloads(
+        sent=sent,
+        permitted=frozenset(permitted),
+        copy_bytes_per_second=device.host_link_bytes_per_second,
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        prices=prices,
+    )
+
+
+def _sent(k: _Steady, r: _Steady) -> tuple[_Sent, ...]:
+    """What units would send: what only the kept capture holds, at both moments, and no unit hands on."""
+    only_kept = [k.held[moment] - r.held[moment] for moment in (_FORWARD_ENDS, _BACKWARD_BEGINS)]
+    copies, size_bytes, pinned = (np.zeros(k.unit_count, dtype=np.int64) for _ in range(3))
+    for made, count in ((only_kept[0] & only_kept[1]) - r.handed_on).items():
+        if made.owner >= 0 and made.is_by_op and made.size_bytes > host.LEAST_OFFLOADED_BYTES:
+            copies[made.owner] += count
+            size_bytes[made.owner] += count * made.size_bytes
+            pinned[made.owner] += count * pinned_bytes(made.size_bytes)
+    return tuple(
+        _Sent(copies=int(c), size_bytes=int(s), pinned_bytes=int(p))
+        for c, s, p in zip(copies, size_bytes, pinned, strict=True)
+    )
 
 
 @dataclass(slots=True)
@@ -209,6 +319,14 @@ class _Steady:
     """Which of the two moments speaks for the position, (P,)."""
     held: tuple[Counter[_Made], Counter[_Made]]
     """What the first forward leaves at each moment."""
+    handed_on: Counter[_Made]
+    """What units of the first forward make that is there when they end, and gone when the forward ends."""
+    called_once: frozenset[int]
+    """Units whose ops follow one another in the first forward."""
+    op_owner: NDArray[np.int64]
+    """The unit that runs each op of the trace, or -1, (ops,)."""
+    op_begun: NDArray[np.int64]
+    """(ops,)"""
 
     @classmethod
     def of(cls, trace: Trace, units: tuple[str, ...], micro_batches: int) -> _Steady:
@@ -237,6 +355,10 @@ class _Steady:
             begun=begun[ops],
             moment=np.where(is_forward[ops], _FORWARD_ENDS, _BACKWARD_BEGINS),
             held=_held(trace, step, owner, begun),
+            handed_on=_handed_on(trace, step, owner, begun),
+            called_once=_called_once(owner[_ops(trace, step, Phase.FORWARD, 0)]),
+            op_owner=owner,
+            op_begun=begun,
         )
 
     @property
@@ -249,6 +371,14 @@ class _Steady:
     def first(self) -> NDArray[np.int64]:
         """The first unit that does not count among those that may be held otherwise, (P,)."""
         return np.where(self.is_inside, self.owner, self.begun)
+
+    def seconds_by_unit(self, trace: Trace, phase: Phase, prices: RecomputePrices) -> NDArray[np.float64]:
+        """Seconds of each unit in the last micro-batch, with what runs between it and the unit before, (n,)."""
+        ops = _ops(trace, trace.captured_steps - 1, phase, trace.captured_micro_batches - 1)
+        unit = np.where(self.op_owner[ops] >= 0, self.op_owner[ops], self.op_begun[ops])
+        seconds = [prices.op_seconds(trace.ops[op]) for op in ops.tolist()]
+        by_unit = np.bincount(unit, weights=seconds, minlength=self.unit_count).astype(np.float64)
+        return by_unit[: self.unit_count]
 
     def inside(self, unit: int, level_bytes: NDArray[np.int64]) -> _Levels:
         """A copy of the levels within one unit."""
@@ -272,6 +402,28 @@ def _ops(trace: Trace, step: int, phase: Phase, micro_batch: int | None = None) 
         return op.step == step and op.phase is phase and micro_batch in (None, op.micro_batch)
 
     return np.array([i for i, op in enumerate(trace.ops) if is_meant(op)], dtype=np.int64)
+
+
+def _called_once(owner: NDArray[np.int64]) -> frozenset[int]:
+    """Units whose ops follow one another, given the owners of the ops of a forward."""
+    first_ops = owner[np.flatnonzero(np.diff(owner, prepend=-1))]
+    return frozenset(unit for unit, count in Counter(first_ops.tolist()).items() if count == 1 and unit >= 0)
+
+
+def _handed_on(trace: Trace, step: int, owner: NDArray[np.int64], begun: NDArray[np.int64]) -> Counter[_Made]:
+    """What units of the first forward make that is there when they end, and gone when the forward ends."""
+    rounding_bytes = rounding_bytes_of(trace.device_kind)
+    forward = _ops(trace, step, Phase.FORWARD, 0)
+    last_op = {int(owner[op]): int(op) for op in forward}
+    freed_at = {event.storage: event.op for event in trace.events if event.kind is EventKind.FREE}
+    handed_on: Counter[_Made] = Counter()
+    for event in trace.events:
+        if event.kind is EventKind.ALLOCATE and forward[0] <= event.op <= forward[-1]:
+            storage, unit = trace.storages[event.storage], int(owner[event.op])
+            if unit >= 0 and last_op[unit] < freed_at.get(event.storage, len(trace.ops)) < forward[-1]:
+                size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
+                handed_on[_Made(unit, int(begun[event.op]), storage.label, size_bytes, True)] += 1
+    return handed_on
 
 
 def _held(

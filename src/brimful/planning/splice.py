@@ -1,20 +1,24 @@
 """What a step does under any choice of actions, told from a capture that recomputes every unit.
 
 Keeping a unit, or saving some of its ops' results, leaves out parts of its recomputation: what they would have
-made again is what the forward made. So the trace of any choice is that of recomputing everything with some
-events left out and some put in another place. It takes a tenth of the time of a capture, and tells what the
-allocator will reserve well enough to choose by; what is chosen is captured in the end.
+made again is what the forward made. Offloading a unit, what the forward made is freed when the next unit's
+forward ends, and made again when that one's backward begins. So the trace of any choice is that of recomputing
+everything with some events left out and some put in another place. It takes a tenth of the time of a capture,
+and tells what the allocator will reserve well enough to choose by; what is chosen is captured in the end.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from brimful.planning.savable import UnitCall, unit_calls
 from brimful.settings import Action, UnitAction
-from brimful.trace import Event, EventKind, Trace
+from brimful.timeline import host
+from brimful.trace import Event, EventKind, Phase, Trace
 
 
 class Splicer:
@@ -31,6 +35,9 @@ class Splicer:
         self._calls = [
             [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, unit_count)
         ]
+        self._followed_by = _followed_by(recomputed, self._calls)
+        self._backward_begins = _backward_begins(recomputed, owner)
+        self._op_of_event = [event.op for event in recomputed.events]
         self._made: dict[int, list[int]] = defaultdict(list)
         """By op, what it returns."""
         self._inside: dict[int, list[int]] = defaultdict(list)
@@ -61,21 +68,51 @@ class Splicer:
         """
         left_out: set[int] = set()
         replaced: dict[int, Event] = {}
+        inserted: dict[int, list[Event]] = defaultdict(list)
         for action, calls in zip(actions, self._calls, strict=True):
             for call in calls:
                 pairs = call.pairs or {}
-                if action.action is Action.KEEP and call.again:
+                if action.action in (Action.KEEP, Action.OFFLOAD) and call.again:
+                    if action.action is Action.OFFLOAD:
+                        self._offload(call, left_out, inserted)
                     self._keep(call, left_out, replaced)
                 elif action.action is Action.SAVE:
                     for name in action.saved:
                         if name in pairs:
                             self._save(*pairs[name], left_out, replaced)
-        events = (
-            replaced.get(position, event)
-            for position, event in enumerate(self._trace.events)
-            if position not in left_out
-        )
-        return replace(self._trace, events=tuple(events))
+        events: list[Event] = []
+        for position, event in enumerate(self._trace.events):
+            events += inserted.get(position, ())
+            if position not in left_out:
+                events.append(replaced.get(position, event))
+        return replace(self._trace, events=(*events, *inserted.get(len(self._trace.events), ())))
+
+    def _offload(self, call: UnitCall, left_out: set[int], inserted: dict[int, list[Event]]) -> None:
+        """Free what the forward made when the next unit's ends; make it again when that one's backward begins.
+
+        What the unit hands on, and what others hold when it ends, is left to be kept; so is everything where no
+        other unit's forward and backward follow.
+        """
+        following = self._followed_by.get(call.forward[0])
+        if following is None:
+            return
+        unit, micro_batch, last_op = following
+        begins = self._backward_begins.get((unit, micro_batch))
+        if begins is None:
+            return
+        freed_at = bisect_right(self._op_of_event, last_op)
+        made_at = bisect_left(self._op_of_event, begins)
+        for in_forward, in_recomputation in (call.pairs or {}).values():
+            for original, storage in zip(self._made[in_forward], self._made[in_recomputation], strict=False):
+                dropped, freed = self._freed.get(original), self._freed.get(storage)
+                is_own = dropped is not None and self._op_of_event[dropped] <= call.forward[-1]
+                is_needed = freed is None or self._op_of_event[freed] > call.again[-1]
+                size_bytes = self._trace.storages[original].size_bytes
+                if dropped is None or not (is_own and is_needed) or size_bytes < host.LEAST_OFFLOADED_BYTES:
+                    continue
+                left_out.update({dropped, self._allocated[storage]})
+                inserted[freed_at].append(Event(kind=EventKind.FREE, storage=original, op=last_op))
+                inserted[made_at].append(Event(kind=EventKind.ALLOCATE, storage=storage, op=begins - 1))
 
     def _keep(self, call: UnitCall, left_out: set[int], replaced: dict[int, Event]) -> None:
         """Leave out the whole recomputation; what it leaves for backward is what the forward made."""
@@ -88,6 +125,8 @@ class Splicer:
                 freed = self._freed.get(storage)
                 is_left = freed is None or self._trace.events[freed].op > last_op
                 original = counterpart.get(storage)
+                if self._allocated[storage] in left_out:
+                    continue  # offloaded
                 if original is not None and is_left:
                     self._merge(original, storage, left_out, replaced)
                 elif original is not None or not is_left:
@@ -119,3 +158,27 @@ class Splicer:
         freed = self._freed.get(storage)
         if freed is not None:
             left_out.add(freed)
+
+
+def _followed_by(trace: Trace, calls: Sequence[Sequence[UnitCall]]) -> dict[int, tuple[int, int, int]]:
+    """By the first op of a call: the next unit in its micro-batch, that, and the last op of its forward."""
+    ordered = sorted(
+        (call.forward[0], unit, trace.ops[call.forward[0]].micro_batch, call.forward[-1])
+        for unit, of_unit in enumerate(calls)
+        for call in of_unit
+        if call.forward
+    )
+    return {
+        first_op: following[1:]
+        for (first_op, _, micro_batch, _), following in pairwise(ordered)
+        if following[2] == micro_batch
+    }
+
+
+def _backward_begins(trace: Trace, owner: Sequence[int]) -> dict[tuple[int, int], int]:
+    """By unit and micro-batch of the last step, the first op of the backward."""
+    begins: dict[tuple[int, int], int] = {}
+    for index, (op, unit) in enumerate(zip(trace.ops, owner, strict=True)):
+        if op.phase is Phase.BACKWARD and op.step == trace.captured_steps - 1 and unit >= 0:
+            begins.setdefault((unit, op.micro_batch), index)
+    return begins

@@ -8,6 +8,7 @@ from brimful.timeline.capacity import (
     smallest_surviving_capacity_bytes,
 )
 from brimful.timeline.host import (
+    LEAST_OFFLOADED_BYTES,
     TO_DEVICE,
     TO_DEVICE_DONE,
     TO_HOST,
@@ -30,6 +31,7 @@ from brimful.timeline.memory import (
 
 __all__ = [
     "DEFAULT_ALLOCATOR",
+    "LEAST_OFFLOADED_BYTES",
     "TO_DEVICE",
     "TO_DEVICE_DONE",
     "TO_HOST",

@@ -16,6 +16,10 @@ TO_DEVICE_DONE = "brimful.to_device_done.default"
 """The device goes on when all copies back that have begun are done."""
 
 
+LEAST_OFFLOADED_BYTES = 64 * 1024
+"""Smaller storages stay on the device: all of a model's together are little, and each would take a copy."""
+
+
 def pinned_bytes(size_bytes: int) -> int:
     """Bytes of pinned memory that a copy of so many takes, at least 1: torch rounds to powers of two.
 

@@ -180,7 +180,7 @@ def test_the_small_jobs_can_be_captured_with_units_offloaded(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As much comes back as was sent, and less is there when backward begins."""
-    monkeypatch.setattr("brimful.applying.offload.LEAST_BYTES", 512)
+    monkeypatch.setattr("brimful.timeline.host.LEAST_OFFLOADED_BYTES", 512)
     plain = Settings(micro_batch_size=8, precision=Precision.BF16)
     kept = capture_step(JOBS[name], plain, A100, steps=1)
     units = [

@@ -1,0 +1,202 @@
+"""Units that are offloaded: what the problem says of them, and what is spliced, against captures."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from brimful.capture import capture_step
+from brimful.cost import step_seconds
+from brimful.hardware import Device, find_device
+from brimful.module_tree import unit_of_each_op
+from brimful.planning.problem import KEPT, RECOMPUTED, PosedProblem, build_problem
+from brimful.planning.splice import Splicer
+from brimful.planning.units import find_units
+from brimful.settings import Action, Precision, Settings
+from brimful.timeline import TO_HOST, host, live_profile, pinned_host_bytes, rounding_bytes_of
+from brimful.trace import Phase, Trace
+from helpers.planned_jobs import JOBS, SAMPLES, with_action
+
+GPU = "A100 80GB SXM"
+CASES = [
+    *((name, Precision.FP32, 0.01) for name in ("gpt", "post-norm", "resnet", "vgg", "inception")),
+    *((name, Precision.BF16, 0.02) for name in ("gpt", "post-norm", "resnet", "vgg", "inception")),
+    *(("unet", precision, 0.2) for precision in (Precision.FP32, Precision.BF16)),  # skips, and casts of them
+    *(("returning", precision, 0.05) for precision in (Precision.FP32, Precision.BF16)),
+]
+CHOICES = 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    """Tensors as small as those of these models are offloaded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "LEAST_OFFLOADED_BYTES", 512)
+        yield
+
+
+@cache
+def capture(name: str, settings: Settings) -> Trace:
+    """Not the one of other tests, which is made without small tensors offloaded."""
+    return capture_step(JOBS[name], settings, find_device(GPU), steps=1)
+
+
+def slow() -> Device:
+    """A device on which ops of these small models, and copies, take longer than looking at them in Python."""
+    return replace(
+        find_device(GPU),
+        fp32_flops_per_second=1e6,
+        memory_bandwidth_bytes_per_second=1e6,
+        host_link_bytes_per_second=1e6,
+    )
+
+
+@cache
+def traces(name: str, precision: Precision, accumulation: int) -> tuple[Trace, Trace, tuple[str, ...]]:
+    settings = Settings(micro_batch_size=SAMPLES, gradient_accumulation_steps=accumulation, precision=precision)
+    kept = capture(name, settings)
+    units = find_units(kept)
+    return kept, capture(name, with_action(settings, units, Action.RECOMPUTE)), units
+
+
+@cache
+def posed(name: str, precision: Precision, accumulation: int = 1, host_bytes: int = 1 << 40) -> PosedProblem:
+    kept, recomputed, units = traces(name, precision, accumulation)
+    return build_problem(
+        kept, recomputed, units, slow(), micro_batches=kept.captured_micro_batches, host_bytes=host_bytes
+    )
+
+
+def peak_bytes(trace: Trace) -> int:
+    profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
+    return profile.peak_bytes_in_step(profile.last_step)
+
+
+def choices(of: PosedProblem, seed: int) -> list[tuple[int, ...]]:
+    """As much offloaded as can be, every second unit, and random ones of which half the units are offloaded."""
+    last = [len(unit) - 1 for unit in of.problem.units]
+    can = [unit[-1].action is Action.OFFLOAD for unit in of.actions]
+    rng = random.Random(seed)
+    some = [
+        tuple(
+            n if may and rng.random() < 0.5 else rng.randrange(n + 1) for n, may in zip(last, can, strict=True)
+        )
+        for _ in range(CHOICES)
+    ]
+    return [
+        tuple(n if may else KEPT for n, may in zip(last, can, strict=True)),
+        tuple(n if may and i % 2 else RECOMPUTED for i, (n, may) in enumerate(zip(last, can, strict=True))),
+        *some,
+    ]
+
+
+@pytest.mark.parametrize(("name", "precision", "tolerance"), CASES)
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
+def test_the_peak_of_a_choice_that_offloads_is_that_of_a_capture(
+    name: str, precision: Precision, tolerance: float
+) -> None:
+    """Never less, and hardly more."""
+    of = posed(name, precision, 2)
+    kept, _recomputed, _units = traces(name, precision, 2)
+    offloaded = 0
+    for choice in choices(of, seed=2):
+        actions = of.chosen(choice)
+        offloaded += sum(action.action is Action.OFFLOAD for action in actions)
+        truth = peak_bytes(capture(name, replace(kept.settings, units=actions)))
+        assert truth <= of.problem.peak_bytes(choice) <= truth * (1 + tolerance), choice
+    assert offloaded >= CHOICES
+
+
+@pytest.mark.parametrize("name", [name for name in JOBS if name != "returning"])
+def test_a_spliced_trace_of_offloaded_units_takes_what_a_capture_does(name: str) -> None:
+    """Less by half a thousandth: a recomputation drops what a linear layer read before its bias's gradient is
+    made. More, as where units are kept: buffers that recomputing would have copied."""
+    of = posed(name, Precision.FP32, 2)
+    kept, recomputed, units = traces(name, Precision.FP32, 2)
+    splicer = Splicer(recomputed, unit_of_each_op(recomputed, units), len(units))
+    assert splicer.can_splice()
+    for choice in choices(of, seed=2):
+        actions = of.chosen(choice)
+        truth = peak_bytes(capture(name, replace(kept.settings, units=actions)))
+        assert truth * 0.9995 <= peak_bytes(splicer.spliced(actions)) <= truth * 1.05, choice
+
+
+def test_a_spliced_trace_holds_at_the_end_of_forward_what_a_capture_does() -> None:
+    of = posed("gpt", Precision.FP32, 1)
+    kept, recomputed, units = traces("gpt", Precision.FP32, 1)
+    actions = of.chosen(choices(of, seed=0)[0])
+    spliced = Splicer(recomputed, unit_of_each_op(recomputed, units), len(units)).spliced(actions)
+    captured = capture("gpt", replace(kept.settings, units=actions))
+    assert held_after_forward(spliced) == held_after_forward(captured)
+    assert held_after_forward(captured) < held_after_forward(kept)
+
+
+def held_after_forward(trace: Trace) -> int:
+    """Bytes of the device when the last op of the first forward has run."""
+    last = max(
+        i for i, op in enumerate(trace.ops) if op.phase is Phase.FORWARD and op.micro_batch == op.step == 0
+    )
+    profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
+    return int(profile.live_bytes[profile.ops <= last][-1])
+
+
+# What is offered, and at what price.
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet", "vgg"])
+def test_what_a_unit_would_send_is_what_a_capture_sends(name: str) -> None:
+    of = posed(name, Precision.FP32)
+    kept, _recomputed, _units = traces(name, Precision.FP32, 1)
+    choice = choices(of, seed=0)[0]
+    captured = capture(name, replace(kept.settings, units=of.chosen(choice)))
+    sent_bytes = sum(op.written_bytes for op in captured.ops if op.name == TO_HOST)
+    told_bytes = sum(
+        unit[option].lingering_bytes for unit, option in zip(of.problem.units, choice, strict=True)
+    )
+    # The device rounds; what a unit returns is sent by none, what others hold by all who save it.
+    assert told_bytes * 0.97 <= sent_bytes <= told_bytes
+    pinned = sum(unit[option] for unit, option in zip(of.pinned_host_bytes, choice, strict=True))
+    assert pinned >= pinned_host_bytes(captured) >= 0.97 * pinned
+
+
+def offered(of: PosedProblem) -> list[bool]:
+    return [any(action.action is Action.OFFLOAD for action in unit) for unit in of.actions]
+
+
+def test_without_host_memory_none_is_offloaded_and_with_little_the_first_are() -> None:
+    of = posed("gpt", Precision.FP32)
+    assert offered(of) == [False, True, True, True, True, True, False]
+    assert not any(offered(posed("gpt", Precision.FP32, host_bytes=0)))
+    a_block = of.pinned_host_bytes[1][-1]
+    little = posed("gpt", Precision.FP32, host_bytes=int(2.5 * a_block))
+    assert offered(little) == [False, True, True, False, False, False, False]
+    assert [unit[:-1] for unit in of.problem.units[1:3]] == [unit[:-1] for unit in little.problem.units[1:3]]
+
+
+def test_a_module_that_runs_again_later_and_the_last_unit_are_not_offloaded() -> None:
+    of = posed("returning", Precision.FP32)
+    _kept, _recomputed, units = traces("returning", Precision.FP32, 1)
+    assert [unit for unit, is_offered in zip(units, offered(of), strict=True) if is_offered] == ["two"]
+
+
+def test_a_device_without_a_link_offloads_nothing() -> None:
+    kept, recomputed, units = traces("gpt", Precision.FP32, 1)
+    cpu = replace(slow(), host_link_bytes_per_second=None)
+    of = build_problem(kept, recomputed, units, cpu, micro_batches=1, host_bytes=1 << 40)
+    assert not any(offered(of))
+
+
+@pytest.mark.parametrize("link", [1e5, 1e6, 1e9])
+def test_the_time_told_is_that_of_a_capture(link: float) -> None:
+    """With a slow link nearly all of it is waiting, each way."""
+    device = replace(slow(), host_link_bytes_per_second=link)
+    kept, recomputed, units = traces("gpt", Precision.FP32, 1)
+    of = build_problem(kept, recomputed, units, device, micro_batches=1, host_bytes=1 << 40)
+    plain_seconds = step_seconds(kept, device).total_seconds
+    for choice in choices(of, seed=3):
+        truth = step_seconds(
+            capture("gpt", replace(kept.settings, units=of.chosen(choice))), device
+        ).total_seconds
+        assert plain_seconds + of.problem.seconds(choice) == pytest.approx(truth, rel=0.02), choice
