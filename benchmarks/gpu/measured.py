@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
 from brimful.job import Job
-from brimful.local import build_model
+from brimful.local import build_model, set_up_allocator
 from brimful.measuring import PeakMemory, peak_memory, repeated_step
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
@@ -51,6 +51,7 @@ def measure(
         What was measured, and the history, empty if none was kept.
     """
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
+    set_up_allocator(settings, device)
     keeps_history = keeps_history and not dry
     history: list[Entry] = []
     if keeps_history:

@@ -126,7 +126,8 @@ class Bench:
 
     def outcome(self, settings: Settings, **notes: Any) -> Outcome:
         """What a capture of some settings says."""
-        trace = self.capture(settings).with_last_step_again()
+        captured = self.capture(replace(settings, expandable_segments=False))
+        trace = replace(captured, settings=settings).with_last_step_again()
         estimate = estimate_trace(trace, self.device, capacity_bytes=1 << 62)
         return Outcome(
             settings=settings,
@@ -137,19 +138,24 @@ class Bench:
         )
 
     def largest_that_fits(self, actions: tuple[UnitAction, ...], budget_bytes: int) -> Outcome:
-        """Actions with the largest micro-batch whose capture is within the budget; the smallest if none is."""
+        """Actions with the largest micro-batch whose capture is within the budget; the smallest if none is.
+
+        The allocator's segments may grow, as they may for a plan, where that takes less.
+        """
         for size in self.sizes:
             settings = replace(self.plain.with_micro_batch_size(size), units=actions)
             if size != self.sizes[-1] and self._surely_too_much(settings, budget_bytes):
                 continue
             outcome = self.outcome(settings)
+            if outcome.peak_device_bytes > budget_bytes and self.device.kind == "cuda":
+                outcome = self.outcome(replace(settings, expandable_segments=True))
             if outcome.peak_device_bytes <= budget_bytes:
                 break
         return outcome
 
     def _surely_too_much(self, settings: Settings, budget_bytes: int) -> bool:
         """By scaling, which saves a capture; what is near the budget is captured."""
-        peak = predict_memory(self._scaled.at(settings)).peak_reserved_bytes + self.device.context_bytes
+        peak = predict_memory(self._scaled.at(settings)).peak_allocated_bytes + self.device.context_bytes
         return peak > 1.05 * budget_bytes
 
 

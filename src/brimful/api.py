@@ -240,6 +240,7 @@ def plan(
     optimizer_implementation: str | OptimizerImplementation | None = None,
     allow_optimizers: Sequence[str] = (),
     chunked_loss: bool = True,
+    expandable_segments: bool = True,
     split_batch_norm: bool = False,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
@@ -263,6 +264,8 @@ def plan(
             "adafactor", "adamw8bit".
         chunked_loss: Permit computing a cross-entropy over a large vocabulary a part of the tokens at a time:
             the same sums in another order.
+        expandable_segments: Permit telling PyTorch's CUDA allocator to grow its segments, which leaves less
+            memory unused.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
 
     Returns:
@@ -297,6 +300,7 @@ def plan(
             for name in allow_optimizers
         ),
         permits_chunked_loss=chunked_loss,
+        permits_expandable_segments=expandable_segments,
         weighs_by_count=job.count is not None,
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,

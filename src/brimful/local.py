@@ -9,6 +9,7 @@ from torch import nn
 
 from brimful.errors import UsageError
 from brimful.job import Job
+from brimful.settings import Settings
 
 
 def choose_device(asked: torch.device | str | None, planned_kind: str | None) -> torch.device:
@@ -41,6 +42,26 @@ def choose_device(asked: torch.device | str | None, planned_kind: str | None) ->
     if device.type == "cuda" and not has_cuda:
         raise UsageError("this machine has no CUDA GPU that torch can use. Take cpu instead.")
     return device
+
+
+def set_up_allocator(settings: Settings, device: torch.device) -> None:
+    """Set PyTorch's CUDA allocator, that of the whole process, as settings ask for; what else is set stays.
+
+    Args:
+        settings: Of what is to run.
+        device: Where; on a CPU nothing is done.
+
+    Source: torch.cuda.memory._set_allocator_settings, deprecated for the private call used here (torch 2.13).
+    """
+    if device.type != "cuda" or not settings.expandable_segments:
+        return
+    wanted = "expandable_segments:True"
+    if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        torch.cuda.memory._set_allocator_settings(wanted)
+        return
+    others = torch._C._accelerator_getAllocatorSettings().split(",")
+    kept = [option for option in others if option.strip() and "expandable_segments" not in option]
+    torch._C._accelerator_setAllocatorSettings(",".join([*kept, wanted]))
 
 
 def device_name(device: torch.device) -> str:

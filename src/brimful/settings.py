@@ -157,6 +157,9 @@ class Settings:
     """Actions by unit, in execution order; a module that is not named is kept."""
     chunked_loss: ChunkedLoss | None = None
     """None computes the loss of all tokens at once, as the job does."""
+    expandable_segments: bool = False
+    """Let PyTorch's CUDA allocator grow its segments, which leaves less memory unused between tensors; as the
+    environment variable PYTORCH_ALLOC_CONF=expandable_segments:True does."""
 
     def __post_init__(self) -> None:
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
@@ -194,6 +197,8 @@ class Settings:
             parts.append(f"{self.optimizer_implementation} optimizer")
         if self.chunked_loss:
             parts.append(f"loss in {self.chunked_loss.chunks} chunks")
+        if self.expandable_segments:
+            parts.append("expandable segments")
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
         for action, how in _DONE.items():
@@ -236,6 +241,7 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         and str(settings.optimizer_implementation),
         "units": [_unit_to_json(unit) for unit in settings.units],
         "chunked_loss": settings.chunked_loss and asdict(settings.chunked_loss),
+        "expandable_segments": settings.expandable_segments,
     }
 
 
@@ -258,4 +264,5 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
             for unit in document["units"]
         ),
         chunked_loss=(chunked := document.get("chunked_loss")) and ChunkedLoss(**chunked),
+        expandable_segments=document.get("expandable_segments", False),
     )

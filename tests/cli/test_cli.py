@@ -146,6 +146,7 @@ def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "optimizer_implementation",
         "units",
         "chunked_loss",
+        "expandable_segments",
     }
     assert json.loads((folder / "plan.json").read_text()) == document
 
@@ -346,14 +347,14 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output", "--check", "--certify",
-        "--json",
+        "--expandable-segments", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output",
+        "--check", "--certify", "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed", "--max-gradient-norm", "--run-dir",
-        "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
+        "--expandable-segments", "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed",
+        "--max-gradient-norm", "--run-dir", "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
     ],
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from brimful.applying.apply import apply_units
 from brimful.batches import split_batch
 from brimful.job import Batch, Job
+from brimful.local import set_up_allocator
 from brimful.optimizers import set_implementation
 from brimful.settings import Settings
 from brimful.step import (
@@ -62,6 +63,7 @@ class PlannedStep:
         self._optimizer = optimizer
         self._max_gradient_norm = max_gradient_norm
         self._scaler = make_scaler(settings.precision, device_of(model).type)
+        set_up_allocator(settings, device_of(model))
         self._applied = apply_units(model, settings)
 
     def __call__(self, global_batch: Batch) -> StepOutcome:

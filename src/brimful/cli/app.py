@@ -109,6 +109,13 @@ ChunkedLoss = Annotated[
         help="Permit computing a cross-entropy over a large vocabulary a part of the tokens at a time.",
     ),
 ]
+ExpandableSegments = Annotated[
+    bool,
+    typer.Option(
+        "--expandable-segments/--no-expandable-segments",
+        help="Permit telling PyTorch's CUDA allocator to grow its segments, which leaves less memory unused.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
@@ -267,6 +274,7 @@ def plan(
     optimizer_implementation: OptimizerImplementationName = None,
     allow_optimizer: AllowedOptimizers = None,
     chunked_loss: ChunkedLoss = True,
+    expandable_segments: ExpandableSegments = True,
     split_batch_norm: SplitBatchNorm = False,
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
@@ -296,6 +304,7 @@ def plan(
                 "--optimizer-implementation": optimizer_implementation,
                 "--allow-optimizer": allow_optimizer,
                 "--no-chunked-loss": not chunked_loss,
+                "--no-expandable-segments": not expandable_segments,
                 "--split-batch-norm": split_batch_norm,
                 "--output": output,
                 "--certify": certify,
@@ -322,6 +331,7 @@ def plan(
             optimizer_implementation=optimizer_implementation,
             allow_optimizers=allow_optimizer or (),
             chunked_loss=chunked_loss,
+            expandable_segments=expandable_segments,
             split_batch_norm=split_batch_norm,
         )
         result = replace(result, source=source)
@@ -354,6 +364,7 @@ def train(
     optimizer_implementation: OptimizerImplementationName = None,
     allow_optimizer: AllowedOptimizers = None,
     chunked_loss: ChunkedLoss = True,
+    expandable_segments: ExpandableSegments = True,
     split_batch_norm: SplitBatchNorm = False,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
@@ -406,6 +417,7 @@ def train(
                 optimizer_implementation=optimizer_implementation,
                 allow_optimizers=allow_optimizer or (),
                 chunked_loss=chunked_loss,
+                expandable_segments=expandable_segments,
                 split_batch_norm=split_batch_norm,
             )
         if not as_json:
@@ -449,7 +461,7 @@ def calibrate(
 
 _SAID_BY_A_PLAN = (
     "global_batch_size", "budget", "device", "precision", "micro_batch_size", "recompute", "optimizer",
-    "optimizer_implementation", "allow_optimizer", "chunked_loss", "split_batch_norm",
+    "optimizer_implementation", "allow_optimizer", "chunked_loss", "expandable_segments", "split_batch_norm",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from brimful.applying import apply_units
 from brimful.batches import make_batch, split_batch
 from brimful.errors import UsageError
 from brimful.job import Job
-from brimful.local import build_model, choose_device, device_name
+from brimful.local import build_model, choose_device, device_name, set_up_allocator
 from brimful.measurement import Measurement
 from brimful.measuring.peak import peak_memory
 from brimful.optimizers import make_optimizer
@@ -59,6 +59,7 @@ def measure_step(
     device = choose_device(device, None)
     if steps < 1:
         raise UsageError(f"steps is {steps}; at least 1 must be timed.")
+    set_up_allocator(settings, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).to(device).train()

@@ -53,6 +53,22 @@ class Candidate:
     _ladder: tuple[int, ...] | None = None
     _splicer: Splicer | None = None
 
+    def with_expandable_segments(self) -> Candidate:
+        """The same ways to train with the allocator's segments growing: only what is reserved differs."""
+        kept, recomputed, settings = (
+            replace(each, expandable_segments=True)
+            for each in (self.kept.settings, self.recomputed.settings, self.settings)
+        )
+        return replace(
+            self,
+            settings=settings,
+            kept=replace(self.kept, settings=kept),
+            recomputed=replace(self.recomputed, settings=recomputed),
+            _replayed={},
+            _reserved={},
+            _splicer=None,
+        )
+
     @property
     def roughness(self) -> float:
         """Part by which a capture may be faster than what is derived; ops may differ where a dimension is 1."""
@@ -114,7 +130,8 @@ class Candidate:
         if choice not in self._replayed:
             settings = replace(self.settings, units=self.posed.chosen(choice))
             # A second step finds memory as the allocator was left by the first.
-            trace = self._capture(settings).with_last_step_again()
+            captured = self._capture(replace(settings, expandable_segments=False))
+            trace = replace(captured, settings=settings).with_last_step_again()
             self._replayed[choice] = estimate_unlimited(trace, self._request.device)
         return self._replayed[choice]
 

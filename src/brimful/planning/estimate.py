@@ -12,7 +12,6 @@ from brimful.hardware import Device
 from brimful.planning.text import estimate_text
 from brimful.settings import Settings
 from brimful.timeline import (
-    DEFAULT_ALLOCATOR,
     AllocatorSettings,
     AllocatorWhatIf,
     FailedAllocation,
@@ -147,7 +146,7 @@ def estimate_trace(
     device: Device,
     *,
     capacity_bytes: int | None = None,
-    allocator: AllocatorSettings = DEFAULT_ALLOCATOR,
+    allocator: AllocatorSettings | None = None,
     compares_allocators: bool = False,
 ) -> Estimate:
     """What the traced step takes on `device`.
@@ -156,7 +155,7 @@ def estimate_trace(
         trace: A capture that follows the decisions of the device's kind.
         device: Where the step would run.
         capacity_bytes: Bytes permitted, the CUDA context included; None permits all the device has.
-        allocator: How the CUDA allocator is set.
+        allocator: How the CUDA allocator is set; None as the trace's own settings say.
         compares_allocators: Also replay the step under other settings, which takes about a second.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from brimful.settings import op_kind
+from brimful.timeline import live_profile, rounding_bytes_of
 from brimful.trace import Phase, Trace
 
 LOSS_CHUNKS = 8
@@ -16,12 +17,11 @@ where they are less, computing it in chunks spares less than a tenth."""
 _PRODUCTS = frozenset({"mm", "addmm"})
 
 
-def logits_layer(plain: Trace, peak_bytes: int) -> str | None:
+def logits_layer(plain: Trace) -> str | None:
     """The linear layer whose output a large cross-entropy takes.
 
     Args:
         plain: A capture of the whole step.
-        peak_bytes: Of the step.
 
     Returns:
         The layer's dotted path; None if there is no such loss, it is small, or something else than a linear
@@ -29,7 +29,10 @@ def logits_layer(plain: Trace, peak_bytes: int) -> str | None:
     """
     forward = [op for op in plain.ops if op.phase is Phase.FORWARD]
     losses = [place for place, op in enumerate(forward) if op_kind(op.name) == "_log_softmax"]
-    if not losses or forward[losses[0]].written_bytes < LARGE_FRACTION * peak_bytes:
+    if not losses:
+        return None
+    peak_bytes = live_profile(plain, rounding_bytes_of(plain.device_kind)).peak_bytes
+    if forward[losses[0]].written_bytes < LARGE_FRACTION * peak_bytes:
         return None
     before = forward[: losses[0]]
     product = next((op for op in reversed(before) if op_kind(op.name) in _PRODUCTS), None)

@@ -39,6 +39,8 @@ class Request:
     """Permitted beside that of plain training. They change the mathematics."""
     permits_chunked_loss: bool = True
     """Whether a loss over a large vocabulary may be computed a part of the tokens at a time."""
+    permits_expandable_segments: bool = True
+    """Whether the CUDA allocator may be told to grow its segments."""
     weighs_by_count: bool = False
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False

@@ -36,6 +36,11 @@ _CHUNKED_NOTE = (
     "used for anything else are computed again."
 )
 
+_EXPANDABLE_NOTE = (
+    "The CUDA allocator is to grow its segments, or less fits. brimful's own step and training tell it so; "
+    "elsewhere set PYTORCH_ALLOC_CONF=expandable_segments:True."
+)
+
 ROUGHNESS = 0.01
 """Part by which times of captures and of what is derived from them may differ."""
 
@@ -66,13 +71,13 @@ def search(capture: Capture, request: Request) -> Plan:
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
     candidates, notes = _candidates(capture, request, plain_trace, request.bases())
     found = _fastest(candidates, request.reserved_budget_bytes)
-    if request.permits_chunked_loss and _is_held_back(found, candidates, request):
-        layer = logits_layer(plain_trace, plain.predicted_peak_reserved_bytes)
-        if layer is not None:
-            candidates += _with_chunked_loss(capture, request, plain_trace, layer, notes)
-        found = _fastest(candidates, request.reserved_budget_bytes)
+    for further in (_with_chunked_loss, _with_expandable_segments):
+        if _is_held_back(found, candidates, request):
+            candidates += further(capture, request, plain_trace, candidates, notes)
+            found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
-        smallest = min(candidates, key=lambda candidate: candidate.smallest_peak_bytes()).replay(0)
+        least = min(candidate.smallest_peak_bytes() for candidate in candidates)
+        smallest = next(c for c in reversed(candidates) if c.smallest_peak_bytes() == least).replay(0)
         if smallest.predicted_peak_device_bytes > request.budget_bytes:
             raise nothing_fits(capture, request, smallest, plain, plain_trace)
         found = [smallest]
@@ -98,6 +103,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
             *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
+            *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
             *([_FUSED_NOTE] if best.settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
             *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
         ),
@@ -136,19 +142,30 @@ def _is_held_back(found: list[Estimate], candidates: list[Candidate], request: R
 
 
 def _with_chunked_loss(
-    capture: Capture, request: Request, plain: Trace, layer: str, notes: list[str]
+    capture: Capture, request: Request, plain: Trace, _candidates_so_far: list[Candidate], notes: list[str]
 ) -> list[Candidate]:
-    """The same ways to train, with the loss computed in chunks; none, with a note, if that fails."""
+    """The same ways to train with the loss computed in chunks; none where it is small or that fails."""
+    layer = logits_layer(plain) if request.permits_chunked_loss else None
+    if layer is None:
+        return []
     chunked = ChunkedLoss(layer=layer, chunks=LOSS_CHUNKS)
+    bases = [replace(base, chunked_loss=chunked) for base in request.bases()]
     try:
-        found, more = _candidates(
-            capture, request, plain, [replace(base, chunked_loss=chunked) for base in request.bases()]
-        )
+        found, more = _candidates(capture, request, plain, bases)
     except (CaptureError, UsageError) as error:
         notes.append(f"The loss is not computed in chunks: {error}")
         return []
     notes += more
     return found
+
+
+def _with_expandable_segments(
+    _capture: Capture, request: Request, _plain: Trace, candidates: list[Candidate], _notes: list[str]
+) -> list[Candidate]:
+    """The same ways to train with an allocator that grows its segments; none on a CPU."""
+    if request.device.kind != "cuda" or not request.permits_expandable_segments:
+        return []
+    return [candidate.with_expandable_segments() for candidate in candidates]
 
 
 def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:
@@ -199,11 +216,8 @@ def _alternatives(
 def _is_plain_otherwise(settings: Settings, request: Request) -> bool:
     """Whether only the micro-batch and the units differ from plain training."""
     plain = request.plain_settings()
-    return (settings.precision, settings.optimizer, settings.chunked_loss) == (
-        plain.precision,
-        plain.optimizer,
-        None,
-    )
+    is_plain = settings.precision is plain.precision and settings.optimizer == plain.optimizer
+    return is_plain and settings.chunked_loss is None and not settings.expandable_segments
 
 
 def _budget_curve(

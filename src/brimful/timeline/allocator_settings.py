@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from brimful.errors import UnknownNameError, UsageError
+from brimful.settings import Settings
 from brimful.timeline.pools import LARGE_SEGMENT_BYTES
 from brimful.units import MIB, format_bytes
 
@@ -133,6 +134,11 @@ class AllocatorSettings:
                 case "backend":
                     _check_backend(value)
         return settings
+
+    @classmethod
+    def of(cls, settings: Settings) -> AllocatorSettings:
+        """Those that a step's settings ask for; PyTorch's defaults besides."""
+        return cls(expandable_segments=settings.expandable_segments)
 
     def __str__(self) -> str:
         """The text for `PYTORCH_ALLOC_CONF`, such as "max_split_size_mb:128"; empty for PyTorch's defaults."""

@@ -67,7 +67,7 @@ def compare_allocators(trace: Trace, capacity_bytes: int | None = None) -> tuple
 def smallest_surviving_capacity_bytes(
     trace: Trace,
     *,
-    allocator: AllocatorSettings = DEFAULT_ALLOCATOR,
+    allocator: AllocatorSettings | None = None,
     unlimited_peak_reserved_bytes: int | None = None,
 ) -> int | None:
     """The smallest capacity at which a trace still runs, below its peak reserved bytes by what flushing saves.
@@ -78,7 +78,7 @@ def smallest_surviving_capacity_bytes(
 
     Args:
         trace: Some training steps.
-        allocator: The CUDA allocator's settings.
+        allocator: The CUDA allocator's settings; None takes those of the trace's own settings.
         unlimited_peak_reserved_bytes: What the trace reserves without limit, if that is known already.
 
     Returns:
@@ -90,6 +90,7 @@ def smallest_surviving_capacity_bytes(
     rounding_bytes_of(trace.device_kind)
     if trace.device_kind != "cuda":
         return None
+    allocator = allocator or AllocatorSettings.of(trace.settings)
     if unlimited_peak_reserved_bytes is None:
         unlimited_peak_reserved_bytes = replay_allocations(trace, allocator=allocator).peak_reserved_bytes
     return _smallest_surviving_capacity(trace, allocator, unlimited_peak_reserved_bytes)

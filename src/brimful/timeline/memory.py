@@ -8,7 +8,7 @@ import numpy as np
 
 from brimful.errors import UsageError
 from brimful.timeline.allocator import CachingAllocator
-from brimful.timeline.allocator_settings import DEFAULT_ALLOCATOR, AllocatorSettings
+from brimful.timeline.allocator_settings import AllocatorSettings
 from brimful.timeline.liveness import LiveProfile, live_profile, profile_of_levels, rounding_bytes_of
 from brimful.trace import Category, EventKind, Phase, Storage, Trace
 
@@ -113,13 +113,13 @@ class Replay:
 
 
 def predict_memory(
-    trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR, capacity_bytes: int | None = None
+    trace: Trace, *, allocator: AllocatorSettings | None = None, capacity_bytes: int | None = None
 ) -> MemoryPrediction:
     """The memory that a trace takes on its kind of device.
 
     Args:
         trace: Some training steps.
-        allocator: The CUDA allocator's settings; nothing to a CPU.
+        allocator: The CUDA allocator's settings; None takes those of the trace's settings. Nothing to a CPU.
         capacity_bytes: What the allocator can reserve: on CUDA the device's memory less the context and what
             others hold. None is without limit. Near it the CUDA allocator gives back its cache, so it reserves
             less than it would without.
@@ -130,6 +130,7 @@ def predict_memory(
     Raises:
         UsageError: The trace allocates nothing, or its kind of device is unknown.
     """
+    allocator = allocator or AllocatorSettings.of(trace.settings)
     if not trace.events:
         raise UsageError(f"the trace of {trace.job!r} allocates nothing, so it has no peak. Capture it again.")
     limited = replay_allocations(trace, allocator=allocator, capacity_bytes=capacity_bytes)
@@ -172,9 +173,7 @@ def most_held_bytes(trace: Trace, category: Category) -> int:
     return most
 
 
-def most_reserved_bytes(
-    trace: Trace, likely_bytes: int, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR
-) -> int:
+def most_reserved_bytes(trace: Trace, likely_bytes: int, *, allocator: AllocatorSettings | None = None) -> int:
     """Peak reserved bytes if what is not known for sure is as large as it may be.
 
     Larger requests do not always make more be reserved: a block obtained for one of them may serve others
@@ -183,7 +182,7 @@ def most_reserved_bytes(
     Args:
         trace: Some training steps.
         likely_bytes: What is reserved without limit if they are as large as they likely are.
-        allocator: The CUDA allocator's settings; nothing to a CPU.
+        allocator: The CUDA allocator's settings; None takes those of the trace's settings. Nothing to a CPU.
 
     Returns:
         `likely_bytes` or more.
@@ -218,13 +217,13 @@ def _enlarged(trace: Trace, storages: set[int]) -> Trace:
 
 
 def replay_allocations(
-    trace: Trace, *, allocator: AllocatorSettings = DEFAULT_ALLOCATOR, capacity_bytes: int | None = None
+    trace: Trace, *, allocator: AllocatorSettings | None = None, capacity_bytes: int | None = None
 ) -> Replay:
     """Play a trace's allocations on its kind of device until the end or the first request that fails.
 
     Args:
         trace: Some training steps.
-        allocator: The CUDA allocator's settings; nothing to a CPU.
+        allocator: The CUDA allocator's settings; None takes those of the trace's settings. Nothing to a CPU.
         capacity_bytes: What the allocator can reserve; None is without limit.
 
     Returns:
@@ -235,7 +234,8 @@ def replay_allocations(
     """
     rounding_bytes = rounding_bytes_of(trace.device_kind)
     if trace.device_kind == "cuda":
-        return _replay_cached(trace, CachingAllocator(allocator, capacity_bytes))
+        settings = allocator or AllocatorSettings.of(trace.settings)
+        return _replay_cached(trace, CachingAllocator(settings, capacity_bytes))
     return _replay_uncached(live_profile(trace, rounding_bytes), capacity_bytes)
 
 

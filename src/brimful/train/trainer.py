@@ -20,7 +20,7 @@ from brimful.batches import count_samples
 from brimful.certificate import Certificate
 from brimful.errors import CertificateError, NonFiniteError, UsageError
 from brimful.job import Batch, Data, Job
-from brimful.local import build_model, choose_device, device_name
+from brimful.local import build_model, choose_device, device_name, set_up_allocator
 from brimful.measuring import certify_model
 from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
@@ -159,6 +159,7 @@ class Trainer:
         if data.validation is not None:
             check_validation(data.validation)
         torch.manual_seed(self._seed)
+        set_up_allocator(self._settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
         self._certificate = self._certified(self._model)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), self._settings)

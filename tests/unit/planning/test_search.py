@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.architectures import find_architecture
 from brimful.capture import capture_step
 from brimful.errors import InfeasibleError
 from brimful.hardware import Device, find_device
 from brimful.job import Job
 from brimful.module_tree import unit_of_each_op
-from brimful.planning import OptimizerChoice, Request, search
+from brimful.planning import OptimizerChoice, Request, check_trace, search
 from brimful.planning.derived import Counterparts, with_one_micro_batch
 from brimful.planning.records import Plan
 from brimful.planning.splice import Splicer
@@ -215,3 +216,27 @@ def test_another_optimizer_is_chosen_only_if_allowed_and_the_plan_says_so() -> N
     roomy = planned_words(1.0, other_optimizers=(OptimizerChoice(name="adafactor"),))
     settings = [roomy.settings, *(each.settings for each in roomy.alternatives)]
     assert None in [each.optimizer for each in settings], "the best with the job's own optimizer is not told"
+
+
+def test_segments_grow_where_fixed_ones_leave_too_much_unused() -> None:
+    """On a GPU; the plan's prediction is that of the growing allocator, and `check` repeats it."""
+    job = find_architecture("unet", image_size=128)
+    device = find_device("RTX 3090")
+    run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
+    asked = Request(job="unet", device=device, budget_bytes=0, global_batch_size=16)
+    with pytest.raises(InfeasibleError) as caught:
+        search(run, replace(asked, budget_bytes=1 << 20, permits_expandable_segments=False))
+    fixed_bytes = caught.value.smallest_peak_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        search(run, replace(asked, budget_bytes=1 << 20))
+    growing_bytes = caught.value.smallest_peak_bytes
+    assert fixed_bytes is not None
+    assert growing_bytes is not None
+    assert growing_bytes < fixed_bytes
+    plan = search(run, replace(asked, budget_bytes=growing_bytes))
+    assert plan.settings.expandable_segments
+    assert plan.predicted_peak_device_bytes <= growing_bytes
+    assert any("PYTORCH_ALLOC_CONF" in note for note in plan.notes)
+    assert check_trace(run(plan.settings), plan, device, growing_bytes).fits
+    roomy = search(run, replace(asked, budget_bytes=8 << 30))
+    assert not roomy.settings.expandable_segments
