@@ -241,6 +241,8 @@ def plan(
     allow_optimizers: Sequence[str] = (),
     chunked_loss: bool = True,
     expandable_segments: bool = True,
+    offload: bool = True,
+    host_memory: str | int | None = None,
     split_batch_norm: bool = False,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
@@ -266,6 +268,10 @@ def plan(
             the same sums in another order.
         expandable_segments: Permit telling PyTorch's CUDA allocator to grow its segments, which leaves less
             memory unused.
+        offload: Permit holding what units save for backward in the host's memory meanwhile; the same
+            mathematics. Nothing to a CPU, whose memory is the host's.
+        host_memory: What that may take of the host, pinned: a size ("64GiB"), or None for half of what this
+            machine has.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
 
     Returns:
@@ -301,6 +307,7 @@ def plan(
         ),
         permits_chunked_loss=chunked_loss,
         permits_expandable_segments=expandable_segments,
+        offload_host_bytes=_offload_host_bytes(offload, host_memory, target),
         weighs_by_count=job.count is not None,
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
@@ -668,6 +675,18 @@ def _parse_implementation(name: str | OptimizerImplementation | None) -> Optimiz
     except ValueError:
         known = [str(implementation) for implementation in OptimizerImplementation]
         raise UnknownNameError("optimizer implementation", str(name), known) from None
+
+
+def _offload_host_bytes(offload: bool, host_memory: str | int | None, device: Device) -> int:
+    """Pinned host memory that offloading may take."""
+    if not offload:
+        if host_memory is not None:
+            raise UsageError("host_memory is what offloading may take of the host, and offload is False.")
+        return 0
+    asked = None if host_memory is None else parse_bytes(host_memory)
+    if device.kind == "cpu":
+        return 0
+    return find_device("cpu").capacity_bytes // 2 if asked is None else asked
 
 
 def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: Request) -> int:

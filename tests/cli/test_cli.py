@@ -106,6 +106,7 @@ PLAN_KEYS = {
     "predicted_peak_allocated_bytes",
     "predicted_peak_reserved_bytes",
     "predicted_peak_device_bytes",
+    "predicted_pinned_host_bytes",
     "predicted_step_seconds",
     "plain",
     "alternatives",
@@ -347,14 +348,15 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--split-batch-norm", "--seq-len", "--image-size", "--set", "--output",
-        "--check", "--certify", "--json",
+        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--seq-len",
+        "--image-size", "--set", "--output", "--check", "--certify", "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--split-batch-norm", "--plan", "--epochs", "--steps", "--seed",
-        "--max-gradient-norm", "--run-dir", "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
+        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--plan", "--epochs",
+        "--steps", "--seed", "--max-gradient-norm", "--run-dir", "--compare-plain", "--seq-len", "--image-size",
+        "--set", "--json",
     ],
 }  # fmt: skip
 

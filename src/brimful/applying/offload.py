@@ -16,7 +16,8 @@ What stays on the device:
 A storage is copied once, however many tensors view it. What is written to after autograd saved it is an error
 in backward, as in plain training: with hooks autograd does not look itself (checked: torch 2.13).
 
-Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._storage_Use_Count` (checked: torch 2.13).
+Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._storage_Use_Count`, and
+`torch._compile._disable_dynamo`, as in `recompute.py` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -90,6 +92,10 @@ class ScheduledUnit:
         """What the function returns."""
         if not torch.is_grad_enabled():
             return self._function(*args, **kwargs)
+        return self._scheduled(*args, **kwargs)
+
+    @_disable_dynamo
+    def _scheduled(self, /, *args: Any, **kwargs: Any) -> Any:
         if self._offloads:
             result, parcel = _run(self._function, self._modules, args, kwargs)
         else:

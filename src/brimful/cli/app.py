@@ -116,6 +116,20 @@ ExpandableSegments = Annotated[
         help="Permit telling PyTorch's CUDA allocator to grow its segments, which leaves less memory unused.",
     ),
 ]
+Offload = Annotated[
+    bool,
+    typer.Option(
+        "--offload/--no-offload",
+        help="Permit holding what units save for backward in the host's memory meanwhile.",
+    ),
+]
+HostMemory = Annotated[
+    str | None,
+    typer.Option(
+        "--host-memory",
+        help="What offloading may take of the host, pinned: 64GiB. Left out: half of what this machine has.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
 
 
@@ -275,6 +289,8 @@ def plan(
     allow_optimizer: AllowedOptimizers = None,
     chunked_loss: ChunkedLoss = True,
     expandable_segments: ExpandableSegments = True,
+    offload: Offload = True,
+    host_memory: HostMemory = None,
     split_batch_norm: SplitBatchNorm = False,
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
@@ -305,6 +321,8 @@ def plan(
                 "--allow-optimizer": allow_optimizer,
                 "--no-chunked-loss": not chunked_loss,
                 "--no-expandable-segments": not expandable_segments,
+                "--no-offload": not offload,
+                "--host-memory": host_memory,
                 "--split-batch-norm": split_batch_norm,
                 "--output": output,
                 "--certify": certify,
@@ -332,6 +350,8 @@ def plan(
             allow_optimizers=allow_optimizer or (),
             chunked_loss=chunked_loss,
             expandable_segments=expandable_segments,
+            offload=offload,
+            host_memory=host_memory,
             split_batch_norm=split_batch_norm,
         )
         result = replace(result, source=source)
@@ -365,6 +385,8 @@ def train(
     allow_optimizer: AllowedOptimizers = None,
     chunked_loss: ChunkedLoss = True,
     expandable_segments: ExpandableSegments = True,
+    offload: Offload = True,
+    host_memory: HostMemory = None,
     split_batch_norm: SplitBatchNorm = False,
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
@@ -418,6 +440,8 @@ def train(
                 allow_optimizers=allow_optimizer or (),
                 chunked_loss=chunked_loss,
                 expandable_segments=expandable_segments,
+                offload=offload,
+                host_memory=host_memory,
                 split_batch_norm=split_batch_norm,
             )
         if not as_json:
@@ -461,7 +485,8 @@ def calibrate(
 
 _SAID_BY_A_PLAN = (
     "global_batch_size", "budget", "device", "precision", "micro_batch_size", "recompute", "optimizer",
-    "optimizer_implementation", "allow_optimizer", "chunked_loss", "expandable_segments", "split_batch_norm",
+    "optimizer_implementation", "allow_optimizer", "chunked_loss", "expandable_segments", "offload",
+    "host_memory", "split_batch_norm",
 )  # fmt: skip
 
 

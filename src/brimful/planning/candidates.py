@@ -71,7 +71,10 @@ class Candidate:
 
     @property
     def roughness(self) -> float:
-        """Part by which a capture may be faster than what is derived; ops may differ where a dimension is 1."""
+        """Part by which a capture may be faster than what is derived; ops may differ where a dimension is 1,
+        and what hides a copy is told roughly."""
+        if any(action.action is Action.OFFLOAD for unit in self.posed.actions for action in unit):
+            return 0.02
         return 0.01 if self.settings.micro_batch_size == 1 else 0.001
 
     def seconds_at_best(self, budget_bytes: int) -> float | None:
@@ -253,6 +256,7 @@ class CandidateFamily:
             self._units,
             self._request.device,
             micro_batches=kept.captured_micro_batches,
+            host_bytes=self._request.offload_host_bytes,
         )
         return Candidate(
             settings=settings,

@@ -21,6 +21,7 @@ from brimful.timeline import (
     compare_allocators,
     most_held_bytes,
     most_reserved_bytes,
+    pinned_host_bytes,
     predict_memory,
     smallest_surviving_capacity_bytes,
 )
@@ -91,6 +92,8 @@ class Estimate:
     as large as it may be."""
     smallest_surviving_capacity_bytes: int
     """What the allocator cannot do without, less than it reserves where there is room; context not included."""
+    predicted_pinned_host_bytes: int
+    """What offloaded units take of the host's memory; it stays pinned to the end of training."""
     predicted_step_seconds: float
     step_time: StepTime
     capacity_bytes: int
@@ -188,6 +191,7 @@ def estimate_trace(
         predicted_peak_device_bytes=memory.peak_reserved_bytes + device.context_bytes,
         predicted_device_interval_bytes=_interval(trace, device, memory, surviving),
         smallest_surviving_capacity_bytes=surviving,
+        predicted_pinned_host_bytes=pinned_host_bytes(trace),
         predicted_step_seconds=time.total_seconds,
         step_time=time,
         capacity_bytes=capacity,

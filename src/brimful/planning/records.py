@@ -78,6 +78,8 @@ class Plan:
     """Where in the step most memory is held: the part of the step, and the module if it is in one."""
     budget_curve: tuple[BudgetPoint, ...] = ()
     """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
+    predicted_pinned_host_bytes: int = 0
+    """What offloaded units take of the host's memory; it stays pinned to the end of training."""
     notes: tuple[str, ...] = ()
     """What a reader should know: what could not be searched, and why."""
     source: JobSource | None = None
@@ -109,6 +111,7 @@ class Plan:
             "predicted_peak_allocated_bytes": self.predicted_peak_allocated_bytes,
             "predicted_peak_reserved_bytes": self.predicted_peak_reserved_bytes,
             "predicted_peak_device_bytes": self.predicted_peak_device_bytes,
+            "predicted_pinned_host_bytes": self.predicted_pinned_host_bytes,
             "predicted_step_seconds": self.predicted_step_seconds,
             "plain": _alternative_to_json(self.plain),
             "alternatives": [_alternative_to_json(other) for other in self.alternatives],
@@ -147,6 +150,7 @@ class Plan:
                 plain=_alternative_from_json(document["plain"]),
                 alternatives=tuple(map(_alternative_from_json, document["alternatives"])),
                 budget_curve=tuple(BudgetPoint(**point) for point in document["budget_curve"]),
+                predicted_pinned_host_bytes=document.get("predicted_pinned_host_bytes", 0),
                 notes=tuple(document["notes"]),
                 source=_source_from_json(document["source"]),
                 **{name: document[name] for name in _SCALARS},

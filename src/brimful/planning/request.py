@@ -41,6 +41,8 @@ class Request:
     """Whether a loss over a large vocabulary may be computed a part of the tokens at a time."""
     permits_expandable_segments: bool = True
     """Whether the CUDA allocator may be told to grow its segments."""
+    offload_host_bytes: int = 0
+    """Pinned host memory that offloaded units may take; 0 permits no offloading."""
     weighs_by_count: bool = False
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False

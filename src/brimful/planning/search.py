@@ -20,7 +20,7 @@ from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Settings
 from brimful.trace import Trace
-from brimful.units import GIB
+from brimful.units import GIB, format_bytes
 
 _OWN_LOOP_NOTE = (
     "The job's own training loop is not used: this is a plan for brimful's own step, with one loss and one "
@@ -92,6 +92,7 @@ def search(capture: Capture, request: Request) -> Plan:
         predicted_peak_allocated_bytes=best.predicted_peak_allocated_bytes,
         predicted_peak_reserved_bytes=best.predicted_peak_reserved_bytes,
         predicted_peak_device_bytes=best.predicted_peak_device_bytes,
+        predicted_pinned_host_bytes=best.predicted_pinned_host_bytes,
         predicted_step_seconds=best.predicted_step_seconds,
         plain=plain,
         alternatives=_alternatives(request, candidates, found),
@@ -102,6 +103,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
+            *_what_offloading_takes(best, request),
             *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
             *([_FUSED_NOTE] if best.settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
@@ -259,6 +261,19 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
         return []
     return [
         f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
+    ]
+
+
+def _what_offloading_takes(best: Estimate, request: Request) -> list[str]:
+    """Of the host, if anything is offloaded, and what its time was told by."""
+    if not best.settings.offloaded:
+        return []
+    assert request.device.host_link_bytes_per_second is not None
+    return [
+        f"Offloading pins {format_bytes(best.predicted_pinned_host_bytes)} of the host's memory, of "
+        f"{format_bytes(request.offload_host_bytes)} permitted. Its copies are timed at "
+        f"{request.device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; `brimful calibrate` measures "
+        "the link of a GPU in this machine."
     ]
 
 

@@ -11,13 +11,15 @@ from brimful.capture import capture_step
 from brimful.cost import step_seconds
 from brimful.hardware import Device, find_device
 from brimful.module_tree import unit_of_each_op
+from brimful.planning import Plan, Request, search
 from brimful.planning.problem import KEPT, RECOMPUTED, PosedProblem, build_problem
 from brimful.planning.splice import Splicer
 from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings
-from brimful.timeline import TO_HOST, host, live_profile, pinned_host_bytes, rounding_bytes_of
+from brimful.timeline import TO_HOST, host, live_profile, pinned_host_bytes, predict_memory, rounding_bytes_of
 from brimful.trace import Phase, Trace
-from helpers.planned_jobs import JOBS, SAMPLES, with_action
+from helpers.models import GPT
+from helpers.planned_jobs import JOBS, SAMPLES, language_job, with_action
 
 GPU = "A100 80GB SXM"
 CASES = [
@@ -200,3 +202,65 @@ def test_the_time_told_is_that_of_a_capture(link: float) -> None:
             capture("gpt", replace(kept.settings, units=of.chosen(choice))), device
         ).total_seconds
         assert plain_seconds + of.problem.seconds(choice) == pytest.approx(truth, rel=0.02), choice
+
+
+# The search, of a job that takes many segments of the allocator.
+
+LARGE = language_job(lambda: GPT(layers=6, width=64, dropout=0.0), length=256)
+
+
+@cache
+def capture_large(settings: Settings, steps: int = 1) -> Trace:
+    return capture_step(LARGE, settings, find_device(GPU), steps=1)
+
+
+def planned(link: float, budget: float, *, host_bytes: int = 1 << 40) -> Plan:
+    """A plan within a part of what keeping everything takes beyond recomputing everything."""
+    kept = capture_large(Settings(micro_batch_size=SAMPLES))
+    recomputed = capture_large(with_action(kept.settings, find_units(kept), Action.RECOMPUTE))
+    least, most = (predict_memory(trace).peak_reserved_bytes for trace in (recomputed, kept))
+    request = Request(
+        job="gpt",
+        device=replace(slow(), host_link_bytes_per_second=link, context_bytes=0),
+        budget_bytes=int(least + (most - least) * budget),
+        global_batch_size=SAMPLES,
+        micro_batch_size=SAMPLES,
+        offload_host_bytes=host_bytes,
+        permits_chunked_loss=False,
+    )
+    return search(capture_large, request)
+
+
+def test_with_a_fast_link_a_plan_offloads_and_is_as_fast_as_plain_training() -> None:
+    plan, recomputing = planned(1e9, 0.5), planned(1e9, 0.5, host_bytes=0)
+    assert plan.settings.offloaded
+    assert not recomputing.settings.offloaded
+    assert plan.predicted_step_seconds == pytest.approx(plan.plain.predicted_step_seconds, rel=0.001)
+    assert recomputing.predicted_step_seconds > 1.01 * plan.predicted_step_seconds
+    assert plan.predicted_peak_reserved_bytes <= plan.budget_bytes
+    assert plan.predicted_pinned_host_bytes == pinned_host_bytes(capture_large(plan.settings)) > 0
+    assert recomputing.predicted_pinned_host_bytes == 0
+    assert any("Offloading pins" in note for note in plan.notes)
+    assert not any("Not sure" in note for note in plan.notes)
+    assert "offloaded       blocks." in str(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_with_a_slow_link_a_plan_recomputes_instead() -> None:
+    assert not planned(1e3, 0.5).settings.offloaded
+
+
+def test_a_plan_keeps_to_the_memory_of_the_host() -> None:
+    limit = planned(1e9, 0.3).predicted_pinned_host_bytes // 2
+    assert 0 < planned(1e9, 0.3, host_bytes=limit).predicted_pinned_host_bytes <= limit
+
+
+@pytest.mark.parametrize("link", [1e9, 2e6])
+def test_more_budget_is_never_slower_with_offloading_either(link: float) -> None:
+    """And offloading makes no budget slower."""
+    plans = [planned(link, i / 8) for i in range(1, 9)]
+    seconds = [plan.predicted_step_seconds for plan in plans]
+    assert any(plan.settings.offloaded for plan in plans)
+    assert seconds == sorted(seconds, reverse=True)
+    without = [planned(link, i / 8, host_bytes=0).predicted_step_seconds for i in range(1, 9)]
+    assert all(a <= b for a, b in zip(seconds, without, strict=True))

@@ -11,7 +11,7 @@ from brimful.capture.corrections.base import Rule
 
 aten = torch.ops.aten
 
-_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "profiler"})
+_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "profiler", "brimful"})
 _KNOWN_ON_CUDA = frozenset(
     {"bitsandbytes::optimizer_update_8bit_blockwise", "bitsandbytes::optimizer_update_32bit"}
 )
