@@ -100,12 +100,20 @@ class UnitAction:
     saved: tuple[str, ...] = ()
     """Ops whose results are saved, by kind and number within the unit's forward: "addmm#2" is the third addmm.
     One that the forward does not have is no error: there is nothing of it to save."""
+    most_offloaded_bytes: int | None = None
+    """Of an offloaded unit: what leaves at most of each call, the largest storages first. None: all."""
 
     def __post_init__(self) -> None:
         if bool(self.saved) != (self.action is Action.SAVE):
             raise UsageError(
                 f"unit {self.fqn!r} has action {str(self.action)!r} and {len(self.saved)} saved ops; "
                 "'save' names at least one, every other action none."
+            )
+        limit = self.most_offloaded_bytes
+        if limit is not None and (self.action is not Action.OFFLOAD or limit < 1):
+            raise UsageError(
+                f"unit {self.fqn!r} has action {str(self.action)!r} and most_offloaded_bytes={limit}; "
+                "'offload' may have a positive number of bytes, every other action none."
             )
         for name in self.saved:
             kind, _, number = name.partition("#")
@@ -247,7 +255,11 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
 
 def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
     document: dict[str, Any] = {"fqn": unit.fqn, "action": str(unit.action)}
-    return document | ({"saved": list(unit.saved)} if unit.saved else {})
+    if unit.saved:
+        document["saved"] = list(unit.saved)
+    if unit.most_offloaded_bytes is not None:
+        document["most_offloaded_bytes"] = unit.most_offloaded_bytes
+    return document
 
 
 def settings_from_json(document: dict[str, Any]) -> Settings:
@@ -260,7 +272,12 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         optimizer_implementation=(name := document.get("optimizer_implementation"))
         and OptimizerImplementation(name),
         units=tuple(
-            UnitAction(fqn=unit["fqn"], action=Action(unit["action"]), saved=tuple(unit.get("saved", ())))
+            UnitAction(
+                fqn=unit["fqn"],
+                action=Action(unit["action"]),
+                saved=tuple(unit.get("saved", ())),
+                most_offloaded_bytes=unit.get("most_offloaded_bytes"),
+            )
             for unit in document["units"]
         ),
         chunked_loss=(chunked := document.get("chunked_loss")) and ChunkedLoss(**chunked),

@@ -429,6 +429,27 @@ def test_views_of_one_storage_are_copied_once() -> None:
     assert transfers.sent_bytes == (2 + 1) * x.numel() * 4
 
 
+@pytest.mark.parametrize(("limit", "sent"), [(None, [2, 1]), (3, [2, 1]), (2, [2]), (1, [1]), (0.5, [])])
+def test_the_largest_storages_leave_as_far_as_the_limit_permits(limit: float | None, sent: list[int]) -> None:
+    """Of two storages, of twice and once the size of the batch."""
+    x = vectors()[0]
+    most_bytes = None if limit is None else int(limit * x.numel() * 4)
+    units = (
+        UnitAction(fqn="units.0", action=OFFLOAD, most_offloaded_bytes=most_bytes),
+        UnitAction(fqn="units.1", action=KEEP),
+    )
+    model = Chain(Unit(), Unit())
+    plain = copy.deepcopy(model)
+    apply_units(model, Settings(micro_batch_size=1, units=units))
+    with Transfers() as transfers:
+        mean_square(model, x).backward()
+    assert transfers.counts[to_host] == transfers.counts[to_device] == len(sent)
+    assert transfers.sent_bytes == sum(sent) * x.numel() * 4
+    mean_square(plain, x).backward()
+    for left, right in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)
+
+
 def test_parameters_inputs_results_and_small_tensors_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     class OnlySuch(nn.Module):
         def __init__(self) -> None:

@@ -59,10 +59,16 @@ SETTINGS = Settings(
         UnitAction(fqn="a", action=Action.KEEP),
         UnitAction(fqn="b", action=Action.SAVE, saved=("mm#0", "attention#1")),
         UnitAction(fqn="c[0..2]", action=Action.RECOMPUTE),
-        UnitAction(fqn="d", action=Action.OFFLOAD),
+        UnitAction(fqn="d", action=Action.OFFLOAD, most_offloaded_bytes=2**20),
         UnitAction(fqn="e", action=Action.KEEP),
     ),
 )
+
+
+@pytest.mark.parametrize(("action", "limit"), [(Action.KEEP, 1), (Action.RECOMPUTE, 1), (Action.OFFLOAD, 0)])
+def test_a_limit_of_what_is_offloaded_is_of_an_offloaded_unit_and_positive(action: Action, limit: int) -> None:
+    with pytest.raises(UsageError, match="most_offloaded_bytes"):
+        UnitAction(fqn="a", action=action, most_offloaded_bytes=limit)
 
 
 def test_json_both_ways() -> None:

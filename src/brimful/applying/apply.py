@@ -93,7 +93,7 @@ def _way(unit: UnitAction, schedule: OffloadSchedule | None) -> CarryOut:
             function = RecomputedRegion(function, modules, unit)
         if schedule is None:
             return function
-        return ScheduledUnit(function, modules, schedule, offloads=unit.action is Action.OFFLOAD)
+        return ScheduledUnit(function, modules, schedule, unit)
 
     return carry_out
 

@@ -13,6 +13,8 @@ What stays on the device:
   weights;
 * storages below `LEAST_OFFLOADED_BYTES`, and tensors that are no plain views of their storage.
 
+* the smaller ones, where the plan permits only so many bytes, as many as the work beside them hides.
+
 A storage is copied once, however many tensors view it. What is written to after autograd saved it is an error
 in backward, as in plain training: with hooks autograd does not look itself (checked: torch 2.13).
 
@@ -35,7 +37,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from brimful.applying.host_link import give_back, to_device, to_device_done, to_host, to_host_done
 from brimful.batches import tensors_in
-from brimful.timeline import host
+from brimful.settings import Action, UnitAction
+from brimful.timeline import chosen_to_leave, host
 
 
 class OffloadSchedule:
@@ -72,7 +75,7 @@ class ScheduledUnit:
         function: The unit's forward, however it is carried out.
         modules: Those it calls.
         schedule: The model's.
-        offloads: Whether what it saves goes to the host.
+        unit: What the plan says of it.
     """
 
     def __init__(
@@ -80,13 +83,12 @@ class ScheduledUnit:
         function: Callable[..., Any],
         modules: Sequence[nn.Module],
         schedule: OffloadSchedule,
-        *,
-        offloads: bool,
+        unit: UnitAction,
     ) -> None:
         self._function = function
         self._modules = modules
         self._schedule = schedule
-        self._offloads = offloads
+        self._unit = unit
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """What the function returns."""
@@ -96,8 +98,9 @@ class ScheduledUnit:
 
     @_disable_dynamo
     def _scheduled(self, /, *args: Any, **kwargs: Any) -> Any:
-        if self._offloads:
-            result, parcel = _run(self._function, self._modules, args, kwargs)
+        if self._unit.action is Action.OFFLOAD:
+            limit = self._unit.most_offloaded_bytes
+            result, parcel = _run(self._function, self._modules, args, kwargs, most_bytes=limit)
         else:
             result, parcel = self._function(*args, **kwargs), None
         self._schedule.forward_ends(list(tensors_in(result)), parcel)
@@ -132,7 +135,12 @@ def _when_backward_begins(
 
 
 def _run(
-    function: Callable[..., Any], modules: Sequence[nn.Module], args: Any, kwargs: Any
+    function: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    args: Any,
+    kwargs: Any,
+    *,
+    most_bytes: int | None,
 ) -> tuple[Any, _Parcel | None]:
     """Run a unit's forward; what it returned, and what of that which it saved is to leave."""
     given = list(tensors_in((args, kwargs)))
@@ -149,7 +157,7 @@ def _run(
     stays = {_address(tensor) for tensor in chain(given, own, tensors_in(result)) if _has_storage(tensor)}
     handles = [handle for each in saved if (handle := each()) is not None]
     device = given[0].device if given else None
-    return result, _Parcel.of(handle for handle in handles if handle.can_leave(device, stays))
+    return result, _Parcel.of([h for h in handles if h.can_leave(device, stays)], most_bytes)
 
 
 class _Saved:
@@ -187,7 +195,7 @@ class _Saved:
         assert tensor is not None
         if tensor.device != device or not _has_storage(tensor) or tensor._version != self._version:
             return False
-        size_bytes = tensor.untyped_storage().nbytes()
+        size_bytes = self.storage_bytes()
         is_plain = not (tensor.is_conj() or tensor.is_neg()) and size_bytes % 16 == 0
         return is_plain and size_bytes >= host.LEAST_OFFLOADED_BYTES and _address(tensor) not in stays
 
@@ -195,6 +203,11 @@ class _Saved:
         """Where its storage is."""
         assert self._tensor is not None
         return _address(self._tensor)
+
+    def storage_bytes(self) -> int:
+        """Bytes of its storage."""
+        assert self._tensor is not None
+        return int(self._tensor.untyped_storage().nbytes())
 
     def flat(self) -> Tensor:
         """Its whole storage."""
@@ -303,18 +316,20 @@ class _Parcel:
         self._items: list[weakref.ref[_Item]] = []
 
     @classmethod
-    def of(cls, saved: Iterable[_Saved]) -> _Parcel | None:
-        """Group saved tensors by storage; None if there are none."""
+    def of(cls, saved: Iterable[_Saved], most_bytes: int | None) -> _Parcel | None:
+        """Group saved tensors by storage, and take those of some storages; None if there are none."""
         by_storage: dict[int, list[_Saved]] = {}
         for each in saved:
             by_storage.setdefault(each.storage_in(), []).append(each)
+        groups = list(by_storage.values())
+        chosen = chosen_to_leave([views[0].storage_bytes() for views in groups], most_bytes)
         parcel = cls()
-        for views in by_storage.values():
+        for views in (groups[index] for index in chosen):
             item = _Item(parcel, views)
             parcel._items.append(weakref.ref(item))
             for view in views:
                 view.join(item)
-        return parcel if by_storage else None
+        return parcel if chosen else None
 
     def leave(self) -> None:
         """Begin all copies to the host."""

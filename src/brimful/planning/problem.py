@@ -44,7 +44,7 @@ from brimful.module_tree import unit_of_each_op
 from brimful.planning.savable import Stay, UnitOps, unit_ops
 from brimful.planning.solver import Option, Problem
 from brimful.settings import Action, UnitAction
-from brimful.timeline import host, live_profile, pinned_bytes, rounding_bytes_of
+from brimful.timeline import chosen_to_leave, host, live_profile, pinned_bytes, rounding_bytes_of
 from brimful.trace import EventKind, Op, Phase, Trace
 
 KEPT, RECOMPUTED = 0, 1
@@ -62,8 +62,6 @@ class PosedProblem:
     problem: Problem
     actions: tuple[tuple[UnitAction, ...], ...]
     """By unit and option."""
-    pinned_host_bytes: tuple[tuple[int, ...], ...]
-    """Host memory of each option of each unit."""
 
     def chosen(self, choice: tuple[int, ...]) -> tuple[UnitAction, ...]:
         """The actions that a choice of options means."""
@@ -114,7 +112,7 @@ def build_problem(
         seconds=prices.op_seconds,
     )
     offloads = _offloads(k, r, kept, prices, device, host_bytes)
-    problem_units, actions, pinned = [], [], []
+    problem_units, actions = [], []
     for i, (fqn, ops) in enumerate(zip(units, all_ops, strict=True)):
         keep = Option(retained_bytes=int(retained[i]), peak_bytes=int(peaks_kept[i]), seconds=0.0)
         levels = r.inside(i, levels_recomputed)
@@ -130,30 +128,31 @@ def build_problem(
                 meant.append(UnitAction(fqn=fqn, action=Action.SAVE, saved=saved))
         if offloads is not None:
             options = [offloads.beside_copies(i, option) for option in options]
-            if i in offloads.permitted:
-                options.append(offloads.option(i, options[KEPT]))
-                meant.append(UnitAction(fqn=fqn, action=Action.OFFLOAD))
+            for option, limit in offloads.options(i, options[KEPT]):
+                options.append(option)
+                meant.append(UnitAction(fqn=fqn, action=Action.OFFLOAD, most_offloaded_bytes=limit))
         problem_units.append(tuple(options))
         actions.append(tuple(meant))
-        pinned.append(
-            tuple(
-                offloads.sent[i].pinned_bytes if offloads is not None and a.action is Action.OFFLOAD else 0
-                for a in meant
-            )
-        )
     gaps = np.maximum(gaps_kept, gaps_recomputed)
     problem = Problem(units=tuple(problem_units), gap_peaks_bytes=tuple(int(peak) for peak in gaps))
-    return PosedProblem(problem=problem, actions=tuple(actions), pinned_host_bytes=tuple(pinned))
+    return PosedProblem(problem=problem, actions=tuple(actions))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Sent:
     """What a unit sends to the host in one micro-batch when it is offloaded."""
 
-    copies: int
-    size_bytes: int
-    """As the device's allocator rounds."""
-    pinned_bytes: int
+    sizes_bytes: tuple[int, ...]
+    """Of the storages, as the device's allocator rounds."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What they take of the host."""
+        return sum(map(pinned_bytes, self.sizes_bytes))
+
+    def within(self, most_bytes: int) -> _Sent:
+        """Those that leave where only so many bytes may."""
+        return _Sent(tuple(self.sizes_bytes[i] for i in chosen_to_leave(self.sizes_bytes, most_bytes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,15 +177,33 @@ class _Offloads:
             backward_seconds=float(self.backward_seconds[unit]) + option.seconds,
         )
 
-    def option(self, unit: int, keep: Option) -> Option:
-        """Offload a unit, which kept it would be as told."""
-        sent = self.sent[unit]
+    def options(self, unit: int, keep: Option) -> Iterator[tuple[Option, int | None]]:
+        """Offload a unit, and as much of it as the next one hides.
+
+        Args:
+            unit: One or none of those permitted.
+            keep: What it would be if it were kept.
+
+        Yields:
+            Options, each with the most bytes that leave, None if all do.
+        """
+        if unit not in self.permitted:
+            return
+        whole = self.sent[unit]
+        yield self._option(whole, keep), None
+        hidden_seconds = min(self.forward_seconds[unit + 1], self.backward_seconds[unit + 1])
+        part = whole.within(int(hidden_seconds * self.copy_bytes_per_second))
+        if part.sizes_bytes and part != whole:
+            yield self._option(part, keep), sum(part.sizes_bytes)
+
+    def _option(self, sent: _Sent, keep: Option) -> Option:
+        size_bytes = sum(sent.sizes_bytes)
         return replace(
             keep,
-            retained_bytes=keep.retained_bytes - sent.size_bytes,
-            lingering_bytes=sent.size_bytes,
-            seconds=self.prices.copying_seconds(sent.copies),
-            copy_seconds=sent.size_bytes / self.copy_bytes_per_second,
+            retained_bytes=keep.retained_bytes - size_bytes,
+            lingering_bytes=size_bytes,
+            seconds=self.prices.copying_seconds(len(sent.sizes_bytes)),
+            copy_seconds=size_bytes / self.copy_bytes_per_second,
         )
 
 
@@ -199,7 +216,7 @@ def _offloads(
     sent = _sent(k, r)
     permitted, left_bytes = [], host_bytes
     for unit in range(k.unit_count - 1):  # beside the last one's copies nothing would run
-        if sent[unit].copies and unit in k.called_once and sent[unit].pinned_bytes <= left_bytes:
+        if sent[unit].sizes_bytes and unit in k.called_once and sent[unit].pinned_bytes <= left_bytes:
             permitted.append(unit)
             left_bytes -= sent[unit].pinned_bytes
     forward_seconds, backward_seconds = (
@@ -218,16 +235,11 @@ def _offloads(
 def _sent(k: _Steady, r: _Steady) -> tuple[_Sent, ...]:
     """What units would send: what only the kept capture holds, at both moments, and no unit hands on."""
     only_kept = [k.held[moment] - r.held[moment] for moment in (_FORWARD_ENDS, _BACKWARD_BEGINS)]
-    copies, size_bytes, pinned = (np.zeros(k.unit_count, dtype=np.int64) for _ in range(3))
+    sizes_bytes: list[list[int]] = [[] for _ in range(k.unit_count)]
     for made, count in ((only_kept[0] & only_kept[1]) - r.handed_on).items():
         if made.owner >= 0 and made.is_by_op and made.size_bytes > host.LEAST_OFFLOADED_BYTES:
-            copies[made.owner] += count
-            size_bytes[made.owner] += count * made.size_bytes
-            pinned[made.owner] += count * pinned_bytes(made.size_bytes)
-    return tuple(
-        _Sent(copies=int(c), size_bytes=int(s), pinned_bytes=int(p))
-        for c, s, p in zip(copies, size_bytes, pinned, strict=True)
-    )
+            sizes_bytes[made.owner] += [made.size_bytes] * count
+    return tuple(_Sent(tuple(of_unit)) for of_unit in sizes_bytes)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from brimful.planning.savable import UnitCall, unit_calls
 from brimful.settings import Action, UnitAction
-from brimful.timeline import host
+from brimful.timeline import chosen_to_leave, host
 from brimful.trace import Event, EventKind, Phase, Trace
 
 
@@ -74,7 +74,7 @@ class Splicer:
                 pairs = call.pairs or {}
                 if action.action in (Action.KEEP, Action.OFFLOAD) and call.again:
                     if action.action is Action.OFFLOAD:
-                        self._offload(call, left_out, inserted)
+                        self._offload(call, action.most_offloaded_bytes, left_out, inserted)
                     self._keep(call, left_out, replaced)
                 elif action.action is Action.SAVE:
                     for name in action.saved:
@@ -87,7 +87,13 @@ class Splicer:
                 events.append(replaced.get(position, event))
         return replace(self._trace, events=(*events, *inserted.get(len(self._trace.events), ())))
 
-    def _offload(self, call: UnitCall, left_out: set[int], inserted: dict[int, list[Event]]) -> None:
+    def _offload(
+        self,
+        call: UnitCall,
+        most_bytes: int | None,
+        left_out: set[int],
+        inserted: dict[int, list[Event]],
+    ) -> None:
         """Free what the forward made when the next unit's ends; make it again when that one's backward begins.
 
         What the unit hands on, and what others hold when it ends, is left to be kept; so is everything where no
@@ -102,17 +108,26 @@ class Splicer:
             return
         freed_at = bisect_right(self._op_of_event, last_op)
         made_at = bisect_left(self._op_of_event, begins)
+        can_leave = self._can_leave(call)
+        sizes_bytes = [self._trace.storages[original].size_bytes for original, _ in can_leave]
+        for index in chosen_to_leave(sizes_bytes, most_bytes):
+            original, storage = can_leave[index]
+            left_out.update({self._freed[original], self._allocated[storage]})
+            inserted[freed_at].append(Event(kind=EventKind.FREE, storage=original, op=last_op))
+            inserted[made_at].append(Event(kind=EventKind.ALLOCATE, storage=storage, op=begins - 1))
+
+    def _can_leave(self, call: UnitCall) -> list[tuple[int, int]]:
+        """Storages of the forward and those of the recomputation in their place, which backward needs."""
+        found = []
         for in_forward, in_recomputation in (call.pairs or {}).values():
             for original, storage in zip(self._made[in_forward], self._made[in_recomputation], strict=False):
                 dropped, freed = self._freed.get(original), self._freed.get(storage)
                 is_own = dropped is not None and self._op_of_event[dropped] <= call.forward[-1]
                 is_needed = freed is None or self._op_of_event[freed] > call.again[-1]
                 size_bytes = self._trace.storages[original].size_bytes
-                if dropped is None or not (is_own and is_needed) or size_bytes < host.LEAST_OFFLOADED_BYTES:
-                    continue
-                left_out.update({dropped, self._allocated[storage]})
-                inserted[freed_at].append(Event(kind=EventKind.FREE, storage=original, op=last_op))
-                inserted[made_at].append(Event(kind=EventKind.ALLOCATE, storage=storage, op=begins - 1))
+                if is_own and is_needed and size_bytes >= host.LEAST_OFFLOADED_BYTES:
+                    found.append((original, storage))
+        return found
 
     def _keep(self, call: UnitCall, left_out: set[int], replaced: dict[int, Event]) -> None:
         """Leave out the whole recomputation; what it leaves for backward is what the forward made."""

@@ -13,6 +13,7 @@ from brimful.timeline.host import (
     TO_DEVICE_DONE,
     TO_HOST,
     TO_HOST_DONE,
+    chosen_to_leave,
     pinned_bytes,
     pinned_host_bytes,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "ModuleShare",
     "OutOfMemory",
     "Replay",
+    "chosen_to_leave",
     "compare_allocators",
     "live_profile",
     "most_held_bytes",

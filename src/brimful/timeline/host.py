@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from brimful.trace import Trace
 
@@ -18,6 +19,25 @@ TO_DEVICE_DONE = "brimful.to_device_done.default"
 
 LEAST_OFFLOADED_BYTES = 64 * 1024
 """Smaller storages stay on the device: all of a model's together are little, and each would take a copy."""
+
+
+def chosen_to_leave(sizes_bytes: Sequence[int], most_bytes: int | None) -> list[int]:
+    """Which of the storages that a unit could send to the host leave, the largest first as long as they fit.
+
+    Args:
+        sizes_bytes: Of the storages, in the order in which they were saved.
+        most_bytes: For all of them together; None permits all.
+
+    Returns:
+        Indices of those that leave, ascending.
+    """
+    left_bytes = sum(sizes_bytes) if most_bytes is None else most_bytes
+    chosen = []
+    for index in sorted(range(len(sizes_bytes)), key=lambda index: -sizes_bytes[index]):
+        if sizes_bytes[index] <= left_bytes:
+            chosen.append(index)
+            left_bytes -= sizes_bytes[index]
+    return sorted(chosen)
 
 
 def pinned_bytes(size_bytes: int) -> int:
