@@ -45,6 +45,9 @@ class Stay:
     """Where the recomputation makes it again, or where the first of two is dropped."""
     size_bytes: int
     """Held more; negative where there is one of it less."""
+    begins_in_forward: bool
+    """Whether it is held between forward and backward. What a unit returns is not: the next unit holds it as
+    its input, to the end of its own backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +194,7 @@ class _Results:
         self._allocated: dict[int, int] = {}
         self._freed: dict[int, int] = {}
         self._end = len(trace.events)
+        self._trace = trace
         self._storages = trace.storages
         self._rounding_bytes = rounding_bytes
         makers = [storage.op for storage in trace.storages]
@@ -212,9 +216,17 @@ class _Results:
         size_bytes = round_up(self._storages[first].size_bytes, self._rounding_bytes)
         dropped, made_again = self._freed.get(first, self._end), self._allocated[second]
         if dropped <= made_again:
-            return Stay(first_event=dropped, stop_event=made_again, size_bytes=size_bytes)
+            in_forward = self._phase_at(dropped) is Phase.FORWARD
+            return Stay(
+                first_event=dropped, stop_event=made_again, size_bytes=size_bytes, begins_in_forward=in_forward
+            )
         stop_event = min(dropped, self._freed.get(second, self._end))
-        return Stay(first_event=made_again, stop_event=stop_event, size_bytes=-size_bytes)
+        return Stay(
+            first_event=made_again, stop_event=stop_event, size_bytes=-size_bytes, begins_in_forward=False
+        )
+
+    def _phase_at(self, event: int) -> Phase:
+        return self._trace.ops[self._trace.events[event].op].phase
 
     def has_any(self, op: int) -> bool:
         """Whether an op makes anything that could be saved."""
@@ -241,7 +253,9 @@ def _savable(
                     name=name,
                     seconds=sum(seconds(trace.ops[index]) for index in last_run),
                     stays=tuple(stay for of_run in stays for of_call in of_run for stay in of_call),
-                    size_bytes=sum(max(stay.size_bytes, 0) for of_call in stays[-1] for stay in of_call),
+                    size_bytes=sum(
+                        stay.size_bytes for of_call in stays[-1] for stay in of_call if stay.begins_in_forward
+                    ),
                 )
             )
     return tuple(sorted(found, key=lambda op: (not op.is_choice, op.size_bytes / op.seconds)))
