@@ -41,12 +41,17 @@ def give_back(hosted: Tensor) -> None:
     """Let another copy to the host have the memory of one that is not needed any more.
 
     Args:
-        hosted: What `to_host` made of a tensor on CUDA. Copies back to the device must have been waited for.
+        hosted: What `to_host` returned. Copies of it back to the device must have been waited for.
     """
-    _pinned[hosted.untyped_storage().nbytes()].append(hosted)
+    memory = _taken.pop(id(hosted), None)
+    if memory is not None:
+        _idle[memory.numel()].append(memory)
 
 
-_pinned: dict[int, list[Tensor]] = defaultdict(list)
+_taken: dict[int, Tensor] = {}
+"""Pinned memory in use, by the identity of the copy that is in it."""
+
+_idle: dict[int, list[Tensor]] = defaultdict(list)
 """Pinned memory that is not in use, by bytes. Torch would reuse it too, but only once the GPU has come to the
 end of the copy; the host is ahead of that, and would pin more and more."""
 
@@ -66,10 +71,16 @@ def _streams(device: torch.device) -> _Streams:
 
 def _take_pinned(source: Tensor) -> Tensor:
     """Pinned memory for a copy of a dense tensor."""
-    size_bytes = pinned_bytes(source.numel() * source.element_size())
-    idle = _pinned[size_bytes]
-    memory = idle.pop() if idle else torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-    return memory.view(torch.uint8)[: source.numel() * source.element_size()].view(source.dtype)
+    size_bytes = source.numel() * source.element_size()
+    idle = _idle[pinned_bytes(size_bytes)]
+    memory = idle.pop() if idle else _new_pinned(pinned_bytes(size_bytes))
+    hosted = memory[:size_bytes].view(source.dtype)
+    _taken[id(hosted)] = memory
+    return hosted
+
+
+def _new_pinned(size_bytes: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _to_host_cuda(source: Tensor) -> Tensor:
@@ -87,9 +98,11 @@ def _to_host_done_cuda(sources: Sequence[Tensor]) -> None:
 
 
 def _to_device_plain(hosted: Tensor, device: torch.device) -> Tensor:
-    """Both begin on the host; of a CUDA device the copy is not waited for."""
-    if device.type != "cuda":
-        return hosted.clone()
+    """The copy to a CUDA device begins on the host too."""
+    return _to_device_cuda(hosted, device) if device.type == "cuda" else hosted.clone()
+
+
+def _to_device_cuda(hosted: Tensor, device: torch.device) -> Tensor:
     stream, now = _streams(device).to_device, torch.cuda.current_stream(device)
     copied = torch.empty_like(hosted, device=device)
     stream.wait_stream(now)

@@ -299,7 +299,7 @@ class _Item:
         return self._fetched
 
     def _give_back(self) -> None:
-        if self._hosted is not None and self._device.type == "cuda":
+        if self._hosted is not None:
             give_back(self._hosted)
         self._hosted = None
 

@@ -22,7 +22,7 @@ from brimful.units import round_up
 MOST_SETS = 10
 """Sets of saved ops tried for a unit; with more ops, several are added at once."""
 
-_CASTS = "_to_copy"
+CASTS = "_to_copy"
 """Autocast keeps casts of weights, so a recomputation may run another number of them."""
 
 _CHOICES = frozenset({"topk"})
@@ -30,7 +30,7 @@ _CHOICES = frozenset({"topk"})
 recomputed, and may: CUDA's top-k breaks ties in any order, and scores that differ in their last digit change
 places. What they return is small, a few numbers a token."""
 
-_NEVER_SAVED = frozenset({_CASTS, "clone", "empty"})
+_NEVER_SAVED = frozenset({CASTS, "clone", "empty"})
 """Of clones some are of buffers, made by what recomputes, which does not count them; an empty tensor is nothing
 to save."""
 
@@ -263,7 +263,7 @@ def _savable(
 
 def _pairs(trace: Trace, forward: list[int], again: list[int]) -> dict[str, tuple[int, int]] | None:
     comparable = (
-        [index for index in part if op_kind(trace.ops[index].name) != _CASTS] for part in (forward, again)
+        [index for index in part if op_kind(trace.ops[index].name) != CASTS] for part in (forward, again)
     )
     pairs = {}
     seen: Counter[str] = Counter()

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from brimful.planning.savable import UnitCall, unit_calls
-from brimful.settings import Action, UnitAction
+from brimful.planning.savable import CASTS, UnitCall, unit_calls
+from brimful.settings import Action, UnitAction, op_kind
 from brimful.timeline import chosen_to_leave, host
 from brimful.trace import Event, EventKind, Phase, Trace
 
@@ -119,22 +119,44 @@ class Splicer:
     def _can_leave(self, call: UnitCall) -> list[tuple[int, int]]:
         """Storages of the forward and those of the recomputation in their place, which backward needs."""
         found = []
-        for in_forward, in_recomputation in (call.pairs or {}).values():
-            for original, storage in zip(self._made[in_forward], self._made[in_recomputation], strict=False):
-                dropped, freed = self._freed.get(original), self._freed.get(storage)
-                is_own = dropped is not None and self._op_of_event[dropped] <= call.forward[-1]
-                is_needed = freed is None or self._op_of_event[freed] > call.again[-1]
-                size_bytes = self._trace.storages[original].size_bytes
-                if is_own and is_needed and size_bytes >= host.LEAST_OFFLOADED_BYTES:
-                    found.append((original, storage))
-        return found
+        for original, storage in self._alike(call):
+            dropped, freed = self._freed.get(original), self._freed.get(storage)
+            is_own = dropped is not None and self._op_of_event[dropped] <= call.forward[-1]
+            is_needed = freed is None or self._op_of_event[freed] > call.again[-1]
+            size_bytes = self._trace.storages[original].size_bytes
+            if is_own and is_needed and size_bytes >= host.LEAST_OFFLOADED_BYTES:
+                found.append((original, storage))
+        return sorted(found)
+
+    def _alike(self, call: UnitCall) -> list[tuple[int, int]]:
+        """Storages of the forward and those of the recomputation in their place.
+
+        Of casts autocast keeps those of weights, so each may run another number of them; those of one size are
+        taken for the same, one after another.
+        """
+        alike = [
+            pair
+            for in_forward, in_recomputation in (call.pairs or {}).values()
+            for pair in zip(self._made[in_forward], self._made[in_recomputation], strict=False)
+        ]
+        casts: dict[int, list[int]] = defaultdict(list)
+        for storage in self._casts(call.forward):
+            casts[self._trace.storages[storage].size_bytes].append(storage)
+        for storage in self._casts(call.again):
+            originals = casts[self._trace.storages[storage].size_bytes]
+            if originals:
+                alike.append((originals.pop(0), storage))
+        return alike
+
+    def _casts(self, ops: Sequence[int]) -> list[int]:
+        return [
+            storage for op in ops if op_kind(self._trace.ops[op].name) == CASTS for storage in self._made[op]
+        ]
 
     def _keep(self, call: UnitCall, left_out: set[int], replaced: dict[int, Event]) -> None:
         """Leave out the whole recomputation; what it leaves for backward is what the forward made."""
         last_op = call.again[-1]
-        counterpart: dict[int, int] = {}
-        for in_forward, in_recomputation in (call.pairs or {}).values():
-            counterpart.update(zip(self._made[in_recomputation], self._made[in_forward], strict=False))
+        counterpart = {storage: original for original, storage in self._alike(call)}
         for op in call.again:
             for storage in (*self._made[op], *self._inside[op]):
                 freed = self._freed.get(storage)

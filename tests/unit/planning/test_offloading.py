@@ -113,18 +113,21 @@ def test_the_peak_of_a_choice_that_offloads_is_that_of_a_capture(
     assert offloaded >= CHOICES
 
 
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "returning"])
-def test_a_spliced_trace_of_offloaded_units_takes_what_a_capture_does(name: str) -> None:
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
+def test_a_spliced_trace_of_offloaded_units_takes_what_a_capture_does(name: str, precision: Precision) -> None:
     """Less by half a thousandth: a recomputation drops what a linear layer read before its bias's gradient is
     made. More, as where units are kept: buffers that recomputing would have copied."""
-    of = posed(name, Precision.FP32, 2)
-    kept, recomputed, units = traces(name, Precision.FP32, 2)
+    of = posed(name, precision, 2)
+    kept, recomputed, units = traces(name, precision, 2)
     splicer = Splicer(recomputed, unit_of_each_op(recomputed, units), len(units))
     assert splicer.can_splice()
     for choice in choices(of, seed=2):
         actions = of.chosen(choice)
         truth = peak_bytes(capture(name, replace(kept.settings, units=actions)))
-        assert truth * 0.9995 <= peak_bytes(splicer.spliced(actions)) <= truth * 1.05, choice
+        spliced = peak_bytes(splicer.spliced(actions))
+        assert truth * 0.9995 <= spliced <= truth * 1.05, choice
 
 
 def test_a_spliced_trace_holds_at_the_end_of_forward_what_a_capture_does() -> None:
