@@ -75,6 +75,9 @@ class Op:
     """Draws from the random number generator."""
     weight_bytes: int = 0
     """Of a convolution: its weights, which are among what it reads."""
+    made_ops_ago: int = 0
+    """Of an op in place, in forward or backward: how many ops before it the one was that made what it writes
+    over; 0 if none made it, as no op made a parameter."""
     line: str = ""
     """Where in the user's or a library's Python code it is called, as "file.py:12", for ops that make large
     tensors; for those of backward, where the forward op was called."""
@@ -94,6 +97,7 @@ class Op:
             recomputed=self.recomputed,
             random=self.random,
             weight_bytes=self.weight_bytes,
+            made_ops_ago=self.made_ops_ago,
             line=self.line,
         )
 

@@ -44,6 +44,9 @@ _UNCOUNTED = frozenset({"_to_copy", "detach", "prim.device", "empty"})
 """Kinds of ops that may run in only one of a forward and its recomputation: autocast keeps casts of weights;
 checkpointing itself detaches and asks for devices; FSDP2 makes room for weights."""
 
+_QUESTIONS = frozenset({"prim.device", "detach"})
+"""Of those, the ones that read no values: of a fake tensor, Python asks for its device by an op."""
+
 _UNCOUNTED_LIBRARIES = ("fsdp.", "c10d.", "_c10d_functional.", "profiler.")
 """FSDP2 gathers the weights of modules within a unit in the forward; the recomputation finds them gathered."""
 
@@ -188,7 +191,7 @@ class _Saving(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         info = _describe(func)
-        if info.is_view:
+        if info.is_view or info.kind in _QUESTIONS:
             return out
         if self._owners:
             self._note_use(info, args, kwargs)

@@ -358,7 +358,8 @@ class Recorder(TorchDispatchMode):
             work = _work(info, func, args, kwargs, out, inputs, outputs)
             if remembered is not None and all(map(_is_told_by_its_shape, inputs)):
                 remembered.about = work
-        self.ops.append(self._op(info, work))
+        made_ops_ago = self._made_ops_ago(args[0]) if info.writes_over else 0
+        self.ops.append(self._op(info, work, made_ops_ago))
         for tensor in () if func in self._elsewhere else outputs:
             self._see(tensor, len(self.ops) - 1, info.name)
         self._record_temporaries()
@@ -414,7 +415,15 @@ class Recorder(TorchDispatchMode):
             self.uncertain.setdefault(f"a number read from a tensor in {self._modules.owner()!r}")
         return _as_number(UNKNOWN_NUMBER, func, args[0])
 
-    def _op(self, info: _OpInfo, work: _Work) -> Op:
+    def _made_ops_ago(self, tensor: object) -> int:
+        """How many ops before the one to be recorded a tensor's memory was made; 0 if not by one."""
+        if self._is_in_optimizer() or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return 0
+        index = self._live.get(tensor.untyped_storage()._cdata)
+        maker = None if index is None else self.makers[index]
+        return 0 if maker is None else len(self.ops) - maker
+
+    def _op(self, info: _OpInfo, work: _Work, made_ops_ago: int) -> Op:
         return Op(
             name=info.name,
             module=OPTIMIZER if self._is_in_optimizer() else self._modules.owner(),
@@ -428,6 +437,7 @@ class Recorder(TorchDispatchMode):
             recomputed=self._phase is Phase.BACKWARD and _is_recomputing(),
             random=info.is_random,
             weight_bytes=work.weight_bytes,
+            made_ops_ago=made_ops_ago,
             line=self._line() if work.written_bytes >= _LOCATED_BYTES else "",
         )
 

@@ -251,7 +251,9 @@ def _savable(
             found.append(
                 SavableOp(
                     name=name,
-                    seconds=sum(seconds(trace.ops[index]) for index in last_run),
+                    seconds=sum(
+                        seconds(trace.ops[index]) for index in (*last_run, *_written_over(trace, last_run))
+                    ),
                     stays=tuple(stay for of_run in stays for of_call in of_run for stay in of_call),
                     size_bytes=sum(
                         stay.size_bytes for of_call in stays[-1] for stay in of_call if stay.begins_in_forward
@@ -259,6 +261,16 @@ def _savable(
                 )
             )
     return tuple(sorted(found, key=lambda op: (not op.is_choice, op.size_bytes / op.seconds)))
+
+
+def _written_over(trace: Trace, makers: Sequence[int]) -> Iterator[int]:
+    """The recomputed ops that write over what some of them made: saved, it is as they left it."""
+    for maker in makers:
+        index = maker + 1
+        while index < len(trace.ops) and trace.ops[index].recomputed:
+            if trace.ops[index].made_ops_ago == index - maker:
+                yield index
+            index += 1
 
 
 def _pairs(trace: Trace, forward: list[int], again: list[int]) -> dict[str, tuple[int, int]] | None:
