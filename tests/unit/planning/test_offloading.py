@@ -243,6 +243,7 @@ def planned(link: float, budget: float, *, host_bytes: int = 1 << 40) -> Plan:
         micro_batch_size=SAMPLES,
         offload_host_bytes=host_bytes,
         permits_chunked_loss=False,
+        permits_expandable_segments=False,
     )
     return search(capture_large, request)
 
