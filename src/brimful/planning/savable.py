@@ -248,12 +248,13 @@ def _savable(
                 [results.stays(*call.pairs[name]) for call in run if call.pairs is not None] for run in runs
             ]
             last_run = [call.pairs[name][1] for call in runs[-1] if call.pairs is not None]
+            written_over = list(_written_over(trace, last_run))
+            if any(trace.ops[index].random for index in written_over):
+                continue  # numbers drawn in place are drawn again: they cannot be left out
             found.append(
                 SavableOp(
                     name=name,
-                    seconds=sum(
-                        seconds(trace.ops[index]) for index in (*last_run, *_written_over(trace, last_run))
-                    ),
+                    seconds=sum(seconds(trace.ops[index]) for index in (*last_run, *written_over)),
                     stays=tuple(stay for of_run in stays for of_call in of_run for stay in of_call),
                     size_bytes=sum(
                         stay.size_bytes for of_call in stays[-1] for stay in of_call if stay.begins_in_forward

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from brimful.timeline import live_profile
 from brimful.trace import Category, EventKind, Phase, Trace
 from helpers.captured_jobs import (
+    A100,
     CLASSES,
     CPU,
     HIDDEN,
@@ -279,7 +280,7 @@ def test_the_device_is_asked_for_without_a_trace() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop", "adagrad", "adafactor", "adamw8bit"])
 def test_every_optimizer_by_name_can_be_captured(name: str) -> None:
-    trace = capture(job(optimizer=name))
+    trace = capture(job(optimizer=name), A100)
     assert trace.uncertain_ops == ()
     assert bytes_of(trace, Category.OPTIMIZER_STATE) > 0
 
