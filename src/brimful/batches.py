@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,28 +24,35 @@ from brimful.job import Batch, Job
 
 _MOST_ENTRIES_NAMED = 8
 
+_Leaf = TypeVar("_Leaf")
 
-def map_tensors(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+
+def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
     """The same nest with every tensor replaced by `change(tensor)`; other leaves are carried along."""
-    if isinstance(batch, Tensor):
+    return map_leaves(batch, Tensor, change)
+
+
+def map_leaves(batch: Batch, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> Batch:
+    """The same nest with every leaf of one kind replaced by `change(leaf)`; others are carried along."""
+    if isinstance(batch, kind):
         return change(batch)
     if isinstance(batch, MutableMapping):
         changed = copy.copy(batch)  # keeps the class and whatever else the object holds
         for key, entry in batch.items():
-            changed[key] = map_tensors(entry, change)
+            changed[key] = map_leaves(entry, kind, change)
         return changed
     if isinstance(batch, Mapping):
-        return {key: map_tensors(entry, change) for key, entry in batch.items()}
+        return {key: map_leaves(entry, kind, change) for key, entry in batch.items()}
     if isinstance(batch, list):
-        return [map_tensors(entry, change) for entry in batch]
+        return [map_leaves(entry, kind, change) for entry in batch]
     if isinstance(batch, tuple):
-        entries = [map_tensors(entry, change) for entry in batch]
+        entries = [map_leaves(entry, kind, change) for entry in batch]
         return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
     if _is_dataclass_instance(batch):
         changed = copy.copy(batch)
         for field in dataclasses.fields(batch):
             # past a frozen dataclass's own __setattr__: `changed` is still ours alone
-            object.__setattr__(changed, field.name, map_tensors(getattr(batch, field.name), change))
+            object.__setattr__(changed, field.name, map_leaves(getattr(batch, field.name), kind, change))
         return changed
     return batch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any
 
 from brimful.errors import UsageError
@@ -49,6 +50,9 @@ class Action(StrEnum):
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
     """Keep it in the host's memory meanwhile; nothing is recomputed."""
+    NEST = "nest"
+    """Recompute it, and do not hold its input either: the unit before it, which is recomputed or nested too, is
+    run once more to make it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +127,15 @@ class UnitAction:
                 )
 
 
-_DONE = {Action.RECOMPUTE: "recomputed", Action.SAVE: "recomputed in part", Action.OFFLOAD: "offloaded"}
+_RUN_AGAIN = frozenset({Action.RECOMPUTE, Action.SAVE, Action.NEST})
+"""Actions of which something runs a second time."""
+
+_DONE = {
+    Action.RECOMPUTE: "recomputed",
+    Action.SAVE: "recomputed in part",
+    Action.NEST: "nested",
+    Action.OFFLOAD: "offloaded",
+}
 """What is said of the units with an action."""
 
 
@@ -173,6 +185,16 @@ class Settings:
         for name in ("micro_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        for before, unit in pairwise((None, *self.units)):
+            is_linked = before is not None and before.action in (Action.RECOMPUTE, Action.NEST)
+            if unit is not None and unit.action is Action.NEST and not is_linked:
+                found = (
+                    "there is none" if before is None else f"{before.fqn!r} has action {str(before.action)!r}"
+                )
+                raise UsageError(
+                    f"unit {unit.fqn!r} is nested, so the unit before it must be recomputed or nested too, but "
+                    f"{found}. Recompute it instead."
+                )
 
     @property
     def global_batch_size(self) -> int:
@@ -186,8 +208,8 @@ class Settings:
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Paths of the units that are recomputed, wholly or in part."""
-        return tuple(unit.fqn for unit in self.units if unit.action in (Action.RECOMPUTE, Action.SAVE))
+        """Paths of the units that are recomputed, wholly or in part, or nested."""
+        return tuple(unit.fqn for unit in self.units if unit.action in _RUN_AGAIN)
 
     @property
     def offloaded(self) -> tuple[str, ...]:

@@ -211,6 +211,13 @@ def _fsdp(*, nested: bool = False, **options: Any) -> Callable[[nn.Module], nn.M
 _BLOCKS = units(["blocks.0"], {"blocks.1": ("addmm#0", "addmm#2", "bernoulli_#1")})
 _PARTS = units(["blocks.0.attention", "blocks.1.mlp[1..3]"], {"blocks.2": ("addmm#2", "addmm#0")})
 _SEVERAL = units(["blocks[0..1]"], {"blocks.2": ("addmm#1",)})
+_SEGMENT = Settings(
+    micro_batch_size=1,
+    units=(
+        UnitAction(fqn="blocks.0", action=Action.RECOMPUTE),
+        *(UnitAction(fqn=f"blocks.{i}", action=Action.NEST) for i in (1, 2)),
+    ),
+)
 _STAGES = units(["layer1.0", "layer3"], {"layer2[0..1]": ("native_batch_norm#0", "convolution#1")})
 
 
@@ -229,6 +236,10 @@ def ddp_cases() -> dict[str, Case]:
         "tied weight, applied after": Case(GPT, _ddp(), _BLOCKS, applies_after=True),
         "tied weight, static graph": Case(GPT, _ddp(static_graph=True), _BLOCKS, synchronises_once=False),
         "tied weight, synchronised each time": Case(GPT, _ddp(), _BLOCKS, synchronises_once=False),
+        "nested": Case(GPT, _ddp(), _SEGMENT),
+        "nested, static graph, applied after": Case(
+            GPT, _ddp(static_graph=True), _SEGMENT, applies_after=True, synchronises_once=False
+        ),
         "unused branch": Case(with_branch, unused, _BLOCKS),
         "unused branch, applied after": Case(with_branch, unused, _BLOCKS, applies_after=True),
         "batch norm": _images(),
@@ -248,6 +259,8 @@ def fsdp_cases() -> dict[str, Case]:
         "shards in a shard": Case(Decoder, _fsdp(nested=True), _BLOCKS),
         "a unit of several shards": Case(Decoder, _fsdp(), _SEVERAL),
         "a unit of several shards, applied after": Case(Decoder, _fsdp(), _SEVERAL, applies_after=True),
+        "nested": Case(GPT, _fsdp(), _SEGMENT),
+        "nested in one shard": Case(GPT, fully_shard, _SEGMENT, applies_after=True),
         "synchronised each time": Case(Decoder, _fsdp(), _BLOCKS, synchronises_once=False),
         "bf16": Case(Decoder, _fsdp(mp_policy=bf16), _BLOCKS),
     }

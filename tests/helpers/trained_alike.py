@@ -26,6 +26,16 @@ def recomputing(*units: str) -> Settings:
     return Settings(micro_batch_size=1, units=actions)
 
 
+def nesting(*segments: tuple[str, ...]) -> Settings:
+    """Settings of nested segments: the first unit of each is recomputed, the others nested."""
+    actions = tuple(
+        UnitAction(fqn=unit, action=Action.NEST if position else Action.RECOMPUTE)
+        for segment in segments
+        for position, unit in enumerate(segment)
+    )
+    return Settings(micro_batch_size=1, units=actions)
+
+
 def saving(unit: str, *ops: str) -> Settings:
     """Settings that recompute a unit but for the ops named."""
     action = UnitAction(fqn=unit, action=Action.SAVE, saved=ops)

@@ -59,6 +59,7 @@ SETTINGS = Settings(
         UnitAction(fqn="a", action=Action.KEEP),
         UnitAction(fqn="b", action=Action.SAVE, saved=("mm#0", "attention#1")),
         UnitAction(fqn="c[0..2]", action=Action.RECOMPUTE),
+        UnitAction(fqn="c[3..5]", action=Action.NEST),
         UnitAction(fqn="d", action=Action.OFFLOAD, most_offloaded_bytes=2**20),
         UnitAction(fqn="e", action=Action.KEEP),
     ),
@@ -77,9 +78,23 @@ def test_json_both_ways() -> None:
 
 def test_a_reader_is_told_what_becomes_of_the_units() -> None:
     assert SETTINGS.describe() == (
-        "bf16, micro-batch 4 × 2, adamw, fused optimizer, 1 of 5 units recomputed, "
-        "1 of 5 units recomputed in part, 1 of 5 units offloaded"
+        "bf16, micro-batch 4 × 2, adamw, fused optimizer, 1 of 6 units recomputed, "
+        "1 of 6 units recomputed in part, 1 of 6 units nested, 1 of 6 units offloaded"
     )
-    assert SETTINGS.recomputed == ("b", "c[0..2]")
+    assert SETTINGS.recomputed == ("b", "c[0..2]", "c[3..5]")
     assert SETTINGS.offloaded == ("d",)
-    assert SETTINGS.changed == ("b", "c[0..2]", "d")
+    assert SETTINGS.changed == ("b", "c[0..2]", "c[3..5]", "d")
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        ((), "there is none"),
+        ((UnitAction(fqn="a", action=Action.KEEP),), "'a' has action 'keep'"),
+        ((UnitAction(fqn="a", action=Action.SAVE, saved=("mm#0",)),), "'a' has action 'save'"),
+        ((UnitAction(fqn="a", action=Action.OFFLOAD),), "'a' has action 'offload'"),
+    ],
+)
+def test_a_nested_unit_follows_one_that_runs_again(before: tuple[UnitAction, ...], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Settings(micro_batch_size=1, units=(*before, UnitAction(fqn="b", action=Action.NEST)))

@@ -13,6 +13,7 @@ from torch import nn
 from brimful.applying.chunked_loss import DeferringLinear
 from brimful.applying.offload import OffloadSchedule, ScheduledUnit
 from brimful.applying.recompute import CarryOut, RecomputedRegion, UnitForward, UnitRuns
+from brimful.applying.segments import Link, links
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Action, ChunkedLoss, Settings, Span, UnitAction
 
@@ -60,12 +61,12 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     stand_ins: list[tuple[nn.Module, _StandIn]] = []
     runs: dict[str, list[tuple[int, int, CarryOut]]] = defaultdict(list)
     schedule = OffloadSchedule() if settings.offloaded else None
-    for unit in settings.units:
+    for unit, link in zip(settings.units, links(settings.units), strict=True):
         if unit.action is Action.KEEP and schedule is None:
             continue
         span = Span.parse(unit.fqn)
         module = _find(modules, unit.fqn, unit.fqn if span is None else span.parent)
-        carry_out = _way(unit, schedule)
+        carry_out = _way(unit, link, schedule)
         if span is None:
             stand_ins.append((module, UnitForward(module, carry_out)))
         else:
@@ -85,12 +86,12 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     return Applied(model=model, units=settings.changed, _patched=tuple(stand_ins))
 
 
-def _way(unit: UnitAction, schedule: OffloadSchedule | None) -> CarryOut:
+def _way(unit: UnitAction, link: Link, schedule: OffloadSchedule | None) -> CarryOut:
     """In which way a unit's forward is carried out; a kept one too says where copies of others come and go."""
 
     def carry_out(function: Callable[..., Any], modules: Sequence[nn.Module]) -> Callable[..., Any]:
-        if unit.action in (Action.RECOMPUTE, Action.SAVE):
-            function = RecomputedRegion(function, modules, unit)
+        if unit.action in (Action.RECOMPUTE, Action.SAVE, Action.NEST):
+            function = RecomputedRegion(function, modules, unit, link)
         if schedule is None:
             return function
         return ScheduledUnit(function, modules, schedule, unit)

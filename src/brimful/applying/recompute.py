@@ -30,12 +30,17 @@ from torch._compile import _disable_dynamo
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from brimful.applying.segments import Call, Link
 from brimful.applying.selective import SavedOps
+from brimful.batches import tensors_in
 from brimful.errors import UsageError
 from brimful.settings import UnitAction
 
 CarryOut = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
 """Makes of a unit's function, and the modules it calls, the function that is called instead."""
+
+_Pair = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+"""The context of a forward and that of its recomputation."""
 
 
 class UnitForward:
@@ -124,10 +129,15 @@ class RecomputedRegion:
         function: What is recomputed.
         modules: Those it calls.
         unit: What the plan says of it.
+        link: Its place in a nested segment.
     """
 
-    def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module], unit: UnitAction) -> None:
+    def __init__(
+        self, function: Callable[..., Any], modules: Sequence[nn.Module], unit: UnitAction, link: Link
+    ) -> None:
         self._function = function
+        self._module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        self._link = link
         self._buffers = _ForwardBuffers(modules)
         self._saved = SavedOps(unit, modules)
 
@@ -142,6 +152,8 @@ class RecomputedRegion:
 
     @_disable_dynamo
     def _recomputed(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._link:
+            return self._linked(args, kwargs)
         function, names, positional = self._function, tuple(kwargs), len(args)
 
         def call(*values: Any) -> Any:
@@ -149,11 +161,21 @@ class RecomputedRegion:
 
         return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
 
-    def _contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    def _linked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same as a part of a segment."""
+        random_state = _TorchRandomState({tensor.device for tensor in tensors_in((args, kwargs))})
+        contexts = self._contexts((random_state.noted(), random_state))
+        call = Call(self._function, self._module, contexts, args, kwargs, self._link.before)
+        del args, kwargs
+        returned = call.forward()
+        if self._link.own is not None and not any(map(_gathers_its_weights, self._module.modules())):
+            self._link.own.remember(call, returned)
+        return returned
+
+    def _contexts(self, *others: _Pair) -> _Pair:
         """The context of the forward and that of its recomputation."""
         random_state = _HostRandomState()
-        forward, recomputation = self._buffers.contexts()
-        contexts = [(random_state.watched(), random_state), (forward, recomputation)]
+        contexts = [*others, (random_state.watched(), random_state), self._buffers.contexts()]
         if self._saved:
             contexts.append(self._saved.contexts())
         forwards, recomputations = zip(*contexts, strict=True)
@@ -173,6 +195,46 @@ class _All(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
+
+
+def _gathers_its_weights(module: nn.Module) -> bool:
+    """Whether FSDP2 shards it: then it has its weights in its own forward and backward only."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+class _TorchRandomState(AbstractContextManager[None]):
+    """Lets what is drawn from torch's generators be drawn again: entered, they are as they were when they were
+    noted; left, they go on where they were.
+
+    Args:
+        devices: Whose generators, beside the host's.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = sorted({str(device) for device in devices if device.type == "cuda"})
+        self._interrupted: list[Tensor] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """The context of the forward."""
+        self._before = self._now()
+        yield
+
+    def __enter__(self) -> None:
+        self._interrupted = self._now()
+        self._set(self._before)
+
+    def __exit__(self, *_error: object) -> None:
+        self._set(self._interrupted)
+        self._interrupted = []
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
 
 
 class _HostRandomState(AbstractContextManager[None]):

@@ -1,0 +1,278 @@
+"""Nested segments: recomputed units whose inputs are not held either.
+
+A segment is a unit that is recomputed, its anchor, and the nested units behind it. Only the anchor's input is
+held. What a nested unit is given, the unit before it returned; that is let go. When the last unit of the
+segment needs its input in backward, the forwards of the anchor and of all units between run once more, and
+leave each nested unit's input until its own backward has taken it. So there is one forward more of every unit
+but the last, and there are the inputs of one segment at a time.
+
+* An input is let go if it is the very tensor that the unit before returned, unchanged. Where something happened
+  to it on the way, it is held as that of any recomputed unit: right, if not as lean.
+* What runs again runs as in the forward: with gradients, because kernels and fast paths are chosen by that, and
+  with what autograd would save dropped; with the same autocast, random states and buffers. Autocast's cache is
+  off: a weight's cast without its place in the graph must not serve the recomputation around it.
+* Under FSDP2 a module has its weights in its own forward and backward only: what such a unit returned is held.
+* Torch's checkpoint holds nothing here and restores no random state: a call holds its own arguments, detached,
+  and so both the forwards that run again and the recomputation start from the same.
+
+Used of torch beside its documented parts: `torch.utils.weak.WeakIdKeyDictionary`, `Tensor._version`
+(checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+from operator import methodcaller
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
+
+from brimful.batches import map_leaves, map_tensors, tensors_in
+from brimful.settings import Action, UnitAction
+
+
+class Returned:
+    """What a unit's calls have returned, as long as it is there. A copy of it remembers nothing."""
+
+    def __init__(self) -> None:
+        self._tensors = WeakIdKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[Returned], tuple[()]]:
+        return Returned, ()
+
+    def remember(self, call: Call, returned: Any) -> None:
+        """Note by which call a nest of tensors was returned."""
+        for index, tensor in enumerate(tensors_in(returned)):
+            self._tensors[tensor] = call, index, tensor._version
+
+    def let_go(self, tensor: Tensor) -> LetGo | None:
+        """What stands for a tensor that was returned; None for any other, and for one written to since."""
+        call, index, version = self._tensors.get(tensor, (None, 0, 0))
+        if call is None or tensor._version != version:
+            return None
+        return LetGo(call, index, requires_grad=tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """The place of a recomputed unit in its segment."""
+
+    before: Returned | None = None
+    """Of the unit before, if this one is nested."""
+    own: Returned | None = None
+    """Of this unit, if the one behind it is nested."""
+
+    def __bool__(self) -> bool:
+        return self.before is not None or self.own is not None
+
+
+def links(units: Iterable[UnitAction]) -> Iterator[Link]:
+    """The place of each unit of a plan.
+
+    Args:
+        units: In execution order; a nested one follows one that is recomputed.
+
+    Yields:
+        One for each unit.
+    """
+    in_order = list(units)
+    own = None
+    for unit, behind in zip_longest(in_order, in_order[1:]):
+        before = own if unit.action is Action.NEST else None
+        own = Returned() if behind is not None and behind.action is Action.NEST else None
+        yield Link(before=before, own=own)
+
+
+class Argument:
+    """A tensor among the arguments of a call that can be run again."""
+
+    def read(self) -> Tensor:
+        """The tensor, for a forward that runs again."""
+        raise NotImplementedError
+
+    def take(self) -> Tensor:
+        """The tensor, for the recomputation, after which it is not needed."""
+        raise NotImplementedError
+
+
+class Held(Argument):
+    """One that is held, without the graph that made it.
+
+    Args:
+        tensor: The argument.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+        self._version = _version(tensor)
+
+    def read(self) -> Tensor:
+        """The tensor, if nothing has written to it."""
+        if _version(self._tensor) != self._version:
+            raise RuntimeError(
+                f"a unit cannot be recomputed: an argument of it, of shape {tuple(self._tensor.shape)}, has "
+                "been modified by an inplace operation since its forward. Keep the unit, or write to a copy."
+            )
+        return self._tensor.detach().requires_grad_(self._requires_grad)
+
+    def take(self) -> Tensor:
+        """The same."""
+        return self.read()
+
+
+class LetGo(Argument):
+    """One that is not held: a call of the unit before returns it again.
+
+    Args:
+        maker: That call.
+        index: Which of the tensors that it returns.
+        requires_grad: As it did in the forward.
+    """
+
+    def __init__(self, maker: Call, index: int, *, requires_grad: bool) -> None:
+        self.maker = maker
+        self.index = index
+        self._requires_grad = requires_grad
+        self._value: Tensor | None = None
+        maker.wanted.add(self)
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether it has not been made again, or was taken."""
+        return self._value is None
+
+    def put(self, value: Tensor) -> None:
+        """Leave the tensor here."""
+        self._value = value.detach().requires_grad_(self._requires_grad)
+
+    def read(self) -> Tensor:
+        """The tensor, which must be there."""
+        assert self._value is not None
+        return self._value
+
+    def take(self) -> Tensor:
+        """The tensor; where it is missing, all calls from the anchor on that lead here run again."""
+        pending = [self.maker]
+        while self.is_missing:
+            before = next((each.maker for each in pending[-1].let_go if each.is_missing), None)
+            if before is None:
+                pending.pop().run_again()
+            else:
+                pending.append(before)
+        value, self._value = self.read(), None
+        return value
+
+
+class Call:
+    """A call of a unit of a segment, which can be run again.
+
+    Args:
+        function: The unit's.
+        module: The unit; of a run, what holds its modules.
+        contexts: That of the forward, and that in which it runs again, to be entered any number of times.
+        args: Of the function.
+        kwargs: Of the function.
+        before: What the unit before has returned; None if all arguments are to be held.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        before: Returned | None,
+    ) -> None:
+        self.module = module
+        self.wanted: weakref.WeakSet[LetGo] = weakref.WeakSet()
+        """Arguments of the unit behind that this call returns."""
+        self.let_go: list[LetGo] = []
+        """Arguments that are not held."""
+        self._function = function
+        self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
+        """The arguments themselves, until the forward begins."""
+        self._arguments = map_tensors((args, kwargs), lambda tensor: self._argument(tensor, before))
+        self._contexts = contexts
+        self._autocast = _Autocast({tensor.device.type for tensor in tensors_in((args, kwargs))} | {"cpu"})
+
+    def forward(self) -> Any:
+        """What the function returns; backward will run it again."""
+        return checkpoint(
+            self._run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: self._contexts
+        )
+
+    def run_again(self) -> None:
+        """Put what the function returns where it is wanted. No argument may be missing."""
+        with (
+            self._contexts[1],
+            self._autocast.without_cache(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_drop, _is_dropped),
+        ):
+            args, kwargs = map_leaves(self._arguments, Argument, methodcaller("read"))
+            tensors = list(tensors_in(self._function(*args, **kwargs)))
+        for argument in list(self.wanted):
+            argument.put(tensors[argument.index])
+
+    def _argument(self, tensor: Tensor, before: Returned | None) -> Argument:
+        let_go = None if before is None else before.let_go(tensor)
+        if let_go is None:
+            return Held(tensor)
+        self.let_go.append(let_go)
+        return let_go
+
+    def _run(self) -> Any:
+        """What checkpoint runs: the forward, then its recomputations."""
+        if self._given:
+            args, kwargs = self._given.pop()
+        else:
+            args, kwargs = map_leaves(self._arguments, Argument, methodcaller("take"))
+        return self._function(*args, **kwargs)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it has been written to; None of a tensor made in inference mode, which does not know."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _drop(_tensor: Tensor) -> None:
+    """Saved for a backward that will not be."""
+
+
+def _is_dropped(_nothing: None) -> Never:
+    raise RuntimeError(
+        "a unit runs a backward inside of its forward, which cannot run again for the nested unit behind it. "
+        "Give that one the action 'recompute'."
+    )
+
+
+class _Autocast:
+    """Autocast as it is now.
+
+    Args:
+        types: Of devices.
+    """
+
+    def __init__(self, types: Iterable[str]) -> None:
+        self._states = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in types
+            if torch.amp.is_autocast_available(kind)
+        ]
+
+    @contextmanager
+    def without_cache(self) -> Iterator[None]:
+        """The same again, for what must leave nothing behind."""
+        with ExitStack() as stack:
+            for kind, dtype, enabled in self._states:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
