@@ -1,7 +1,8 @@
 """Which module an op belongs to, in forward and in backward.
 
 Forward: a stack kept by hooks on every module call. Backward: autograd numbers its nodes in the order in which
-the forward makes them; the numbers at which the stack changed tell in whose forward a node was made.
+the forward makes them; the numbers at which the stack changed tell in whose forward a node was made. A unit
+whose forward runs again in backward for the unit behind it, which is nested, is put on the stack as if called.
 
 Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node`
 (checked: torch 2.13, 2.11).
@@ -17,6 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from brimful.applying.segments import Call
+from brimful.capture.replaced import replaced
 
 LOSS = "<loss>"
 OPTIMIZER = "<optimizer>"
@@ -45,8 +49,16 @@ class ModuleCalls:
         """Follow calls while the context is open."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
+        run_again = Call.run_again
+
+        def followed(call: Call) -> None:
+            self._enter(call.module, ())
+            run_again(call)
+            self._leave(call.module, (), None)
+
         try:
-            yield
+            with replaced(Call, "run_again", followed):
+                yield
         finally:
             before.remove()
             after.remove()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from brimful.cost.regions import COPY_SECONDS, region_seconds, saving_seconds
+from brimful.cost.regions import COPY_SECONDS, NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
 from brimful.cost.step import step_seconds
 from brimful.hardware import Device
@@ -49,6 +49,10 @@ class RecomputePrices:
     def copying_seconds(self, copies: int) -> float:
         """Of beginning so many copies to the host, and as many back; not of waiting for them."""
         return self._host_share * 2 * copies * COPY_SECONDS
+
+    def nested_forward_seconds(self) -> float:
+        """Of a forward that runs again for a nested unit, beside its ops."""
+        return self._host_share * NESTED_FORWARD_SECONDS
 
     def _share(self, kept: Trace, recomputed: Trace) -> float:
         step, micro_batch = recomputed.captured_steps - 1, recomputed.captured_micro_batches - 1

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from brimful.cost.page_faults import faulted_bytes
 from brimful.cost.queue import LinkOp, finish_seconds
-from brimful.cost.regions import region_seconds, saving_seconds
+from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
 from brimful.hardware import Device
 from brimful.module_tree import unit_of_each_op
@@ -138,6 +138,8 @@ class _Step:
         places, shares = _region_places(part, micro_batch)
         regions_seconds = len(trace.settings.recomputed) * region_seconds(device)
         regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
+        nested = sum(unit.action is Action.NEST for unit in trace.settings.units)
+        regions_seconds += nested * NESTED_FORWARD_SECONDS
         return cls(
             part=np.insert(part, places, _RECOMPUTE),
             micro_batch=np.insert(micro_batch, places, micro_batch[places]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from brimful.capture import capture_step
 from brimful.timeline import live_profile
 from brimful.trace import Category, EventKind, Phase, Trace
 from helpers.captured_jobs import (
@@ -29,6 +31,7 @@ from helpers.captured_jobs import (
     ops,
     rows,
 )
+from helpers.trained_alike import nesting, recomputing
 
 
 def first_step_ops(trace: Trace) -> list[str]:
@@ -111,6 +114,44 @@ def test_what_runs_twice_is_flagged_and_belongs_to_the_same_module() -> None:
     again = [op for op in recomputed.ops if op.recomputed and op.step == 0]
     assert all(op.phase is Phase.BACKWARD for op in again)
     assert [(op.name, op.module) for op in again] == [("aten.addmm.default", "0"), ("aten.relu.default", "1")]
+
+
+def test_what_runs_again_for_a_nested_unit_is_flagged_and_belongs_to_the_unit_it_is_of() -> None:
+    class Doubling(nn.Module):
+        """Works in its own forward, not in a child's."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(INPUTS, INPUTS)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(self.linear(x)) * 2
+
+    model = nn.Sequential(*(Doubling() for _ in range(3)), nn.Linear(INPUTS, CLASSES))
+    settings = replace(nesting(("0", "1", "2")), micro_batch_size=SAMPLES)
+    trace = capture_step(job(model), settings, CPU)
+    again = [op for op in trace.ops if op.recomputed and op.step == 0]
+    assert all(op.phase is Phase.BACKWARD for op in again)
+    assert [op.module for op in again if op.name == "aten.addmm.default"] == [
+        *("0.linear", "1.linear"),  # for the input of the last
+        *("2.linear", "1.linear", "0.linear"),
+    ]
+    assert [op.module for op in again if op.name == "aten.mul.Tensor"] == ["0", "1"]  # others stop early
+
+
+def test_inputs_of_nested_units_are_freed_in_forward_and_made_again() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.Tanh(), nn.GELU()) for _ in range(4)))
+    live = {}
+    for name, settings in (
+        ("flat", recomputing("0", "1", "2", "3")),
+        ("nested", nesting(("0", "1", "2", "3"))),
+    ):
+        trace = capture_step(job(model), replace(settings, micro_batch_size=SAMPLES), CPU)
+        first_backward = next(i for i, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)
+        profile = live_profile(trace, 1)
+        live[name] = int(profile.live_bytes[profile.ops == first_backward][0])
+    # Three inputs; the last unit's result is the loss's input. The random states are as many.
+    assert live["flat"] - live["nested"] == 3 * SAMPLES * INPUTS * 4
 
 
 def test_recomputing_saves_less() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from brimful.cost import StepTime, region_seconds, saving_seconds, step_seconds
-from brimful.cost.regions import COPY_SECONDS
+from brimful.cost.regions import COPY_SECONDS, NESTED_FORWARD_SECONDS
 from brimful.cost.roofline import BANDWIDTH_EFFICIENCY
 from brimful.hardware import Device, Dispatch, find_device
 from brimful.settings import Action, Settings, UnitAction
@@ -206,3 +206,12 @@ def test_saving_some_results_costs_the_host_for_every_op_of_the_unit() -> None:
     )
     assert more - base == pytest.approx(saving_seconds(2))
     assert other == pytest.approx(base)
+
+
+def test_nesting_costs_the_host_for_every_forward_that_runs_again() -> None:
+    """Beside the region of each unit and the ops."""
+    units = tuple(UnitAction(fqn=f"u{i}", action=Action.NEST if i else Action.RECOMPUTE) for i in range(4))
+    flat = trace(op(Phase.FORWARD, 1), op(Phase.BACKWARD, 1), recomputed_units=4)
+    nested = replace(flat, settings=replace(flat.settings, units=units))
+    more = step_seconds(nested, CPU).total_seconds - step_seconds(flat, CPU).total_seconds
+    assert more == pytest.approx(3 * NESTED_FORWARD_SECONDS)
