@@ -216,6 +216,11 @@ class Settings:
         """Paths of the units whose saved tensors go to the host."""
         return tuple(unit.fqn for unit in self.units if unit.action is Action.OFFLOAD)
 
+    @property
+    def nested(self) -> tuple[str, ...]:
+        """Paths of the units that are nested."""
+        return tuple(unit.fqn for unit in self.units if unit.action is Action.NEST)
+
     def describe(self) -> str:
         """The settings in a line: "bf16, micro-batch 4 × 8, 12 of 24 units recomputed"."""
         parts = [str(self.precision), f"micro-batch {self.micro_batch_size}"]

@@ -138,8 +138,7 @@ class _Step:
         places, shares = _region_places(part, micro_batch)
         regions_seconds = len(trace.settings.recomputed) * region_seconds(device)
         regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
-        nested = sum(unit.action is Action.NEST for unit in trace.settings.units)
-        regions_seconds += nested * NESTED_FORWARD_SECONDS
+        regions_seconds += len(trace.settings.nested) * NESTED_FORWARD_SECONDS
         return cls(
             part=np.insert(part, places, _RECOMPUTE),
             micro_batch=np.insert(micro_batch, places, micro_batch[places]),

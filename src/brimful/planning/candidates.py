@@ -6,6 +6,7 @@ affine in the micro-batch, so captures at two sizes pose it for every divisor of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,9 +14,11 @@ from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError
 from brimful.module_tree import unit_of_each_op
 from brimful.planning.estimate import Estimate, estimate_unlimited
-from brimful.planning.problem import KEPT, RECOMPUTED, PosedProblem, build_problem
+from brimful.planning.nested import build_segment_problem
+from brimful.planning.problem import KEPT, NESTED, RECOMPUTED, PosedProblem, build_problem
 from brimful.planning.records import Alternative
 from brimful.planning.request import Request
+from brimful.planning.segment_solver import SegmentProblem, smallest_segment_peak_bytes, solve_segments
 from brimful.planning.sizes import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
@@ -27,6 +30,10 @@ from brimful.trace import Trace
 RUNGS = 64
 """Budgets between the smallest peak and that of keeping everything at which a candidate is solved: a plan can
 be worse than the best by what one step of the ladder is worth."""
+
+NESTED_RUNGS = 8
+"""Budgets from the smallest peak of nested segments up to that of anything else; few, because each that is
+tried is captured."""
 
 MOST_RESERVED_FRACTION = 0.3
 """A choice whose allocated peak leaves this much of itself free is taken to fit without a capture; only what is
@@ -47,10 +54,14 @@ class Candidate:
     _capture: Capture
     _request: Request
     _solved: dict[int, Solution | None] = field(default_factory=dict)
+    _solved_nested: dict[int, Solution | None] = field(default_factory=dict)
     _replayed: dict[tuple[int, ...], Estimate] = field(default_factory=dict)
     _reserved: dict[tuple[int, ...], int] = field(default_factory=dict)
     _uniform_peaks: dict[Action, int] = field(default_factory=dict)
     _ladder: tuple[int, ...] | None = None
+    _nested_ladder: tuple[int, ...] | None = None
+    _segments: list[SegmentProblem | None] = field(default_factory=list)
+    """The problem of nesting units, once it is posed; None where none can be."""
     _splicer: Splicer | None = None
 
     def with_expandable_segments(self) -> Candidate:
@@ -79,10 +90,14 @@ class Candidate:
 
     def seconds_at_best(self, budget_bytes: int) -> float | None:
         """The least time of a step that so many allocated bytes permit; None if nothing fits them."""
-        solution = self.solve(budget_bytes)
-        if solution is None:
+        return self._step_seconds(self.solve(budget_bytes))
+
+    def nested_seconds_at_best(self, budget_bytes: int, below_seconds: float = math.inf) -> float | None:
+        """The same where all units are recomputed or nested; None too if that takes as long as another plan."""
+        all_recomputed = self.posed.problem.seconds(self.uniform(Action.RECOMPUTE))
+        if self.kept_seconds + all_recomputed * self.settings.gradient_accumulation_steps >= below_seconds:
             return None
-        return self.kept_seconds + solution.seconds * self.settings.gradient_accumulation_steps
+        return self._step_seconds(self._solve_nested(budget_bytes))
 
     def fastest_within(self, budget_bytes: int) -> Estimate | None:
         """The fastest choice whose capture reserves no more than the budget; None if there is none.
@@ -93,19 +108,14 @@ class Candidate:
         a larger budget leads to no lower rung, and the choices of higher rungs are no slower. Then the choice
         is captured; should it not fit after all, those below it are.
         """
-        low, high = -1, len(self.ladder())
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._fits(middle, budget_bytes):
-                low = middle
-            else:
-                high = middle
-        while low >= 0 and self.replay(low).predicted_peak_reserved_bytes > budget_bytes:
-            low -= 1
-        return None if low < 0 else self.replay(low)
+        return self._fastest_of(self.ladder(), budget_bytes)
+
+    def fastest_nested_within(self, budget_bytes: int) -> Estimate | None:
+        """The same of nested segments, for where nothing else fits; what is tried is captured, not spliced."""
+        return self._fastest_of(self.nested_ladder(), budget_bytes)
 
     def ladder(self) -> tuple[int, ...]:
-        """Budgets at which the candidate is solved, rising."""
+        """Budgets at which the candidate is solved without nested segments, rising."""
         if self._ladder is None:
             if self.pinned is not None:
                 self._ladder = (self._uniform_peak_bytes(self.pinned),)
@@ -116,8 +126,17 @@ class Candidate:
                 self._ladder = tuple(least + (most - least) * rung // rungs for rung in range(rungs + 1))
         return self._ladder
 
+    def nested_ladder(self) -> tuple[int, ...]:
+        """Budgets below those, at which segments are nested, rising; none where that spares nothing."""
+        if self._nested_ladder is None:
+            segments, most = self._segment_problem(), self.ladder()[0]
+            least = most if segments is None else smallest_segment_peak_bytes(segments)
+            rungs = NESTED_RUNGS if most > least else 0
+            self._nested_ladder = tuple(least + (most - least) * rung // rungs for rung in range(rungs))
+        return self._nested_ladder
+
     def solve(self, budget_bytes: int) -> Solution | None:
-        """The cheapest choice within a budget of allocated bytes."""
+        """The cheapest choice within a budget of allocated bytes, without nested segments."""
         if budget_bytes not in self._solved:
             if self.pinned is not None:
                 self._solved[budget_bytes] = self._uniform_solution(self.pinned, budget_bytes)
@@ -127,9 +146,9 @@ class Candidate:
                 self._solved[budget_bytes] = keeping or solve(self.posed.problem, budget_bytes)
         return self._solved[budget_bytes]
 
-    def replay(self, rung: int) -> Estimate:
+    def replay(self, rung_bytes: int) -> Estimate:
         """What a capture of a rung's choice takes."""
-        choice = self._choice(rung)
+        choice = self._choice(rung_bytes)
         if choice not in self._replayed:
             settings = replace(self.settings, units=self.posed.chosen(choice))
             # A second step finds memory as the allocator was left by the first.
@@ -149,24 +168,85 @@ class Candidate:
         return alternative(label, trace, settings, self._request)
 
     def smallest_peak_bytes(self) -> int:
-        """Least allocated bytes that any permitted choice takes."""
+        """Least allocated bytes that any permitted choice takes without nested segments."""
         return self.ladder()[0]
 
-    def _choice(self, rung: int) -> tuple[int, ...]:
-        solution = self.solve(self.ladder()[rung])
+    def leanest(self) -> tuple[Estimate, ...]:
+        """Captures of what takes least: without nested segments, and with them where they take less still."""
+        return tuple(self.replay(ladder[0]) for ladder in (self.ladder(), self.nested_ladder()) if ladder)
+
+    def _fastest_of(self, ladder: tuple[int, ...], budget_bytes: int) -> Estimate | None:
+        low, high = -1, len(ladder)
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._fits(ladder[middle], budget_bytes):
+                low = middle
+            else:
+                high = middle
+        while low >= 0 and self.replay(ladder[low]).predicted_peak_reserved_bytes > budget_bytes:
+            low -= 1
+        return None if low < 0 else self.replay(ladder[low])
+
+    def _segment_problem(self) -> SegmentProblem | None:
+        if not self._segments:
+            is_posed = self.pinned is None and bool(self.units)
+            self._segments.append(self._pose_segments() if is_posed else None)
+        return self._segments[0]
+
+    def _pose_segments(self) -> SegmentProblem | None:
+        return build_segment_problem(
+            self.kept,
+            self.recomputed,
+            self.posed.chosen(self.uniform(Action.RECOMPUTE)),
+            self._request.device,
+            micro_batches=self.recomputed.captured_micro_batches,
+        )
+
+    def _solve_nested(self, budget_bytes: int) -> Solution | None:
+        """The cheapest choice of nested segments within a budget of allocated bytes."""
+        if budget_bytes not in self._solved_nested:
+            segments = self._segment_problem()
+            solution = None if segments is None else self._nested_solution(segments, budget_bytes)
+            self._solved_nested[budget_bytes] = solution
+        return self._solved_nested[budget_bytes]
+
+    def _nested_solution(self, segments: SegmentProblem, budget_bytes: int) -> Solution | None:
+        nested = solve_segments(segments, budget_bytes)
+        if nested is None:
+            return None
+        return Solution(
+            choice=tuple(NESTED if is_nested else RECOMPUTED for is_nested in nested),
+            seconds=self.posed.problem.seconds(self.uniform(Action.RECOMPUTE)) + segments.cost_seconds(nested),
+            peak_bytes=segments.peak_bytes(nested),
+            is_optimal=True,
+        )
+
+    def _step_seconds(self, solution: Solution | None) -> float | None:
+        if solution is None:
+            return None
+        return self.kept_seconds + solution.seconds * self.settings.gradient_accumulation_steps
+
+    def _choice(self, rung_bytes: int) -> tuple[int, ...]:
+        return self._solution(rung_bytes).choice
+
+    def _solution(self, rung_bytes: int) -> Solution:
+        is_nested = rung_bytes < self.ladder()[0]
+        solution = self._solve_nested(rung_bytes) if is_nested else self.solve(rung_bytes)
         assert solution is not None  # every rung is at least the smallest peak
-        return solution.choice
+        return solution
 
-    def _fits(self, rung: int, budget_bytes: int) -> bool:
+    def _fits(self, rung_bytes: int, budget_bytes: int) -> bool:
         """Whether the allocator is expected to reserve no more than the budget for a rung's choice."""
-        choice = self._choice(rung)
-        if self.posed.problem.peak_bytes(choice) * (1 + MOST_RESERVED_FRACTION) <= budget_bytes:
+        solution = self._solution(rung_bytes)
+        if solution.peak_bytes * (1 + MOST_RESERVED_FRACTION) <= budget_bytes:
             return True
-        if choice not in self._reserved:
-            self._reserved[choice] = self._reserved_bytes(choice, rung)
-        return self._reserved[choice] <= budget_bytes
+        if solution.choice not in self._reserved:
+            self._reserved[solution.choice] = self._reserved_bytes(solution.choice, rung_bytes)
+        return self._reserved[solution.choice] <= budget_bytes
 
-    def _reserved_bytes(self, choice: tuple[int, ...], rung: int) -> int:
+    def _reserved_bytes(self, choice: tuple[int, ...], rung_bytes: int) -> int:
+        if NESTED in choice:
+            return self.replay(rung_bytes).predicted_peak_reserved_bytes
         if not any(choice):
             return predict_memory(self.kept).peak_reserved_bytes
         if self._splicer is None:
@@ -174,7 +254,7 @@ class Candidate:
                 self.recomputed, unit_of_each_op(self.recomputed, self.units), len(self.units)
             )
         if not self._splicer.can_splice():
-            return self.replay(rung).predicted_peak_reserved_bytes
+            return self.replay(rung_bytes).predicted_peak_reserved_bytes
         return predict_memory(self._splicer.spliced(self.posed.chosen(choice))).peak_reserved_bytes
 
     def _uniform_peak_bytes(self, action: Action) -> int:

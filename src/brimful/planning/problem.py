@@ -50,6 +50,9 @@ from brimful.trace import EventKind, Op, Phase, Trace
 KEPT, RECOMPUTED = 0, 1
 """Indices of the first two options of every unit; those that save some ops' results follow."""
 
+NESTED = -1
+"""What stands in a choice for a nested unit. It is no option of the problem; see `nested.py`."""
+
 _FORWARD_ENDS, _BACKWARD_BEGINS = 0, 1
 """The two moments at which captures are compared. Between them autocast drops its cast weights, which every
 forward holds and only a kept unit holds on to."""
@@ -65,7 +68,10 @@ class PosedProblem:
 
     def chosen(self, choice: tuple[int, ...]) -> tuple[UnitAction, ...]:
         """The actions that a choice of options means."""
-        return tuple(actions[option] for actions, option in zip(self.actions, choice, strict=True))
+        return tuple(
+            UnitAction(fqn=actions[KEPT].fqn, action=Action.NEST) if option == NESTED else actions[option]
+            for actions, option in zip(self.actions, choice, strict=True)
+        )
 
 
 def build_problem(
@@ -91,8 +97,8 @@ def build_problem(
     Returns:
         For each unit an option that keeps it, one that recomputes it, and others not worse than both.
     """
-    k = _Steady.of(kept, units, micro_batches)
-    r = _Steady.of(recomputed, units, micro_batches)
+    k = Steady.of(kept, units, micro_batches)
+    r = Steady.of(recomputed, units, micro_batches)
     kept_before, starts_before, put_by_before = _differences(k, r)
 
     alone_bytes = k.live_bytes - kept_before[k.moment, k.first] + starts_before[k.first]
@@ -208,7 +214,7 @@ class _Offloads:
 
 
 def _offloads(
-    k: _Steady, r: _Steady, kept: Trace, prices: RecomputePrices, device: Device, host_bytes: int
+    k: Steady, r: Steady, kept: Trace, prices: RecomputePrices, device: Device, host_bytes: int
 ) -> _Offloads | None:
     """What could be offloaded; None if nothing may be."""
     if not host_bytes or device.host_link_bytes_per_second is None:
@@ -232,7 +238,7 @@ def _offloads(
     )
 
 
-def _sent(k: _Steady, r: _Steady) -> tuple[_Sent, ...]:
+def _sent(k: Steady, r: Steady) -> tuple[_Sent, ...]:
     """What units would send: what only the kept capture holds, at both moments, and no unit hands on."""
     only_kept = [k.held[moment] - r.held[moment] for moment in (_FORWARD_ENDS, _BACKWARD_BEGINS)]
     sizes_bytes: list[list[int]] = [[] for _ in range(k.unit_count)]
@@ -315,7 +321,7 @@ class _Made(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Steady:
+class Steady:
     """The last step of a capture by position (P): an event of a micro-batch that occurs or of the optimizer."""
 
     unit_count: int
@@ -341,7 +347,8 @@ class _Steady:
     """(ops,)"""
 
     @classmethod
-    def of(cls, trace: Trace, units: tuple[str, ...], micro_batches: int) -> _Steady:
+    def of(cls, trace: Trace, units: tuple[str, ...], micro_batches: int) -> Steady:
+        """The last step of a trace, with those of its micro-batches that occur."""
         step = trace.captured_steps - 1
         owner = np.array(unit_of_each_op(trace, units), dtype=np.int64)
         begun = np.zeros(len(trace.ops), dtype=np.int64)
@@ -372,6 +379,12 @@ class _Steady:
             op_owner=owner,
             op_begun=begun,
         )
+
+    @property
+    def is_forward(self) -> NDArray[np.bool_]:
+        """Whether a position is in the forward pass, (P,)."""
+        is_forward: NDArray[np.bool_] = self.moment == _FORWARD_ENDS
+        return is_forward
 
     @property
     def is_inside(self) -> NDArray[np.bool_]:
@@ -460,7 +473,7 @@ def _held(
 
 
 def _differences(
-    kept: _Steady, recomputed: _Steady
+    kept: Steady, recomputed: Steady
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """What only one of the captures holds.
 

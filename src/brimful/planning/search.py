@@ -7,7 +7,7 @@ its fastest choice that really is within the budget, until none that is left cou
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from brimful.errors import CaptureError, UsageError
@@ -77,10 +77,11 @@ def search(capture: Capture, request: Request) -> Plan:
             found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
         least = min(candidate.smallest_peak_bytes() for candidate in candidates)
-        smallest = next(c for c in reversed(candidates) if c.smallest_peak_bytes() == least).replay(0)
-        if smallest.predicted_peak_device_bytes > request.budget_bytes:
+        leanest = next(c for c in reversed(candidates) if c.smallest_peak_bytes() == least).leanest()
+        found = [each for each in leanest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
+        if not found:
+            smallest = min(leanest, key=lambda estimate: estimate.predicted_peak_device_bytes)
             raise nothing_fits(capture, request, smallest, plain, plain_trace)
-        found = [smallest]
     best = found[0]
     return Plan(
         status=PlanStatus.FEASIBLE,
@@ -171,21 +172,35 @@ def _with_expandable_segments(
 
 
 def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:
-    """The fastest choices of candidates, the best first; those not among them cannot be faster."""
-    hopeful = [
-        (seconds, candidate)
-        for candidate in candidates
-        if (seconds := candidate.seconds_at_best(budget_bytes)) is not None
-    ]
-    found: list[Estimate] = []
+    """The fastest choices of candidates, the best first; those not among them cannot be faster.
+
+    Nested segments are tried last: they are captured, and slower than whatever else fits the same candidate.
+    """
+    flat = [(candidate.seconds_at_best(budget_bytes), candidate) for candidate in candidates]
+    found = _replayed(flat, budget_bytes, Candidate.fastest_within, [])
+    best = min((done.predicted_step_seconds for done in found), default=math.inf)
+    nested = [(candidate.nested_seconds_at_best(budget_bytes, best), candidate) for candidate in candidates]
+    found = _replayed(nested, budget_bytes, Candidate.fastest_nested_within, found)
+    return sorted(found, key=lambda estimate: estimate.predicted_step_seconds)
+
+
+def _replayed(
+    bounds: list[tuple[float | None, Candidate]],
+    budget_bytes: int,
+    fastest_within: Callable[[Candidate, int], Estimate | None],
+    found: list[Estimate],
+) -> list[Estimate]:
+    """What is found already, and of each candidate that could be faster by its bound the fastest that fits."""
+    hopeful = [(seconds, candidate) for seconds, candidate in bounds if seconds is not None]
+    found = list(found)
     for seconds, candidate in sorted(hopeful, key=lambda pair: pair[0]):
         best = min((done.predicted_step_seconds for done in found), default=math.inf)
         if seconds * (1 - candidate.roughness) >= best:
             continue
-        fastest = candidate.fastest_within(budget_bytes)
+        fastest = fastest_within(candidate, budget_bytes)
         if fastest is not None:
             found.append(fastest)
-    return sorted(found, key=lambda estimate: estimate.predicted_step_seconds)
+    return found
 
 
 def _alternatives(
@@ -238,7 +253,9 @@ def _budget_curve(
     one_more = request.budget_bytes + GIB
     for budget_bytes in sorted(budgets | ({one_more} if one_more < last else set())):
         allocated_bytes = int((budget_bytes - context_bytes) * held_fraction)
-        times = (candidate.seconds_at_best(allocated_bytes) for candidate in candidates)
+        times = [candidate.seconds_at_best(allocated_bytes) for candidate in candidates]
+        if best.settings.nested:
+            times += [candidate.nested_seconds_at_best(allocated_bytes) for candidate in candidates]
         found = [seconds for seconds in times if seconds is not None]
         if found:
             yield BudgetPoint(budget_bytes=budget_bytes, predicted_step_seconds=min(found))

@@ -216,6 +216,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"  peak in         {plan.peak_at}"
     if plan.settings.recomputed:
         yield f"  recomputed      {_compact(plan.settings.recomputed)}"
+    if plan.settings.nested:
+        yield f"  nested          {_compact(plan.settings.nested)}"
     if plan.settings.offloaded:
         yield f"  offloaded       {_compact(plan.settings.offloaded)}"
     yield from _curve_lines(plan)
