@@ -59,7 +59,7 @@ def build_segment_problem(
         return None
     steady = Steady.of(recomputed, units, micro_batches)
     forward_peaks, backward_peaks = _peaks(steady)
-    begins, transients = _begins(steady), _transients(steady)
+    begins, transients = _begins(steady), _transients(steady, _lasting_bytes(recomputed))
     deriving = [0 if not j else begins[j] - size + transients[j - 1] for j, size in enumerate(input_bytes)]
     return SegmentProblem(
         input_bytes=tuple(input_bytes),
@@ -111,18 +111,25 @@ def _begins(steady: Steady) -> list[int]:
     ]
 
 
-def _transients(steady: Steady) -> list[int]:
-    """What the forward of each unit takes beside what was there, its result included."""
+def _transients(steady: Steady, lasting_bytes: NDArray[np.int64]) -> list[int]:
+    """What the forward of each unit takes, result included, beside what was there and what stays for good."""
+    levels = steady.live_bytes - lasting_bytes[steady.events]
     return [
-        max(
-            (
-                int(steady.live_bytes[first:stop].max() - steady.live_bytes[max(first - 1, 0)])
-                for first, stop in runs
-            ),
-            default=0,
-        )
+        max((int(levels[first:stop].max() - levels[max(first - 1, 0)]) for first, stop in runs), default=0)
         for runs in _runs(steady, steady.is_inside & steady.is_forward)
     ]
+
+
+def _lasting_bytes(trace: Trace) -> NDArray[np.int64]:
+    """After each event, bytes of blocks that no op makes and that are never freed, such as workspaces."""
+    rounding_bytes = rounding_bytes_of(trace.device_kind)
+    freed = {event.storage for event in trace.events if event.kind is EventKind.FREE}
+    added = np.zeros(len(trace.events), dtype=np.int64)
+    for position, event in enumerate(trace.events):
+        storage = trace.storages[event.storage]
+        if event.kind is EventKind.ALLOCATE and storage.op is None and event.storage not in freed:
+            added[position] = round_up(storage.size_bytes, rounding_bytes)
+    return np.cumsum(added)
 
 
 def _runs(steady: Steady, where: NDArray[np.bool_]) -> list[list[tuple[int, int]]]:
