@@ -13,6 +13,7 @@ from brimful.cost import step_seconds
 from brimful.errors import InfeasibleError
 from brimful.hardware import find_device
 from brimful.job import Job
+from brimful.measuring import measure_step
 from brimful.measuring.certify import certify
 from brimful.planning import Request, search
 from brimful.planning.nested import build_segment_problem
@@ -150,6 +151,10 @@ def test_a_deep_model_gets_plans_far_below_what_recomputing_everything_takes() -
         seconds.append(plan.predicted_step_seconds)
         if part == 0:
             assert "nested" in str(plan)
+            measured = measure_step(DEEP, plan.settings, steps=1)
+            assert measured.measured_peak_allocated_bytes == pytest.approx(
+                plan.predicted_peak_allocated_bytes, rel=0.001
+            )
             certificate = certify(DEEP, plan.settings)
             assert certificate.holds
             assert all(
