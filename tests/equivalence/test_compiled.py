@@ -12,9 +12,10 @@ import torch._dynamo
 from torch import nn
 
 from brimful.applying import apply_units
+from brimful.applying.segments import Call
 from helpers.data_parallel import next_token, units
 from helpers.models import GPT
-from helpers.trained_alike import assert_identical, mean_square, recomputing, saved_bytes, train
+from helpers.trained_alike import assert_identical, mean_square, nesting, recomputing, saved_bytes, train
 
 # The compiler reads `.grad` of what it is given, and hides torch's warning; as an error it comes through.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -51,6 +52,20 @@ def test_a_whole_model(compiles_first: bool) -> None:
     assert graphs() > 0
     applied.remove()
     assert_identical(train(plain, batches, loss=next_token), train(planned, batches, loss=next_token))
+
+
+def test_nested_units_hand_their_inputs_on_between_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run eagerly, so what one returns is what the next one is given. The last block is kept."""
+    calls = []
+    run_again = Call.run_again
+    monkeypatch.setattr(Call, "run_again", lambda call: (calls.append(call), run_again(call)))
+    batches, plain = tokens(), GPT(layers=4)
+    planned = copy.deepcopy(plain)
+    apply_units(planned, nesting(("blocks.0", "blocks.1", "blocks.2")))
+    planned.compile(backend="aot_eager")
+    assert_identical(train(plain, batches, loss=next_token), train(planned, batches, loss=next_token))
+    assert graphs() > 0
+    assert len(calls) == 2 * 3 * len(batches)
 
 
 def test_a_kept_unit_stays_compiled() -> None:
