@@ -242,7 +242,8 @@ def _budget_curve(
 ) -> Iterator[BudgetPoint]:
     """Times at budgets from the smallest that holds anything to that of plain training, and with one GiB more.
 
-    Segments are taken to hold as much more than is allocated as they do in the plan.
+    Segments are taken to hold as much more than is allocated as they do in the plan. As that is rough, no
+    smaller budget is told to be faster than the plan, and no larger one slower.
     """
     context_bytes = request.device.context_bytes
     held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
@@ -258,7 +259,11 @@ def _budget_curve(
             times += [candidate.nested_seconds_at_best(allocated_bytes) for candidate in candidates]
         found = [seconds for seconds in times if seconds is not None]
         if found:
-            yield BudgetPoint(budget_bytes=budget_bytes, predicted_step_seconds=min(found))
+            bound = max if budget_bytes <= request.budget_bytes else min
+            yield BudgetPoint(
+                budget_bytes=budget_bytes,
+                predicted_step_seconds=bound(min(found), best.predicted_step_seconds),
+            )
 
 
 def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) -> Alternative | None:
