@@ -238,7 +238,7 @@ def plan(
     recompute: str | Action | None = None,
     optimizer: str | None = None,
     optimizer_implementation: str | OptimizerImplementation | None = None,
-    allow_optimizers: Sequence[str] = (),
+    allow_optimizers: str | Sequence[str] = (),
     chunked_loss: bool = True,
     expandable_segments: bool = True,
     offload: bool = True,
@@ -303,7 +303,7 @@ def plan(
         optimizer_implementation=_implementation(job, optimizer, optimizer_implementation),
         other_optimizers=tuple(
             OptimizerChoice(name=name, implementation=_implementation(job, name, None))
-            for name in allow_optimizers
+            for name in _names(allow_optimizers)
         ),
         permits_chunked_loss=chunked_loss,
         permits_expandable_segments=expandable_segments,
@@ -667,6 +667,11 @@ def _implementation(
         return None
     fused = OptimizerImplementation.FUSED
     return fused if has_implementation(example, fused) else None
+
+
+def _names(names: str | Sequence[str]) -> Sequence[str]:
+    """Several names; one alone may be given without a list."""
+    return (names,) if isinstance(names, str) else names
 
 
 def _parse_implementation(name: str | OptimizerImplementation | None) -> OptimizerImplementation | None:

@@ -44,8 +44,15 @@ def choose_device(asked: torch.device | str | None, planned_kind: str | None) ->
     return device
 
 
+_told_to_grow = False
+"""Whether segments grow because `set_up_allocator` said so."""
+
+
 def set_up_allocator(settings: Settings, device: torch.device) -> None:
     """Set PyTorch's CUDA allocator, that of the whole process, as settings ask for; what else is set stays.
+
+    Where settings do not ask for growing segments, what the user set stays, but not what this function did.
+    Segments that are there already do not change: set it before the model is on the device, to reserve least.
 
     Args:
         settings: Of what is to run.
@@ -53,13 +60,18 @@ def set_up_allocator(settings: Settings, device: torch.device) -> None:
 
     Source: torch.cuda.memory._set_allocator_settings, deprecated for the private call used here (torch 2.13).
     """
-    if device.type != "cuda" or not settings.expandable_segments:
+    global _told_to_grow
+    if device.type != "cuda" or settings.expandable_segments == _told_to_grow:
         return
-    wanted = "expandable_segments:True"
+    wanted = f"expandable_segments:{settings.expandable_segments}"
     if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
+        _told_to_grow = settings.expandable_segments
         torch.cuda.memory._set_allocator_settings(wanted)
         return
     others = torch._C._accelerator_getAllocatorSettings().split(",")
+    if wanted in others:
+        return  # the user set it
+    _told_to_grow = settings.expandable_segments
     kept = [option for option in others if option.strip() and "expandable_segments" not in option]
     torch._C._accelerator_setAllocatorSettings(",".join([*kept, wanted]))
 

@@ -245,3 +245,39 @@ def test_a_copied_model_computes_with_its_own_layer(copied: Callable[[nn.Module]
     expected = computed(model, LOSSES["mean"])
     model.head.weight.data.zero_()
     assert_close(computed(other, LOSSES["mean"]), expected, IN_FLOAT64)
+
+
+def test_targets_of_another_number_are_refused_as_in_plain_training() -> None:
+    model = Model().double()
+    apply_units(model, CHUNKED)
+    with pytest.raises(ValueError, match="batch_size"):
+        F.cross_entropy(model(tokens()).flatten(0, 1), labels().flatten()[:-5])
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        lambda logits: logits.to(torch.float32, non_blocking=True),
+        lambda logits: logits.to(dtype=torch.float32, copy=True),
+        lambda logits: logits.contiguous(memory_format=torch.contiguous_format),
+        lambda logits: logits.reshape(shape=(-1, V)),
+        lambda logits: logits.float(memory_format=torch.preserve_format),
+    ],
+)
+def test_whatever_else_is_asked_of_logits_is_computed(used: Callable[[Tensor], Tensor]) -> None:
+    model = Model().double()
+    expected = used(model(tokens()))
+    apply_units(model, CHUNKED)
+    assert torch.equal(used(model(tokens())), expected)
+
+
+def test_an_input_that_was_written_to_before_the_logits_are_used_is_told() -> None:
+    head = nn.Linear(D, V).double()
+    apply_units(head, Settings(micro_batch_size=B, chunked_loss=ChunkedLoss(layer="", chunks=4)))
+    hidden = torch.randn(B, D, dtype=torch.float64)
+    hidden.mul_(2)
+    assert F.cross_entropy(head(hidden[:, :]), labels()[:, 0].clamp(0)).isfinite()
+    logits = head(hidden)
+    hidden.mul_(2)
+    with pytest.raises(RuntimeError, match="chunked_loss=False"):
+        F.cross_entropy(logits, labels()[:, 0].clamp(0))

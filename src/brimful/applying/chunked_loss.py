@@ -85,8 +85,8 @@ class DeferredLogits(Tensor):
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None and args and isinstance(args[0], cls):
+        handler, keywords = _HANDLERS.get(func, (None, frozenset()))
+        if handler is not None and args and isinstance(args[0], cls) and kwargs.keys() <= keywords:
             result = handler(args[0]._product, *args[1:], **kwargs)
             if result is not None:
                 return DeferredLogits.of(result) if isinstance(result, _Product) else result
@@ -127,6 +127,8 @@ class _Product:
     layer: nn.Linear
     input: Tensor
     chunks: int
+    versions: tuple[int, ...]
+    """Of the input and the weight when the layer was called."""
     has_gradients: bool
     autocast_dtype: torch.dtype | None
     """Where the layer was called; it is computed in the same later."""
@@ -135,8 +137,11 @@ class _Product:
     @classmethod
     def of(cls, layer: nn.Linear, input: Tensor, chunks: int) -> _Product:
         kind = input.device.type
-        autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return cls(layer, input, chunks, torch.is_grad_enabled(), autocast_dtype)
+        is_cast = torch.is_autocast_enabled(kind) and input.dtype is not torch.float64
+        autocast_dtype = torch.get_autocast_dtype(kind) if is_cast else None
+        return cls(
+            layer, input, chunks, _versions(input, layer.weight), torch.is_grad_enabled(), autocast_dtype
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -149,6 +154,7 @@ class _Product:
 
     def logits(self) -> Tensor:
         """(..., V), computed."""
+        self.check_unchanged()
         with torch.set_grad_enabled(self.has_gradients):
             return self.logits_of(self.input, self.layer.weight, self.layer.bias)
 
@@ -160,6 +166,20 @@ class _Product:
         for dtype in self.casts:
             logits = logits.to(dtype)
         return logits
+
+    def check_unchanged(self) -> None:
+        """Raise if the layer's input or weight has been written to since it was called."""
+        if _versions(self.input, self.layer.weight) != self.versions:
+            raise RuntimeError(
+                "the input or the weight of the layer that makes the logits was written to in place before "
+                "they were used. The plan computes the loss in chunks, and so logits where they are used. "
+                "Plan with chunked_loss=False, or use the logits before."
+            )
+
+    def _of(self, input: Tensor) -> _Product:
+        """The same of rows of the input."""
+        self.check_unchanged()
+        return replace(self, input=input, versions=_versions(input, self.layer.weight))
 
     # What can be done to logits without computing them. Each is None where it cannot.
 
@@ -174,26 +194,26 @@ class _Product:
             sizes = tuple(math.prod(self.shape) // rest if size == -1 else size for size in sizes)
         if not sizes or sizes[-1] != self.layer.out_features or math.prod(sizes) != math.prod(self.shape):
             return None
-        return replace(self, input=self.input.reshape(*sizes[:-1], self.input.shape[-1]))
+        return self._of(self.input.reshape(*sizes[:-1], self.input.shape[-1]))
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> _Product | None:
         dims = len(self.shape)
         end_dim += dims if end_dim < 0 else 0
-        return replace(self, input=self.input.flatten(start_dim, end_dim)) if end_dim < dims - 1 else None
+        return self._of(self.input.flatten(start_dim, end_dim)) if end_dim < dims - 1 else None
 
     def index(self, index: Any) -> _Product | None:
         parts = index if isinstance(index, tuple) else (index,)
         if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
             is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim < len(self.shape)
-            return replace(self, input=self.input[index]) if is_mask else None
+            return self._of(self.input[index]) if is_mask else None
         counted = sum(part is not None and part is not ... for part in parts)
         reaches_width = counted == len(self.shape) or (... in parts and parts[-1] is not ...)
         if reaches_width and parts[-1] != slice(None):
             return None
-        return replace(self, input=self.input[index])
+        return self._of(self.input[index])
 
-    def contiguous(self) -> _Product:
-        return self
+    def contiguous(self, *layout: Any) -> _Product | None:
+        return None if layout else self
 
     def to(self, *what: Any, dtype: torch.dtype | None = None, device: Any = None) -> _Product | None:
         dtypes = [each for each in (*what, dtype) if isinstance(each, torch.dtype)]
@@ -203,8 +223,8 @@ class _Product:
             return None
         return replace(self, casts=(*self.casts, *dtypes))
 
-    def float(self) -> _Product:
-        return replace(self, casts=(*self.casts, torch.float32))
+    def float(self, *layout: Any) -> _Product | None:
+        return None if layout else replace(self, casts=(*self.casts, torch.float32))
 
     def cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor | None:
         """As `torch.nn.functional.cross_entropy` of logits (N, V) and classes (N,), reduced to a scalar."""
@@ -213,8 +233,14 @@ class _Product:
         target, weight = given.arguments["target"], given.arguments["weight"]
         reduction, ignored = given.arguments["reduction"], given.arguments["ignore_index"]
         is_deprecated = given.arguments["size_average"] is not None or given.arguments["reduce"] is not None
-        if len(self.shape) != 2 or target.ndim != 1 or reduction not in ("mean", "sum") or is_deprecated:
+        if (
+            len(self.shape) != 2
+            or target.shape != self.shape[:1]
+            or reduction not in ("mean", "sum")
+            or is_deprecated
+        ):
             return None
+        self.check_unchanged()
         terms = _Terms(self, weight, ignored, given.arguments["label_smoothing"])
         with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
             total: Tensor = _ChunkedSum.apply(terms, self.input, self.layer.weight, self.layer.bias, target)
@@ -318,6 +344,10 @@ class _ChunkedSum(torch.autograd.Function):
         return None, input_grad, weight_grad, bias_grad, None
 
 
+def _versions(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
 def _rows(count: int, chunks: int) -> list[slice]:
     size = max(1, -(-count // chunks))
     return [slice(start, start + size) for start in range(0, max(count, 1), size)]
@@ -346,15 +376,16 @@ _METADATA = frozenset(
 )
 """What is known of logits before they are computed."""
 
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    Tensor.view: _Product.view,
-    Tensor.reshape: _Product.view,
-    torch.reshape: lambda product, shape: product.view(shape),
-    Tensor.flatten: _Product.flatten,
-    torch.flatten: _Product.flatten,
-    Tensor.__getitem__: _Product.index,
-    Tensor.contiguous: _Product.contiguous,
-    Tensor.to: _Product.to,
-    Tensor.float: _Product.float,
-    F.cross_entropy: _Product.cross_entropy,
+_HANDLERS: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {
+    Tensor.view: (_Product.view, frozenset()),
+    Tensor.reshape: (_Product.view, frozenset()),
+    torch.reshape: (lambda product, shape: product.view(shape), frozenset()),
+    Tensor.flatten: (_Product.flatten, frozenset({"start_dim", "end_dim"})),
+    torch.flatten: (_Product.flatten, frozenset({"start_dim", "end_dim"})),
+    Tensor.__getitem__: (_Product.index, frozenset()),
+    Tensor.contiguous: (_Product.contiguous, frozenset()),
+    Tensor.to: (_Product.to, frozenset({"dtype", "device"})),
+    Tensor.float: (_Product.float, frozenset()),
+    F.cross_entropy: (_Product.cross_entropy, frozenset(_CROSS_ENTROPY.parameters)),
 }
+"""By function: what may defer it, and the keywords that it knows."""

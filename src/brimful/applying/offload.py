@@ -11,9 +11,8 @@ What stays on the device:
 * what the unit was given or returns: others hold it too, and recomputing the unit would need it as well;
 * parameters, buffers, and what anything else still holds when it would be released, such as autocast's casts of
   weights;
-* storages below `LEAST_OFFLOADED_BYTES`, and tensors that are no plain views of their storage.
-
-* the smaller ones, where the plan permits only so many bytes, as many as the work beside them hides.
+* storages below `LEAST_OFFLOADED_BYTES`, and tensors that are no plain views of their storage;
+* where the plan permits only so many bytes, all but the largest storages that come to so many.
 
 A storage is copied once, however many tensors view it. What is written to after autograd saved it is an error
 in backward, as in plain training: with hooks autograd does not look itself (checked: torch 2.13).

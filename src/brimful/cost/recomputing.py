@@ -46,9 +46,10 @@ class RecomputePrices:
         """Of saving some results of a region with so many ops."""
         return self._host_share * saving_seconds(op_count)
 
-    def copying_seconds(self, copies: int) -> float:
-        """Of beginning so many copies to the host, and as many back; not of waiting for them."""
-        return self._host_share * 2 * copies * COPY_SECONDS
+    def copying_seconds(self, copies: int, size_bytes: int) -> float:
+        """Of so many copies to the host, and as many back, without waiting for them."""
+        host, work = copies * COPY_SECONDS, self._roofline.copy_seconds(size_bytes)
+        return 2 * (self._host_share * host + (1 - self._host_share) * work)
 
     def nested_forward_seconds(self) -> float:
         """Of a forward that runs again for a nested unit, beside its ops."""

@@ -108,7 +108,8 @@ class Roofline:
     def work_seconds(self, op: Op) -> float:
         """Seconds of the device's own work: from a curve, or max(flops / rate, bytes / bandwidth).
 
-        A copy to or from the host is none of a GPU's work.
+        A copy to or from the host is the link's work, beside a GPU's own. What it takes of the bandwidth of the
+        GPU's memory, which ops beside it then lack, is the GPU's.
 
         On a CPU and in a measured curve at least a bare launch. The rates of a CPU are achieved ones, so its
         efficiencies are 1. Its convolutions first lay their operands out anew: there the two are added.
@@ -119,6 +120,10 @@ class Roofline:
             seconds = self._known[key] = self._work_seconds(op)
         return seconds
 
+    def copy_seconds(self, size_bytes: int) -> float:
+        """What a copy to or from the host takes of the device's own time."""
+        return size_bytes * self._seconds_per_byte
+
     def host_seconds(self, op: Op) -> float:
         """Seconds of the host for one op: launch, autograd and Python by what runs it."""
         if op.name in (TO_HOST, TO_DEVICE):
@@ -128,7 +133,7 @@ class Roofline:
 
     def _work_seconds(self, op: Op) -> float:
         if op.name in LINK_OPS and self._device.kind == "cuda":
-            return 0.0  # the link works, beside the device
+            return self.copy_seconds(op.written_bytes) if op.name in (TO_HOST, TO_DEVICE) else 0.0
         work = work_of(op, self._precision)
         moved_bytes = op.read_bytes + op.written_bytes
         curve = self._curve(work)

@@ -53,6 +53,7 @@ class Candidate:
     pinned: Action | None
     _capture: Capture
     _request: Request
+    _notes: list[str]
     _solved: dict[int, Solution | None] = field(default_factory=dict)
     _solved_nested: dict[int, Solution | None] = field(default_factory=dict)
     _replayed: dict[tuple[int, ...], Estimate] = field(default_factory=dict)
@@ -172,10 +173,31 @@ class Candidate:
         return self.ladder()[0]
 
     def leanest(self) -> tuple[Estimate, ...]:
-        """Captures of what takes least: without nested segments, and with them where they take less still."""
-        return tuple(self.replay(ladder[0]) for ladder in (self.ladder(), self.nested_ladder()) if ladder)
+        """Captures of what takes least: without nested segments, and with them where they take less still.
+
+        Returns:
+            Those of the two that can be captured; the reason why another cannot is noted.
+        """
+        found = []
+        for ladder in (self.ladder(), self.nested_ladder()):
+            try:
+                found += [self.replay(rung_bytes) for rung_bytes in ladder[:1]]
+            except (CaptureError, BatchError) as error:
+                self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
+        return tuple(found)
+
+    def _say(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
 
     def _fastest_of(self, ladder: tuple[int, ...], budget_bytes: int) -> Estimate | None:
+        try:
+            return self._highest_that_fits(ladder, budget_bytes)
+        except (CaptureError, BatchError) as error:
+            self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
+            return None
+
+    def _highest_that_fits(self, ladder: tuple[int, ...], budget_bytes: int) -> Estimate | None:
         low, high = -1, len(ladder)
         while high - low > 1:
             middle = (low + high) // 2
@@ -348,6 +370,7 @@ class CandidateFamily:
             pinned=self._request.recompute,
             _capture=self._capture,
             _request=self._request,
+            _notes=self._notes,
         )
 
     def _traces(self, settings: Settings) -> tuple[Trace, Trace]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from brimful.errors import CaptureError, InfeasibleError
@@ -16,7 +16,12 @@ from brimful.units import format_bytes
 
 
 def nothing_fits(
-    capture: Capture, request: Request, smallest: Estimate, plain: Alternative, plain_trace: Trace
+    capture: Capture,
+    request: Request,
+    smallest: Estimate,
+    plain: Alternative,
+    plain_trace: Trace,
+    notes: Iterable[str],
 ) -> InfeasibleError:
     """Why nothing fits: by how much, because of what, and the nearest ways out.
 
@@ -26,6 +31,7 @@ def nothing_fits(
         smallest: The least that anything permitted takes.
         plain: Training without a plan.
         plain_trace: Its capture.
+        notes: Why something could not be tried.
 
     Returns:
         The error to raise.
@@ -48,6 +54,7 @@ def nothing_fits(
             "split_batch_norm (statistics are then over a micro-batch)"
         )
     lines += [f"  would fit: {way}" for way in _ways_out(capture, request, smallest)]
+    lines += [f"  note: {note}" for note in dict.fromkeys(notes)]
     return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
 
 

@@ -31,11 +31,13 @@ def logits_layer(plain: Trace) -> str | None:
     losses = [place for place, op in enumerate(forward) if op_kind(op.name) == "_log_softmax"]
     if not losses:
         return None
+    largest = max(losses, key=lambda place: forward[place].written_bytes)
     peak_bytes = live_profile(plain, rounding_bytes_of(plain.device_kind)).peak_bytes
-    if forward[losses[0]].written_bytes < LARGE_FRACTION * peak_bytes:
+    if forward[largest].written_bytes < LARGE_FRACTION * peak_bytes:
         return None
-    before = forward[: losses[0]]
-    product = next((op for op in reversed(before) if op_kind(op.name) in _PRODUCTS), None)
-    if product is None or dict(plain.module_classes).get(product.module) != "Linear":
+    before = (op for op in reversed(forward[:largest]) if op.flops)
+    product = next(before, None)
+    if product is None or op_kind(product.name) not in _PRODUCTS:
         return None
-    return product.module
+    is_linear = dict(plain.module_classes).get(product.module) == "Linear"
+    return product.module if is_linear else None

@@ -208,7 +208,7 @@ class _Offloads:
             keep,
             retained_bytes=keep.retained_bytes - size_bytes,
             lingering_bytes=size_bytes,
-            seconds=self.prices.copying_seconds(len(sent.sizes_bytes)),
+            seconds=self.prices.copying_seconds(len(sent.sizes_bytes), size_bytes),
             copy_seconds=size_bytes / self.copy_bytes_per_second,
         )
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, alternative
-from brimful.planning.estimate import Estimate
+from brimful.planning.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.logits import LOSS_CHUNKS, logits_layer
 from brimful.planning.records import Alternative, BudgetPoint, Plan, PlanStatus
@@ -41,7 +41,7 @@ _EXPANDABLE_NOTE = (
     "elsewhere set PYTORCH_ALLOC_CONF=expandable_segments:True."
 )
 
-ROUGHNESS = 0.01
+ROUGHNESS = 0.001
 """Part by which times of captures and of what is derived from them may differ."""
 
 CURVE_POINTS = 12
@@ -69,19 +69,22 @@ def search(capture: Capture, request: Request) -> Plan:
         request.device.check_precision(precision)
     plain_trace = capture(request.plain_settings())
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
-    candidates, notes = _candidates(capture, request, plain_trace, request.bases())
+    notes: list[str] = []
+    candidates = _candidates(capture, request, plain_trace, request.bases(), notes)
     found = _fastest(candidates, request.reserved_budget_bytes)
-    for further in (_with_chunked_loss, _with_expandable_segments):
-        if _is_held_back(found, candidates, request):
-            candidates += further(capture, request, plain_trace, candidates, notes)
-            found = _fastest(candidates, request.reserved_budget_bytes)
+    if request.permits_chunked_loss and _is_held_back(found, candidates, request):
+        candidates += _with_chunked_loss(capture, request, plain_trace, notes)
+        found = _fastest(candidates, request.reserved_budget_bytes)
+    can_grow = request.permits_expandable_segments and request.device.kind == "cuda"
+    if can_grow and _is_held_back(found, candidates, request):
+        candidates += [candidate.with_expandable_segments() for candidate in candidates]
+        found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
-        least = min(candidate.smallest_peak_bytes() for candidate in candidates)
-        leanest = next(c for c in reversed(candidates) if c.smallest_peak_bytes() == least).leanest()
+        leanest = _leanest(candidates)
         found = [each for each in leanest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
         if not found:
             smallest = min(leanest, key=lambda estimate: estimate.predicted_peak_device_bytes)
-            raise nothing_fits(capture, request, smallest, plain, plain_trace)
+            raise nothing_fits(capture, request, smallest, plain, plain_trace, notes)
     best = found[0]
     return Plan(
         status=PlanStatus.FEASIBLE,
@@ -100,7 +103,7 @@ def search(capture: Capture, request: Request) -> Plan:
         peak_at=" of ".join([str(best.peak_phase), *([best.peak_module] if best.peak_module else [])]),
         budget_curve=tuple(_budget_curve(request, candidates, best, plain)),
         notes=(
-            *notes,
+            *dict.fromkeys(notes),
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
@@ -114,23 +117,36 @@ def search(capture: Capture, request: Request) -> Plan:
 
 
 def _candidates(
-    capture: Capture, request: Request, plain: Trace, bases: Iterable[Settings]
-) -> tuple[list[Candidate], list[str]]:
-    """All ways to train that can be captured, and notes of those that cannot."""
+    capture: Capture, request: Request, plain: Trace, bases: Iterable[Settings], notes: list[str]
+) -> list[Candidate]:
+    """All ways to train that can be captured; what cannot is noted."""
     is_whole = request.keeps_batch_whole(plain)
     sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
     found: list[Candidate] = []
-    notes: list[str] = []
     for base in bases:
         try:
             found += CandidateFamily(capture, request, base, sizes, notes).candidates()
         except (CaptureError, UsageError) as error:
             if base.optimizer_implementation is None:
                 raise
-            notes.append(f"The {base.optimizer_implementation} optimizer is left out: {error}")
             left_to_torch = replace(base, optimizer_implementation=None)
             found += CandidateFamily(capture, request, left_to_torch, sizes, notes).candidates()
-    return found, notes
+            notes.append(f"The {base.optimizer_implementation} optimizer is left out: {error}")
+    return found
+
+
+def _leanest(candidates: list[Candidate]) -> tuple[Estimate, ...]:
+    """Captures of what takes least; with growing segments where they are permitted.
+
+    Raises:
+        CaptureError: Nothing that was to be tried can be captured.
+    """
+    growing_first = [*candidates]
+    growing_first.reverse()  # of two that take the same, the one with growing segments reserves less
+    for candidate in sorted(growing_first, key=Candidate.smallest_peak_bytes):
+        if found := candidate.leanest():
+            return found
+    raise CaptureError("none of the ways to train that would take least can be captured.")
 
 
 def _is_held_back(found: list[Estimate], candidates: list[Candidate], request: Request) -> bool:
@@ -140,35 +156,22 @@ def _is_held_back(found: list[Estimate], candidates: list[Candidate], request: R
     """
     if request.device.kind == "cpu":
         return True
-    fastest_ever = min(candidate.kept_seconds for candidate in candidates)
+    fastest_ever = min(filter(None, (candidate.seconds_at_best(NO_LIMIT_BYTES) for candidate in candidates)))
     return not found or found[0].predicted_step_seconds > fastest_ever * (1 + ROUGHNESS)
 
 
-def _with_chunked_loss(
-    capture: Capture, request: Request, plain: Trace, _candidates_so_far: list[Candidate], notes: list[str]
-) -> list[Candidate]:
+def _with_chunked_loss(capture: Capture, request: Request, plain: Trace, notes: list[str]) -> list[Candidate]:
     """The same ways to train with the loss computed in chunks; none where it is small or that fails."""
-    layer = logits_layer(plain) if request.permits_chunked_loss else None
+    layer = logits_layer(plain)
     if layer is None:
         return []
     chunked = ChunkedLoss(layer=layer, chunks=LOSS_CHUNKS)
     bases = [replace(base, chunked_loss=chunked) for base in request.bases()]
     try:
-        found, more = _candidates(capture, request, plain, bases)
+        return _candidates(capture, request, plain, bases, notes)
     except (CaptureError, UsageError) as error:
         notes.append(f"The loss is not computed in chunks: {error}")
         return []
-    notes += more
-    return found
-
-
-def _with_expandable_segments(
-    _capture: Capture, request: Request, _plain: Trace, candidates: list[Candidate], _notes: list[str]
-) -> list[Candidate]:
-    """The same ways to train with an allocator that grows its segments; none on a CPU."""
-    if request.device.kind != "cuda" or not request.permits_expandable_segments:
-        return []
-    return [candidate.with_expandable_segments() for candidate in candidates]
 
 
 def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:

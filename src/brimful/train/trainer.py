@@ -182,14 +182,16 @@ class Trainer:
     def _certified(self, model: nn.Module) -> Certificate | None:
         """That the plan is the same training; None if there is nothing to compare."""
         settings = self._settings
-        if not self._certifies or not (settings.changed or settings.gradient_accumulation_steps > 1):
+        is_plain = not settings.changed and settings.chunked_loss is None
+        if not self._certifies or (is_plain and settings.gradient_accumulation_steps == 1):
             return None
         certificate = certify_model(self._job, settings, model, seed=self._seed)
         if not certificate.holds:
             raise CertificateError(
                 f"{certificate}\nNothing was trained. A forward that depends on more than its inputs, its "
-                "random numbers and its buffers cannot be recomputed. Plan with recompute='none'; or, if the "
-                "difference is meant, pass certifies=False."
+                "random numbers and its buffers cannot be recomputed. Plan without what differs: "
+                "recompute='none', offload=False, chunked_loss=False; or, if the difference is meant, pass "
+                "certifies=False."
             )
         return certificate
 

@@ -252,7 +252,8 @@ def test_with_a_fast_link_a_plan_offloads_and_is_as_fast_as_plain_training() -> 
     plan, recomputing = planned(1e9, 0.5), planned(1e9, 0.5, host_bytes=0)
     assert plan.settings.offloaded
     assert not recomputing.settings.offloaded
-    assert plan.predicted_step_seconds == pytest.approx(plan.plain.predicted_step_seconds, rel=0.001)
+    # But for what the copies take of the memory's bandwidth.
+    assert plan.predicted_step_seconds == pytest.approx(plan.plain.predicted_step_seconds, rel=0.003)
     assert recomputing.predicted_step_seconds > 1.01 * plan.predicted_step_seconds
     assert plan.predicted_peak_reserved_bytes <= plan.budget_bytes
     assert plan.predicted_pinned_host_bytes == pinned_host_bytes(capture_large(plan.settings)) > 0
