@@ -136,10 +136,16 @@ def _candidates(
 
 
 def _leanest(candidates: list[Candidate]) -> tuple[Estimate, ...]:
-    """Captures of what takes least; with growing segments where they are permitted.
+    """Captures of what takes least, with growing segments where they are permitted.
+
+    Args:
+        candidates: Those with growing segments last.
+
+    Returns:
+        Of the leanest candidate that can be captured: without nested segments, and with them.
 
     Raises:
-        CaptureError: Nothing that was to be tried can be captured.
+        CaptureError: None can.
     """
     growing_first = [*candidates]
     growing_first.reverse()  # of two that take the same, the one with growing segments reserves less
