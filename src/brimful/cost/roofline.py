@@ -44,7 +44,9 @@ CUDA", parallelized reductions. At which length is assumed, not measured.
 _BYTES_PER_ELEMENT = {"float64": 8, "float16": 2, "bfloat16": 2}
 """Of a result; 4 elsewhere."""
 
-LINK_OPS = frozenset({TO_HOST, TO_HOST_DONE, TO_DEVICE, TO_DEVICE_DONE})
+_COPIES = frozenset({TO_HOST, TO_DEVICE})
+_WAITS = frozenset({TO_HOST_DONE, TO_DEVICE_DONE})
+"""Ops of offloading that begin a copy, and that wait for those begun."""
 
 _STANDS_IN = {"attention": "matmul", "recurrent": "matmul", "convolution": "matmul"}
 """Arithmetic kinds whose curve may be missing for a type, and the kind that is measured for most."""
@@ -126,14 +128,16 @@ class Roofline:
 
     def host_seconds(self, op: Op) -> float:
         """Seconds of the host for one op: launch, autograd and Python by what runs it."""
-        if op.name in (TO_HOST, TO_DEVICE):
+        if op.name in _COPIES:
             return COPY_SECONDS
         phase = Phase.FORWARD if op.recomputed else op.phase
         return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
 
     def _work_seconds(self, op: Op) -> float:
-        if op.name in LINK_OPS and self._device.kind == "cuda":
-            return self.copy_seconds(op.written_bytes) if op.name in (TO_HOST, TO_DEVICE) else 0.0
+        if self._device.kind == "cuda" and op.name in _WAITS:
+            return 0.0
+        if self._device.kind == "cuda" and op.name in _COPIES:
+            return self.copy_seconds(op.written_bytes)
         work = work_of(op, self._precision)
         moved_bytes = op.read_bytes + op.written_bytes
         curve = self._curve(work)

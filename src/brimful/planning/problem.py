@@ -25,7 +25,8 @@ stays, as do storages of which the recomputed capture holds the like when the un
 So two captures give every constraint, for a model of any shape. Where units follow one another, and what a
 recomputation starts from is saved for backward anyway, the peaks are exact. Elsewhere they are too high: V is
 charged even if nothing is recomputed, and a module that is called twice is charged from its first call to its
-last.
+last. One thing may come out too low: what a unit returns, if it is saved, between the end of the next unit's
+backward and the unit's own; splicing and the capture of what is chosen have it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from brimful.planning.solver import Option, Problem
 from brimful.settings import Action, UnitAction
 from brimful.timeline import chosen_to_leave, host, live_profile, pinned_bytes, rounding_bytes_of
 from brimful.trace import EventKind, Op, Phase, Trace
+from brimful.units import round_up
 
 KEPT, RECOMPUTED = 0, 1
 """Indices of the first two options of every unit; those that save some ops' results follow."""
@@ -446,7 +448,7 @@ def _handed_on(trace: Trace, step: int, owner: NDArray[np.int64], begun: NDArray
         if event.kind is EventKind.ALLOCATE and forward[0] <= event.op <= forward[-1]:
             storage, unit = trace.storages[event.storage], int(owner[event.op])
             if unit >= 0 and last_op[unit] < freed_at.get(event.storage, len(trace.ops)) < forward[-1]:
-                size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
+                size_bytes = round_up(storage.size_bytes, rounding_bytes)
                 handed_on[_Made(unit, int(begun[event.op]), storage.label, size_bytes, True)] += 1
     return handed_on
 
@@ -463,7 +465,7 @@ def _held(
     for event in trace.events:
         if event.kind is EventKind.ALLOCATE and forward[0] <= event.op <= forward[-1]:
             storage = trace.storages[event.storage]
-            size_bytes = -(-storage.size_bytes // rounding_bytes) * rounding_bytes
+            size_bytes = round_up(storage.size_bytes, rounding_bytes)
             is_by_op = storage.op is not None
             op = event.op if is_by_op else event.op + 1
             made = _Made(int(owner[op]), int(begun[op]), storage.label, size_bytes, is_by_op)
