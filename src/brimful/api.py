@@ -35,6 +35,7 @@ from brimful.measuring import (
     best_context,
     calibrate_cpu,
     calibrate_gpu,
+    device_record,
     measure_context,
     measure_step,
     with_kept_calibration,
@@ -438,6 +439,9 @@ def fit(
     *,
     compare_plain: bool = False,
     run_dir: Path | str | None = None,
+    resume: bool = False,
+    save_every: int | None = None,
+    keep_saves: int = 2,
     epochs: int | None = None,
     steps: int | None = None,
     seed: int = 0,
@@ -450,7 +454,10 @@ def fit(
         job: What is trained.
         plan: The plan, or plain settings.
         compare_plain: Train without the plan first, from the same seed, on the same batches.
-        run_dir: A new or empty directory for weights and records; None writes nothing.
+        run_dir: A new or empty directory for weights, records and saves; None writes nothing.
+        resume: Go on from the newest whole save in `run_dir`; from the start if there is none yet.
+        save_every: Save after so many steps, beside the end of each epoch and of the run.
+        keep_saves: How many saves to keep, the newest.
         epochs: Passes over the training data; 1 if neither this nor `steps` is given.
         steps: Most optimizer steps.
         seed: Decides weights, order of samples and dropout.
@@ -462,6 +469,7 @@ def fit(
 
     Raises:
         UsageError: A comparison is wanted and `plan` does not say what plain training is.
+        ResumeError: No save is whole, or they are of another run.
         TrainingError: Training stopped; the message says where the last good weights are.
         InterruptedRunError: It was stopped on request before the plan's own run.
     """
@@ -473,6 +481,9 @@ def fit(
             which,
             how,
             run_dir=where,
+            resume=resume and where is not None,
+            save_every=None if where is None else save_every,
+            keep_saves=keep_saves,
             epochs=epochs,
             steps=steps,
             seed=seed,
@@ -489,7 +500,7 @@ def fit(
             )
         untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
         plain = run(replace(job, model=untouched, name=f"{job.name}, plain"), plan.plain.settings, None)
-        if plain.stopped_because is StopReason.INTERRUPTED:
+        if plain.stopped_because is not StopReason.FINISHED:
             raise InterruptedRunError("interrupted while training without the plan, which saves nothing.")
     return run(job, plan, run_dir), plain
 
@@ -558,16 +569,14 @@ def resolve_device(device: str | Device) -> Device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cpu":
-        return calibrate_cpu()
+        return device_record(torch.device("cpu"))
     if name != "cuda":
         return with_kept_calibration(_with_best_context(find_device(device)))
     if not torch.cuda.is_available():
         raise UsageError(
             'this machine has no CUDA GPU that torch can use. Name one, such as "RTX 3090", to plan.'
         )
-    properties = torch.cuda.get_device_properties(0)
-    row = find_device(properties.name, capacity_bytes=properties.total_memory)
-    return with_kept_calibration(_with_best_context(row))
+    return device_record(torch.device("cuda", 0))
 
 
 def _with_best_context(device: Device) -> Device:

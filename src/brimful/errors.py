@@ -12,6 +12,10 @@
   + TrainingError
     - NonFiniteError                   the loss or a gradient is NaN or infinite
     - CertificateError                 a plan does not compute what plain training does
+    - OutOfMemoryError                 memory ran out, and nothing that takes less is left to try
+    - HalfUpdatedError                 memory ran out in an update that can be neither finished nor taken back
+    - DataError                        the training data raised
+    - ResumeError                      a run cannot be resumed from what it saved
     - SaveError                        a file could not be written; what was there before stays
     - InterruptedRunError              stopped on request before there was anything to save
 
@@ -111,6 +115,22 @@ class InterruptedRunError(TrainingError):
 
 class CertificateError(TrainingError):
     """A plan does not compute what plain training does."""
+
+
+class OutOfMemoryError(TrainingError):
+    """Memory ran out, and nothing that takes less is left to try."""
+
+
+class HalfUpdatedError(TrainingError):
+    """Memory ran out in an update that can be neither finished nor taken back."""
+
+
+class DataError(TrainingError):
+    """The training data raised while a run read them."""
+
+
+class ResumeError(TrainingError):
+    """A run cannot be resumed from what it saved."""
 
 
 class SaveError(TrainingError):

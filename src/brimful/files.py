@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 from brimful.errors import SaveError
@@ -21,3 +23,23 @@ def write_file(path: Path | str, content: str | bytes) -> None:
         Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         raise SaveError(f"{path} could not be written: {error.strerror or error}.") from error
+
+
+def bring_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a directory, would survive a loss of power.
+
+    Args:
+        path: Of a file or a directory.
+    """
+    if os.name != "posix" and path.is_dir():
+        return  # only POSIX lets a directory be opened
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_bytes(path: Path) -> int:
+    """What the disk of `path` has left; the directories that lead to it may be gone."""
+    return shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.exists())).free

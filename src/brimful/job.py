@@ -24,6 +24,10 @@ class Data:
 
     train: Batch | Iterable[Batch]
     validation: Batch | Iterable[Batch] | None = None
+    longest: Batch | None = None
+    """The global batch of `train` that takes most memory, such as that with the longest texts. It is tried
+    before the first step, so that memory does not run out hours later. Not needed where all batches are of one
+    shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,9 @@ from brimful.trace import Phase
 Observer = Callable[[Phase, int], None]
 """Called with the phase and the micro-batch as each begins."""
 
+CarryOut = Callable[[Callable[[], object]], object]
+"""Calls what it is given."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
@@ -54,6 +57,8 @@ def run_step(
     before_update: Callable[[Tensor, Tensor], bool] | None = None,
     observe: Observer | None = None,
     move: Callable[[Batch], Batch] = lambda batch: batch,
+    carry_out: CarryOut = lambda action: action(),
+    follow_up: CarryOut = lambda action: action(),
 ) -> StepOutcome:
     """Run one optimizer step over the micro-batches of a global batch.
 
@@ -69,6 +74,8 @@ def run_step(
         before_update: Called with loss and gradient norm; returning False leaves the parameters as they are.
         observe: Told of each phase.
         move: Brings a micro-batch to the device just before it is used.
+        carry_out: Calls the optimizer's step.
+        follow_up: Calls what follows it; each is safe to call again.
 
     Returns:
         The loss and gradient norm of the global batch.
@@ -92,8 +99,10 @@ def run_step(
     gradient_norm = _clip(optimizer, max_gradient_norm)
     updated = before_update is None or before_update(total, gradient_norm)
     if updated:
-        updated = _update(optimizer, scaler)
-    optimizer.zero_grad(set_to_none=True)
+        updated = _update(optimizer, scaler, carry_out, follow_up)
+        follow_up(optimizer.zero_grad)
+    else:
+        optimizer.zero_grad()
     return StepOutcome(loss=total, gradient_norm=gradient_norm, updated=updated)
 
 
@@ -211,11 +220,28 @@ def _clip(optimizer: Optimizer, max_norm: float | None) -> Tensor:
     return norm
 
 
-def _update(optimizer: Optimizer, scaler: GradScaler | None) -> bool:
+def _update(optimizer: Optimizer, scaler: GradScaler | None, carry_out: CarryOut, follow_up: CarryOut) -> bool:
     if scaler is None:
-        optimizer.step()
+        carry_out(optimizer.step)
         return True
     scale = scaler.get_scale()
-    scaler.step(optimizer)
-    scaler.update()
-    return bool(scaler.get_scale() >= scale)  # the scale falls when, and only when, the step was skipped
+    with _stepping_through(optimizer, carry_out):
+        scaler.step(optimizer)
+    follow_up(scaler.update)
+    scales: list[float] = []
+    follow_up(lambda: scales.append(scaler.get_scale()))
+    return scales[-1] >= scale  # the scale falls when, and only when, the step was skipped
+
+
+@contextmanager
+def _stepping_through(optimizer: Optimizer, carry_out: CarryOut) -> Iterator[None]:
+    """Within, the optimizer's step is called by `carry_out`; a scaler calls it by name."""
+    step, own = optimizer.step, optimizer.__dict__.get("step")  # a schedule puts one of its own there
+    optimizer.step = lambda: carry_out(step)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        if own is None:
+            del optimizer.__dict__["step"]
+        else:
+            optimizer.step = own  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from brimful.errors import UsageError
 from brimful.measurement import OpTemporary
 from brimful.settings import Settings, settings_from_json, settings_to_json
 
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 
 
 class StopReason(StrEnum):
@@ -23,7 +23,9 @@ class StopReason(StrEnum):
     FINISHED = "finished"
     """Every step that was asked for is done."""
     INTERRUPTED = "interrupted"
-    """Ctrl-C, SIGTERM or `Trainer.stop`: the step under way was finished and the weights saved."""
+    """Ctrl-C or `Trainer.stop`: the step under way was finished and the run saved."""
+    TERMINATED = "terminated"
+    """SIGTERM, as schedulers send it: the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,25 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery:
+    """That memory ran out, and how training went on."""
+
+    step: int
+    """The step, or the one after which validation ran, from 1."""
+    during: str
+    """"step", "validation", "rehearsal" of the longest batch, or "allocator" where it had to search for
+    memory."""
+    message: str
+    """What the error said."""
+    before: str
+    """The settings until then, in a line."""
+    after: str
+    """Those from then on; the same if only what was cached had to be given back."""
+    seconds: float
+    """What it took: the time that was lost, and that of planning anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
     """A training run.
 
@@ -100,6 +121,8 @@ class TrainingResult:
     certificate: Certificate | None = None
     """Whether the plan was found to be the same training before the first step; None if there was nothing to
     compare, or it was not asked for."""
+    recoveries: tuple[Recovery, ...] = ()
+    """Each time that memory ran out."""
     run_dir: Path | None = None
 
     @property
@@ -117,6 +140,7 @@ class TrainingResult:
         document["steps"] = [step_to_json(step) for step in self.steps]
         document["validations"] = [validation_to_json(validation) for validation in self.validations]
         document["temporaries_at_peak"] = [asdict(temporary) for temporary in self.temporaries_at_peak]
+        document["recoveries"] = [asdict(recovery) for recovery in self.recoveries]
         document["certificate"] = None if self.certificate is None else self.certificate.to_json()
         document["run_dir"] = None if self.run_dir is None else str(self.run_dir)
         return document
@@ -142,11 +166,12 @@ class TrainingResult:
             values = {field.name: document[field.name] for field in fields(cls)}
             values["settings"] = settings_from_json(values["settings"])
             values["stopped_because"] = StopReason(values["stopped_because"])
-            values["steps"] = tuple(_step_from_json(step) for step in values["steps"])
-            values["validations"] = tuple(_validation_from_json(entry) for entry in values["validations"])
+            values["steps"] = tuple(step_from_json(step) for step in values["steps"])
+            values["validations"] = tuple(validation_from_json(entry) for entry in values["validations"])
             values["temporaries_at_peak"] = tuple(
                 OpTemporary(**entry) for entry in values["temporaries_at_peak"]
             )
+            values["recoveries"] = tuple(Recovery(**entry) for entry in values["recoveries"])
             kept = values["certificate"]
             values["certificate"] = None if kept is None else Certificate.from_json(kept)
             values["run_dir"] = None if values["run_dir"] is None else Path(values["run_dir"])
@@ -178,11 +203,13 @@ def validation_to_json(record: ValidationRecord) -> dict[str, Any]:
 _STEP_FLOATS = ("loss", "gradient_norm", "seconds")
 
 
-def _step_from_json(document: dict[str, Any]) -> StepRecord:
+def step_from_json(document: dict[str, Any]) -> StepRecord:
+    """The step that `step_to_json` wrote."""
     return StepRecord(**document | {name: float(document[name]) for name in _STEP_FLOATS})
 
 
-def _validation_from_json(document: dict[str, Any]) -> ValidationRecord:
+def validation_from_json(document: dict[str, Any]) -> ValidationRecord:
+    """The validation that `validation_to_json` wrote."""
     metrics = {name: float(value) for name, value in document["metrics"].items()}
     return ValidationRecord(**document | {"loss": float(document["loss"]), "metrics": metrics})
 

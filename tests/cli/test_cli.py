@@ -355,8 +355,8 @@ OPTIONS = {
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
         "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--plan", "--epochs",
-        "--steps", "--seed", "--max-gradient-norm", "--run-dir", "--compare-plain", "--seq-len", "--image-size",
-        "--set", "--json",
+        "--steps", "--seed", "--max-gradient-norm", "--run-dir", "--resume", "--save-every", "--keep-saves",
+        "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
     ],
 }  # fmt: skip
 

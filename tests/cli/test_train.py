@@ -71,6 +71,7 @@ RESULT_KEYS = {
     "predicted_peak_device_bytes",
     "predicted_peak_reserved_bytes",
     "predicted_step_seconds",
+    "recoveries",
     "run_dir",
     "settings",
     "steps",

@@ -1,6 +1,7 @@
 """The `brimful` command.
 
-Exit status: 0 done; 1 it does not fit, or failed; 2 bad usage; 130 training was interrupted, after it saved.
+Exit status: 0 done; 1 it does not fit, or failed; 2 bad usage; training that saved and ended early: 130 after
+Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from brimful.planning import JobSource, PlanCheck
 
 INTERRUPTED = 130
+TERMINATED = 143
 """What shells give for Ctrl-C: 128 + SIGINT."""
 
 app = typer.Typer(
@@ -396,8 +398,19 @@ def train(
     seed: Annotated[int, typer.Option(help="Decides weights, order of samples and dropout.", min=0)] = 0,
     max_gradient_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
     run_dir: Annotated[
-        Path | None, typer.Option(help="A new directory for weights and records; runs/… if left out.")
+        Path | None, typer.Option(help="A new directory for weights, records and saves; runs/… if left out.")
     ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume", help="Go on from the newest save in --run-dir with its plan; begin if there is none."
+        ),
+    ] = False,
+    save_every: Annotated[
+        int | None,
+        typer.Option(help="Save after so many steps, beside the end of each epoch and of the run.", min=1),
+    ] = None,
+    keep_saves: Annotated[int, typer.Option(help="How many saves to keep, the newest.", min=1)] = 2,
     compare_plain: Annotated[
         bool,
         typer.Option("--compare-plain", help="First train without the plan, from the same seed, to compare."),
@@ -414,10 +427,18 @@ def train(
         from brimful.report import training_document, training_text
         from brimful.train.run_directory import check_run_directory
 
-        if run_dir is not None:
+        begun = _begun(run_dir, resume, compare_plain)
+        if run_dir is not None and begun is None:
             check_run_directory(run_dir)  # before time is spent on a plan
         job = _job(model, seq_len, image_size, options)
-        if plan_file is not None:
+        if begun is not None:
+            chosen = Plan.load(begun)
+            if global_batch_size not in (None, chosen.settings.global_batch_size):
+                raise UsageError(
+                    f"{begun} is a plan for a global batch of {chosen.settings.global_batch_size}, and "
+                    f"--global-batch-size says {global_batch_size}: it would not be the same run."
+                )
+        elif plan_file is not None:
             _check_nothing_is_asked_beside_a_plan(context)
             chosen = Plan.load(plan_file)
             if chosen.job != job.name:
@@ -451,6 +472,9 @@ def train(
             chosen,
             compare_plain=compare_plain,
             run_dir=run_dir or _new_run_dir(job.name),
+            resume=begun is not None,
+            save_every=save_every,
+            keep_saves=keep_saves,
             epochs=epochs,
             steps=steps,
             seed=seed,
@@ -461,8 +485,9 @@ def train(
         _show(text, lambda: training_document(result, plain), as_json)
         assert result.run_dir is not None
         write_file(result.run_dir / "report.txt", f"{chosen}\n{text}\n")
-    if result.stopped_because is StopReason.INTERRUPTED:
-        raise typer.Exit(INTERRUPTED)
+    status = {StopReason.INTERRUPTED: INTERRUPTED, StopReason.TERMINATED: TERMINATED}
+    if result.stopped_because in status:
+        raise typer.Exit(status[result.stopped_because])
 
 
 @app.command()
@@ -488,6 +513,18 @@ _SAID_BY_A_PLAN = (
     "optimizer_implementation", "allow_optimizer", "chunked_loss", "expandable_segments", "offload",
     "host_memory", "split_batch_norm",
 )  # fmt: skip
+
+
+def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:
+    """The plan of the run that is to go on; None if one is to begin."""
+    if not resume:
+        return None
+    if run_dir is None:
+        raise UsageError("--resume needs --run-dir, the directory of the run that is to go on.")
+    if compare_plain:
+        raise UsageError("--compare-plain trains twice from the start; it cannot be resumed.")
+    plan = run_dir / "plan.json"
+    return plan if plan.exists() else None
 
 
 def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:
@@ -600,7 +637,9 @@ def _errors_told(as_json: bool) -> Iterator[None]:
             from brimful.report import error_document
 
             print(json.dumps(error_document(error), indent=2))
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr
+        )
         if isinstance(error, InterruptedRunError):
             raise typer.Exit(INTERRUPTED) from None
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None

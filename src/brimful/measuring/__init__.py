@@ -10,6 +10,7 @@ from brimful.measuring.calibrate import (
 )
 from brimful.measuring.certify import certify, certify_model
 from brimful.measuring.context import best_context, kept_context, measure_context
+from brimful.measuring.here import device_record
 from brimful.measuring.peak import PeakMemory, peak_memory
 from brimful.measuring.step import measure_step, repeated_step
 
@@ -23,6 +24,7 @@ __all__ = [
     "calibrate_gpu",
     "certify",
     "certify_model",
+    "device_record",
     "kept_context",
     "measure_context",
     "measure_step",

@@ -10,7 +10,7 @@ from brimful.planning.estimate import Estimate, estimate_unlimited
 from brimful.planning.records import Alternative
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
-from brimful.settings import Precision
+from brimful.settings import Action, Precision
 from brimful.trace import Trace
 from brimful.units import format_bytes
 
@@ -53,9 +53,25 @@ def nothing_fits(
             f"(first: {plain_trace.batch_coupled_modules[0]!r}) compute with the whole of it. Permit it with "
             "split_batch_norm (statistics are then over a micro-batch)"
         )
+    if held_back := ", ".join(_what_was_asked(request)):
+        lines.append(f"  you asked for: {held_back}; without that, a smaller budget may do")
     lines += [f"  would fit: {way}" for way in _ways_out(capture, request, smallest)]
     lines += [f"  note: {note}" for note in dict.fromkeys(notes)]
     return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
+
+
+def _what_was_asked(request: Request) -> Iterator[str]:
+    """What is pinned or not permitted, and keeps a plan from taking less; with the names of `brimful.plan`."""
+    if request.micro_batch_size not in (None, 1):
+        yield f"micro_batch_size={request.micro_batch_size}"
+    if request.recompute is not None:
+        yield f"recompute={'none' if request.recompute is Action.KEEP else 'all'}"
+    if not request.permits_chunked_loss:
+        yield "chunked_loss=False"
+    if request.device.kind == "cuda" and not request.permits_expandable_segments:
+        yield "expandable_segments=False"
+    if request.device.kind == "cuda" and not request.offload_host_bytes:
+        yield "no offload"
 
 
 def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:

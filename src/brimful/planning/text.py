@@ -214,12 +214,16 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"{format_seconds(plan.predicted_step_seconds)} a step, {rate}"
     )
     yield f"  peak in         {plan.peak_at}"
-    if plan.settings.recomputed:
-        yield f"  recomputed      {_compact(plan.settings.recomputed)}"
+    only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
+    if only_recomputed:
+        yield f"  recomputed      {_compact(only_recomputed)}"
     if plan.settings.nested:
         yield f"  nested          {_compact(plan.settings.nested)}"
     if plan.settings.offloaded:
         yield f"  offloaded       {_compact(plan.settings.offloaded)}"
+    if plan.settings.chunked_loss:
+        chunked = plan.settings.chunked_loss
+        yield f"  loss in chunks  {chunked.chunks} parts of the tokens, from {chunked.layer} on"
     yield from _curve_lines(plan)
     if plan.alternatives:
         yield "  also considered"
@@ -273,9 +277,9 @@ def _compact(units: tuple[str, ...]) -> str:
     """Unit paths with runs of numbered siblings folded: "layer.0–5, layer.9"."""
     folded: list[tuple[str, int, int] | tuple[str, None, None]] = []
     for unit in units:
-        parent, _, last = unit.rpartition(".")
+        parent, _, last = (unit or "the model itself").rpartition(".")
         if not last.isdecimal():
-            folded.append((unit, None, None))
+            folded.append((unit or last, None, None))
             continue
         number = int(last)
         previous = folded[-1] if folded else None

@@ -75,25 +75,35 @@ class Batches:
             return math.ceil(self._samples / self._global_batch_size)
         return len(self._train) if isinstance(self._train, Sized) else None
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         """The global batches of one epoch, on the host.
 
         Args:
             epoch: At least 0; the same number gives the same order.
+            skip: Batches to leave out at the start. Those of an iterable are read for that: what they draw from
+                random generators is drawn before this returns.
 
-        Yields:
+        Returns:
             Global batches.
 
         Raises:
             UsageError: The data give no batch.
         """
-        if self._samples is not None:
-            order = torch.randperm(self._samples, generator=_generator(self._seed, epoch))
-            for indices in order.split(self._global_batch_size):
-                yield take(self._train, indices)
-            return
+        if self._samples is None:
+            return self._of_iterable(epoch, skip)
+        order = torch.randperm(self._samples, generator=_generator(self._seed, epoch))
+        parts = order.split(self._global_batch_size)[skip:]
+        return (take(self._train, indices) for indices in parts)
+
+    def _of_iterable(self, epoch: int, skip: int) -> Iterator[Batch]:
+        batches = iter(self._train)
+        for _ in range(skip):
+            next(batches, None)
+        return batches if skip else self._at_least_one(batches, epoch)
+
+    def _at_least_one(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         empty = True
-        for batch in self._train:
+        for batch in batches:
             empty = False
             yield batch
         if empty:

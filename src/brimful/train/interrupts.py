@@ -12,14 +12,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def stops_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call `stop` on the first Ctrl-C or SIGTERM, and give both back their own handlers.
 
     Signals that the process ignores stay ignored. Outside the main thread, which alone gets signals, it does
     nothing.
 
     Args:
-        stop: Called in the middle of whatever runs; it should only take a note.
+        stop: Called with the signal, in the middle of whatever runs; it should only take a note.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,9 +31,9 @@ def stops_on_signals(stop: Callable[[], None]) -> Iterator[None]:
         for number in ours:
             signal.signal(number, before[number])
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         restore()
-        stop()
+        stop(signal.Signals(number))
 
     for number in ours:
         signal.signal(number, handle)

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from torch import nn
 
+from brimful.errors import SaveError
 from brimful.planning import Plan
 from brimful.settings import Settings, settings_to_json
-from brimful.train.progress import ProgressDisplay
+from brimful.train.progress import ProgressDisplay, recovery_text
 from brimful.train.run_directory import BEST, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
+from brimful.train.saves import Save, Saves
 from brimful.training import (
+    Recovery,
     StepRecord,
     TrainingResult,
     ValidationRecord,
+    step_from_json,
     step_to_json,
+    validation_from_json,
     validation_to_json,
 )
 
@@ -32,24 +40,40 @@ class Journal:
         plan: The plan, or plain settings.
         job: The job's name.
         progress: Shows the run.
+        keep_saves: How many saves to keep, the newest.
+        resumed: The save that the run goes on from; None begins it.
     """
 
     def __init__(
-        self, *, run_dir: Path | None, plan: Plan | Settings, job: str, progress: ProgressDisplay
+        self,
+        *,
+        run_dir: Path | None,
+        plan: Plan | Settings,
+        job: str,
+        progress: ProgressDisplay,
+        keep_saves: int = 2,
+        resumed: Save | None = None,
     ) -> None:
         self.steps: list[StepRecord] = []
         self.validations: list[ValidationRecord] = []
+        self.recoveries: list[Recovery] = []
         self.saved_step: int | None = None
         """After how many steps the weights were saved last; None before that."""
+        self.saved_run_step: int | None = None if resumed is None else resumed.step
+        """After how many steps the run was saved last; None before that."""
         self._run_dir = run_dir
         self._plan = plan
         self._job = job
         self._progress = progress
+        self._resumed = resumed
+        self._saves = None if run_dir is None else Saves(run_dir, keep=keep_saves)
         self._directory: RunDirectory | None = None
 
     def __enter__(self) -> Self:
         if self._run_dir is not None:
-            self._directory = RunDirectory(self._run_dir)
+            self._directory = RunDirectory(self._run_dir, resumes=self._resumed is not None)
+            if self._resumed is not None:
+                self._read(self._directory.cut_metrics(self._resumed.state["metrics_bytes"]))
             if isinstance(self._plan, Plan):
                 self._directory.write_json(PLAN, self._plan.to_json())
             else:
@@ -61,6 +85,9 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.stop()
+        if self._saves is not None and kind is not None:
+            with suppress(SaveError):  # there is an error already
+                self._saves.wait()
         if self._directory is not None:
             if kind is not None and not self.steps:
                 self._directory.discard()
@@ -85,6 +112,20 @@ class Journal:
         if self._directory is not None:
             self._directory.append_metrics({"kind": "step"} | step_to_json(record))
         self._progress.show_step(record, memory)
+
+    def add_recovery(self, recovery: Recovery) -> None:
+        """Keep, write and show that memory ran out.
+
+        Args:
+            recovery: How training goes on.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        self.recoveries.append(recovery)
+        if self._directory is not None:
+            self._directory.append_metrics({"kind": "recovery"} | asdict(recovery))
+        self._progress.show_note(recovery_text(recovery))
 
     def add_validation(self, record: ValidationRecord, model: nn.Module) -> None:
         """Keep, write and show a validation; keep the weights apart if none had a lower loss.
@@ -118,6 +159,55 @@ class Journal:
         if self._directory is not None and self.saved_step != step:
             self._directory.save_weights(model, WEIGHTS, self._metadata(step))
             self.saved_step = step
+
+    def save(self, model: nn.Module, step: int, state: dict[str, Any]) -> None:
+        """Write what the run needs to go on, while it goes on.
+
+        A save that fails is told, and training goes on with those before it.
+
+        Args:
+            model: Its parameters and buffers.
+            step: Steps taken.
+            state: All else.
+        """
+        if self._directory is None or self._saves is None:
+            return
+        try:
+            self._saves.wait()
+        except SaveError as error:
+            self._note_failure(error)
+        self._saves.write(step, model, state | {"metrics_bytes": self._directory.metrics_bytes})
+        self.saved_run_step = step
+
+    def wait_for_save(self) -> None:
+        """Wait until the last save is on the disk.
+
+        Raises:
+            SaveError: It could not be written; those before it are whole.
+        """
+        if self._saves is not None:
+            self._saves.wait()
+
+    def note(self, note: str) -> None:
+        """Show a line."""
+        self._progress.show_note(note)
+
+    def _note_failure(self, error: SaveError) -> None:
+        assert self._directory is not None
+        self._progress.show_note(str(error))
+        with suppress(SaveError):  # the disk may be full
+            self._directory.append_metrics({"kind": "failed save", "message": str(error)})
+
+    def _read(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Take over what was told before the save that the run goes on from."""
+        for line in lines:
+            kind = line.pop("kind")
+            if kind == "step":
+                self.steps.append(step_from_json(line))
+            elif kind == "validation":
+                self.validations.append(validation_from_json(line))
+            elif kind == "recovery":
+                self.recoveries.append(Recovery(**line))
 
     def write_result(self, result: TrainingResult) -> None:
         """Write the result of the run.

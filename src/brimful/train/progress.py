@@ -9,7 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from brimful.training import StepRecord, ValidationRecord
+from brimful.training import Recovery, StepRecord, ValidationRecord
 from brimful.units import format_bytes, format_rate, format_seconds
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -32,6 +32,9 @@ class ProgressDisplay(Protocol):
 
     def show_validation(self, record: ValidationRecord) -> None:
         """After each pass over the validation data."""
+
+    def show_note(self, note: str) -> None:
+        """What else there is to say, in a line."""
 
     def stop(self) -> None:
         """After the last step, and when the run fails; more than one call does nothing."""
@@ -70,6 +73,9 @@ class _Silence:
         pass
 
     def show_validation(self, record: ValidationRecord) -> None:
+        pass
+
+    def show_note(self, note: str) -> None:
         pass
 
     def stop(self) -> None:
@@ -127,6 +133,9 @@ class _Bar:
     def show_validation(self, record: ValidationRecord) -> None:
         self._progress.console.print(_validation_line(record), highlight=False, markup=False)
 
+    def show_note(self, note: str) -> None:
+        self._progress.console.print(note, highlight=False, markup=False)
+
     def stop(self) -> None:
         self._progress.stop()
 
@@ -153,6 +162,10 @@ class _Lines:
         self._print_latest()
         self._print(_validation_line(record))
 
+    def show_note(self, note: str) -> None:
+        self._print_latest()
+        self._print(note)
+
     def stop(self) -> None:
         self._print_latest()
 
@@ -171,3 +184,10 @@ class _Lines:
 def _validation_line(record: ValidationRecord) -> str:
     metrics = "".join(f"  {name} {value:.4g}" for name, value in record.metrics.items())
     return f"epoch {record.epoch}  validation loss {record.loss:.4g}{metrics}"
+
+
+def recovery_text(recovery: Recovery) -> str:
+    """That memory ran out and how training goes on, in a line."""
+    where = f"step {recovery.step}" if recovery.during == "step" else f"{recovery.during}, step {recovery.step}"
+    how = "again as before" if recovery.after == recovery.before else f"on with {recovery.after}"
+    return f"{where}  {recovery.message}: {how}; nothing is lost"

@@ -6,6 +6,7 @@
 | `metrics.jsonl` | a line per step and per validation, as they come |
 | `weights.safetensors` | the latest weights; its metadata say after which step |
 | `best.safetensors` | the weights with the lowest validation loss |
+| `saves/` | what is needed to resume; see `saves.py` |
 | `result.json` | the `TrainingResult`, once the run has ended |
 
 `load_weights(model, path)` loads weights again.
@@ -16,16 +17,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
-from brimful.errors import RunDirectoryError, SaveError, UsageError
+from brimful.errors import RunDirectoryError, SaveError
+from brimful.files import bring_to_disk, free_bytes
+from brimful.train.weights import TIED, distinct_tensors
 from brimful.units import format_bytes
 
 PLAN = "plan.json"
@@ -36,8 +38,6 @@ BEST = "best.safetensors"
 RESULT = "result.json"
 _NAMES = (PLAN, SETTINGS, METRICS, WEIGHTS, BEST, RESULT)
 
-_TIED = "tied"
-"""Metadata: further names of tied weights, each with the name they are written under, as JSON."""
 _MOST_ENTRIES_NAMED = 3
 
 
@@ -46,22 +46,52 @@ class RunDirectory:
 
     Args:
         path: A directory that is empty or does not exist yet; it is made, with its parents.
+        resumes: It is that of a run which is to go on.
 
     Raises:
         RunDirectoryError: It is a file, has something in it, or cannot be made.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, resumes: bool = False) -> None:
         self.path = Path(path)
-        check_run_directory(self.path)
+        if not resumes:
+            check_run_directory(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._metrics = (self.path / METRICS).open("xb", buffering=0)
+            self._metrics = (self.path / METRICS).open("r+b" if resumes else "xb", buffering=0)
         except OSError as error:
             raise RunDirectoryError(
                 f"the run directory {self.path} cannot be written to: {error.strerror or error}. "
                 "Choose another."
             ) from error
+        self._metrics.seek(0, os.SEEK_END)
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Length of `metrics.jsonl`."""
+        return self._metrics.tell()
+
+    def cut_metrics(self, length_bytes: int) -> list[dict[str, Any]]:
+        """Forget what was told after a save: those steps are to be taken again.
+
+        Args:
+            length_bytes: Of `metrics.jsonl` at the save.
+
+        Returns:
+            The lines up to there; fewer if the disk lost some.
+
+        Raises:
+            SaveError: The file cannot be read or written.
+        """
+        path = self.path / METRICS
+        try:
+            kept = path.read_bytes()[:length_bytes]
+            whole = kept[: kept.rfind(b"\n") + 1]
+            self._metrics.truncate(len(whole))
+            self._metrics.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise self._save_error(METRICS, length_bytes, error) from error
+        return [json.loads(line) for line in whole.splitlines()]
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write a JSON file whole, or leave the one that is there.
@@ -111,9 +141,9 @@ class RunDirectory:
         Raises:
             SaveError: They could not be written.
         """
-        tensors, tied = _distinct_tensors(model)
+        tensors, tied = distinct_tensors(model)
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        kept = {"format": "pt", _TIED: json.dumps(tied)} | dict(metadata)
+        kept = {"format": "pt", TIED: json.dumps(tied)} | dict(metadata)
         return self._replace(name, size_bytes, lambda temporary: save_file(tensors, temporary, metadata=kept))
 
     def close(self) -> None:
@@ -132,10 +162,9 @@ class RunDirectory:
         try:
             write(temporary)
             shutil.copymode(self.path / METRICS, temporary)  # safetensors lets nobody else read its files
-            _bring_to_disk(temporary)
+            bring_to_disk(temporary)
             temporary.replace(path)
-            if os.name == "posix":
-                _bring_to_disk(self.path)
+            bring_to_disk(self.path)
         except (OSError, SafetensorError) as error:
             temporary.unlink(missing_ok=True)
             raise self._save_error(name, size_bytes, error) from error
@@ -146,30 +175,10 @@ class RunDirectory:
         before = "What was there before is intact" if path.exists() else "Nothing is there"
         return SaveError(
             f"{path} could not be written: {getattr(error, 'strerror', None) or error}.\n"
-            f"  needed: {format_bytes(size_bytes)}; free: {format_bytes(_free_bytes(path))}\n"
+            f"  needed: {format_bytes(size_bytes)}; free: {format_bytes(free_bytes(path))}\n"
             f"  {before}; the weights are still in the model (Trainer.model).\n"
             "  Free some space, or train into another run directory."
         )
-
-
-def load_weights(model: nn.Module, path: Path | str) -> None:
-    """Give a model the weights that a run saved.
-
-    Args:
-        model: Of the same structure as the one that was trained; on any device.
-        path: A `weights.safetensors` or `best.safetensors`.
-
-    Raises:
-        UsageError: The file is damaged, or of another model.
-    """
-    try:
-        with safe_open(path, framework="pt") as file:
-            tied = json.loads((file.metadata() or {}).get(_TIED, "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        tensors |= {name: tensors[first] for name, first in tied.items()}
-        model.load_state_dict(tensors)
-    except (OSError, SafetensorError, KeyError, RuntimeError) as error:
-        raise UsageError(f"{path} has no weights for this {type(model).__name__}: {error}") from error
 
 
 def check_run_directory(path: Path) -> None:
@@ -193,58 +202,3 @@ def check_run_directory(path: Path) -> None:
             f"the run directory {path} is not empty: it has {named}. "
             "A run writes into a new or empty directory only; choose another."
         )
-
-
-def _bring_to_disk(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _free_bytes(path: Path) -> int:
-    """What the disk of `path` has left; the directories that lead to it may be gone."""
-    return shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.exists())).free
-
-
-def _distinct_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a `state_dict`, each once, and which further names it has.
-
-    `safetensors.torch.save_model` would do, but refuses a parameter that is a part of a larger block, as every
-    weight of an RNN on a GPU is (safetensors 0.8).
-    """
-    distinct: dict[str, Tensor] = {}
-    tied: dict[str, str] = {}
-    names: dict[tuple[Any, ...], str] = {}
-    blocks: set[int] = set()
-    for name, tensor in model.state_dict().items():
-        if not isinstance(tensor, Tensor):
-            warnings.warn(
-                f"the model's state {name!r} ({type(tensor).__name__}) is no tensor and is not saved.",
-                stacklevel=4,
-            )
-            continue
-        first = names.setdefault(_place(name, tensor), name)
-        if first == name:
-            distinct[name] = _alone_in_block(tensor, blocks)
-        else:
-            tied[name] = first
-    return distinct, tied
-
-
-def _place(name: str, tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two tensors if, and only if, they are one."""
-    if tensor.numel() == 0:
-        return (name,)
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-
-
-def _alone_in_block(tensor: Tensor, blocks: set[int]) -> Tensor:
-    """The tensor on the host, filling a block of memory that is not one of `blocks`, where it is then added."""
-    tensor = tensor.detach().cpu().contiguous()
-    block = tensor.untyped_storage()
-    if block.nbytes() != tensor.nbytes or block.data_ptr() in blocks:
-        tensor = tensor.clone()
-    blocks.add(tensor.untyped_storage().data_ptr())
-    return tensor

@@ -1,4 +1,8 @@
-"""A training step as a transaction: it is taken whole and recorded, or it leaves the model as it was."""
+"""A training step as a transaction: it is taken whole and recorded, or it leaves the model as it was.
+
+Where memory runs out, the step is taken back (gradients, buffers, random numbers, what the loss scaler found)
+and taken again: once as before, as the memory may have been lost to garbage or to another process, then with
+settings that take less. The batch is on the host still, so that the whole of it is trained on, once."""
 
 from __future__ import annotations
 
@@ -6,22 +10,36 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from brimful.applying import apply_units
 from brimful.batches import count_samples, split_batch
+from brimful.errors import HalfUpdatedError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
-from brimful.settings import Settings
+from brimful.settings import Settings, settings_to_json
 from brimful.step import StepOutcome, copied_to, loss_weights, make_scaler, run_step
 from brimful.train.buffers import BufferSnapshot
-from brimful.training import StepRecord
+from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.train.randomness import RandomState
+from brimful.train.update import SurvivingUpdate
+from brimful.training import Recovery, StepRecord
 
 MOST_SKIPPED_STEPS = 32
 """Steps in a row that the loss scaler may skip. Each halves the scale, 2**16 at first: it is 2**-16 by then."""
+
+THRASHING_STEPS = 3
+"""Steps in a row in which the CUDA allocator gave back its cache to find memory, after which less is taken:
+each such search waits for the device."""
+
+Lower = Callable[[Settings], Settings]
+"""Finds settings that take less memory for the same global batch; raises OutOfMemoryError if there are none."""
 
 
 class NotFiniteStep(Exception):  # noqa: N818 - says what happened; the trainer makes an error of it
@@ -37,16 +55,18 @@ class NotFiniteStep(Exception):  # noqa: N818 - says what happened; the trainer 
 
 
 class Steps:
-    """Takes optimizer steps on one model, one after the other.
+    """Takes optimizer steps on one model, one after the other, under the unit actions of its settings.
 
     Args:
         job: Its loss and count.
-        settings: Their micro-batch size and precision.
-        model: In training mode, on the device, with the unit actions in force.
+        settings: Micro-batch size, precision and unit actions; lowered where memory runs out.
+        model: In training mode, on the device, without unit actions.
         optimizer: Over the parameters of `model`.
         scheduler: Stepped after each update.
         device: Where each micro-batch is copied to.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        lower: Finds settings that take less.
+        on_recovery: Told of each time that memory ran out.
     """
 
     def __init__(
@@ -59,24 +79,39 @@ class Steps:
         scheduler: LRScheduler | None,
         device: torch.device,
         max_gradient_norm: float | None,
+        lower: Lower,
+        on_recovery: Callable[[Recovery], None],
     ) -> None:
         self._job = job
-        self._settings = settings
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._device = device
         self._max_gradient_norm = max_gradient_norm
+        self._lower = lower
+        self._on_recovery = on_recovery
         self._move = copied_to(device)
         self._scaler = make_scaler(settings.precision, device.type)
         self._buffers = BufferSnapshot(model)
+        self._update = SurvivingUpdate(optimizer, partial(make_room, device))
+        self._finite: tuple[float, float] = (math.nan, math.nan)
+        self._is_updated = False
         self._skipped_in_a_row = 0
+        self._thrashed_in_a_row = 0
+        self._allocator_retries = _allocator_retries(device)
+        self._applied = apply_units(model, settings)
+        self.settings = settings
+        """Those in force."""
         self.taken = 0
         """Steps taken, those included that the loss scaler skipped."""
         self.updates = 0
         """Steps that changed the parameters."""
         self.peak: PeakMemory | None = None
         """What the step took whose memory was measured."""
+
+    def close(self) -> None:
+        """Give the model its own forward back."""
+        self._applied.remove()
 
     def take(self, batch: Batch, *, epoch: int, measure_memory: bool = False) -> StepRecord:
         """Take a step on a global batch.
@@ -93,21 +128,19 @@ class Steps:
             NotFiniteStep: The loss or a gradient is NaN or infinite; parameters and buffers are as before.
             BatchError: The batch cannot be split.
             LossError: The loss is no scalar tensor or has no gradient.
+            OutOfMemoryError: Memory ran out however little was taken; parameters and buffers are as before.
+            HalfUpdatedError: Memory ran out in the update, which could not be finished.
         """
-        self._buffers.take()
-        start = time.perf_counter()
-        micro_batches = split_batch(batch, self._settings.micro_batch_size)
-        measuring = peak_memory(self._model, self._optimizer, self._device) if measure_memory else nullcontext()
-        with measuring as peak:
-            outcome = self._run(micro_batches)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        seconds, outcome, peak = self._surviving(
+            "step", partial(self._attempt, batch, measure_memory=measure_memory)
+        )
+        loss, gradient_norm = self._finite
         record = StepRecord(
             step=self.taken + 1,
             epoch=epoch,
-            loss=float(outcome.loss),
-            gradient_norm=float(outcome.gradient_norm),
-            seconds=time.perf_counter() - start,
+            loss=loss,
+            gradient_norm=gradient_norm,
+            seconds=seconds,
             samples=count_samples(batch),
             updated=outcome.updated,
             memory_measured=measure_memory,
@@ -115,26 +148,171 @@ class Steps:
         self._settle(record)
         if record.updated and peak is not None:
             self.peak = peak
+        self._heed_thrashing()
         return record
 
-    def _run(self, micro_batches: list[Batch]) -> StepOutcome:
-        return run_step(
-            model=self._model,
-            loss=self._job.loss,
-            optimizer=self._optimizer,
-            micro_batches=micro_batches,
-            weights=loss_weights(self._job.count, micro_batches),
-            precision=self._settings.precision,
-            scaler=self._scaler,
-            max_gradient_norm=self._max_gradient_norm,
-            before_update=self._may_update,
-            move=self._move,
-        )
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on but the model and the data; in plain containers."""
+        return {
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "random": RandomState.now(self._device).to_save(),
+            "settings": settings_to_json(self.settings),
+            "taken": self.taken,
+            "updates": self.updates,
+            "skipped_in_a_row": self._skipped_in_a_row,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from what `state` gave; random numbers are the caller's to restore.
+
+        Args:
+            state: Of a run with the same job and settings.
+
+        Raises:
+            ResumeError: It is of another optimizer, or a schedule or loss scaler is in one of the runs only.
+        """
+        parts = {"scheduler": self._scheduler, "scaler": self._scaler}
+        for name, part in parts.items():
+            if (part is None) != (state[name] is None):
+                had, has = ("a", "none") if part is None else ("no", "one")
+                raise ResumeError(
+                    f"the saved run had {had} {name}, and this one has {has}. Resume it as it was."
+                )
+        try:
+            self._optimizer.load_state_dict(state["optimizer"])
+            for name, part in parts.items():
+                if part is not None:
+                    part.load_state_dict(state[name])
+        except (ValueError, KeyError, RuntimeError) as error:
+            raise ResumeError(
+                f"the saved state is not that of this {type(self._optimizer).__name__}: {error}. Resume with "
+                "the optimizer and schedule that the run was begun with."
+            ) from error
+        self.taken, self.updates = state["taken"], state["updates"]
+        self._skipped_in_a_row = state["skipped_in_a_row"]
+
+    def rehearse(self, batch: Batch) -> None:
+        """See that a step on a batch fits, and take less if it does not; nothing is learned from it.
+
+        Args:
+            batch: The one that takes most memory.
+
+        Raises:
+            OutOfMemoryError: It does not fit however little is taken.
+        """
+        random = RandomState.now(self._device)
+        self._surviving("rehearsal", partial(self._attempt, batch, updates=False))
+        self._take_back(random)
+
+    def _surviving(
+        self, during: str, attempt: Callable[[], tuple[float, StepOutcome, PeakMemory | None]]
+    ) -> tuple[float, StepOutcome, PeakMemory | None]:
+        """What an attempt comes to, made again and with less as long as memory runs out."""
+        random = RandomState.now(self._device)
+        is_again = False
+        while True:
+            self._is_updated = False
+            start = time.perf_counter()
+            try:
+                found = unless_out_of_memory(attempt)
+            except BaseException:
+                self._take_back(random)
+                raise
+            if not isinstance(found, RanOut):
+                return found
+            if self._is_updated:
+                raise HalfUpdatedError(f"memory ran out after an update, in what follows it: {found.message}.")
+            self._take_back(random)
+            make_room(self._device)
+            self._recover(during, found.message, start, with_less=is_again)
+            is_again = True
+
+    def _attempt(
+        self, batch: Batch, *, measure_memory: bool = False, updates: bool = True
+    ) -> tuple[float, StepOutcome, PeakMemory | None]:
+        """Seconds, outcome and peak of a step that may fail."""
+        self._buffers.take()
+        start = time.perf_counter()
+        micro_batches = split_batch(batch, self.settings.micro_batch_size)
+        measuring = peak_memory(self._model, self._optimizer, self._device) if measure_memory else nullcontext()
+        with measuring as peak:
+            outcome = run_step(
+                model=self._model,
+                loss=self._job.loss,
+                optimizer=self._optimizer,
+                micro_batches=micro_batches,
+                weights=loss_weights(self._job.count, micro_batches),
+                precision=self.settings.precision,
+                scaler=self._scaler,
+                max_gradient_norm=self._max_gradient_norm,
+                before_update=self._may_update if updates else lambda _loss, _norm: False,
+                move=self._move,
+                carry_out=self._carry_out,
+                follow_up=self._follow_up,
+            )
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - start, outcome, peak
 
     def _may_update(self, loss: Tensor, gradient_norm: Tensor) -> bool:
+        self._finite = float(loss), float(gradient_norm)
         # Gradients that overflow under loss scaling are the scaler's to skip: a smaller scale mends them.
-        finite_gradients = self._scaler is not None or math.isfinite(float(gradient_norm))
-        return math.isfinite(float(loss)) and finite_gradients
+        return math.isfinite(self._finite[0]) and (self._scaler is not None or math.isfinite(self._finite[1]))
+
+    def _carry_out(self, update: Callable[[], object]) -> None:
+        self._update.run(update)
+        self._is_updated = True
+
+    def _follow_up(self, action: Callable[[], object]) -> None:
+        """What follows an update is not to undo it: it is called again where memory runs out."""
+        if isinstance(unless_out_of_memory(action), RanOut):
+            make_room(self._device)
+            action()
+
+    def _take_back(self, random: RandomState) -> None:
+        """Leave everything as it was before the step, if there was no update yet."""
+        self._buffers.restore()
+        self._optimizer.zero_grad(set_to_none=True)
+        random.restore(self._device)
+        if self._scaler is not None:  # one that has found nothing yet about this step's gradients
+            before = self._scaler.state_dict()
+            self._scaler = make_scaler(self.settings.precision, self._device.type)
+            assert self._scaler is not None
+            self._scaler.load_state_dict(before)
+
+    def _recover(self, during: str, message: str, since: float, *, with_less: bool) -> None:
+        """Take less if that is wanted, and tell."""
+        before = self.settings
+        if with_less:
+            self._applied.remove()
+            try:
+                self.settings = self._lower(before)
+            finally:
+                self._applied = apply_units(self._model, self.settings)
+        self._on_recovery(
+            Recovery(
+                step=self.taken + 1,
+                during=during,
+                message=message,
+                before=before.describe(),
+                after=self.settings.describe(),
+                seconds=time.perf_counter() - since,
+            )
+        )
+
+    def _heed_thrashing(self) -> None:
+        """Take less where the allocator has to search for memory in each step."""
+        retries, self._allocator_retries = self._allocator_retries, _allocator_retries(self._device)
+        found = self._allocator_retries - retries
+        self._thrashed_in_a_row = self._thrashed_in_a_row + 1 if found else 0
+        if self._thrashed_in_a_row < THRASHING_STEPS:
+            return
+        self._thrashed_in_a_row = 0
+        make_room(self._device)
+        what = f"the allocator gave back its cache to find memory in each of {THRASHING_STEPS} steps"
+        self._recover("allocator", what, time.perf_counter(), with_less=True)
 
     def _settle(self, record: StepRecord) -> None:
         """Count the step and let the schedule follow; or undo what it left behind and raise NotFiniteStep."""
@@ -149,6 +327,13 @@ class Steps:
             self.updates += 1
             if self._scheduler is not None:
                 self._scheduler.step()
+
+
+def _allocator_retries(device: torch.device) -> int:
+    """How often the CUDA allocator has given back its cache because a device had no more memory to give."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
 
 
 MakeSchedule = Callable[[Optimizer], LRScheduler]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import signal
 import statistics
+import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +18,39 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from brimful.applying import apply_units
 from brimful.batches import count_samples
 from brimful.certificate import Certificate
-from brimful.errors import CertificateError, NonFiniteError, UsageError
+from brimful.errors import (
+    BrimfulError,
+    CertificateError,
+    DataError,
+    HalfUpdatedError,
+    NonFiniteError,
+    ResumeError,
+    SaveError,
+    UsageError,
+)
 from brimful.job import Batch, Data, Job
 from brimful.local import build_model, choose_device, device_name, set_up_allocator
 from brimful.measuring import certify_model
 from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
-from brimful.settings import Settings
-from brimful.step import copied_to, matmul_precision
+from brimful.settings import Settings, settings_from_json, settings_to_json
+from brimful.step import matmul_precision
 from brimful.train.callbacks import Callback
 from brimful.train.data import Batches, check_validation, find_data
 from brimful.train.interrupts import stops_on_signals
 from brimful.train.journal import Journal
+from brimful.train.lowering import Lowering
 from brimful.train.not_finite import has_finite_parameters, step_not_finite, update_not_finite
+from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.train.place import Place
 from brimful.train.progress import make_progress, memory_text
+from brimful.train.randomness import RandomState
 from brimful.train.run_directory import check_run_directory
+from brimful.train.saves import Save, newest_save
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
-from brimful.train.validation import validate
+from brimful.train.validation import Validator
 from brimful.training import StepRecord, StopReason, TrainingResult
 
 MEASURED_UPDATE = 3
@@ -51,7 +67,12 @@ class Trainer:
         job: What is trained. A `model` that is a module is trained in place.
         plan: The plan, or plain settings, which predict nothing.
         data: What to train on; None means the job's own.
-        run_dir: A new or empty directory for weights and records; None writes nothing.
+        run_dir: A new or empty directory for weights, records and saves; None writes nothing.
+        resume: Go on from the newest whole save in `run_dir`, exactly where it was made; from the start if
+            there is none yet, so that a scheduler can give the same command each time.
+        save_every: Save after so many steps, beside the end of each epoch and of the run. A run that is killed
+            loses the steps since the last save.
+        keep_saves: How many saves to keep, the newest.
         epochs: Passes over the training data; 1 if neither this nor `steps` is given.
         steps: Most optimizer steps.
         seed: At least 0.
@@ -75,6 +96,9 @@ class Trainer:
         *,
         data: Data | None = None,
         run_dir: Path | str | None = None,
+        resume: bool = False,
+        save_every: int | None = None,
+        keep_saves: int = 2,
         epochs: int | None = None,
         steps: int | None = None,
         seed: int = 0,
@@ -85,9 +109,13 @@ class Trainer:
         certifies: bool = True,
         show_progress: bool = True,
     ) -> None:
-        for name, value, least in (("epochs", epochs, 1), ("steps", steps, 1), ("seed", seed, 0)):
+        counts = {"epochs": epochs, "steps": steps, "save_every": save_every, "keep_saves": keep_saves}
+        for name, value, least in (*((name, count, 1) for name, count in counts.items()), ("seed", seed, 0)):
             if value is not None and value < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least}.")
+        for name, is_asked in (("resume", resume), ("save_every", save_every is not None)):
+            if is_asked and run_dir is None:
+                raise UsageError(f"{name} needs a run_dir, in which saves are.")
         if max_gradient_norm is not None and not max_gradient_norm > 0:
             raise UsageError(f"max_gradient_norm is {max_gradient_norm}; it must be positive.")
         self._job = job
@@ -95,6 +123,9 @@ class Trainer:
         self._settings = plan.settings if isinstance(plan, Plan) else plan
         self._data = data
         self._run_dir = None if run_dir is None else Path(run_dir)
+        self._resumes = resume
+        self._save_every = save_every
+        self._keep_saves = keep_saves
         self._most_epochs = 1 if epochs is None and steps is None else epochs
         self._most_steps = steps
         self._seed = seed
@@ -109,6 +140,8 @@ class Trainer:
         self._optimizer: Optimizer | None = None
         self._certificate: Certificate | None = None
         self._stop_requested = False
+        self._is_terminated = False
+        self._place: Place | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -139,8 +172,8 @@ class Trainer:
     def fit(self) -> TrainingResult:
         """Train until every epoch or step asked for is done, or the run is interrupted.
 
-        Ctrl-C and SIGTERM finish the step under way, save the weights and return; the second stops at once. At
-        the end of each epoch the model is validated and its weights are saved.
+        Ctrl-C and SIGTERM finish the step under way, save the run and return; the second stops at once. At the
+        end of each epoch the run is saved, the model validated and its weights written.
 
         Returns:
             Every step, every validation, and predicted beside measured.
@@ -148,36 +181,75 @@ class Trainer:
         Raises:
             UsageError: There are no data, or they, the model or the loss are none.
             RunDirectoryError: The run directory is not empty or cannot be written to.
+            ResumeError: No save is whole, or they are of another run.
             CertificateError: The plan does not compute what plain training does; nothing was trained.
+            OutOfMemoryError: Memory ran out however little was taken; the run is saved.
+            DataError: The training data raised; the run is saved.
+            HalfUpdatedError: Memory ran out in an update that could not be finished; they are not.
             NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
             SaveError: A file could not be written; what was there before stays.
         """
-        if self._run_dir is not None:
+        saved = self._newest_save()
+        if self._run_dir is not None and saved is None:
             check_run_directory(self._run_dir)
+        settings = self._settings if saved is None else self._settings_to_resume(saved)
         data = find_data(self._job, self._data)
-        batches = Batches(data.train, global_batch_size=self._settings.global_batch_size, seed=self._seed)
+        batches = Batches(data.train, global_batch_size=settings.global_batch_size, seed=self._seed)
         if data.validation is not None:
             check_validation(data.validation)
         torch.manual_seed(self._seed)
-        set_up_allocator(self._settings, self._device)
+        set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
-        self._certificate = self._certified(self._model)
-        self._optimizer = make_optimizer(self._job, self._model.parameters(), self._settings)
+        self._certificate = self._certified(self._model) if saved is None else None
+        self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
+        self._stop_requested = self._is_terminated = False
+        self._place = None
+        journal = Journal(
+            run_dir=self._run_dir,
+            plan=self._plan or self._settings,
+            job=self._job.name,
+            progress=make_progress(self._total_steps(batches), show=self._shows_progress),
+            keep_saves=self._keep_saves,
+            resumed=saved,
+        )
         steps = Steps(
             job=self._job,
-            settings=self._settings,
+            settings=settings,
             model=self._model,
             optimizer=self._optimizer,
             scheduler=_make_scheduler(self._schedule, self._optimizer),
             device=self._device,
             max_gradient_norm=self._max_gradient_norm,
+            lower=Lowering(self._job, self._plan, self._device),
+            on_recovery=journal.add_recovery,
         )
-        self._stop_requested = False
-        applied = apply_units(self._model, self._settings)
         try:
-            return self._train(steps, batches, data.validation)
+            if saved is not None:
+                saved.load_model(self._model)
+                steps.load_state(saved.state)
+            return self._train(steps, journal, batches, data, saved)
         finally:
-            applied.remove()
+            steps.close()
+
+    def _newest_save(self) -> Save | None:
+        if not self._resumes:
+            return None
+        assert self._run_dir is not None
+        return newest_save(self._run_dir, lambda reason: warnings.warn(reason, stacklevel=4))
+
+    def _settings_to_resume(self, saved: Save) -> Settings:
+        """Those in force when the run was saved, lowered perhaps, unless others are asked for now."""
+        asked = settings_from_json(saved.state["asked_settings"])
+        for name, before, now in (
+            ("seed", saved.state["seed"], self._seed),
+            ("global batch size", asked.global_batch_size, self._settings.global_batch_size),
+        ):
+            if before != now:
+                raise ResumeError(
+                    f"the run in {self._run_dir} has {name} {before}, and this one {now}: it would not be the "
+                    f"same run. Resume with {before}, or begin another in a new run directory."
+                )
+        return settings_from_json(saved.state["settings"]) if asked == self._settings else self._settings
 
     def _certified(self, model: nn.Module) -> Certificate | None:
         """That the plan is the same training; None if there is nothing to compare."""
@@ -185,7 +257,15 @@ class Trainer:
         is_plain = not settings.changed and settings.chunked_loss is None
         if not self._certifies or (is_plain and settings.gradient_accumulation_steps == 1):
             return None
-        certificate = certify_model(self._job, settings, model, seed=self._seed)
+        certificate = unless_out_of_memory(lambda: certify_model(self._job, settings, model, seed=self._seed))
+        if isinstance(certificate, RanOut):
+            make_room(self._device)
+            warnings.warn(
+                "the plan was not compared with plain training, as memory ran out in that: "
+                f"{certificate.message}. `brimful plan --certify` compares them on a CPU.",
+                stacklevel=3,
+            )
+            return None
         if not certificate.holds:
             raise CertificateError(
                 f"{certificate}\nNothing was trained. A forward that depends on more than its inputs, its "
@@ -195,47 +275,100 @@ class Trainer:
             )
         return certificate
 
-    def _train(self, steps: Steps, batches: Batches, validation: Any) -> TrainingResult:
-        total_steps = self._total_steps(batches)
-        with (
-            Journal(
-                run_dir=self._run_dir,
-                plan=self._plan or self._settings,
-                job=self._job.name,
-                progress=make_progress(total_steps, show=self._shows_progress),
-            ) as journal,
-            matmul_precision(self._settings.precision),
-            stops_on_signals(self._heed_signal),
-        ):
+    def _train(
+        self, steps: Steps, journal: Journal, batches: Batches, data: Data, saved: Save | None
+    ) -> TrainingResult:
+        with journal, matmul_precision(steps.settings.precision), stops_on_signals(self._heed_signal):
+            if saved is not None:
+                journal.note(f"resumed after step {saved.step} from {saved.path}")
             try:
-                stopped_because = self._run_epochs(steps, batches, validation, journal, total_steps)
+                if data.longest is not None:
+                    steps.rehearse(data.longest)
+                stopped_because = self._run_epochs(steps, batches, data.validation, journal, saved)
                 self._save_weights(journal, steps)
             except NotFiniteStep as step:
                 raise self._not_finite(step.record, journal, steps) from None
+            except HalfUpdatedError:
+                raise  # what is in the model is not to be saved
+            except Exception as error:
+                self._save_what_there_is(error, steps, journal)
+                raise
+            journal.wait_for_save()
             result = self._result(steps, journal, stopped_because)
             journal.write_result(result)
         return result
 
     def _run_epochs(
-        self, steps: Steps, batches: Batches, validation: Any, journal: Journal, total_steps: int | None
+        self, steps: Steps, batches: Batches, validation: Any, journal: Journal, saved: Save | None
     ) -> StopReason:
-        for epoch in itertools.count(1):
-            for batch in self._loaded(batches.epoch(epoch)):
-                measure = self._is_to_be_measured(batch, steps, total_steps)
-                record = steps.take(batch, epoch=epoch, measure_memory=measure)
+        validator = None if validation is None else self._validator(validation, steps, journal)
+        for place in self._places(saved):
+            self._place = place
+            if steps.taken == self._most_steps or self._is_past_the_end(place):
+                return StopReason.FINISHED
+            for batch in self._loaded(self._batches_from(place, batches, saved)):
+                measure = self._is_to_be_measured(batch, steps, self._total_steps(batches))
+                record = steps.take(batch, epoch=place.epoch, measure_memory=measure)
+                place.batches += 1
                 journal.add_step(record, self._memory_text(steps))
                 for callback in self._callbacks:
                     callback.on_step(self, record)
+                if self._save_every is not None and steps.taken % self._save_every == 0:
+                    self._save(steps, journal, place)
                 if self._stop_requested or steps.taken == self._most_steps:
                     break
-            if not self._stop_requested and validation is not None:
-                self._validate(validation, epoch, journal, steps)
+            self._save(steps, journal, place)
+            if not self._stop_requested and validator is not None:
+                self._validate(validator, place.epoch, journal, steps)
             if self._stop_requested:
-                return StopReason.INTERRUPTED
+                return StopReason.TERMINATED if self._is_terminated else StopReason.INTERRUPTED
             self._save_weights(journal, steps)
-            if steps.taken == self._most_steps or epoch == self._most_epochs:
-                return StopReason.FINISHED
         raise AssertionError("epochs do not end by themselves")
+
+    def _places(self, saved: Save | None) -> Iterator[Place]:
+        """Where each epoch begins; a resumed one in its midst."""
+        first = 1
+        if saved is not None:
+            place = Place.from_save(saved.state["place"])
+            yield place
+            first = place.epoch + 1
+        for epoch in itertools.count(first):
+            yield Place(epoch=epoch, random=RandomState.now(self._device))
+
+    def _is_past_the_end(self, place: Place) -> bool:
+        return self._most_epochs is not None and place.epoch > self._most_epochs
+
+    def _batches_from(self, place: Place, batches: Batches, saved: Save | None) -> Iterator[Batch]:
+        """The batches of an epoch from a place on."""
+        if saved is None or place.epoch != saved.state["place"]["epoch"]:
+            return batches.epoch(place.epoch)
+        place.random.restore(self._device)
+        rest = batches.epoch(place.epoch, skip=place.batches)
+        RandomState.from_save(saved.state["random"]).restore(self._device)
+        return rest
+
+    def _save_what_there_is(self, error: Exception, steps: Steps, journal: Journal) -> None:
+        """Save the run as the last step left it, before an error ends it, and add to the error where it is."""
+        if self._place is None or steps.taken == 0 or self._run_dir is None:
+            return
+        with suppress(SaveError):
+            self._save(steps, journal, self._place)
+            journal.wait_for_save()
+            self._save_weights(journal, steps)
+            error.add_note(
+                f"The run is saved after step {steps.taken}; resuming {self._run_dir} goes on there."
+            )
+
+    def _save(self, steps: Steps, journal: Journal, place: Place) -> None:
+        """Save all that the run needs to go on, unless NaN or infinity is in it."""
+        if journal.saved_run_step == steps.taken or not has_finite_parameters(self.model):
+            return
+        state = steps.state() | {
+            "asked_settings": settings_to_json(self._settings),
+            "seed": self._seed,
+            "place": place.to_save(),
+        }
+        journal.save(self.model, steps.taken, state)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, until a stop is requested."""
@@ -244,21 +377,31 @@ class Trainer:
                 batch = next(batches)
             except StopIteration:
                 return
-            except Exception:
+            except BrimfulError:
+                raise
+            except Exception as error:
                 if self._stop_requested:  # Ctrl-C reaches a DataLoader's workers too, and they are missed then
                     return
-                raise
+                raise DataError(
+                    f"the training data failed after {_of(self._place)}: {type(error).__name__}: {error}"
+                ) from error
             if self._stop_requested:
                 return
             yield batch
 
-    def _validate(self, validation: Any, epoch: int, journal: Journal, steps: Steps) -> None:
-        record = validate(
+    def _validator(self, validation: Any, steps: Steps, journal: Journal) -> Validator:
+        return Validator(
             self.model,
             self._job,
-            self._settings,
             validation,
-            move=copied_to(self._device),
+            micro_batch_size=steps.settings.micro_batch_size,
+            device=self._device,
+            on_recovery=journal.add_recovery,
+        )
+
+    def _validate(self, validator: Validator, epoch: int, journal: Journal, steps: Steps) -> None:
+        record = validator.run(
+            steps.settings.precision,
             step=steps.taken,
             epoch=epoch,
             is_stopped=lambda: self._stop_requested,
@@ -279,6 +422,8 @@ class Trainer:
         journal.add_step(record, self._memory_text(steps))
         if has_finite_parameters(self.model):
             journal.save_weights(self.model, steps.taken)
+            if self._place is not None and steps.taken:
+                self._save(steps, journal, self._place)
             where = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
             return step_not_finite(record, self._settings, f"after step {steps.taken}, {where}")
         return step_not_finite(record, self._settings, _saved_weights(journal))
@@ -314,7 +459,8 @@ class Trainer:
         predicted_bytes = None if self._plan is None else self._plan.predicted_peak_allocated_bytes
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
-    def _heed_signal(self) -> None:
+    def _heed_signal(self, number: signal.Signals) -> None:
+        self._is_terminated = number is signal.SIGTERM
         self.stop()
         if self._shows_progress:
             # not print: a signal may come in the middle of one
@@ -325,7 +471,7 @@ class Trainer:
         return TrainingResult(
             job=self._job.name,
             device=device_name(self._device),
-            settings=self._settings,
+            settings=steps.settings,
             stopped_because=stopped_because,
             steps=tuple(journal.steps),
             validations=tuple(journal.validations),
@@ -340,6 +486,7 @@ class Trainer:
             measured_step_seconds=_steady_seconds(journal.steps, self._settings.global_batch_size),
             temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
             certificate=self._certificate,
+            recoveries=tuple(journal.recoveries),
             run_dir=self._run_dir,
         )
 
@@ -352,6 +499,10 @@ def _make_scheduler(schedule: MakeSchedule | None, optimizer: Optimizer) -> LRSc
             "Step it yourself in a Callback's on_validation."
         )
     return scheduler
+
+
+def _of(place: Place | None) -> str:
+    return "none" if place is None else f"{place.batches} batches of epoch {place.epoch}"
 
 
 def _saved_weights(journal: Journal) -> str:

@@ -11,20 +11,115 @@ import torch
 from torch import nn
 
 from brimful.batches import count_samples
-from brimful.errors import UsageError
+from brimful.errors import OutOfMemoryError, UsageError
 from brimful.job import Batch, Job
-from brimful.settings import Settings
-from brimful.step import autocast
+from brimful.settings import Precision
+from brimful.step import autocast, copied_to
 from brimful.train.data import validation_batches
-from brimful.training import ValidationRecord
+from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.train.randomness import RandomState
+from brimful.training import Recovery, ValidationRecord
+
+
+class Validator:
+    """Validates one model, again and again, whatever memory there is.
+
+    Args:
+        model: Its modules' modes are as before after each pass.
+        job: Its loss, count and metrics.
+        validation: One batch with all samples, or an iterable of batches.
+        micro_batch_size: Samples that are computed at once, until memory runs out.
+        device: Where they are copied to.
+        on_recovery: Told of each time that memory ran out.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        job: Job,
+        validation: Batch | Iterable[Batch],
+        *,
+        micro_batch_size: int,
+        device: torch.device,
+        on_recovery: Callable[[Recovery], None],
+    ) -> None:
+        self._model = model
+        self._job = job
+        self._validation = validation
+        self._micro_batch_size = micro_batch_size
+        self._device = device
+        self._on_recovery = on_recovery
+
+    def run(
+        self, precision: Precision, *, step: int, epoch: int, is_stopped: Callable[[], bool]
+    ) -> ValidationRecord | None:
+        """One pass, made again where memory runs out: as before, then with ever fewer samples at once.
+
+        Args:
+            precision: Of the forward pass.
+            step: Optimizer steps taken.
+            epoch: The epoch that ends.
+            is_stopped: Asked before each micro-batch.
+
+        Returns:
+            The means; None if `is_stopped` said so before the end.
+
+        Raises:
+            UsageError: The validation data have no samples, or nothing that the job counts.
+            OutOfMemoryError: Memory ran out with one sample at a time.
+        """
+        random = RandomState.now(self._device)
+        is_again = False
+        while True:
+            start = time.perf_counter()
+            found = unless_out_of_memory(
+                lambda: validate(
+                    self._model,
+                    self._job,
+                    precision,
+                    self._validation,
+                    micro_batch_size=self._micro_batch_size,
+                    move=copied_to(self._device),
+                    step=step,
+                    epoch=epoch,
+                    is_stopped=is_stopped,
+                )
+            )
+            if not isinstance(found, RanOut):
+                return found
+            random.restore(self._device)
+            make_room(self._device)
+            before = self._micro_batch_size
+            if is_again:
+                self._take_less(found, step)
+            is_again = True
+            self._on_recovery(
+                Recovery(
+                    step=step,
+                    during="validation",
+                    message=found.message,
+                    before=f"{before} samples at once",
+                    after=f"{self._micro_batch_size} samples at once",
+                    seconds=time.perf_counter() - start,
+                )
+            )
+
+    def _take_less(self, ran_out: RanOut, step: int) -> None:
+        if self._micro_batch_size == 1:
+            raise OutOfMemoryError(
+                f"memory ran out in the validation after step {step}, with one sample at a time: "
+                f"{ran_out.message}. Train with a smaller budget, which leaves more to the validation."
+            )
+        self._micro_batch_size //= 2
 
 
 def validate(
     model: nn.Module,
     job: Job,
-    settings: Settings,
+    precision: Precision,
     validation: Batch | Iterable[Batch],
     *,
+    micro_batch_size: int,
     move: Callable[[Batch], Batch],
     step: int,
     epoch: int,
@@ -38,8 +133,9 @@ def validate(
     Args:
         model: Its modules' modes are as before when this returns.
         job: Its loss, count and metrics.
-        settings: Their micro-batch size and precision.
+        precision: Of the forward pass.
         validation: One batch with all samples, or an iterable of batches.
+        micro_batch_size: Samples that are computed at once.
         move: Brings a micro-batch to the device.
         step: Optimizer steps taken.
         epoch: The epoch that ends.
@@ -55,13 +151,13 @@ def validate(
     samples, terms, loss = 0, 0.0, 0.0
     sums: defaultdict[str, float] = defaultdict(float)
     with _evaluation_mode(model), torch.no_grad():
-        for host_batch in validation_batches(validation, settings.micro_batch_size):
+        for host_batch in validation_batches(validation, micro_batch_size):
             if is_stopped():
                 return None
             batch_samples = count_samples(host_batch)
             batch_terms = batch_samples if job.count is None else float(job.count(host_batch))
             batch = move(host_batch)
-            with autocast(model, settings.precision):
+            with autocast(model, precision):
                 batch_loss = job.loss(model, batch)
                 metrics = job.metrics(model, batch) if job.metrics is not None else {}
             samples += batch_samples

@@ -74,9 +74,10 @@ def test_a_first_signal_finishes_the_step_saves_and_returns(tmp_path, number, wo
     assert process.returncode == 0, errors
     result = json.loads((run_dir / "result.json").read_text())
     steps = len(result["steps"])
-    assert output.splitlines()[-1] == f"returned interrupted {steps}"
+    reason = "terminated" if number == signal.SIGTERM else "interrupted"
+    assert output.splitlines()[-1] == f"returned {reason} {steps}"
     assert steps in (4, 5, 6)
-    assert result["stopped_because"] == "interrupted"
+    assert result["stopped_because"] == reason
     assert "Ending after this step" in errors
     assert set(load_file(run_dir / "weights.safetensors")) == {"weight", "bias"}
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == steps
@@ -100,13 +101,13 @@ def test_handlers_are_given_back_and_ignored_signals_stay_ignored():
     stops = []
     try:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with stops_on_signals(lambda: stops.append(1)):
+        with stops_on_signals(lambda _number: stops.append(1)):
             signal.raise_signal(signal.SIGTERM)
             assert stops == []
             signal.raise_signal(signal.SIGINT)
             assert stops == [1]
             assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
-        with stops_on_signals(lambda: None):
+        with stops_on_signals(lambda _number: None):
             assert signal.getsignal(signal.SIGINT) != before[signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
@@ -119,7 +120,7 @@ def test_outside_the_main_thread_nothing_is_installed():
     seen = []
 
     def run():
-        with stops_on_signals(lambda: None):
+        with stops_on_signals(lambda _number: None):
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=run)

@@ -56,7 +56,7 @@ def test_nan_survives_json():
     [
         ({}, "no training result"),
         ({"brimful_training": 99}, "version 99"),
-        ({"brimful_training": 1}, "damaged"),
+        ({"brimful_training": 2}, "damaged"),
     ],
 )
 def test_documents_that_are_no_result_are_refused(document, said):

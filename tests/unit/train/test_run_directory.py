@@ -14,7 +14,8 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from brimful.errors import RunDirectoryError, SaveError, UsageError
-from brimful.train.run_directory import WEIGHTS, RunDirectory, check_run_directory, load_weights
+from brimful.train.run_directory import WEIGHTS, RunDirectory, check_run_directory
+from brimful.train.weights import load_weights
 
 
 class Tied(nn.Module):

@@ -361,7 +361,7 @@ def test_the_run_directory_has_a_line_per_step_and_validation_and_the_best_weigh
     assert torch.equal(best.weight, weights[2])
     assert torch.equal(last.weight, weights[3])
     assert {path.name for path in run_dir.iterdir()} == {
-        "settings.json", "metrics.jsonl", "weights.safetensors", "best.safetensors", "result.json",
+        "settings.json", "metrics.jsonl", "weights.safetensors", "best.safetensors", "result.json", "saves",
     }  # fmt: skip
     assert result.run_dir == run_dir
 

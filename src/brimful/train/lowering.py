@@ -1,0 +1,113 @@
+"""Settings that take less memory, for where a step ran out of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from brimful.capture import capture_step
+from brimful.errors import BrimfulError, OutOfMemoryError
+from brimful.hardware import Device
+from brimful.job import Job
+from brimful.measuring import device_record
+from brimful.planning import Plan, Request, estimate_trace, search
+from brimful.settings import Settings
+from brimful.trace import Trace
+
+LOWERED_FRACTION = 0.9
+"""What settings may take of what those took that ran out. On public GPU runs nine in ten predictions are within
+6.7 % (benchmarks/results/gpu_truth.json): what is predicted to take a tenth less takes less."""
+
+
+class Lowering:
+    """Finds settings that take less memory for the same global batch.
+
+    Args:
+        job: What is trained.
+        plan: What the user has asked for may be read from it; None without a plan.
+        device: Where it is trained.
+    """
+
+    def __init__(self, job: Job, plan: Plan | None, device: torch.device) -> None:
+        self._job = replace(job, loop=None)
+        self._plan = plan
+        self._device = device
+
+    def __call__(self, settings: Settings) -> Settings:
+        """Settings that take less.
+
+        Args:
+            settings: Those with which memory ran out.
+
+        Returns:
+            A plan's settings for nine tenths of what these are predicted to take, else those with the next
+            smaller micro-batch.
+
+        Raises:
+            OutOfMemoryError: There are none.
+        """
+        reasons = []
+        for way in (self._planned_anew, self._smaller_micro_batch):
+            try:
+                return way(settings)
+            except BrimfulError as error:
+                reasons.append(str(error))
+        raise OutOfMemoryError(
+            f"memory ran out with {settings.describe()}, and nothing that takes less was found.\n"
+            + "\n".join(f"  {reason}" for reason in reasons)
+            + "\n  The model is as it was after the last step. Train with a smaller global batch or model, an "
+            "optimizer with less state, or another precision."
+        )
+
+    def _planned_anew(self, settings: Settings) -> Settings:
+        device = device_record(self._device)
+
+        @functools.cache
+        def capture(how: Settings, steps: int = 1) -> Trace:
+            return capture_step(self._job, how, device, steps=steps)
+
+        taken = estimate_trace(capture(settings, 2), device).predicted_peak_reserved_bytes
+        request = self._request(settings, device, int(taken * LOWERED_FRACTION) + device.context_bytes)
+        return search(capture, request).settings
+
+    def _request(self, settings: Settings, device: Device, budget_bytes: int) -> Request:
+        plan = self._plan
+        return Request(
+            job=self._job.name,
+            device=device,
+            budget_bytes=budget_bytes,
+            global_batch_size=settings.global_batch_size,
+            precisions=(settings.precision,),
+            optimizer=settings.optimizer,
+            optimizer_implementation=settings.optimizer_implementation,
+            permits_chunked_loss=plan is not None or settings.chunked_loss is not None,
+            permits_expandable_segments=settings.expandable_segments,
+            offload_host_bytes=0 if plan is None else plan.predicted_pinned_host_bytes,
+            weighs_by_count=self._job.count is not None,
+            splits_coupled_batches=settings.gradient_accumulation_steps > 1,
+        )
+
+    def _smaller_micro_batch(self, settings: Settings) -> Settings:
+        total = settings.global_batch_size
+        smaller = [size for size in range(1, settings.micro_batch_size) if total % size == 0]
+        if not smaller:
+            raise OutOfMemoryError("the micro-batch is one sample already.")
+        coupled = list(self._batch_coupled(settings))
+        if coupled and settings.gradient_accumulation_steps == 1:
+            raise OutOfMemoryError(
+                f"the batch was not split: {coupled[0]} computes with the whole of it (BatchNorm)."
+            )
+        return settings.with_micro_batch_size(smaller[-1])
+
+    def _batch_coupled(self, settings: Settings) -> Iterator[str]:
+        model = self._job.model if isinstance(self._job.model, nn.Module) else None
+        if model is None:
+            yield from capture_step(self._job, settings, device_record(self._device)).batch_coupled_modules
+            return
+        for path, module in model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+                yield path

@@ -1,0 +1,30 @@
+"""Where in its data a run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from brimful.train.randomness import RandomState
+
+
+@dataclass(slots=True, kw_only=True)
+class Place:
+    """So many global batches into an epoch; it moves on with each step."""
+
+    epoch: int
+    """From 1."""
+    batches: int = 0
+    """Those of this epoch that were trained on."""
+    random: RandomState
+    """As the epoch began: a DataLoader draws the order of its samples then."""
+
+    def to_save(self) -> dict[str, Any]:
+        """The place in plain containers."""
+        return {"epoch": self.epoch, "batches": self.batches, "random": self.random.to_save()}
+
+    @classmethod
+    def from_save(cls, saved: dict[str, Any]) -> Self:
+        """The place that `to_save` gave."""
+        random = RandomState.from_save(saved["random"])
+        return cls(epoch=saved["epoch"], batches=saved["batches"], random=random)

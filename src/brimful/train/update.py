@@ -1,0 +1,364 @@
+"""An optimizer step that ends well although memory runs out in the middle of it.
+
+An optimizer changes the parameters and its own state op by op; where memory runs out between two of them, some
+are changed and others are not. Nothing is copied beforehand for that rare case. Instead it is known afterwards
+how often each tensor was changed: torch counts the changes of a tensor (its version) by ops on single tensors,
+and a dispatch mode counts those by ops on lists of tensors (`foreach`, `fused`), which torch does not; they are
+few. The step is then run once more, and the changes that were made already are left out. Where it computes
+something from a tensor that is ahead of it, the result is wrong and followed: a change that is still to be made
+from it is refused. So the step ends as if memory had not run out, or says that it cannot. Only of the first
+step, which makes the state, are the parameters copied, to the host: it is taken back whole.
+
+If there is not enough memory for all parameters at once (`foreach` takes a copy of all) they are taken by
+halves, quarters, … down to single ones, which compute the same.
+
+Private torch API used here: `OpOverload._schema`, `Tensor._version` (checked: torch 2.11 and 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from brimful.errors import HalfUpdatedError
+from brimful.train.out_of_memory import RanOut, unless_out_of_memory
+
+_Place = tuple[int, int]
+"""Where a tensor's bytes are, and how many: the same for a tensor and a view of the whole of it."""
+
+
+class SurvivingUpdate:
+    """An optimizer's step in whose course memory may run out.
+
+    Args:
+        optimizer: Its state is made in the first step.
+        make_room: Called each time that memory ran out.
+    """
+
+    def __init__(self, optimizer: Optimizer, make_room: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._make_room = make_room
+        self._usual: dict[int, tuple[int, ...]] = {}
+        """Changes that a step makes to a parameter, its gradient and its state, by id; empty until one is
+        known."""
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Carry out one step.
+
+        Args:
+            step: Calls the optimizer's `step`.
+
+        Raises:
+            HalfUpdatedError: Memory ran out, and the step can neither be finished nor taken back.
+        """
+        before = _Before(self._optimizer)
+        copies = None if self._usual else _Copies(self._optimizer, before)
+        with before.counting():
+            ran_out = _whether_ran_out(step)
+        if ran_out is None:
+            if not self._usual and before.has_seen_all():
+                self._usual = before.changes_by_parameter()
+            return
+        self._make_room()
+        ran_out = self._finish(step, before) if copies is None else self._take_again(step, before, copies)
+        if ran_out is not None:
+            raise HalfUpdatedError(
+                f"memory ran out in the update by {type(self._optimizer).__name__}, even for one parameter at "
+                f"a time: {ran_out.message}. Some parameters are updated, and they are not saved. Resume from "
+                "the last save, with less: another optimizer_implementation ('fused' takes no temporaries), a "
+                "smaller optimizer, or a smaller budget."
+            )
+
+    def _take_again(self, step: Callable[[], object], before: _Before, copies: _Copies) -> RanOut | None:
+        """Take a step from its beginning, which is restored."""
+
+        def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
+            copies.restore(some)
+            before.restore_numbers()
+            return _whether_ran_out(step)
+
+        return self._by_parts(before.parameters, attempt)
+
+    def _finish(self, step: Callable[[], object], before: _Before) -> RanOut | None:
+        """Go on with a step that memory ran out in."""
+        if self._usual and not all(any(changes) for changes in self._usual.values()):
+            return RanOut("its kernels write past torch, which cannot tell what they have written")
+
+        def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
+            before.restore_numbers()
+            with before.counting():
+                return _whether_ran_out(partial(_again, step, before.changes(), self._optimizer, some))
+
+        changes = before.changes_by_parameter()
+        return self._by_parts(
+            [p for p in before.parameters if changes[id(p)] != self._usual.get(id(p))], attempt
+        )
+
+    def _by_parts(
+        self, parameters: Sequence[nn.Parameter], attempt: Callable[[Sequence[nn.Parameter]], RanOut | None]
+    ) -> RanOut | None:
+        """Attempt all, halves, quarters, …; what was said last if not even one parameter could be updated."""
+        pending = [parameters] if parameters else []
+        while pending:
+            some = pending.pop()
+            with _only(self._optimizer, some):
+                ran_out = attempt(some)
+            if ran_out is None:
+                continue
+            self._make_room()
+            if len(some) == 1:
+                return ran_out
+            middle = len(some) // 2
+            pending += [some[middle:], some[:middle]]
+        return None
+
+
+class _Before:
+    """What an optimizer's tensors and numbers were before a step, and how often each tensor changed since."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._tensors: dict[int, tuple[Tensor, ...]] = {}
+        self._versions: dict[int, int] = {}
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for group in optimizer.param_groups:
+            self._keep_numbers(group)
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            state = optimizer.state.get(parameter, {})
+            self._keep_numbers(state)
+            tensors = (parameter, parameter.grad, *_state_tensors(optimizer, parameter))
+            self._tensors[id(parameter)] = tensors
+            self._versions |= {id(tensor): tensor._version for tensor in tensors}
+        self._counter = _Counter() if any(map(_takes_lists, optimizer.param_groups)) else None
+
+    def counting(self) -> AbstractContextManager[object]:
+        """Within, changes are counted, if torch does not."""
+        return nullcontext() if self._counter is None else self._counter
+
+    def has_seen_all(self) -> bool:
+        """Whether the step made no state of which it was not known before."""
+        state = (_state_tensors(self._optimizer, parameter) for parameter in self.parameters)
+        known = (self._tensors[id(parameter)] for parameter in self.parameters)
+        return all(len(now) + 2 == len(before) for now, before in zip(state, known, strict=True))
+
+    def changes(self) -> dict[_Place, int]:
+        """How often each tensor was changed since."""
+        tensors = (tensor for each in self._tensors.values() for tensor in each)
+        return {_place(tensor): self._changes(tensor) for tensor in tensors}
+
+    def changes_by_parameter(self) -> dict[int, tuple[int, ...]]:
+        """The same of each parameter, its gradient and its state."""
+        return {key: tuple(map(self._changes, tensors)) for key, tensors in self._tensors.items()}
+
+    def restore_numbers(self) -> None:
+        """Give state and groups their numbers back; a step that is run again changes them again."""
+        for holder, numbers in self._numbers:
+            holder.update(numbers)
+
+    def _changes(self, tensor: Tensor) -> int:
+        if self._counter is not None:
+            return self._counter.changes(tensor)
+        return tensor._version - self._versions[id(tensor)]
+
+    def _keep_numbers(self, holder: dict[str, Any]) -> None:
+        numbers = {name: value for name, value in holder.items() if isinstance(value, int | float)}
+        if numbers:
+            self._numbers.append((holder, numbers))
+
+
+class _Copies:
+    """Copies on the host of parameters and state before a step."""
+
+    def __init__(self, optimizer: Optimizer, before: _Before) -> None:
+        self._optimizer = optimizer
+        self._copies = {id(p): _on_host([p, *_state_tensors(optimizer, p)]) for p in before.parameters}
+
+    def restore(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take the step back for some parameters."""
+        with torch.no_grad():
+            for parameter in parameters:
+                copies = self._copies[id(parameter)]
+                if len(copies) == 1:  # there was no state
+                    self._optimizer.state.pop(parameter, None)
+                tensors = [parameter, *_state_tensors(self._optimizer, parameter)]
+                for tensor, copy in zip(tensors, copies, strict=True):
+                    tensor.copy_(copy)
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def _state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
+    return list(filter(_is_tensor, optimizer.state.get(parameter, {}).values()))
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the changes of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changes: dict[int, int] = {}
+        self._held: list[Tensor] = []
+        """So that no other tensor gets the id of a counted one."""
+
+    def changes(self, tensor: Tensor) -> int:
+        """How often a tensor was changed."""
+        return self._changes.get(id(tensor), 0)
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in _written(func, args, kwargs or {}):
+            if id(tensor) not in self._changes:
+                self._held.append(tensor)
+            self._changes[id(tensor)] = self.changes(tensor) + 1
+        return result
+
+
+class _Again(TorchDispatchMode):
+    """Leaves out changes that were made already, and refuses to compute a change from what is ahead.
+
+    Args:
+        ahead: How many changes of each parameter, gradient and state were made already.
+    """
+
+    def __init__(self, ahead: dict[_Place, int]) -> None:
+        super().__init__()
+        self._ahead = dict(ahead)
+        self._wrong = WeakTensorKeyDictionary()
+        """Temporaries whose values are not those of the first run."""
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = _written(func, args, kwargs)
+        were_made = [self._times_ahead(tensor) > 0 for tensor in written]
+        if any(were_made):
+            return self._leave_out(func, args, kwargs, written, were_made)
+        if not any(self.is_wrong(leaf) for leaf in tree_leaves((args, dict(kwargs))) if _is_tensor(leaf)):
+            return func(*args, **kwargs)
+        if any(_place(tensor) in self._ahead or tensor._is_view() for tensor in written):
+            self._refuse(func)
+        result = func(*args, **kwargs)
+        wrong = [*written, *filter(_is_tensor, tree_leaves(result))]
+        if not wrong:  # a number, on which the step may decide
+            self._refuse(func)
+        for tensor in wrong:
+            self._wrong[tensor] = True
+        return result
+
+    def _leave_out(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        written: list[Tensor],
+        were_made: list[bool],
+    ) -> Any:
+        if not all(were_made):
+            self._refuse(func)
+        for tensor in written:
+            self._ahead[_place(tensor)] -= 1
+        if not func._schema.returns:
+            return None
+        return args[0] if args else next(iter(kwargs.values()))
+
+    def _times_ahead(self, tensor: Tensor) -> int:
+        return self._ahead.get(_place(tensor), 0)
+
+    def is_wrong(self, tensor: Tensor) -> bool:
+        """Whether a tensor's value is not that of the first run at this point."""
+        return tensor in self._wrong or self._times_ahead(tensor) > 0
+
+    def _refuse(self, func: torch._ops.OpOverload) -> None:
+        raise HalfUpdatedError(
+            f"memory ran out in the optimizer's update, which cannot be gone on with: {func} needs a value "
+            "that was overwritten since. Resume from the last save."
+        )
+
+
+def _whether_ran_out(step: Callable[[], object]) -> RanOut | None:
+    found = unless_out_of_memory(step)
+    return found if isinstance(found, RanOut) else None
+
+
+def _again(
+    step: Callable[[], object],
+    ahead: dict[_Place, int],
+    optimizer: Optimizer,
+    parameters: Sequence[nn.Parameter],
+) -> None:
+    had_state = [bool(optimizer.state.get(parameter)) for parameter in parameters]
+    with _Again(ahead) as again:
+        step()
+    for parameter, had in zip(parameters, had_state, strict=True):
+        made = not had and ahead.get(_place(parameter))
+        if made or any(map(again.is_wrong, _state_tensors(optimizer, parameter))):
+            raise HalfUpdatedError(
+                "memory ran out in the optimizer's update, which cannot be gone on with: state was made from a "
+                "value that was overwritten since. Resume from the last save."
+            )
+
+
+@contextmanager
+def _only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within, all other parameters have no gradient, so that a step passes them over."""
+    chosen = {id(parameter) for parameter in parameters}
+    others = [
+        (parameter, parameter.grad)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in chosen
+    ]
+    for parameter, _gradient in others:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+
+def _takes_lists(group: Mapping[str, Any]) -> bool:
+    """Whether a group of parameters is updated by ops on lists of tensors; on CUDA that is torch's default."""
+    on_cuda = any(parameter.is_cuda for parameter in group["params"][:1])
+    return bool(group.get("fused") or group.get("foreach") or (group.get("foreach") is None and on_cuda))
+
+
+def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that an op changes."""
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [tensor for tensor in found if _is_tensor(tensor)]
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)

@@ -1,0 +1,197 @@
+"""Faults that last: training goes on with less, or ends with all that it has saved and says so."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+import brimful as bf
+from brimful.batches import count_samples
+from brimful.errors import DataError, OutOfMemoryError, SaveError
+from brimful.job import Data
+from brimful.train import Trainer
+from brimful.train import steps as steps_module
+from brimful.training import StopReason
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def takes_at_most(samples: int, *, training: bool = True):
+    """A loss whose memory runs out beyond so many samples."""
+
+    def loss(model, batch):
+        is_real = type(batch["x"]) is torch.Tensor
+        if is_real and model.training is training and count_samples(batch) > samples:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has 8 GiB.")
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    return loss
+
+
+def test_memory_that_stays_short_lowers_the_micro_batch_and_the_losses_stay(job_with, trained, tmp_path):
+    job = job_with(model=linear)
+    _, expected = trained(job, 16, epochs=2)
+    _, result = trained(replace(job, loss=takes_at_most(4)), 16, epochs=2, run_dir=tmp_path / "run")
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert result.settings.global_batch_size == 16
+    assert result.settings.micro_batch_size <= 4
+    first, *later = result.recoveries
+    assert first.before == first.after
+    assert first.message == "CUDA out of memory. Tried to allocate 2 GiB."
+    assert [recovery.step for recovery in result.recoveries] == [1] * len(result.recoveries)
+    assert all(recovery.before != recovery.after for recovery in later)
+    told = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["kind"] == "recovery" for line in told) == len(result.recoveries)
+
+
+def test_a_plan_that_runs_out_is_planned_anew_for_less(job_with, samples):
+    job = job_with(model=linear, batch=samples, loss=takes_at_most(8))
+    plan = bf.plan(job, "cpu", global_batch_size=48, micro_batch_size=48)
+    result = Trainer(job, plan, device="cpu", epochs=1, show_progress=False).fit()
+    assert result.stopped_because is StopReason.FINISHED
+    assert result.settings.global_batch_size == 48
+    assert result.settings.micro_batch_size <= 8
+    assert result.settings.optimizer_implementation == plan.settings.optimizer_implementation
+
+
+def test_a_lowered_run_is_resumed_as_lowered(job_with, trained, tmp_path):
+    job = job_with(model=linear, loss=takes_at_most(4))
+    _, expected = trained(job, 16, epochs=2)
+    trained(job, 16, epochs=1, run_dir=tmp_path / "run")
+    _, resumed = trained(job, 16, epochs=2, run_dir=tmp_path / "run", resume=True)
+    assert resumed.settings.micro_batch_size <= 4
+    assert resumed.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert len(resumed.recoveries) == len(expected.recoveries)
+
+
+def test_a_batch_that_statistics_couple_is_not_split_behind_the_users_back(job_with, trained, tmp_path):
+    def net():
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    job = job_with(model=net, loss=takes_at_most(8))
+    with pytest.raises(OutOfMemoryError, match=r"nothing that takes less[\s\S]*BatchNorm"):
+        trained(job, 16, epochs=1, run_dir=tmp_path / "run")
+
+
+def test_running_out_for_good_ends_the_run_saved_and_resumable(job_with, trained, tmp_path):
+    _, expected = trained(job_with(model=linear), 16, steps=6)
+
+    class Later:
+        calls = 0
+
+        def __call__(self, model, batch):
+            self.calls += type(batch["x"]) is torch.Tensor
+            if self.calls > 3:
+                raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported …")
+            return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    with pytest.raises(OutOfMemoryError) as error:
+        trained(job_with(model=linear, loss=Later()), 16, steps=6, run_dir=tmp_path / "run")
+    assert any("saved after step 3" in note for note in error.value.__notes__)
+    _, result = trained(job_with(model=linear), 16, steps=6, run_dir=tmp_path / "run", resume=True)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert len(result.steps) == 6
+
+
+def test_validation_goes_on_with_fewer_samples_at_once(job_with, trained, samples):
+    job = job_with(model=linear, data=lambda: Data(train=samples, validation=samples))
+    _, expected = trained(job, 16, epochs=2)
+    _, result = trained(replace(job, loss=takes_at_most(5, training=False)), 16, epochs=2)
+    assert result.losses == expected.losses
+    assert [v.loss for v in result.validations] == pytest.approx([v.loss for v in expected.validations])
+    assert [(r.during, r.before, r.after) for r in result.recoveries] == [
+        ("validation", "16 samples at once", "16 samples at once"),
+        ("validation", "16 samples at once", "8 samples at once"),
+        ("validation", "8 samples at once", "4 samples at once"),
+    ]
+
+
+def test_the_longest_batch_is_tried_first_and_leaves_no_trace(job_with, trained, samples):
+    def sized(n):
+        return {name: tensor[:n] for name, tensor in samples.items()}
+
+    job = job_with(loss=takes_at_most(8))
+    short = [sized(6), sized(8)]
+    _, expected = trained(job_with(data=lambda: Data(train=short)), 8, 6)
+    job = replace(job, data=lambda: Data(train=short, longest=sized(48)))
+    _, result = trained(job, 8, 6)
+    assert not result.recoveries
+    assert result.losses == expected.losses
+    _, lowered = trained(job, 16, 3)
+    assert {recovery.during for recovery in lowered.recoveries} == {"rehearsal"}
+
+
+def test_an_allocator_that_searches_in_each_step_is_given_less(job_with, trained, monkeypatch):
+    searches = iter([0, 0, 1, 1, 1, 2, 3, 4, *[4] * 40])
+    monkeypatch.setattr(steps_module, "_allocator_retries", lambda _device: next(searches))
+    _, result = trained(job_with(model=linear), 16, epochs=3)
+    (recovery,) = result.recoveries
+    assert (recovery.during, recovery.step) == ("allocator", 8)
+    assert recovery.before != recovery.after
+    assert result.settings.global_batch_size == 16
+
+
+class Dying(Dataset):
+    """Its worker is killed at one sample, as by the system when memory runs out."""
+
+    def __init__(self, samples, at: int) -> None:
+        self.samples, self.at = samples, at
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        if index == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {name: tensor[index] for name, tensor in self.samples.items()}
+
+
+def test_a_dead_worker_ends_the_run_saved_and_resumable(job_with, trained, samples, tmp_path):
+    def job(at):
+        loader = DataLoader(Dying(samples, at), batch_size=8, num_workers=1, prefetch_factor=1)
+        return job_with(data=lambda: Data(train=loader))
+
+    _, expected = trained(job(-1), 8, epochs=1)
+    with pytest.raises(DataError, match="worker") as error:
+        trained(job(40), 8, epochs=1, run_dir=tmp_path / "run")
+    steps = len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert f"saved after step {steps}" in error.value.__notes__[-1]
+    _, result = trained(job(-1), 8, epochs=1, run_dir=tmp_path / "run", resume=True)
+    assert result.losses == expected.losses
+
+
+def test_a_full_disk_does_not_end_training_before_the_end(job_with, trained, tmp_path, monkeypatch):
+    from brimful.train import saves
+
+    _, expected = trained(job_with(), epochs=2)
+    whole = saves.save_file
+
+    def full(*arguments, **options):
+        if (tmp_path / "run" / "saves").exists() and len(
+            list((tmp_path / "run" / "saves").glob("step-*"))
+        ) == 1:
+            raise OSError(28, "No space left on device")
+        whole(*arguments, **options)
+
+    monkeypatch.setattr(saves, "save_file", full)
+    with pytest.raises(SaveError, match="No space left"):
+        trained(job_with(), epochs=2, run_dir=tmp_path / "run", save_every=2)
+    monkeypatch.setattr(saves, "save_file", whole)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert any(line["kind"] == "failed save" for line in lines)
+    assert sum(line["kind"] == "step" for line in lines) == 8
+    _, result = trained(job_with(), epochs=2, run_dir=tmp_path / "run", resume=True)
+    assert result.losses == expected.losses
+
+
+def test_settings_without_a_smaller_micro_batch_say_so(job_with, trained):
+    with pytest.warns(UserWarning, match="not compared"), pytest.raises(OutOfMemoryError, match="one sample"):
+        trained(job_with(model=linear, loss=takes_at_most(0)), 1, 4, steps=1)
