@@ -105,7 +105,7 @@ def split_batch(batch: Batch, micro_batch_size: int) -> list[Batch]:
         micro_batch_size: Samples in each micro-batch; the last one may have fewer.
 
     Returns:
-        Views of the batch, in the order of its samples.
+        Views of the batch, in the order of its samples; the batch itself where it is one micro-batch.
 
     Raises:
         BatchError: `batch` has no sample, or its entries disagree on how many.
@@ -113,6 +113,8 @@ def split_batch(batch: Batch, micro_batch_size: int) -> list[Batch]:
     """
     _check_positive("micro_batch_size", micro_batch_size)
     samples = _count_some(batch)
+    if samples <= micro_batch_size:
+        return [batch]
     return [
         _slice(batch, start, min(start + micro_batch_size, samples))
         for start in range(0, samples, micro_batch_size)

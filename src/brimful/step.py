@@ -133,6 +133,8 @@ def loss_weights(count: Callable[[Batch], Tensor | int] | None, micro_batches: S
     Raises:
         BatchError: The counts are negative or not finite, or the global batch has nothing to count.
     """
+    if count is None and len(micro_batches) == 1:
+        return [1.0]
     counts = [float((count or count_samples)(micro_batch)) for micro_batch in micro_batches]
     if not all(math.isfinite(terms) and terms >= 0 for terms in counts):
         raise BatchError(f"the counts of the micro-batches are {counts}; each must be finite and at least 0.")

@@ -22,6 +22,8 @@ class StopReason(StrEnum):
 
     FINISHED = "finished"
     """Every step that was asked for is done."""
+    NOT_IMPROVING = "not improving"
+    """The validation loss has not fallen for as many validations as `patience` permits."""
     INTERRUPTED = "interrupted"
     """Ctrl-C or `Trainer.stop`: the step under way was finished and the run saved."""
     TERMINATED = "terminated"

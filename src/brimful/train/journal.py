@@ -16,7 +16,7 @@ from brimful.errors import SaveError
 from brimful.planning import Plan
 from brimful.settings import Settings, settings_to_json
 from brimful.train.progress import ProgressDisplay, recovery_text
-from brimful.train.run_directory import BEST, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
+from brimful.train.run_directory import AVERAGE, BEST, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
 from brimful.train.saves import Save, Saves
 from brimful.training import (
     Recovery,
@@ -159,6 +159,25 @@ class Journal:
         if self._directory is not None and self.saved_step != step:
             self._directory.save_weights(model, WEIGHTS, self._metadata(step))
             self.saved_step = step
+
+    def save_average(self, model: nn.Module, step: int) -> None:
+        """Write the average of the weights, which the model has for its own meanwhile.
+
+        Args:
+            model: Its parameters are the average.
+            step: Steps taken.
+
+        Raises:
+            SaveError: It could not be written; the one saved before stays.
+        """
+        if self._directory is not None:
+            self._directory.save_weights(model, AVERAGE, self._metadata(step))
+
+    @property
+    def validations_without_improvement(self) -> int:
+        """How many validations there were since the one with the lowest loss."""
+        losses = [record.loss for record in self.validations]
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
     def save(self, model: nn.Module, step: int, state: dict[str, Any]) -> None:
         """Write what the run needs to go on, while it goes on.

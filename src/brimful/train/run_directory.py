@@ -6,6 +6,7 @@
 | `metrics.jsonl` | a line per step and per validation, as they come |
 | `weights.safetensors` | the latest weights; its metadata say after which step |
 | `best.safetensors` | the weights with the lowest validation loss |
+| `average.safetensors` | their moving average, if one is kept |
 | `saves/` | what is needed to resume; see `saves.py` |
 | `result.json` | the `TrainingResult`, once the run has ended |
 
@@ -35,8 +36,9 @@ SETTINGS = "settings.json"
 METRICS = "metrics.jsonl"
 WEIGHTS = "weights.safetensors"
 BEST = "best.safetensors"
+AVERAGE = "average.safetensors"
 RESULT = "result.json"
-_NAMES = (PLAN, SETTINGS, METRICS, WEIGHTS, BEST, RESULT)
+_NAMES = (PLAN, SETTINGS, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
 
 _MOST_ENTRIES_NAMED = 3
 

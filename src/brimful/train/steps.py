@@ -25,6 +25,8 @@ from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
 from brimful.settings import Settings, settings_to_json
 from brimful.step import StepOutcome, copied_to, loss_weights, make_scaler, run_step
+from brimful.train.averaging import MovingAverage
+from brimful.train.batch_norm import corrected_momentum
 from brimful.train.buffers import BufferSnapshot
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.randomness import RandomState
@@ -58,14 +60,12 @@ class Steps:
     """Takes optimizer steps on one model, one after the other, under the unit actions of its settings.
 
     Args:
-        job: Its loss and count.
-        settings: Micro-batch size, precision and unit actions; lowered where memory runs out.
-        model: In training mode, on the device, without unit actions.
-        optimizer: Over the parameters of `model`.
-        scheduler: Stepped after each update.
-        device: Where each micro-batch is copied to.
-        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
-        lower: Finds settings that take less.
+        job: Its loss and count. settings: Micro-batch size, precision and unit actions; lowered where memory
+        runs out. model: In training mode, on the device, without unit actions. optimizer: Over the parameters
+        of `model`. scheduler: Stepped after each update. device: Where each micro-batch is copied to.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them. average: Folds the
+        parameters in after each update; None keeps no average. corrects_batch_norm: Let running statistics go
+        as far in a step of several micro-batches as in one of one. lower: Finds settings that take less.
         on_recovery: Told of each time that memory ran out.
     """
 
@@ -79,6 +79,8 @@ class Steps:
         scheduler: LRScheduler | None,
         device: torch.device,
         max_gradient_norm: float | None,
+        average: MovingAverage | None = None,
+        corrects_batch_norm: bool = False,
         lower: Lower,
         on_recovery: Callable[[Recovery], None],
     ) -> None:
@@ -88,6 +90,8 @@ class Steps:
         self._scheduler = scheduler
         self._device = device
         self._max_gradient_norm = max_gradient_norm
+        self._average = average
+        self._corrects_batch_norm = corrects_batch_norm
         self._lower = lower
         self._on_recovery = on_recovery
         self._move = copied_to(device)
@@ -157,6 +161,7 @@ class Steps:
             "optimizer": self._optimizer.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "average": None if self._average is None else self._average.state(),
             "random": RandomState.now(self._device).to_save(),
             "settings": settings_to_json(self.settings),
             "taken": self.taken,
@@ -190,6 +195,8 @@ class Steps:
                 f"the saved state is not that of this {type(self._optimizer).__name__}: {error}. Resume with "
                 "the optimizer and schedule that the run was begun with."
             ) from error
+        if self._average is not None:
+            self._average.load_state(state["average"])
         self.taken, self.updates = state["taken"], state["updates"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
 
@@ -237,7 +244,8 @@ class Steps:
         start = time.perf_counter()
         micro_batches = split_batch(batch, self.settings.micro_batch_size)
         measuring = peak_memory(self._model, self._optimizer, self._device) if measure_memory else nullcontext()
-        with measuring as peak:
+        forwards = len(micro_batches) if self._corrects_batch_norm else 1
+        with measuring as peak, corrected_momentum(self._model, forwards):
             outcome = run_step(
                 model=self._model,
                 loss=self._job.loss,
@@ -325,6 +333,8 @@ class Steps:
         self.taken += 1
         if record.updated:
             self.updates += 1
+            if self._average is not None:
+                self._follow_up(self._average.update)
             if self._scheduler is not None:
                 self._scheduler.step()
 

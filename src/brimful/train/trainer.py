@@ -9,7 +9,7 @@ import signal
 import statistics
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
 from brimful.settings import Settings, settings_from_json, settings_to_json
 from brimful.step import matmul_precision
+from brimful.train.averaging import MovingAverage
 from brimful.train.callbacks import Callback
 from brimful.train.data import Batches, check_validation, find_data
 from brimful.train.interrupts import stops_on_signals
@@ -80,6 +81,11 @@ class Trainer:
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
         schedule: Makes the learning rate's schedule from the optimizer. It is stepped once per optimizer step,
             and not when fp16 gradients overflowed and the step was skipped.
+        ema_decay: Keep an exponential moving average of the parameters, which an update leaves this part of
+            (0.999, say). It is what is validated, and written to `average.safetensors`; None keeps none.
+        correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
+            micro-batch; what they are over, a micro-batch, stays as it is.
+        patience: End the run after so many validations without a lower loss; None ends it at no loss.
         callbacks: Told of each step and each validation.
         certifies: Before the first step, compare loss, gradients and buffers of a few samples under the plan
             with those of plain training, if the plan recomputes or splits anything.
@@ -105,11 +111,15 @@ class Trainer:
         device: torch.device | str | None = None,
         max_gradient_norm: float | None = None,
         schedule: MakeSchedule | None = None,
+        ema_decay: float | None = None,
+        correct_batch_norm: bool = False,
+        patience: int | None = None,
         callbacks: Sequence[Callback] = (),
         certifies: bool = True,
         show_progress: bool = True,
     ) -> None:
         counts = {"epochs": epochs, "steps": steps, "save_every": save_every, "keep_saves": keep_saves}
+        counts |= {"patience": patience}
         for name, value, least in (*((name, count, 1) for name, count in counts.items()), ("seed", seed, 0)):
             if value is not None and value < least:
                 raise UsageError(f"{name} is {value}; it must be at least {least}.")
@@ -132,12 +142,16 @@ class Trainer:
         self._device = choose_device(device, None if self._plan is None else self._plan.device_kind)
         self._max_gradient_norm = max_gradient_norm
         self._schedule = schedule
+        self._ema_decay = ema_decay
+        self._corrects_batch_norm = correct_batch_norm
+        self._patience = patience
         self._callbacks = tuple(callbacks)
         self._certifies = certifies
         self._shows_progress = show_progress
 
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
+        self._average: MovingAverage | None = None
         self._certificate: Certificate | None = None
         self._stop_requested = False
         self._is_terminated = False
@@ -201,6 +215,7 @@ class Trainer:
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
         self._certificate = self._certified(self._model) if saved is None else None
+        self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
         self._stop_requested = self._is_terminated = False
         self._place = None
@@ -220,6 +235,8 @@ class Trainer:
             scheduler=_make_scheduler(self._schedule, self._optimizer),
             device=self._device,
             max_gradient_norm=self._max_gradient_norm,
+            average=self._average,
+            corrects_batch_norm=self._corrects_batch_norm,
             lower=Lowering(self._job, self._plan, self._device),
             on_recovery=journal.add_recovery,
         )
@@ -323,6 +340,8 @@ class Trainer:
             if self._stop_requested:
                 return StopReason.TERMINATED if self._is_terminated else StopReason.INTERRUPTED
             self._save_weights(journal, steps)
+            if self._patience is not None and journal.validations_without_improvement >= self._patience:
+                return StopReason.NOT_IMPROVING
         raise AssertionError("epochs do not end by themselves")
 
     def _places(self, saved: Save | None) -> Iterator[Place]:
@@ -400,22 +419,31 @@ class Trainer:
         )
 
     def _validate(self, validator: Validator, epoch: int, journal: Journal, steps: Steps) -> None:
-        record = validator.run(
-            steps.settings.precision,
-            step=steps.taken,
-            epoch=epoch,
-            is_stopped=lambda: self._stop_requested,
-        )
-        if record is not None:
+        with self._averaged():
+            record = validator.run(
+                steps.settings.precision,
+                step=steps.taken,
+                epoch=epoch,
+                is_stopped=lambda: self._stop_requested,
+            )
+            if record is None:
+                return
             journal.add_validation(record, self.model)
-            for callback in self._callbacks:
-                callback.on_validation(self, record)
+        for callback in self._callbacks:
+            callback.on_validation(self, record)
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Within, the model has the average for its parameters, if one is kept."""
+        return nullcontext() if self._average is None else self._average.in_place()
 
     def _save_weights(self, journal: Journal, steps: Steps) -> None:
         """Save the weights as the last step left them, unless it left NaN or infinity in them."""
         if not has_finite_parameters(self.model):
             raise update_not_finite(steps.taken, self._settings, _saved_weights(journal))
         journal.save_weights(self.model, steps.taken)
+        if self._average is not None:
+            with self._averaged():
+                journal.save_average(self.model, steps.taken)
 
     def _not_finite(self, record: StepRecord, journal: Journal, steps: Steps) -> NonFiniteError:
         """Save the weights from before a step that was not taken, and say where they are."""

@@ -1,0 +1,71 @@
+"""An exponential moving average of the parameters, kept beside them and validated in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from brimful.errors import ResumeError, UsageError
+
+
+class MovingAverage:
+    """`average = decay × average + (1 - decay) × parameter`, after each update; buffers are not averaged.
+
+    Args:
+        model: Its parameters begin the average.
+        decay: Part that an update leaves of the average, from 0 up to, but not, 1.
+
+    Raises:
+        UsageError: The decay is none.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        if not 0 <= decay < 1:
+            raise UsageError(f"ema_decay is {decay}; it must be at least 0 and less than 1, such as 0.999.")
+        self._parameters = dict(model.named_parameters())
+        self._averages = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._fold_in = get_ema_multi_avg_fn(decay)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Fold the parameters into the average; for all of them in one op, or for none."""
+        self._fold_in(list(self._averages.values()), list(self._parameters.values()), torch.tensor(0))
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within, the model has the averages for parameters; nothing is copied."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state(self) -> dict[str, Tensor]:
+        """The averages by the names of their parameters."""
+        return self._averages
+
+    @torch.no_grad()
+    def load_state(self, state: dict[str, Tensor] | None) -> None:
+        """Go on from saved averages.
+
+        Args:
+            state: What `state` gave.
+
+        Raises:
+            ResumeError: There is none, or it is of other parameters.
+        """
+        if state is None or state.keys() != self._averages.keys():
+            raise ResumeError(
+                "the saved run has no moving average of these parameters. Resume without ema_decay, or begin "
+                "anew."
+            )
+        for name, average in self._averages.items():
+            average.copy_(state[name])
+
+    def _swap(self) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data, self._averages[name] = self._averages[name], parameter.data
