@@ -40,6 +40,7 @@ def tables() -> str:
         cpu_lines(load("cpu_truth")),
         run_lines(load("demo_runs")),
         time_lines(load("step_time")),
+        real_lines(load("plan_measured")),
         plan_lines(load("plan_simulated")),
         planner_lines(load("plan_torch_planners")),
         schedule_lines(load("plan_published")),
@@ -208,6 +209,44 @@ def time_lines(result: dict[str, Any]) -> Iterator[str]:
         f"{told['median_error_fraction']:.0%} in the median, {told['largest_error_fraction']:.0%} at most. "
         f"{stamp(result)}"
     )
+
+
+def real_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Plans and peers, all really run."""
+    peers = [name for name in result["rows"][0]["ways"] if name not in ("ours", "compiled, all budget")]
+    summary = result["summary"]
+    yield (
+        "Plans beside what else one can do, all really run on this CPU, one after another: measured step time "
+        "over that of the plan, in brackets how far the prediction of the plan was off. **over**: its measured "
+        "peak is over the budget; –: nothing found or nothing fits (where even optimizer state does not, no "
+        f"plan is either). {stamp(result)}"
+    )
+    yield ""
+    yield f"| model | budget | plan | {' | '.join(peers)} |"
+    yield f"|---|--:|--:|{'--:|' * len(peers)}"
+    for row in result["rows"]:
+        ours = row["ways"]["ours"]
+        plan = "–"
+        if ours is not None:
+            plan = f"{format_seconds(ours['measured_step_seconds'])} ({percent(ours['step_error'])})"
+        cells = " | ".join(_beside(row["ways"][peer], ours) for peer in peers)
+        yield f"| {row['model']} | {row['budget_fraction']:.0%} | {plan} | {cells} |"
+    yield ""
+    yield (
+        f"Plans found: {summary['ours_feasible']} of {summary['cases']}, all "
+        f"{summary['ours_measured_within_budget']} measured within the budget; the fastest measured in "
+        f"{summary['ours_fastest_measured']}. Step times of all ways are predicted within "
+        f"{summary['step_error_median']:.1%} in the median."
+    )
+
+
+def _beside(way: dict[str, Any] | None, ours: dict[str, Any] | None) -> str:
+    if way is None or "failed" in way:
+        return "–"
+    over = "" if way["measured_within_budget"] else " **over**"
+    if ours is None:
+        return f"{format_seconds(way['measured_step_seconds'])}{over}"
+    return f"× {way['measured_step_seconds'] / ours['measured_step_seconds']:.2f}{over}"
 
 
 def plan_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -115,6 +115,8 @@ def _measured_panels(measured: dict[str, Any]) -> Iterator[Panel]:
             for name, way in row["ways"].items()
             if way is not None and way.get("measured_within_budget")
         ]
+        if not within:  # nothing fits any of the budgets
+            continue
         fastest = min(seconds for _fraction, _name, seconds in within)
         ways: dict[str, Points] = {}
         for fraction, name, seconds in within:
