@@ -55,6 +55,7 @@ class Panel:
     title: str
     subtitle: str
     ways: dict[str, Points]
+    is_predicted: bool = True
 
 
 def main() -> None:
@@ -63,11 +64,13 @@ def main() -> None:
     if simulated is None:
         raise SystemExit("there is no plan_simulated.json; run benchmarks/plan/simulated.py first.")
     title = f"What a memory budget costs: throughput on {simulated['device']}, predicted"
-    _draw(list(_simulated_panels(simulated, planners)), title).savefig(RESULTS / "plan_simulated.png", dpi=150)
+    panels = list(_simulated_panels(simulated, planners))
+    _draw(panels, title, "of plain throughput").savefig(RESULTS / "plan_simulated.png", dpi=150)
     measured = _load("plan_measured.json")
     if measured is not None:
         title = "What a memory budget costs: throughput on a CPU, measured"
-        _draw(list(_measured_panels(measured)), title).savefig(RESULTS / "plan_measured.png", dpi=150)
+        panels = list(_measured_panels(measured))
+        _draw(panels, title, "of the fastest").savefig(RESULTS / "plan_measured.png", dpi=150)
 
 
 def _load(name: str) -> dict[str, Any] | None:
@@ -124,29 +127,31 @@ def _measured_panels(measured: dict[str, Any]) -> Iterator[Panel]:
                 ways.setdefault(name, []).append((fraction, fastest / seconds))
         batch = rows[0]["global_batch_size"]
         subtitle = f"100 % is {batch / fastest:,.0f} samples/s"
-        yield Panel(title=f"{model}, batch {batch}", subtitle=subtitle, ways=ways)
+        yield Panel(title=f"{model}, batch {batch}", subtitle=subtitle, ways=ways, is_predicted=False)
 
 
-def _draw(panels: Sequence[Panel], title: str) -> Figure:
+def _draw(panels: Sequence[Panel], title: str, of_what: str) -> Figure:
     lines = -(-len(panels) // COLUMNS)
     figure, grid = plt.subplots(
-        lines, COLUMNS, figsize=(10.5, 2.6 * lines + 1.15), sharex=True, sharey=True, squeeze=False
+        lines, COLUMNS, figsize=(10.5, 2.6 * lines + 1.25), sharex=True, sharey=True, squeeze=False
     )
     flat = list(grid.flat)
     for axes, panel in zip(flat, panels, strict=False):
         _draw_panel(axes, panel)
     for axes in flat[len(panels) :]:
         axes.set_visible(False)
+    for axes in flat[max(len(panels) - COLUMNS, 0) : len(panels)]:  # the lowest of each column
+        axes.xaxis.set_tick_params(labelbottom=True)
     for axes in grid[:, 0]:
-        axes.set_ylabel("of plain throughput", color=FAINT, fontsize=8.5)
+        axes.set_ylabel(of_what, color=FAINT, fontsize=8.5)
     for axes in grid[-1]:
         axes.set_xlabel("budget, of plain training's peak", color=FAINT, fontsize=8.5)
     height = figure.get_figheight()
     figure.subplots_adjust(
-        left=0.07, right=0.985, bottom=0.5 / height, top=1 - 1.2 / height, hspace=0.42, wspace=0.08
+        left=0.07, right=0.985, bottom=0.5 / height, top=1 - 1.3 / height, hspace=0.42, wspace=0.08
     )
     figure.text(0.07, 1 - 0.32 / height, title, fontsize=13.5, fontweight="bold", color=INK)
-    _draw_key(figure, panels, 1 - 0.63 / height)
+    _draw_key(figure, panels, 1 - 0.63 / height, 0.17 / height)
     return figure
 
 
@@ -196,14 +201,15 @@ def _draw_panel(axes: Axes, panel: Panel) -> None:
     axes.axhline(1, color="#b9bec5", linewidth=0.8)
 
 
-def _draw_key(figure: Figure, panels: Sequence[Panel], height: float) -> None:
-    """The names of all ways in their colours, in a line."""
+def _draw_key(figure: Figure, panels: Sequence[Panel], height: float, line: float) -> None:
+    """The names of all ways in their colours, in lines."""
     used = {name for panel in panels for name in panel.ways}
     left = 0.07
     for name, (label, colour) in STYLES.items():
         if name in used:
             mark = "◇" if name == AT_ITS_PEAK else "●"
-            label += ", at its true peak" if name == AT_ITS_PEAK else ""
+            is_predicted = any(panel.is_predicted for panel in panels)
+            label += ", at its true peak" if name == AT_ITS_PEAK and is_predicted else ""
             text = figure.text(
                 left,
                 height,
@@ -213,7 +219,11 @@ def _draw_key(figure: Figure, panels: Sequence[Panel], height: float) -> None:
                 fontweight="bold" if name == OURS else None,
             )
             figure.canvas.draw()
-            left += text.get_window_extent().width / figure.bbox.width + 0.02
+            width = text.get_window_extent().width / figure.bbox.width
+            if left + width > 0.985:
+                left, height = 0.07, height - line
+                text.set_position((left, height))
+            left += width + 0.02
 
 
 if __name__ == "__main__":
