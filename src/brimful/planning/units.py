@@ -25,9 +25,9 @@ def find_units(trace: Trace) -> tuple[str, ...]:
     """Units of the model, in the order in which their forwards begin.
 
     Starting from the whole model, a part is divided into its children as long as it saves a large share and is
-    not one of several alike (the blocks of a transformer or a ResNet). A plain `Sequential` of small parts is
-    divided into runs instead. No unit begins by changing its input in place, as an in-place ReLU does: there
-    would be nothing left to recompute it from.
+    not one of several alike (the blocks of a transformer or a ResNet) and its children free enough. A plain
+    `Sequential` of small parts is divided into runs instead. No unit begins by changing its input in place, as
+    an in-place ReLU does: there would be nothing left to recompute it from.
 
     Args:
         trace: A capture without recomputation.
@@ -79,13 +79,15 @@ class _Tree:
         children = [child for child in self._children[path] if self._saved[child] > 0]
         if self._is_run(path, children):
             yield from self._runs(path)
+        elif self._frees_more_whole(path, children) and self._can_begin(path):
+            yield path
         elif sum(self._saved[child] for child in children) * 2 < self._saved[path] and self._can_begin(path):
             yield path  # most of what it saves would be in none of its children
         else:
             repeated = self._repeated(children)
             for child in children:
                 is_small = child in repeated or self._saved[child] <= LARGEST_SHARE * self.total_bytes
-                if is_small and self._can_begin(child):
+                if is_small and self._is_called(child) and self._can_begin(child):
                     yield child
                 else:
                     yield from self.divide(child)
@@ -102,6 +104,28 @@ class _Tree:
             for child in alike
             if self._children[child]
         )
+
+    def _frees_more_whole(self, path: str, children: list[str]) -> bool:
+        """Whether recomputing a part frees more than twice what recomputing its children one by one does.
+
+        Layers that save what they hand on, as convolutions and BatchNorm do, free nothing by themselves.
+        """
+        if not path or self._classes.get(path) in (
+            "ModuleList",
+            "ModuleDict",
+        ):  # what is never called is no unit
+            return False
+        return 2 * sum(map(self._freed_by, children)) < self._freed_by(path)
+
+    def _is_called(self, path: str) -> bool:
+        """Whether a part has a forward; containers of modules have none."""
+        return self._classes.get(path) not in ("ModuleList", "ModuleDict")
+
+    def _freed_by(self, path: str) -> int:
+        """Bytes that recomputing frees: what a part saves less what it hands on."""
+        result = self._result.get(path)
+        is_saved = result is not None and result.category is Category.SAVED_TENSORS
+        return self._saved[path] - (result.size_bytes if result is not None and is_saved else 0)
 
     def _is_run(self, path: str, children: list[str]) -> bool:
         """Whether `path` is a plain Sequential whose children have nothing inside that could be divided."""

@@ -1,0 +1,72 @@
+"""Which parts of a model are units."""
+
+import torch
+from torch import Tensor, nn
+
+from brimful.capture import capture_step
+from brimful.hardware import find_device
+from brimful.job import Job
+from brimful.planning import find_units
+from brimful.settings import Settings
+
+# B batch, C channels, H × W image
+
+
+class Twice(nn.Module):
+    """Two convolutions, each with BatchNorm and ReLU: (B, C, H, W) to (B, C', H, W)."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside)
+        self.second, self.norm2 = nn.Conv2d(outside, outside, 3, padding=1), nn.BatchNorm2d(outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm2(self.second(torch.relu(self.norm1(self.first(x))))))
+
+
+class Pyramid(nn.Module):
+    """A large first part, and smaller ones after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Twice(3, 16)
+        self.rest = nn.ModuleList([Twice(16, 8), Twice(8, 8), Twice(8, 8)])
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for part in self.rest:
+            x = part(self.pool(x))
+        return self.head(x.mean((2, 3)))
+
+
+def units_of(model: type[nn.Module], batch) -> tuple[str, ...]:
+    job = Job(model=model, loss=lambda m, b: m(b["x"]).square().mean(), batch=batch)
+    return find_units(capture_step(job, Settings(micro_batch_size=4), find_device("A100 80GB SXM")))
+
+
+def test_a_large_part_of_layers_is_a_unit_and_not_each_layer() -> None:
+    """A convolution or a BatchNorm saves what it hands on: recomputing it alone frees nothing."""
+    units = units_of(Pyramid, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    assert (
+        {"stem", "rest.0", "rest.1", "rest.2"} <= set(units) <= {"stem", "rest.0", "rest.1", "rest.2", "pool"}
+    )
+
+
+class Stack(nn.Module):
+    """Layers that save much more than they hand on, in a list that is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(16, 16, batch_first=True) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+def test_a_list_of_layers_is_never_a_unit() -> None:
+    units = units_of(Stack, lambda n: {"x": torch.randn(n, 32, 16)})
+    assert units == ("layers.0", "layers.1", "layers.2")
