@@ -34,7 +34,7 @@ from machine import keep
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 32
 SAVE_EVERY = 4
-STEPS = 600
+STEPS = 6000
 DAMAGES = 60
 
 JOB = """
@@ -160,8 +160,8 @@ def killed(where: Path) -> dict[str, Any]:
     kills, lost = 0, []
     while True:
         process = start(where, "killed", "--resume")
-        begun = time.monotonic()
-        wait = chance.uniform(0.5, 9.0)
+        begun = time.monotonic()  # the process takes some seconds to its first step
+        wait = chance.uniform(1.0, 7.0)
         while process.poll() is None and time.monotonic() - begun < wait:
             time.sleep(0.01)
         if kills >= KILLS or process.poll() is not None:
@@ -230,7 +230,7 @@ def others(where: Path) -> dict[str, Any]:
     for name, environment in {"dead worker": {"DIES_AT": "300"}, "NaN": {"NAN_AFTER": "50"}}.items():
         run_dir = name.replace(" ", "-")
         status, said = finish(start(where, run_dir, **environment))
-        told = said.strip().splitlines()[-3:]
+        told = said.strip().splitlines()[-4:]
         again, said = finish(start(where, run_dir, "--resume"))
         found[name] = {
             "status": status,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -41,7 +42,8 @@ def largest_loss_difference(result: TrainingResult, plain: TrainingResult) -> fl
 
 
 def sparkline(values: Sequence[float], low: float, high: float, cells: int = _SPARK_CELLS) -> str:
-    """A curve in one line of text, each cell the mean of its share of the values."""
+    """A curve in one line of text, each cell the mean of its share of the finite values."""
+    values = [value for value in values if math.isfinite(value)]
     count = len(values)
     cells = min(cells, count)
     means = []

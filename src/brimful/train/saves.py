@@ -145,8 +145,7 @@ class Saves:
         torch.save(state, partial / _STATE)
         self._check_readable(partial / _STATE)
         files = {name: _digest(partial / name) for name in (_MODEL, _STATE)}
-        manifest = {"brimful_save": VERSION, "step": state["step"], "files": files}
-        (partial / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        (partial / _MANIFEST).write_text(_manifest_text(state["step"], files))
         for name in (_MODEL, _STATE, _MANIFEST):
             bring_to_disk(partial / name)
         bring_to_disk(partial)
@@ -212,12 +211,16 @@ def _found(directory: Path) -> list[Path]:
 
 def _read(path: Path) -> Save:
     try:
-        manifest = json.loads((path / _MANIFEST).read_text())
+        text = (path / _MANIFEST).read_text()
+        manifest = json.loads(text)
         version, files = manifest["brimful_save"], manifest["files"]
+        is_whole = version != VERSION or text == _manifest_text(manifest["step"], files)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _NotWhole(f"its {_MANIFEST} cannot be read ({error})") from error
     if version != VERSION:
         raise _NotWhole(f"it is of version {version}; this brimful reads version {VERSION}")
+    if not is_whole:
+        raise _NotWhole(f"its {_MANIFEST} was changed")
     for name in (_MODEL, _STATE):
         _check(path / name, files.get(name, {}))
     try:
@@ -225,6 +228,13 @@ def _read(path: Path) -> Save:
     except (OSError, pickle.UnpicklingError, RuntimeError) as error:
         raise _NotWhole(f"its {_STATE} cannot be read ({error})") from error
     return Save(path=path, step=state["step"], state=state)
+
+
+def _manifest_text(step: int, files: Mapping[str, Any]) -> str:
+    """The manifest; the last line is the digest of those before."""
+    manifest = {"brimful_save": VERSION, "step": step, "files": files}
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps(manifest | {"sha256": digest}, indent=2) + "\n"
 
 
 def _check(path: Path, expected: Mapping[str, Any]) -> None:

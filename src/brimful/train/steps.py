@@ -129,14 +129,15 @@ class Steps:
             What the step came to.
 
         Raises:
-            NotFiniteStep: The loss or a gradient is NaN or infinite; parameters and buffers are as before.
+            NotFiniteStep: The loss or a gradient is NaN or infinite; all is as before.
             BatchError: The batch cannot be split.
             LossError: The loss is no scalar tensor or has no gradient.
             OutOfMemoryError: Memory ran out however little was taken; parameters and buffers are as before.
             HalfUpdatedError: Memory ran out in the update, which could not be finished.
         """
+        random = RandomState.now(self._device)
         seconds, outcome, peak = self._surviving(
-            "step", partial(self._attempt, batch, measure_memory=measure_memory)
+            "step", partial(self._attempt, batch, measure_memory=measure_memory), random
         )
         loss, gradient_norm = self._finite
         record = StepRecord(
@@ -149,7 +150,11 @@ class Steps:
             updated=outcome.updated,
             memory_measured=measure_memory,
         )
-        self._settle(record)
+        try:
+            self._settle(record)
+        except NotFiniteStep:
+            random.restore(self._device)
+            raise
         if record.updated and peak is not None:
             self.peak = peak
         self._heed_thrashing()
@@ -210,14 +215,17 @@ class Steps:
             OutOfMemoryError: It does not fit however little is taken.
         """
         random = RandomState.now(self._device)
-        self._surviving("rehearsal", partial(self._attempt, batch, updates=False))
+        self._surviving("rehearsal", partial(self._attempt, batch, updates=False), random)
         self._take_back(random)
 
     def _surviving(
-        self, during: str, attempt: Callable[[], tuple[float, StepOutcome, PeakMemory | None]]
+        self,
+        during: str,
+        attempt: Callable[[], tuple[float, StepOutcome, PeakMemory | None]],
+        random: RandomState,
     ) -> tuple[float, StepOutcome, PeakMemory | None]:
-        """What an attempt comes to, made again and with less as long as memory runs out."""
-        random = RandomState.now(self._device)
+        """What an attempt comes to, made again from the same random numbers, and with less, as memory runs
+        out."""
         is_again = False
         while True:
             self._is_updated = False

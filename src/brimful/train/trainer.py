@@ -308,8 +308,11 @@ class Trainer:
             except HalfUpdatedError:
                 raise  # what is in the model is not to be saved
             except Exception as error:
-                self._save_what_there_is(error, steps, journal)
-                raise
+                told = _as_data_error(error)
+                self._save_what_there_is(told, steps, journal)
+                if told is error:
+                    raise
+                raise told from error
             journal.wait_for_save()
             result = self._result(steps, journal, stopped_because)
             journal.write_result(result)
@@ -447,11 +450,11 @@ class Trainer:
 
     def _not_finite(self, record: StepRecord, journal: Journal, steps: Steps) -> NonFiniteError:
         """Save the weights from before a step that was not taken, and say where they are."""
+        if self._place is not None and steps.taken:
+            self._save(steps, journal, self._place)  # before the step is told, which a resumed run takes anew
         journal.add_step(record, self._memory_text(steps))
         if has_finite_parameters(self.model):
             journal.save_weights(self.model, steps.taken)
-            if self._place is not None and steps.taken:
-                self._save(steps, journal, self._place)
             where = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
             return step_not_finite(record, self._settings, f"after step {steps.taken}, {where}")
         return step_not_finite(record, self._settings, _saved_weights(journal))
@@ -527,6 +530,14 @@ def _make_scheduler(schedule: MakeSchedule | None, optimizer: Optimizer) -> LRSc
             "Step it yourself in a Callback's on_validation."
         )
     return scheduler
+
+
+def _as_data_error(error: Exception) -> Exception:
+    """A dead DataLoader worker is told by a signal, in the middle of whatever runs; its error is one of the
+    data."""
+    if isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker"):
+        return DataError(f"the training data failed: {error}")
+    return error
 
 
 def _of(place: Place | None) -> str:

@@ -30,9 +30,9 @@ class Pyramid(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = Twice(3, 16)
-        self.rest = nn.ModuleList([Twice(16, 8), Twice(8, 8), Twice(8, 8)])
+        self.rest = nn.ModuleList([Twice(16, 16), Twice(16, 16), Twice(16, 16)])
         self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(8, 2)
+        self.head = nn.Linear(16, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from brimful.errors import ResumeError, UsageError
 from brimful.job import Data
 from brimful.train import Callback, Trainer
-from brimful.train.saves import SAVES, newest_save
+from brimful.train.saves import SAVES, _manifest_text, newest_save
 from brimful.training import StopReason
 
 
@@ -160,12 +160,25 @@ def test_a_save_that_would_run_code_is_not_loaded(job_with, trained, tmp_path):
     torch.save({"step": 2, "evil": Evil()}, save / "state.pt")
     import hashlib
 
-    manifest = json.loads((save / "manifest.json").read_text())
+    files = json.loads((save / "manifest.json").read_text())["files"]
     content = (save / "state.pt").read_bytes()
-    manifest["files"]["state.pt"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (save / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ResumeError, match="cannot be read"):
+    files["state.pt"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (save / "manifest.json").write_text(_manifest_text(2, files))
+    with pytest.raises(ResumeError, match=r"state\.pt cannot be read"):
         newest_save(tmp_path / "run", lambda _reason: None)
+
+
+def test_a_manifest_is_changed_nowhere_unseen(job_with, trained, tmp_path):
+    trained(job_with(), steps=4, run_dir=tmp_path / "run", save_every=2)
+    path = tmp_path / "run" / SAVES / "step-000000004" / "manifest.json"
+    content = path.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        path.write_bytes(changed)
+        found = newest_save(tmp_path / "run", lambda _reason: None)
+        assert found is not None
+        assert found.step == 2, f"byte {place} was changed"
 
 
 @pytest.mark.parametrize(
