@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Action",
     "BrimfulError",
+    "Callback",
     "Data",
     "Device",
     "Estimate",
@@ -40,13 +41,16 @@ __all__ = [
     "find_device",
     "fit",
     "gpus",
+    "load_weights",
     "measure",
+    "named_optimizer",
     "plan",
 ]
 
 _HOMES = {
     "Action": "settings",
     "BrimfulError": "errors",
+    "Callback": "train",
     "Data": "job",
     "Device": "hardware",
     "Estimate": "planning",
@@ -73,7 +77,9 @@ _HOMES = {
     "find_device": "hardware",
     "fit": "api",
     "gpus": "api",
+    "load_weights": "train",
     "measure": "api",
+    "named_optimizer": "optimizers",
     "plan": "api",
 }
 
@@ -96,10 +102,11 @@ if TYPE_CHECKING:
     from brimful.hardware import Device, find_device
     from brimful.job import Data, Job
     from brimful.measurement import Measurement
+    from brimful.optimizers import named_optimizer
     from brimful.planning import Estimate, Estimator, Plan
     from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
     from brimful.trace import Trace
-    from brimful.train import Trainer
+    from brimful.train import Callback, Trainer, load_weights
     from brimful.training import TrainingResult
 
 

@@ -446,6 +446,9 @@ def fit(
     steps: int | None = None,
     seed: int = 0,
     max_gradient_norm: float | None = None,
+    ema_decay: float | None = None,
+    correct_batch_norm: bool = False,
+    patience: int | None = None,
     show_progress: bool = True,
 ) -> tuple[TrainingResult, TrainingResult | None]:
     """Train by a plan, and beforehand without it if a comparison is wanted.
@@ -462,6 +465,10 @@ def fit(
         steps: Most optimizer steps.
         seed: Decides weights, order of samples and dropout.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        ema_decay: Keep and validate an exponential moving average of the parameters; None keeps none.
+        correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
+            micro-batch.
+        patience: End the run after so many validations without a lower loss; None ends it at no loss.
         show_progress: Show how far the run is.
 
     Returns:
@@ -489,6 +496,9 @@ def fit(
             seed=seed,
             device=device,
             max_gradient_norm=max_gradient_norm,
+            ema_decay=ema_decay,
+            correct_batch_norm=correct_batch_norm,
+            patience=patience,
             show_progress=show_progress,
         ).fit()
 

@@ -36,6 +36,64 @@ def optimizer_names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
+def named_optimizer(
+    name: str, *, learning_rate: float | None = None, weight_decay: float | None = None
+) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+    """An optimizer by name with a learning rate and a weight decay of one's own, for `Job(optimizer=…)`.
+
+    A weight decay that is given acts on matrices and larger parameters only: biases and the weights of norms,
+    which have one dimension, are in a group without.
+
+    Args:
+        name: As in the table above.
+        learning_rate: None leaves the usual one.
+        weight_decay: None leaves the usual one, on all parameters.
+
+    Returns:
+        What makes the optimizer from parameters.
+
+    Raises:
+        UnknownNameError: No optimizer has the name.
+        UsageError: A number is negative, or the optimizer has no weight decay.
+    """
+    if name not in _MAKERS:
+        raise UnknownNameError("optimizer", name, _MAKERS)
+    for what, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
+        if value is not None and not value >= 0:
+            raise UsageError(f"{what} is {value}; it must be at least 0.")
+
+    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = _MAKERS[name](list(parameters))
+        if learning_rate is not None:
+            _set_default(optimizer, "lr", learning_rate)
+        if weight_decay is not None:
+            _divide_by_decay(optimizer, name, weight_decay)
+        return optimizer
+
+    return make
+
+
+def _divide_by_decay(optimizer: Optimizer, name: str, weight_decay: float) -> None:
+    """Let the decay act on parameters of two dimensions or more; the others go to a group of their own."""
+    if "weight_decay" not in optimizer.defaults:
+        raise UsageError(
+            f"the optimizer {name!r} has no weight decay. Choose adamw, or leave weight_decay out."
+        )
+    _set_default(optimizer, "weight_decay", weight_decay)
+    (group,) = optimizer.param_groups
+    vectors = [parameter for parameter in group["params"] if parameter.ndim < 2]
+    group["params"] = [parameter for parameter in group["params"] if parameter.ndim >= 2]
+    if vectors:
+        options = {key: value for key, value in group.items() if key != "params"}
+        optimizer.add_param_group(options | {"params": vectors, "weight_decay": 0.0})
+    optimizer.param_groups[:] = [each for each in optimizer.param_groups if each["params"]]
+
+
+def _set_default(optimizer: Optimizer, option: str, value: float) -> None:
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group[option] = value
+
+
 def make_optimizer(job: Job, parameters: Iterable[nn.Parameter], settings: Settings | None = None) -> Optimizer:
     """The job's optimizer over those of `parameters` that require a gradient.
 

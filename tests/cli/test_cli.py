@@ -355,7 +355,9 @@ OPTIONS = {
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
         "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--plan", "--epochs",
-        "--steps", "--seed", "--max-gradient-norm", "--run-dir", "--resume", "--save-every", "--keep-saves",
+        "--steps", "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay",
+        "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
+        "--keep-saves",
         "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
     ],
 }  # fmt: skip

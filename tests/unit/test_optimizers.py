@@ -10,7 +10,13 @@ from torch import nn
 from brimful import optimizers
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
-from brimful.optimizers import has_implementation, make_optimizer, optimizer_names, set_implementation
+from brimful.optimizers import (
+    has_implementation,
+    make_optimizer,
+    named_optimizer,
+    optimizer_names,
+    set_implementation,
+)
 from brimful.settings import OptimizerImplementation, Settings
 
 ROWS, COLUMNS = 300, 20
@@ -177,3 +183,28 @@ def test_what_a_user_chose_is_no_choice_of_ours(chosen: dict[str, bool], is_open
 
 def test_muon_has_no_other_implementation() -> None:
     assert not has_implementation(torch.optim.Muon([matrix()]), OptimizerImplementation.FUSED)
+
+
+def test_a_weight_decay_leaves_biases_and_norms_alone():
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    optimizer = named_optimizer("adamw", learning_rate=0.5, weight_decay=0.2)(model.parameters())
+    groups = [(len(g["params"]), g["weight_decay"], g["lr"]) for g in optimizer.param_groups]
+    assert groups == [(1, 0.2, 0.5), (3, 0.0, 0.5)]
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    before = model[1].weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    weight = model[0].weight.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(model[1].weight.detach(), before, rtol=0, atol=0)
+    torch.testing.assert_close(model[0].weight.detach(), weight * (1 - 0.5 * 0.2))
+
+
+def test_options_of_a_named_optimizer_are_checked():
+    assert named_optimizer("sgd", learning_rate=0.1)([nn.Parameter(torch.ones(2))]).defaults["lr"] == 0.1
+    only_vectors = named_optimizer("adamw", weight_decay=0.1)([nn.Parameter(torch.ones(2))])
+    assert [group["weight_decay"] for group in only_vectors.param_groups] == [0.0]
+    with pytest.raises(UnknownNameError):
+        named_optimizer("adamx")
+    with pytest.raises(UsageError, match=r"learning_rate is -1"):
+        named_optimizer("adamw", learning_rate=-1)

@@ -12,6 +12,7 @@ import brimful as bf
 PUBLIC = {
     "Action",
     "BrimfulError",
+    "Callback",
     "Data",
     "Device",
     "Estimate",
@@ -39,7 +40,9 @@ PUBLIC = {
     "find_device",
     "fit",
     "gpus",
+    "load_weights",
     "measure",
+    "named_optimizer",
     "plan",
 }
 

@@ -397,6 +397,27 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Most optimizer steps.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Decides weights, order of samples and dropout.", min=0)] = 0,
     max_gradient_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Of the optimizer, which must be one by name.", min=0)
+    ] = None,
+    weight_decay: Annotated[
+        float | None,
+        typer.Option(help="The same; biases and the weights of norms are left out of it.", min=0),
+    ] = None,
+    ema_decay: Annotated[
+        float | None,
+        typer.Option(help="Keep an exponential moving average of the weights, 0.999 say, and validate it."),
+    ] = None,
+    correct_batch_norm: Annotated[
+        bool,
+        typer.Option(
+            "--correct-batch-norm",
+            help="With several micro-batches, let running statistics go as far in a step as with one.",
+        ),
+    ] = False,
+    patience: Annotated[
+        int | None, typer.Option(help="End after so many validations without a lower loss.", min=1)
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="A new directory for weights, records and saves; runs/… if left out.")
     ] = None,
@@ -431,6 +452,8 @@ def train(
         if run_dir is not None and begun is None:
             check_run_directory(run_dir)  # before time is spent on a plan
         job = _job(model, seq_len, image_size, options)
+        if learning_rate is not None or weight_decay is not None:
+            job, optimizer = _with_rates(job, optimizer, learning_rate, weight_decay), None
         if begun is not None:
             chosen = Plan.load(begun)
             if global_batch_size not in (None, chosen.settings.global_batch_size):
@@ -479,6 +502,9 @@ def train(
             steps=steps,
             seed=seed,
             max_gradient_norm=max_gradient_norm,
+            ema_decay=ema_decay,
+            correct_batch_norm=correct_batch_norm,
+            patience=patience,
             show_progress=not as_json,
         )
         text = training_text(result, plain)
@@ -513,6 +539,21 @@ _SAID_BY_A_PLAN = (
     "optimizer_implementation", "allow_optimizer", "chunked_loss", "expandable_segments", "offload",
     "host_memory", "split_batch_norm",
 )  # fmt: skip
+
+
+def _with_rates(
+    job: Job, optimizer: str | None, learning_rate: float | None, weight_decay: float | None
+) -> Job:
+    """The job with an optimizer by name that has these rates."""
+    from brimful.optimizers import named_optimizer
+
+    name = job.optimizer if optimizer is None else optimizer
+    if not isinstance(name, str):
+        raise UsageError(
+            f"--learning-rate and --weight-decay are for an optimizer by name, and {job.name!r} makes its own. "
+            "Say --optimizer adamw, or set them in the job."
+        )
+    return replace(job, optimizer=named_optimizer(name, learning_rate=learning_rate, weight_decay=weight_decay))
 
 
 def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:

@@ -60,12 +60,17 @@ class Steps:
     """Takes optimizer steps on one model, one after the other, under the unit actions of its settings.
 
     Args:
-        job: Its loss and count. settings: Micro-batch size, precision and unit actions; lowered where memory
-        runs out. model: In training mode, on the device, without unit actions. optimizer: Over the parameters
-        of `model`. scheduler: Stepped after each update. device: Where each micro-batch is copied to.
-        max_gradient_norm: Gradients are scaled down to this norm; None leaves them. average: Folds the
-        parameters in after each update; None keeps no average. corrects_batch_norm: Let running statistics go
-        as far in a step of several micro-batches as in one of one. lower: Finds settings that take less.
+        job: Its loss and count.
+        settings: Micro-batch size, precision and unit actions; lowered where memory runs out.
+        model: In training mode, on the device, without unit actions.
+        optimizer: Over the parameters of `model`.
+        scheduler: Stepped after each update.
+        device: Where each micro-batch is copied to.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        average: Folds the parameters in after each update; None keeps no average.
+        corrects_batch_norm: Let running statistics go as far in a step of several micro-batches as in one of
+            one.
+        lower: Finds settings that take less.
         on_recovery: Told of each time that memory ran out.
     """
 
