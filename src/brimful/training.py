@@ -47,6 +47,8 @@ class StepRecord:
     samples: int
     updated: bool
     """False if the parameters were left as they were: fp16 gradients overflowed, or the loss was not finite."""
+    data_seconds: float = 0.0
+    """Waited for the batch before the step."""
     memory_measured: bool = False
     """Whether the peak was measured in this step, which slows it down."""
 
@@ -202,7 +204,7 @@ def validation_to_json(record: ValidationRecord) -> dict[str, Any]:
     }
 
 
-_STEP_FLOATS = ("loss", "gradient_norm", "seconds")
+_STEP_FLOATS = ("loss", "gradient_norm", "seconds", "data_seconds")
 
 
 def step_from_json(document: dict[str, Any]) -> StepRecord:

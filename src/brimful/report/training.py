@@ -35,6 +35,10 @@ def training_document(result: TrainingResult, plain: TrainingResult | None = Non
     return document
 
 
+TOLD_WAITING_FRACTION = 0.05
+"""Of the time, from which on waiting for data is told."""
+
+
 def largest_loss_difference(result: TrainingResult, plain: TrainingResult) -> float:
     """Largest difference between two loss curves, over the steps that both have."""
     pairs = zip(result.losses, plain.losses, strict=False)
@@ -64,6 +68,8 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
         yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
     yield from predicted_beside_measured(result)
     yield from _budget(result)
+    yield from _recoveries(result)
+    yield from _waiting(result)
     yield from _plain_rows(result, plain)
     yield from _curves(result, plain)
     yield from _validation(result, plain)
@@ -78,6 +84,28 @@ def _budget(result: TrainingResult) -> Iterator[str]:
         yield (
             f"  budget              {format_bytes(result.budget_bytes)}: {within}, "
             f"{peak / result.budget_bytes:.1%} of it used"
+        )
+
+
+def _recoveries(result: TrainingResult) -> Iterator[str]:
+    """How often memory ran out, and to what that led."""
+    if not result.recoveries:
+        return
+    times = len(result.recoveries)
+    lost = format_seconds(sum(recovery.seconds for recovery in result.recoveries))
+    changed = [recovery for recovery in result.recoveries if recovery.before != recovery.after]
+    how = f"; in the end {changed[-1].after}" if changed else ""
+    yield f"  memory ran out      {times} time{'s' if times > 1 else ''}, {lost} lost, no step{how}"
+
+
+def _waiting(result: TrainingResult) -> Iterator[str]:
+    """How much of the time training waited for its data, if that is worth a word."""
+    waited = sum(step.data_seconds for step in result.steps)
+    share = waited / (waited + sum(step.seconds for step in result.steps)) if result.steps else 0.0
+    if share >= TOLD_WAITING_FRACTION:
+        yield (
+            f"  waited for data     {share:.0%} of the time: more workers (DataLoader(num_workers=…)), or less "
+            "work for each sample"
         )
 
 
@@ -99,9 +127,9 @@ def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[st
         if plain is None
         else [("loss, plain", plain.losses), ("loss, plan", result.losses)]
     )
-    every = [loss for _name, losses in curves for loss in losses]
+    every = [loss for _name, losses in curves for loss in losses if math.isfinite(loss)]
     for name, losses in curves:
-        if losses:
+        if losses and every:
             spark = sparkline(losses, min(every), max(every))
             yield f"  {name:<20}{losses[0]:.4f} → {losses[-1]:.4f}  {spark}"
     if plain is not None and plain.losses and result.losses:

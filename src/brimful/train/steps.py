@@ -122,12 +122,15 @@ class Steps:
         """Give the model its own forward back."""
         self._applied.remove()
 
-    def take(self, batch: Batch, *, epoch: int, measure_memory: bool = False) -> StepRecord:
+    def take(
+        self, batch: Batch, *, epoch: int, data_seconds: float = 0.0, measure_memory: bool = False
+    ) -> StepRecord:
         """Take a step on a global batch.
 
         Args:
             batch: On the host, of any number of samples.
             epoch: For the record.
+            data_seconds: For the record: waited for the batch.
             measure_memory: Measure the peak memory of this step, which slows it down.
 
         Returns:
@@ -153,6 +156,7 @@ class Steps:
             seconds=seconds,
             samples=count_samples(batch),
             updated=outcome.updated,
+            data_seconds=data_seconds,
             memory_measured=measure_memory,
         )
         try:

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import statistics
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -326,9 +327,9 @@ class Trainer:
             self._place = place
             if steps.taken == self._most_steps or self._is_past_the_end(place):
                 return StopReason.FINISHED
-            for batch in self._loaded(self._batches_from(place, batches, saved)):
+            for batch, data_seconds in self._loaded(self._batches_from(place, batches, saved)):
                 measure = self._is_to_be_measured(batch, steps, self._total_steps(batches))
-                record = steps.take(batch, epoch=place.epoch, measure_memory=measure)
+                record = steps.take(batch, epoch=place.epoch, data_seconds=data_seconds, measure_memory=measure)
                 place.batches += 1
                 journal.add_step(record, self._memory_text(steps))
                 for callback in self._callbacks:
@@ -392,9 +393,10 @@ class Trainer:
         }
         journal.save(self.model, steps.taken, state)
 
-    def _loaded(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches, until a stop is requested."""
+    def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
+        """The batches, until a stop is requested, each with the seconds that were waited for it."""
         while True:
+            start = time.perf_counter()
             try:
                 batch = next(batches)
             except StopIteration:
@@ -409,7 +411,7 @@ class Trainer:
                 ) from error
             if self._stop_requested:
                 return
-            yield batch
+            yield batch, time.perf_counter() - start
 
     def _validator(self, validation: Any, steps: Steps, journal: Journal) -> Validator:
         return Validator(

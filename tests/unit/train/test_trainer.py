@@ -1,5 +1,6 @@
 import json
 import math
+import time
 import warnings
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch import nn
 from brimful.errors import BatchError, CertificateError, NonFiniteError, RunDirectoryError, UsageError
 from brimful.job import Data
 from brimful.planning import Alternative, Plan, PlanStatus
+from brimful.report import training_text
 from brimful.settings import Precision, Settings
 from brimful.train import Callback, Trainer, load_weights
 from brimful.training import StopReason, TrainingResult
@@ -527,3 +529,17 @@ def test_model_and_optimizer_are_there_once_fit_was_called(job_with):
         _ = trainer.model
     with pytest.raises(UsageError, match="fit"):
         _ = trainer.optimizer
+
+
+def test_waiting_for_data_is_measured_and_told(job_with, trained, samples):
+    class Slow(list):
+        def __iter__(self):
+            for batch in super().__iter__():
+                time.sleep(0.05)
+                yield batch
+
+    _, result = trained(job_with(data=lambda: Data(train=Slow([samples] * 3))), 50)
+    assert all(step.data_seconds >= 0.05 for step in result.steps)
+    assert "waited for data" in training_text(result, None)
+    _, quick = trained(job_with(), 50)
+    assert sum(step.data_seconds for step in quick.steps) < sum(step.seconds for step in quick.steps)
