@@ -47,9 +47,9 @@ class SurvivingUpdate:
     def __init__(self, optimizer: Optimizer, make_room: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._make_room = make_room
+        self._layout: _Layout | None = None
         self._usual: dict[int, tuple[int, ...]] = {}
-        """Changes that a step makes to a parameter, its gradient and its state, by id; empty until one is
-        known."""
+        """Changes that a step makes to a parameter and its state, by id; empty until they are known."""
 
     def run(self, step: Callable[[], object]) -> None:
         """Carry out one step.
@@ -60,7 +60,8 @@ class SurvivingUpdate:
         Raises:
             HalfUpdatedError: Memory ran out, and the step can neither be finished nor taken back.
         """
-        before = _Before(self._optimizer)
+        before = _Before(self._optimizer, self._layout)
+        self._layout = before.layout
         copies = None if self._usual else _Copies(self._optimizer, before)
         with before.counting():
             ran_out = _whether_ran_out(step)
@@ -122,25 +123,39 @@ class SurvivingUpdate:
         return None
 
 
+class _Layout:
+    """Where an optimizer keeps what; the same from step to step once its state is made."""
+
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
+        self.parameters = parameters
+        self.tensors = {id(p): (p, *_state_tensors(optimizer, p)) for p in parameters}
+        """Of each parameter: itself and its state."""
+        self.all_tensors = [tensor for each in self.tensors.values() for tensor in each]
+        self.holders_of_numbers = [holder for holder in states if _numbers_in(holder)]
+        self._known = [(id(parameter), len(state)) for parameter, state in zip(parameters, states, strict=True)]
+
+    def is_of(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether nothing was added or taken away since."""
+        state = optimizer.state
+        return self._known == [(id(p), len(state[p]) if p in state else 0) for p in parameters]
+
+
 class _Before:
     """What an optimizer's tensors and numbers were before a step, and how often each tensor changed since."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, layout: _Layout | None) -> None:
         self._optimizer = optimizer
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._tensors: dict[int, tuple[Tensor, ...]] = {}
-        self._versions: dict[int, int] = {}
-        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for group in optimizer.param_groups:
-            self._keep_numbers(group)
-        for parameter in self.parameters:
-            assert parameter.grad is not None
-            state = optimizer.state.get(parameter, {})
-            self._keep_numbers(state)
-            tensors = (parameter, parameter.grad, *_state_tensors(optimizer, parameter))
-            self._tensors[id(parameter)] = tensors
-            self._versions |= {id(tensor): tensor._version for tensor in tensors}
+        is_known = layout is not None and layout.is_of(optimizer, self.parameters)
+        self.layout = layout if layout is not None and is_known else _Layout(optimizer, self.parameters)
         self._counter = _Counter() if any(map(_takes_lists, optimizer.param_groups)) else None
+        self._gradients: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
+        versions = self._counter is None
+        self._versions = [tensor._version for tensor in self.layout.all_tensors] if versions else []
+        self._gradient_versions = [gradient._version for gradient in self._gradients] if versions else []
+        holders = (*optimizer.param_groups, *self.layout.holders_of_numbers)
+        self._numbers = [(holder, _numbers_in(holder)) for holder in holders]
 
     def counting(self) -> AbstractContextManager[object]:
         """Within, changes are counted, if torch does not."""
@@ -148,33 +163,36 @@ class _Before:
 
     def has_seen_all(self) -> bool:
         """Whether the step made no state of which it was not known before."""
-        state = (_state_tensors(self._optimizer, parameter) for parameter in self.parameters)
-        known = (self._tensors[id(parameter)] for parameter in self.parameters)
-        return all(len(now) + 2 == len(before) for now, before in zip(state, known, strict=True))
+        return self.layout.is_of(self._optimizer, self.parameters)
 
     def changes(self) -> dict[_Place, int]:
         """How often each tensor was changed since."""
-        tensors = (tensor for each in self._tensors.values() for tensor in each)
-        return {_place(tensor): self._changes(tensor) for tensor in tensors}
+        return {_place(tensor): times for tensor, times in self._changes()}
 
     def changes_by_parameter(self) -> dict[int, tuple[int, ...]]:
-        """The same of each parameter, its gradient and its state."""
-        return {key: tuple(map(self._changes, tensors)) for key, tensors in self._tensors.items()}
+        """The same of each parameter and its state."""
+        changes = {id(tensor): times for tensor, times in self._changes()}
+        return {
+            key: tuple(changes[id(tensor)] for tensor in tensors)
+            for key, tensors in self.layout.tensors.items()
+        }
 
     def restore_numbers(self) -> None:
         """Give state and groups their numbers back; a step that is run again changes them again."""
         for holder, numbers in self._numbers:
             holder.update(numbers)
 
-    def _changes(self, tensor: Tensor) -> int:
+    def _changes(self) -> Iterator[tuple[Tensor, int]]:
+        tensors = [*self.layout.all_tensors, *self._gradients]
         if self._counter is not None:
-            return self._counter.changes(tensor)
-        return tensor._version - self._versions[id(tensor)]
+            yield from ((tensor, self._counter.changes(tensor)) for tensor in tensors)
+            return
+        for tensor, version in zip(tensors, [*self._versions, *self._gradient_versions], strict=True):
+            yield tensor, tensor._version - version
 
-    def _keep_numbers(self, holder: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in holder.items() if isinstance(value, int | float)}
-        if numbers:
-            self._numbers.append((holder, numbers))
+
+def _numbers_in(holder: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in holder.items() if isinstance(value, int | float)}
 
 
 class _Copies:
