@@ -2,6 +2,7 @@
 
 import gc
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -186,3 +187,30 @@ def test_a_step_is_taken_once_wherever_memory_runs_out(how):
         assert fault.raised == 1
         assert all(recovery.before == recovery.after for recovery in recoveries)
         assert_same(found, expected)
+
+
+class LateHead(nn.Module):
+    """Its second head gets a gradient in the last batch only, which begins with a large number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.heads[0](x)
+        return first + self.heads[1](x) if bool((x > 50).any()) else first
+
+
+def late_batches(ordinary=batches) -> list[dict[str, Tensor]]:
+    found = ordinary()
+    found[-1]["x"][0, 0] = 100.0
+    return found
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw foreach", "sgd"])
+def test_parameters_whose_first_gradient_comes_late_are_updated_once(name, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "batches", late_batches, raising=True)
+    run = partial(trained, LateHead, Settings(micro_batch_size=BATCH), OPTIMIZERS[name], STEPS - 1)
+    expected, counted, _ = run()
+    for number in range(len(counted.ops)):
+        assert_same(run(number)[0], expected)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import threading
 from dataclasses import replace
 
 import pytest
@@ -13,7 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 
 import brimful as bf
 from brimful.batches import count_samples
-from brimful.errors import DataError, OutOfMemoryError, SaveError
+from brimful.errors import (
+    DataError,
+    HalfUpdatedError,
+    OutOfMemoryError,
+    RunDirectoryError,
+    SaveError,
+    UsageError,
+)
 from brimful.job import Data
 from brimful.train import Trainer
 from brimful.train import steps as steps_module
@@ -134,7 +143,7 @@ def test_an_allocator_that_searches_in_each_step_is_given_less(job_with, trained
     monkeypatch.setattr(steps_module, "_allocator_retries", lambda _device: next(searches))
     _, result = trained(job_with(model=linear), 16, epochs=3)
     (recovery,) = result.recoveries
-    assert (recovery.during, recovery.step) == ("allocator", 8)
+    assert (recovery.during, recovery.step) == ("allocator", 7)
     assert recovery.before != recovery.after
     assert result.settings.global_batch_size == 16
 
@@ -195,3 +204,100 @@ def test_a_full_disk_does_not_end_training_before_the_end(job_with, trained, tmp
 def test_settings_without_a_smaller_micro_batch_say_so(job_with, trained):
     with pytest.warns(UserWarning, match="not compared"), pytest.raises(OutOfMemoryError, match="one sample"):
         trained(job_with(model=linear, loss=takes_at_most(0)), 1, 4, steps=1)
+
+
+def test_an_allocator_that_searches_does_not_end_a_run_that_can_take_no_less(job_with, trained, monkeypatch):
+    searches = iter(range(1000))
+    monkeypatch.setattr(steps_module, "_allocator_retries", lambda _device: next(searches))
+    _, result = trained(job_with(model=linear), 1, steps=8)
+    assert result.stopped_because is StopReason.FINISHED
+
+
+def test_an_error_in_the_update_is_not_saved_as_if_the_step_had_not_been(job_with, trained, tmp_path):
+    class Breaking(torch.optim.SGD):
+        steps = 0
+
+        def step(self, closure=None):
+            super().step(closure)
+            Breaking.steps += 1
+            if Breaking.steps == 4:
+                raise ValueError("a hook of mine")
+
+    job = job_with(model=linear, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    _, expected = trained(job, 16, epochs=2)
+    broken = replace(job, optimizer=lambda p: Breaking(p, lr=0.1))
+    with pytest.raises(HalfUpdatedError, match="a hook of mine"):
+        trained(broken, 16, epochs=2, run_dir=tmp_path / "run", save_every=2)
+    _, result = trained(broken, 16, epochs=2, run_dir=tmp_path / "run", resume=True)
+    assert result.losses == expected.losses
+
+
+def test_a_schedule_that_ends_does_not_make_a_step_be_taken_twice(job_with, trained, tmp_path):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=6)
+
+    job = job_with(model=linear, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    with pytest.raises(ValueError, match="Tried to step") as error:
+        trained(job, 16, epochs=3, run_dir=tmp_path / "run", schedule=schedule)
+    assert "saved after step 7" in error.value.__notes__[-1]
+    state = torch.load(tmp_path / "run" / "saves" / "step-000000007" / "state.pt", weights_only=True)
+    assert (state["place"]["epoch"], state["place"]["batches"]) == (2, 3)
+
+
+def test_what_cannot_be_saved_is_told_in_the_first_steps(job_with, trained, tmp_path):
+    class Own(torch.optim.SGD):
+        def state_dict(self):
+            return super().state_dict() | {"mine": threading.Lock}
+
+    job = job_with(optimizer=lambda p: Own(p, lr=0.1))
+    with pytest.raises(UsageError, match="without running code"):
+        trained(job, 16, epochs=3, run_dir=tmp_path / "run", save_every=2)
+
+
+def test_a_run_killed_before_its_first_save_begins_anew(job_with, trained, tmp_path):
+    trained(job_with(), epochs=1, run_dir=tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "saves")
+    _, result = trained(job_with(), epochs=1, run_dir=tmp_path / "run", resume=True)
+    assert [step.step for step in result.steps] == [1, 2, 3, 4]
+    shutil.rmtree(tmp_path / "run" / "saves")
+    (tmp_path / "run" / "mine.txt").write_text("dear")
+    with pytest.raises(RunDirectoryError, match=r"mine\.txt"):
+        trained(job_with(), epochs=1, run_dir=tmp_path / "run", resume=True)
+
+
+def test_fewer_steps_than_were_taken_are_no_reason_to_train_on(job_with, trained, tmp_path):
+    trained(job_with(), steps=6, run_dir=tmp_path / "run")
+    _, result = trained(job_with(), steps=5, run_dir=tmp_path / "run", resume=True)
+    assert len(result.steps) == 6
+
+
+class Augmented(Dataset):
+    """Draws from the global generator, and can be made to raise once."""
+
+    raises_at: int | None = None
+
+    def __init__(self, samples) -> None:
+        self.samples, self.reads = samples, 0
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, index):
+        self.reads += 1
+        x = self.samples["x"][index] + 0.1 * torch.randn(8)
+        if self.reads == self.raises_at:
+            raise OSError("the disk is gone")
+        return {"x": x, "y": self.samples["y"][index]}
+
+
+def test_a_batch_that_was_read_but_not_trained_on_is_read_alike_again(job_with, trained, samples, tmp_path):
+    def job(raises_at):
+        dataset = Augmented(samples)
+        dataset.raises_at = raises_at
+        return job_with(data=lambda: Data(train=DataLoader(dataset, batch_size=8, shuffle=True)))
+
+    _, expected = trained(job(None), 8, epochs=1)
+    with pytest.raises(DataError, match="the disk is gone"):
+        trained(job(29), 8, epochs=1, run_dir=tmp_path / "run")
+    _, result = trained(job(None), 8, epochs=1, run_dir=tmp_path / "run", resume=True)
+    assert result.losses == expected.losses

@@ -393,8 +393,11 @@ def train(
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the training data.", min=1)] = None,
-    steps: Annotated[int | None, typer.Option(help="Most optimizer steps.", min=1)] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the training data, in all; 1 if --steps is not said either.", min=1),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Most optimizer steps, in all.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Decides weights, order of samples and dropout.", min=0)] = 0,
     max_gradient_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None,
     learning_rate: Annotated[

@@ -12,7 +12,7 @@ from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
 from brimful.settings import Action, Precision
 from brimful.trace import Trace
-from brimful.units import format_bytes
+from brimful.units import format_bytes, parse_bytes
 
 
 def nothing_fits(
@@ -92,4 +92,12 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
             continue
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
-    yield f"a budget of {format_bytes(smallest.predicted_peak_device_bytes)}"
+    yield f"a budget of {_rounded_up(smallest.predicted_peak_device_bytes)}"
+
+
+def _rounded_up(size_bytes: int) -> str:
+    """A size for a reader that, read again, is no less."""
+    shown = size_bytes
+    while parse_bytes(format_bytes(shown)) < size_bytes:
+        shown += max(size_bytes // 1000, 1)
+    return format_bytes(shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from brimful.units import GIB, format_bytes, format_rate, format_seconds
@@ -10,7 +11,7 @@ from brimful.units import GIB, format_bytes, format_rate, format_seconds
 if TYPE_CHECKING:
     from brimful.planning.estimate import Estimate
     from brimful.planning.gpus import GpuFit
-    from brimful.planning.records import Alternative, Plan
+    from brimful.planning.records import Alternative, BudgetPoint, Plan
     from brimful.timeline import ModuleShare
 
 _BAR_CELLS = 24
@@ -48,7 +49,7 @@ def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
             f"{format_rate(fit.predicted_samples_per_second or 0):>17}  {how}"
         )
     for fit in sorted(others, key=lambda fit: fit.predicted_smallest_peak_device_bytes - fit.capacity_bytes):
-        change = f"fits with {fit.change}" if fit.change else "no change tried is enough"
+        change = f"fits with {fit.change}" if fit.change else "`brimful plan` tries more"
         lines.append(
             f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
             f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_smallest_peak_device_bytes):>10}"
@@ -256,12 +257,20 @@ def _curve_lines(plan: Plan) -> Iterator[str]:
         if point is not one_more and abs(point.predicted_step_seconds / now - 1) > _GAIN
     ]
     if others:
+        others = [
+            point
+            for before, point in pairwise((None, *others))
+            if point is not None and (before is None or _gain(before, now) != _gain(point, now))
+        ]
         step = -(-len(others) // _MOST_CURVE_POINTS)
         listed = " · ".join(
-            f"{format_bytes(point.budget_bytes)} {point.predicted_step_seconds / now - 1:+.0%}"
-            for point in others[::step]
+            f"{format_bytes(point.budget_bytes)} {_gain(point, now)}" for point in others[::step]
         )
-        yield f"  other budgets   {listed} time"
+        yield f"  other budgets   step time against this: {listed}"
+
+
+def _gain(point: BudgetPoint, seconds: float) -> str:
+    return f"{point.predicted_step_seconds / seconds - 1:+.0%}"
 
 
 def _context_bytes(plan: Plan) -> int:

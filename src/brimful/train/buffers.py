@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from brimful.errors import HalfUpdatedError
+
 
 class BufferSnapshot:
     """Keeps what a step's forward passes may change, until it is known that the step is good.
@@ -45,8 +47,19 @@ class BufferSnapshot:
         self._kept = {}
 
     def restore(self) -> None:
-        """The step is not good: give the buffers back the values that were copied."""
+        """The step is not good: give the buffers back the values that were copied.
+
+        Raises:
+            HalfUpdatedError: One changed that never did before, and has no copy.
+        """
+        now = dict(self._model.named_buffers())
         for name, kept in self._kept.items():
+            if kept.values is None and kept.has_changed(now.get(name)):
+                self._kept = {}
+                raise HalfUpdatedError(
+                    f"the buffer {name!r} changed for the first time in a step that is to be taken back, and "
+                    "has no copy. Resume from the last save."
+                )
             if kept.values is not None:
                 with torch.no_grad():
                     kept.buffer.copy_(kept.values)

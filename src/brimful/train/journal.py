@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from brimful.errors import SaveError
+from brimful.errors import SaveError, UsageError
 from brimful.planning import Plan
 from brimful.settings import Settings, settings_to_json
 from brimful.train.progress import ProgressDisplay, recovery_text
@@ -73,6 +73,8 @@ class Journal:
         if self._run_dir is not None:
             self._directory = RunDirectory(self._run_dir, resumes=self._resumed is not None)
             if self._resumed is not None:
+                assert self._saves is not None
+                self._saves.set_aside_after(self._resumed.step)
                 self._read(self._directory.cut_metrics(self._resumed.state["metrics_bytes"]))
             if isinstance(self._plan, Plan):
                 self._directory.write_json(PLAN, self._plan.to_json())
@@ -86,10 +88,10 @@ class Journal:
     ) -> None:
         self._progress.stop()
         if self._saves is not None and kind is not None:
-            with suppress(SaveError):  # there is an error already
+            with suppress(SaveError, UsageError):  # there is an error already
                 self._saves.wait()
         if self._directory is not None:
-            if kind is not None and not self.steps:
+            if kind is not None and not self.steps and self._resumed is None:
                 self._directory.discard()
             self._directory.close()
 
@@ -195,6 +197,7 @@ class Journal:
             self._saves.wait()
         except SaveError as error:
             self._note_failure(error)
+        self._directory.bring_metrics_to_disk()
         self._saves.write(step, model, state | {"metrics_bytes": self._directory.metrics_bytes})
         self.saved_run_step = step
 

@@ -11,10 +11,8 @@ import torch
 
 _WORDS = (
     "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "CUSOLVER_STATUS_ALLOC_FAILED",
-    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
     "can't allocate memory",
     "not enough memory",
 )

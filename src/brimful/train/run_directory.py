@@ -19,6 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,15 @@ class RunDirectory:
             self._metrics.seek(0, os.SEEK_END)
         except OSError as error:
             raise self._save_error(METRICS, length_bytes, error) from error
-        return [json.loads(line) for line in whole.splitlines()]
+        lines = []
+        with suppress(ValueError):  # after a loss of power what follows may be anything
+            for line in whole.splitlines():
+                lines.append(json.loads(line))
+        return lines
+
+    def bring_metrics_to_disk(self) -> None:
+        """Wait until the lines so far would survive a loss of power."""
+        os.fsync(self._metrics.fileno())
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
         """Write a JSON file whole, or leave the one that is there.
@@ -183,6 +192,20 @@ class RunDirectory:
         )
 
 
+def clear_begun_run(path: Path) -> None:
+    """Take away what a run left that ended before its first save, so that it can begin again.
+
+    Args:
+        path: The run directory; nothing is done if it has anything else in it.
+    """
+    own = {*_NAMES, "report.txt", "saves"}
+    present = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+    if present and present <= own:
+        for name in present - {"saves"}:
+            (path / name).unlink()
+        shutil.rmtree(path / "saves", ignore_errors=True)
+
+
 def check_run_directory(path: Path) -> None:
     """Check that a run may write into `path`, without writing.
 
@@ -202,5 +225,6 @@ def check_run_directory(path: Path) -> None:
         named = ", ".join(present[:_MOST_ENTRIES_NAMED]) + (", …" if len(present) > _MOST_ENTRIES_NAMED else "")
         raise RunDirectoryError(
             f"the run directory {path} is not empty: it has {named}. "
-            "A run writes into a new or empty directory only; choose another."
+            "A run writes into a new or empty directory only: choose another, or go on with the run that is "
+            "there by resume (--resume)."
         )

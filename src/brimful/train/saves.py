@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -75,7 +74,7 @@ class Saves:
         self._directory = run_dir / SAVES
         self._keep = keep
         self._writing: threading.Thread | None = None
-        self._failure: SaveError | None = None
+        self._failure: SaveError | UsageError | None = None
         self._is_checked = False
 
     def write(self, step: int, model: nn.Module, state: dict[str, Any]) -> None:
@@ -95,13 +94,17 @@ class Saves:
         self._writing = threading.Thread(
             target=self._write_safely, args=(step, tensors, tied, copied), name="brimful save"
         )
+        is_first = not self._is_checked
         self._writing.start()
+        if is_first:
+            self.wait()  # that it can be read is to be known before hours of training
 
     def wait(self) -> None:
         """Wait until the save under way is on the disk.
 
         Raises:
             SaveError: It could not be written; those before it are whole.
+            UsageError: What is to be saved cannot be loaded without running code.
         """
         if self._writing is not None:
             self._writing.join()
@@ -119,17 +122,27 @@ class Saves:
         try:
             self._write(partial, path, tensors, tied, {"step": step} | state)
             self._take_oldest_away()
-        except (OSError, SafetensorError, RuntimeError) as error:  # torch.save's is a RuntimeError
+        except UsageError as error:
+            self._failure = error
             shutil.rmtree(partial, ignore_errors=True)
-            free = format_bytes(free_bytes(self._directory))
+        except Exception as error:  # whatever it is, the thread's end is not to hide it
             self._failure = SaveError(
-                f"the save after step {step} could not be written to {path}: {error}.\n"
-                f"  needed: at least {format_bytes(needed)}; free: {free}\n"
+                f"the save after step {step} could not be written to {path}: {type(error).__name__}: {error}.\n"
+                f"  needed: at least {format_bytes(needed)}; {_free(self._directory)}\n"
                 "  The saves before it are whole."
             )
-        except UsageError as error:
             shutil.rmtree(partial, ignore_errors=True)
-            self._failure = SaveError(str(error))
+
+    def set_aside_after(self, step: int) -> None:
+        """Rename saves of later steps, which were refused, so that they count no more.
+
+        Args:
+            step: Of the save that the run goes on from.
+        """
+        for path in _found(self._directory):
+            if int(path.name[5:]) > step:
+                shutil.rmtree(path.with_name(f"refused-{path.name}"), ignore_errors=True)
+                path.rename(path.with_name(f"refused-{path.name}"))
 
     def _write(
         self,
@@ -142,8 +155,7 @@ class Saves:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         save_file(tensors, partial / _MODEL, metadata={"format": "pt", TIED: json.dumps(tied)})
-        torch.save(state, partial / _STATE)
-        self._check_readable(partial / _STATE)
+        self._write_state(state, partial / _STATE)
         files = {name: _digest(partial / name) for name in (_MODEL, _STATE)}
         (partial / _MANIFEST).write_text(_manifest_text(state["step"], files))
         for name in (_MODEL, _STATE, _MANIFEST):
@@ -153,23 +165,30 @@ class Saves:
         partial.rename(path)
         bring_to_disk(self._directory)
 
-    def _check_readable(self, path: Path) -> None:
-        """See once, not when a run is to be resumed, that the state can be read without running code."""
-        if self._is_checked:
-            return
+    def _write_state(self, state: dict[str, Any], path: Path) -> None:
+        """Write the state; the first time, see that it can be read without running code."""
         try:
-            torch.load(path, weights_only=True)
-        except pickle.UnpicklingError as error:
+            torch.save(state, path)
+            if not self._is_checked:
+                torch.load(path, weights_only=True)
+        except (pickle.PickleError, AttributeError, TypeError) as error:
             raise UsageError(
-                "the state of the optimizer or of the schedule holds objects that cannot be loaded without "
-                f"running code: {error}. Keep plain numbers, text, tensors, lists and dicts in their "
-                "state_dict."
+                "the run cannot be saved: the state of the optimizer or of the schedule holds objects that "
+                f"cannot be loaded without running code: {error}. Keep plain numbers, text, tensors, lists and "
+                "dicts in their state_dict, or train without run_dir."
             ) from error
         self._is_checked = True
 
     def _take_oldest_away(self) -> None:
         for old in _found(self._directory)[self._keep :]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _free(directory: Path) -> str:
+    try:
+        return f"free: {format_bytes(free_bytes(directory))}"
+    except OSError as error:
+        return f"what is free cannot be told ({error.strerror})"
 
 
 def newest_save(run_dir: Path, refused: Callable[[str], None]) -> Save | None:

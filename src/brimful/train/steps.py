@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
 from brimful.batches import count_samples, split_batch
-from brimful.errors import HalfUpdatedError, ResumeError
+from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
+from brimful.optimizers import set_implementation
 from brimful.settings import Settings, settings_to_json
 from brimful.step import StepOutcome, copied_to, loss_weights, make_scaler, run_step
 from brimful.train.averaging import MovingAverage
@@ -38,7 +39,8 @@ MOST_SKIPPED_STEPS = 32
 
 THRASHING_STEPS = 3
 """Steps in a row in which the CUDA allocator gave back its cache to find memory, after which less is taken:
-each such search waits for the device."""
+each such search waits for the device. A choice: one may be due to a longer batch, three in a row are a
+habit."""
 
 Lower = Callable[[Settings], Settings]
 """Finds settings that take less memory for the same global batch; raises OutOfMemoryError if there are none."""
@@ -104,7 +106,7 @@ class Steps:
         self._buffers = BufferSnapshot(model)
         self._update = SurvivingUpdate(optimizer, partial(make_room, device))
         self._finite: tuple[float, float] = (math.nan, math.nan)
-        self._is_updated = False
+        self._is_updating = self._is_updated = False
         self._skipped_in_a_row = 0
         self._thrashed_in_a_row = 0
         self._allocator_retries = _allocator_retries(device)
@@ -144,6 +146,7 @@ class Steps:
             HalfUpdatedError: Memory ran out in the update, which could not be finished.
         """
         random = RandomState.now(self._device)
+        self._heed_thrashing(random)
         seconds, outcome, peak = self._surviving(
             "step", partial(self._attempt, batch, measure_memory=measure_memory), random
         )
@@ -166,13 +169,13 @@ class Steps:
             raise
         if record.updated and peak is not None:
             self.peak = peak
-        self._heed_thrashing()
         return record
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on but the model and the data; in plain containers."""
         return {
             "optimizer": self._optimizer.state_dict(),
+            "optimizer_class": type(self._optimizer).__name__,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "average": None if self._average is None else self._average.state(),
@@ -192,6 +195,11 @@ class Steps:
         Raises:
             ResumeError: It is of another optimizer, or a schedule or loss scaler is in one of the runs only.
         """
+        if state["optimizer_class"] != type(self._optimizer).__name__:
+            raise ResumeError(
+                f"the saved run has the optimizer {state['optimizer_class']}, and this one "
+                f"{type(self._optimizer).__name__}. Resume it as it was."
+            )
         parts = {"scheduler": self._scheduler, "scaler": self._scaler}
         for name, part in parts.items():
             if (part is None) != (state[name] is None):
@@ -209,6 +217,8 @@ class Steps:
                 f"the saved state is not that of this {type(self._optimizer).__name__}: {error}. Resume with "
                 "the optimizer and schedule that the run was begun with."
             ) from error
+        if self.settings.optimizer_implementation is not None:  # that of the saved run came with its groups
+            set_implementation(self._optimizer, self.settings.optimizer_implementation)
         if self._average is not None:
             self._average.load_state(state["average"])
         self.taken, self.updates = state["taken"], state["updates"]
@@ -237,12 +247,18 @@ class Steps:
         out."""
         is_again = False
         while True:
-            self._is_updated = False
+            self._is_updating = self._is_updated = False
             start = time.perf_counter()
             try:
                 found = unless_out_of_memory(attempt)
-            except BaseException:
-                self._take_back(random)
+            except BaseException as error:
+                if not self._is_updating:
+                    self._take_back(random)
+                elif isinstance(error, Exception) and not isinstance(error, HalfUpdatedError):
+                    raise HalfUpdatedError(
+                        f"an error came in the update or after it: {type(error).__name__}: {error}. Some "
+                        "parameters are updated; they are not saved. Resume from the last save."
+                    ) from error
                 raise
             if not isinstance(found, RanOut):
                 return found
@@ -251,6 +267,7 @@ class Steps:
             self._take_back(random)
             make_room(self._device)
             self._recover(during, found.message, start, with_less=is_again)
+            random.restore(self._device)  # planning anew draws batches
             is_again = True
 
     def _attempt(
@@ -287,6 +304,7 @@ class Steps:
         return math.isfinite(self._finite[0]) and (self._scaler is not None or math.isfinite(self._finite[1]))
 
     def _carry_out(self, update: Callable[[], object]) -> None:
+        self._is_updating = True
         self._update.run(update)
         self._is_updated = True
 
@@ -327,8 +345,8 @@ class Steps:
             )
         )
 
-    def _heed_thrashing(self) -> None:
-        """Take less where the allocator has to search for memory in each step."""
+    def _heed_thrashing(self, random: RandomState) -> None:
+        """Take less where the allocator has had to search for memory in each step; if nothing does, go on."""
         retries, self._allocator_retries = self._allocator_retries, _allocator_retries(self._device)
         found = self._allocator_retries - retries
         self._thrashed_in_a_row = self._thrashed_in_a_row + 1 if found else 0
@@ -337,7 +355,9 @@ class Steps:
         self._thrashed_in_a_row = 0
         make_room(self._device)
         what = f"the allocator gave back its cache to find memory in each of {THRASHING_STEPS} steps"
-        self._recover("allocator", what, time.perf_counter(), with_less=True)
+        with suppress(OutOfMemoryError):
+            self._recover("allocator", what, time.perf_counter(), with_less=True)
+        random.restore(self._device)
 
     def _settle(self, record: StepRecord) -> None:
         """Count the step and let the schedule follow; or undo what it left behind and raise NotFiniteStep."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import random
 import signal
 import statistics
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -28,7 +30,6 @@ from brimful.errors import (
     HalfUpdatedError,
     NonFiniteError,
     ResumeError,
-    SaveError,
     UsageError,
 )
 from brimful.job import Batch, Data, Job
@@ -49,7 +50,7 @@ from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.place import Place
 from brimful.train.progress import make_progress, memory_text
 from brimful.train.randomness import RandomState
-from brimful.train.run_directory import check_run_directory
+from brimful.train.run_directory import check_run_directory, clear_begun_run
 from brimful.train.saves import Save, newest_save
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
@@ -157,6 +158,8 @@ class Trainer:
         self._stop_requested = False
         self._is_terminated = False
         self._place: Place | None = None
+        self._before_batch: RandomState | None = None
+        """Random numbers before the batch was read that is not trained on yet."""
 
     @property
     def model(self) -> nn.Module:
@@ -206,6 +209,8 @@ class Trainer:
         """
         saved = self._newest_save()
         if self._run_dir is not None and saved is None:
+            if self._resumes:
+                clear_begun_run(self._run_dir)
             check_run_directory(self._run_dir)
         settings = self._settings if saved is None else self._settings_to_resume(saved)
         data = find_data(self._job, self._data)
@@ -213,13 +218,15 @@ class Trainer:
         if data.validation is not None:
             check_validation(data.validation)
         torch.manual_seed(self._seed)
+        random.seed(self._seed)
+        np.random.seed(self._seed % 2**32)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
         self._certificate = self._certified(self._model) if saved is None else None
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
         self._stop_requested = self._is_terminated = False
-        self._place = None
+        self._place = self._before_batch = None
         journal = Journal(
             run_dir=self._run_dir,
             plan=self._plan or self._settings,
@@ -325,18 +332,17 @@ class Trainer:
         validator = None if validation is None else self._validator(validation, steps, journal)
         for place in self._places(saved):
             self._place = place
-            if steps.taken == self._most_steps or self._is_past_the_end(place):
+            if self._has_enough(steps) or self._is_past_the_end(place):
                 return StopReason.FINISHED
             for batch, data_seconds in self._loaded(self._batches_from(place, batches, saved)):
                 measure = self._is_to_be_measured(batch, steps, self._total_steps(batches))
-                record = steps.take(batch, epoch=place.epoch, data_seconds=data_seconds, measure_memory=measure)
-                place.batches += 1
+                record = self._take(steps, place, batch, data_seconds, measure_memory=measure)
                 journal.add_step(record, self._memory_text(steps))
                 for callback in self._callbacks:
                     callback.on_step(self, record)
                 if self._save_every is not None and steps.taken % self._save_every == 0:
                     self._save(steps, journal, place)
-                if self._stop_requested or steps.taken == self._most_steps:
+                if self._stop_requested or self._has_enough(steps):
                     break
             self._save(steps, journal, place)
             if not self._stop_requested and validator is not None:
@@ -348,6 +354,20 @@ class Trainer:
                 return StopReason.NOT_IMPROVING
         raise AssertionError("epochs do not end by themselves")
 
+    def _take(
+        self, steps: Steps, place: Place, batch: Batch, data_seconds: float, *, measure_memory: bool
+    ) -> StepRecord:
+        """Take a step, and move on in the data if it was taken, even where an error comes after it."""
+        before = steps.taken
+        try:
+            return steps.take(
+                batch, epoch=place.epoch, data_seconds=data_seconds, measure_memory=measure_memory
+            )
+        finally:
+            if steps.taken > before:
+                place.batches += 1
+                self._before_batch = None
+
     def _places(self, saved: Save | None) -> Iterator[Place]:
         """Where each epoch begins; a resumed one in its midst."""
         first = 1
@@ -357,6 +377,9 @@ class Trainer:
             first = place.epoch + 1
         for epoch in itertools.count(first):
             yield Place(epoch=epoch, random=RandomState.now(self._device))
+
+    def _has_enough(self, steps: Steps) -> bool:
+        return self._most_steps is not None and steps.taken >= self._most_steps
 
     def _is_past_the_end(self, place: Place) -> bool:
         return self._most_epochs is not None and place.epoch > self._most_epochs
@@ -374,10 +397,13 @@ class Trainer:
         """Save the run as the last step left it, before an error ends it, and add to the error where it is."""
         if self._place is None or steps.taken == 0 or self._run_dir is None:
             return
-        with suppress(SaveError):
+        try:
             self._save(steps, journal, self._place)
             journal.wait_for_save()
             self._save_weights(journal, steps)
+        except Exception as failure:  # not to take the place of the error that ends the run
+            error.add_note(f"Saving after it failed as well: {type(failure).__name__}: {failure}")
+        else:
             error.add_note(
                 f"The run is saved after step {steps.taken}; resuming {self._run_dir} goes on there."
             )
@@ -386,17 +412,23 @@ class Trainer:
         """Save all that the run needs to go on, unless NaN or infinity is in it."""
         if journal.saved_run_step == steps.taken or not has_finite_parameters(self.model):
             return
-        state = steps.state() | {
-            "asked_settings": settings_to_json(self._settings),
-            "seed": self._seed,
-            "place": place.to_save(),
-        }
+        untaken = {} if self._before_batch is None else {"random": self._before_batch.to_save()}
+        state = (
+            steps.state()
+            | untaken
+            | {
+                "asked_settings": settings_to_json(self._settings),
+                "seed": self._seed,
+                "place": place.to_save(),
+            }
+        )
         journal.save(self.model, steps.taken, state)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         """The batches, until a stop is requested, each with the seconds that were waited for it."""
         while True:
             start = time.perf_counter()
+            self._before_batch = RandomState.now(self._device)
             try:
                 batch = next(batches)
             except StopIteration:

@@ -47,6 +47,7 @@ class SurvivingUpdate:
     def __init__(self, optimizer: Optimizer, make_room: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._make_room = make_room
+        self._is_of_torch = type(optimizer).step.__module__.startswith("torch.optim")
         self._layout: _Layout | None = None
         self._usual: dict[int, tuple[int, ...]] = {}
         """Changes that a step makes to a parameter and its state, by id; empty until they are known."""
@@ -62,19 +63,20 @@ class SurvivingUpdate:
         """
         before = _Before(self._optimizer, self._layout)
         self._layout = before.layout
-        copies = None if self._usual else _Copies(self._optimizer, before)
+        is_known = all(id(parameter) in self._usual for parameter in before.parameters)
+        copies = None if is_known else _Copies(self._optimizer, before)
         with before.counting():
             ran_out = _whether_ran_out(step)
         if ran_out is None:
-            if not self._usual and before.has_seen_all():
-                self._usual = before.changes_by_parameter()
+            if not is_known and before.has_seen_all():
+                self._usual |= before.changes_by_parameter()
             return
         self._make_room()
         ran_out = self._finish(step, before) if copies is None else self._take_again(step, before, copies)
         if ran_out is not None:
             raise HalfUpdatedError(
-                f"memory ran out in the update by {type(self._optimizer).__name__}, even for one parameter at "
-                f"a time: {ran_out.message}. Some parameters are updated, and they are not saved. Resume from "
+                f"memory ran out in the update by {type(self._optimizer).__name__}, and it cannot be finished: "
+                f"{ran_out.message}. Some parameters are updated, and they are not saved. Resume from "
                 "the last save, with less: another optimizer_implementation ('fused' takes no temporaries), a "
                 "smaller optimizer, or a smaller budget."
             )
@@ -91,8 +93,8 @@ class SurvivingUpdate:
 
     def _finish(self, step: Callable[[], object], before: _Before) -> RanOut | None:
         """Go on with a step that memory ran out in."""
-        if self._usual and not all(any(changes) for changes in self._usual.values()):
-            return RanOut("its kernels write past torch, which cannot tell what they have written")
+        if not self._is_of_torch:
+            return RanOut("what an optimizer of another library has written cannot be told")
 
         def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
             before.restore_numbers()
@@ -116,7 +118,7 @@ class SurvivingUpdate:
             if ran_out is None:
                 continue
             self._make_room()
-            if len(some) == 1:
+            if len(some) == 1 or not self._is_of_torch:  # others may not treat parameters one by one
                 return ran_out
             middle = len(some) // 2
             pending += [some[middle:], some[:middle]]

@@ -31,7 +31,11 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
             tied = json.loads((file.metadata() or {}).get(TIED, "{}"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
         tensors |= {name: tensors[first] for name, first in tied.items()}
-        model.load_state_dict(tensors)
+        missing, unexpected = model.load_state_dict(tensors, strict=False)
+        # what is no tensor was not saved
+        missing = [name for name in missing if not name.endswith("_extra_state")]
+        if missing or unexpected:
+            raise KeyError(f"missing {missing}, not in the model {unexpected}")
     except (OSError, SafetensorError, KeyError, RuntimeError) as error:
         raise UsageError(f"{path} has no weights for this {type(model).__name__}: {error}") from error
 
@@ -62,7 +66,7 @@ def distinct_tensors(model: nn.Module, *, copies: bool = False) -> tuple[dict[st
             continue
         first = names.setdefault(_place(name, tensor), name)
         if first == name:
-            distinct[name] = _alone_in_block(tensor.clone() if copies else tensor, blocks)
+            distinct[name] = _alone_in_block(tensor.detach().to("cpu", copy=copies), blocks)
         else:
             tied[name] = first
     return distinct, tied
