@@ -192,6 +192,29 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(start, tmp_path: Path) -> No
     assert weights_of(tmp_path / "run" / "weights.safetensors")
 
 
+def test_a_run_is_terminated_saved_resumed_and_ends_as_if_it_had_not_been(
+    start, brimful, tmp_path: Path
+) -> None:
+    whole = brimful("jobs:job", *TRAIN, "--epochs", "40", "--run-dir", "whole", "--json")
+    command = ("jobs:job", *TRAIN, "--epochs", "40", "--run-dir", "run", "--save-every", "50", "--resume")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")  # as of a run killed in its first moments
+    process = start(*command)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 5000):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 143, (out, err)
+    done = brimful(*command, "--json")
+    assert done.returncode == 0, done.stderr
+    losses = [step["loss"] for step in json.loads(done.stdout)["steps"]]
+    assert losses == [step["loss"] for step in json.loads(whole.stdout)["steps"]]
+    wrong = brimful(*command[:-1], "--resume", "--global-batch-size", "80")
+    assert wrong.returncode == 2
+    assert "would not be the same run" in wrong.stderr
+
+
 def test_a_plan_is_carried_out_as_it_is_and_nothing_may_be_asked_beside_it(brimful, tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -561,6 +561,8 @@ def _with_rates(
 
 def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:
     """The plan of the run that is to go on; None if one is to begin."""
+    from brimful.train.run_directory import clear_begun_run
+
     if not resume:
         return None
     if run_dir is None:
@@ -568,7 +570,10 @@ def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | No
     if compare_plain:
         raise UsageError("--compare-plain trains twice from the start; it cannot be resumed.")
     plan = run_dir / "plan.json"
-    return plan if plan.exists() else None
+    if plan.exists():
+        return plan
+    clear_begun_run(run_dir)  # it was killed before it had written as much as its plan
+    return None
 
 
 def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:
