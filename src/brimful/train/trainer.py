@@ -84,7 +84,8 @@ class Trainer:
         schedule: Makes the learning rate's schedule from the optimizer. It is stepped once per optimizer step,
             and not when fp16 gradients overflowed and the step was skipped.
         ema_decay: Keep an exponential moving average of the parameters, which an update leaves this part of
-            (0.999, say). It is what is validated, and written to `average.safetensors`; None keeps none.
+            (0.999, say). It is what is validated, and written to `average.safetensors`. It takes as much memory
+            as the parameters, which a plan does not count; None keeps none.
         correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
             micro-batch; what they are over, a micro-batch, stays as it is.
         patience: End the run after so many validations without a lower loss; None ends it at no loss.
