@@ -215,6 +215,17 @@ def test_a_run_is_terminated_saved_resumed_and_ends_as_if_it_had_not_been(
     assert "would not be the same run" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(("resnet50", "--device", "cpu"), "no data to train on"), (("jobs:job", "--device", "T4"), "no CUDA GPU")],
+)
+def test_what_cannot_be_trained_is_told_before_it_is_planned(brimful, arguments, said) -> None:
+    done = brimful(*arguments, "--global-batch-size", "8")
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "plain training" not in done.stdout
+
+
 def test_a_plan_is_carried_out_as_it_is_and_nothing_may_be_asked_beside_it(brimful, tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -455,6 +455,7 @@ def train(
         if run_dir is not None and begun is None:
             check_run_directory(run_dir)  # before time is spent on a plan
         job = _job(model, seq_len, image_size, options)
+        _check_can_train(job, None if plan_file is not None or begun is not None else device)
         if learning_rate is not None or weight_decay is not None:
             job, optimizer = _with_rates(job, optimizer, learning_rate, weight_decay), None
         if begun is not None:
@@ -542,6 +543,20 @@ _SAID_BY_A_PLAN = (
     "optimizer_implementation", "allow_optimizer", "chunked_loss", "expandable_segments", "offload",
     "host_memory", "split_batch_norm",
 )  # fmt: skip
+
+
+def _check_can_train(job: Job, device: str | None) -> None:
+    """See, before time is spent on a plan, that there are data and a device to train on."""
+    from brimful import api
+    from brimful.local import choose_device
+
+    if job.data is None:
+        raise UsageError(
+            f"{job.name} has no data to train on; built-in architectures have none. Write a job with "
+            "data=lambda: bf.Data(train=…) in a file, as examples/digits.py does, and train FILE.py:job."
+        )
+    if device is not None:
+        choose_device(None, api.resolve_device(device).kind)
 
 
 def _with_rates(
