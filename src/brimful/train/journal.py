@@ -184,12 +184,16 @@ class Journal:
     def save(self, model: nn.Module, step: int, state: dict[str, Any]) -> None:
         """Write what the run needs to go on, while it goes on.
 
-        A save that fails is told, and training goes on with those before it.
+        A later save that fails is told, and training goes on with those before it.
 
         Args:
             model: Its parameters and buffers.
             step: Steps taken.
             state: All else.
+
+        Raises:
+            SaveError: The first save could not be written.
+            UsageError: What is to be saved cannot be loaded without running code.
         """
         if self._directory is None or self._saves is None:
             return

@@ -7,7 +7,8 @@
 
 A save is written beside the others under another name, brought to the disk and then renamed, which happens
 whole or not at all; only then are the oldest taken away. What is read is checked first, and read by loaders
-that run no code (safetensors, and `torch.load` with `weights_only`)."""
+that run no code (safetensors, and `torch.load` with `weights_only`).
+"""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ class Saves:
             state: Plain containers of numbers, text and tensors.
 
         Raises:
-            SaveError: The save before this one could not be written.
+            SaveError: The save before this one could not be written, or this one, the first.
+            UsageError: What is to be saved cannot be loaded without running code.
         """
         self.wait()
         tensors, tied = distinct_tensors(model, copies=True)

@@ -6,8 +6,9 @@ how often each tensor was changed: torch counts the changes of a tensor (its ver
 and a dispatch mode counts those by ops on lists of tensors (`foreach`, `fused`), which torch does not; they are
 few. The step is then run once more, and the changes that were made already are left out. Where it computes
 something from a tensor that is ahead of it, the result is wrong and followed: a change that is still to be made
-from it is refused. So the step ends as if memory had not run out, or says that it cannot. Only of the first
-step, which makes the state, are the parameters copied, to the host: it is taken back whole.
+from it is refused. So the step ends as if memory had not run out, or says that it cannot. Only until it is
+known how often a step changes each tensor, usually in the first two steps, are parameters and state copied to
+the host, and a step is taken back instead.
 
 If there is not enough memory for all parameters at once (`foreach` takes a copy of all) they are taken by
 halves, quarters, … down to single ones, which compute the same.
@@ -40,7 +41,7 @@ class SurvivingUpdate:
     """An optimizer's step in whose course memory may run out.
 
     Args:
-        optimizer: Its state is made in the first step.
+        optimizer: With or without state.
         make_room: Called each time that memory ran out.
     """
 
@@ -130,7 +131,6 @@ class _Layout:
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        self.parameters = parameters
         self.tensors = {id(p): (p, *_state_tensors(optimizer, p)) for p in parameters}
         """Of each parameter: itself and its state."""
         self.all_tensors = [tensor for each in self.tensors.values() for tensor in each]
