@@ -24,7 +24,7 @@ from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
 from brimful.planning.units import find_units
 from brimful.settings import Action, Settings, UnitAction
-from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
+from brimful.timeline import live_profile, replay_allocations, rounding_bytes_of
 from brimful.trace import Trace
 
 RUNGS = 64
@@ -36,8 +36,30 @@ NESTED_RUNGS = 8
 tried is captured."""
 
 MOST_RESERVED_FRACTION = 0.3
-"""A choice whose allocated peak leaves this much of itself free is taken to fit without a capture; only what is
-taken in the end is captured in any case."""
+"""A choice whose allocated peak leaves this much of itself free is taken to fit; only what is taken in the end
+is captured in any case."""
+
+
+MOST_POSED_FRACTION = 0.05
+"""Part of the solver's peak that a choice may not come to when reserved: twice the most seen in plans of five
+models, 0.024 (BERT-large). What is over the budget without it is not replayed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """The fastest choice of a candidate that is expected to fit; only its capture tells for sure."""
+
+    candidate: Candidate
+    rung: int
+    """Its place on the candidate's ladder."""
+    settings: Settings
+    seconds: float
+    reserved_bytes: int
+
+    @property
+    def seconds_at_best(self) -> float:
+        """The least time that its capture may be found to take."""
+        return self.seconds * (1 - _roughness(self.settings, offloads=bool(self.settings.offloaded)))
 
 
 @dataclass(slots=True)
@@ -58,6 +80,7 @@ class Candidate:
     _solved_nested: dict[int, Solution | None] = field(default_factory=dict)
     _replayed: dict[tuple[int, ...], Estimate] = field(default_factory=dict)
     _reserved: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _expected: dict[int, Expected | None] = field(default_factory=dict)
     _uniform_peaks: dict[Action, int] = field(default_factory=dict)
     _ladder: tuple[int, ...] | None = None
     _nested_ladder: tuple[int, ...] | None = None
@@ -78,16 +101,15 @@ class Candidate:
             recomputed=replace(self.recomputed, settings=recomputed),
             _replayed={},
             _reserved={},
+            _expected={},
             _splicer=None,
         )
 
     @property
     def roughness(self) -> float:
-        """Part by which a capture may be faster than what is derived; ops may differ where a dimension is 1,
-        and what hides a copy is told roughly."""
-        if any(action.action is Action.OFFLOAD for unit in self.posed.actions for action in unit):
-            return 0.02
-        return 0.01 if self.settings.micro_batch_size == 1 else 0.001
+        """Part by which a capture may be faster than what is derived."""
+        offloads = any(action.action is Action.OFFLOAD for unit in self.posed.actions for action in unit)
+        return _roughness(self.settings, offloads=offloads)
 
     def seconds_at_best(self, budget_bytes: int) -> float | None:
         """The least time of a step that so many allocated bytes permit; None if nothing fits them."""
@@ -100,20 +122,50 @@ class Candidate:
             return None
         return self._step_seconds(self._solve_nested(budget_bytes))
 
-    def fastest_within(self, budget_bytes: int) -> Estimate | None:
-        """The fastest choice whose capture reserves no more than the budget; None if there is none.
+    def expected_within(self, budget_bytes: int) -> Expected | None:
+        """The fastest choice that is expected to reserve no more than the budget; None if there is none.
 
         The solver sees allocated bytes; what counts is reserved ones. So the solver's budgets form a ladder,
         and the highest rung is sought whose choice is within the true budget, told by splicing. The search
         descends the same binary tree for every budget, and a choice that fits one budget fits a larger one: so
-        a larger budget leads to no lower rung, and the choices of higher rungs are no slower. Then the choice
-        is captured; should it not fit after all, those below it are.
+        a larger budget leads to no lower rung, and the choices of higher rungs are no slower.
         """
-        return self._fastest_of(self.ladder(), budget_bytes)
+        if budget_bytes not in self._expected:
+            rung = self._highest_expected(self.ladder(), budget_bytes)
+            self._expected[budget_bytes] = self._expected_at(rung) if rung >= 0 else None
+        return self._expected[budget_bytes]
+
+    def known_expected(self, budget_bytes: int) -> Expected | None:
+        """The same if it was asked before, else None."""
+        return self._expected.get(budget_bytes)
+
+    def captured_from(self, rung: int, budget_bytes: int) -> Estimate | None:
+        """A capture of the choice of the highest rung, from one downwards, that is truly within the budget.
+
+        Returns:
+            The capture; None if none is within the budget, or it cannot be made, of which a note is left.
+        """
+        try:
+            while rung >= 0 and self.replay(self.ladder()[rung]).predicted_peak_reserved_bytes > budget_bytes:
+                rung -= 1
+            return self.replay(self.ladder()[rung]) if rung >= 0 else None
+        except (CaptureError, BatchError) as error:
+            self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
+            return None
 
     def fastest_nested_within(self, budget_bytes: int) -> Estimate | None:
-        """The same of nested segments, for where nothing else fits; what is tried is captured, not spliced."""
-        return self._fastest_of(self.nested_ladder(), budget_bytes)
+        """The fastest nested segments within the budget, for where nothing else fits; all tried are captured.
+
+        Returns:
+            A capture; None if none is within the budget, or can be captured.
+        """
+        ladder = self.nested_ladder()
+        try:
+            rung = self._highest_expected(ladder, budget_bytes)
+            return self.replay(ladder[rung]) if rung >= 0 else None
+        except (CaptureError, BatchError) as error:
+            self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
+            return None
 
     def ladder(self) -> tuple[int, ...]:
         """Budgets at which the candidate is solved without nested segments, rising."""
@@ -190,14 +242,21 @@ class Candidate:
         if note not in self._notes:
             self._notes.append(note)
 
-    def _fastest_of(self, ladder: tuple[int, ...], budget_bytes: int) -> Estimate | None:
-        try:
-            return self._highest_that_fits(ladder, budget_bytes)
-        except (CaptureError, BatchError) as error:
-            self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
-            return None
+    def _expected_at(self, rung: int) -> Expected:
+        rung_bytes = self.ladder()[rung]
+        solution = self._solution(rung_bytes)
+        seconds = self._step_seconds(solution)
+        assert seconds is not None
+        return Expected(
+            candidate=self,
+            rung=rung,
+            settings=replace(self.settings, units=self.posed.chosen(solution.choice)),
+            seconds=seconds,
+            reserved_bytes=self._expected_reserved_bytes(solution, rung_bytes),
+        )
 
-    def _highest_that_fits(self, ladder: tuple[int, ...], budget_bytes: int) -> Estimate | None:
+    def _highest_expected(self, ladder: tuple[int, ...], budget_bytes: int) -> int:
+        """The highest rung expected to fit; -1 if none is."""
         low, high = -1, len(ladder)
         while high - low > 1:
             middle = (low + high) // 2
@@ -205,9 +264,7 @@ class Candidate:
                 low = middle
             else:
                 high = middle
-        while low >= 0 and self.replay(ladder[low]).predicted_peak_reserved_bytes > budget_bytes:
-            low -= 1
-        return None if low < 0 else self.replay(ladder[low])
+        return low
 
     def _segment_problem(self) -> SegmentProblem | None:
         if not self._segments:
@@ -262,22 +319,27 @@ class Candidate:
         solution = self._solution(rung_bytes)
         if solution.peak_bytes * (1 + MOST_RESERVED_FRACTION) <= budget_bytes:
             return True
+        if solution.peak_bytes * (1 - MOST_POSED_FRACTION) > budget_bytes:
+            return False
+        return self._expected_reserved_bytes(solution, rung_bytes) <= budget_bytes
+
+    def _expected_reserved_bytes(self, solution: Solution, rung_bytes: int) -> int:
         if solution.choice not in self._reserved:
             self._reserved[solution.choice] = self._reserved_bytes(solution.choice, rung_bytes)
-        return self._reserved[solution.choice] <= budget_bytes
+        return self._reserved[solution.choice]
 
     def _reserved_bytes(self, choice: tuple[int, ...], rung_bytes: int) -> int:
         if NESTED in choice:
             return self.replay(rung_bytes).predicted_peak_reserved_bytes
         if not any(choice):
-            return predict_memory(self.kept).peak_reserved_bytes
+            return replay_allocations(self.kept).peak_reserved_bytes
         if self._splicer is None:
             self._splicer = Splicer(
                 self.recomputed, unit_of_each_op(self.recomputed, self.units), len(self.units)
             )
         if not self._splicer.can_splice():
             return self.replay(rung_bytes).predicted_peak_reserved_bytes
-        return predict_memory(self._splicer.spliced(self.posed.chosen(choice))).peak_reserved_bytes
+        return replay_allocations(self._splicer.spliced(self.posed.chosen(choice))).peak_reserved_bytes
 
     def _uniform_peak_bytes(self, action: Action) -> int:
         if action not in self._uniform_peaks:
@@ -292,6 +354,14 @@ class Candidate:
             return None
         seconds = self.posed.problem.seconds(choice)
         return Solution(choice=choice, seconds=seconds, peak_bytes=peak_bytes, is_optimal=True)
+
+
+def _roughness(settings: Settings, *, offloads: bool) -> float:
+    """Part by which a capture may be faster than what is derived: ops may differ where a dimension is 1, and
+    what hides a copy is told roughly."""
+    if offloads:
+        return 0.02
+    return 0.01 if settings.micro_batch_size == 1 else 0.001
 
 
 def _peak_allocated_bytes(trace: Trace) -> int:
@@ -417,7 +487,7 @@ def alternative(label: str, trace: Trace, settings: Settings, request: Request) 
     Returns:
         The record that a plan lists.
     """
-    reserved_bytes = predict_memory(trace).peak_reserved_bytes
+    reserved_bytes = replay_allocations(trace).peak_reserved_bytes
     return Alternative(
         label=label,
         settings=settings,

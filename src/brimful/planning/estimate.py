@@ -90,8 +90,9 @@ class Estimate:
     """From what the step cannot do without to what it may take at most, CUDA context included: the lower end is
     the smallest capacity at which the simulated allocator survives, the upper end has every library's workspace
     as large as it may be."""
-    smallest_surviving_capacity_bytes: int
-    """What the allocator cannot do without, less than it reserves where there is room; context not included."""
+    smallest_surviving_capacity_bytes: int | None
+    """What the allocator cannot do without, less than it reserves where there is room; context not included.
+    None where it was not sought, as in a plan; the interval then begins at what is allocated."""
     predicted_pinned_host_bytes: int
     """What offloaded units take of the host's memory; it stays pinned to the end of training."""
     predicted_step_seconds: float
@@ -151,6 +152,7 @@ def estimate_trace(
     capacity_bytes: int | None = None,
     allocator: AllocatorSettings | None = None,
     compares_allocators: bool = False,
+    seeks_smallest_capacity: bool = True,
 ) -> Estimate:
     """What the traced step takes on `device`.
 
@@ -160,6 +162,7 @@ def estimate_trace(
         capacity_bytes: Bytes permitted, the CUDA context included; None permits all the device has.
         allocator: How the CUDA allocator is set; None as the trace's own settings say.
         compares_allocators: Also replay the step under other settings, which takes about a second.
+        seeks_smallest_capacity: Also find what the allocator cannot do without, in some ten replays.
 
     Returns:
         Peaks over all captured steps, time of the last one, and a verdict. Where the steps do not fit, the
@@ -176,10 +179,7 @@ def estimate_trace(
     capacity = device.capacity_bytes if capacity_bytes is None else capacity_bytes
     reservable = max(capacity - device.context_bytes, 0)
     memory = predict_memory(trace, allocator=allocator, capacity_bytes=reservable)
-    surviving = smallest_surviving_capacity_bytes(
-        trace, allocator=allocator, unlimited_peak_reserved_bytes=memory.unlimited_peak_reserved_bytes
-    )
-    surviving = memory.peak_reserved_bytes if surviving is None else surviving
+    surviving = _smallest_surviving(trace, allocator, memory) if seeks_smallest_capacity else None
     time = step_seconds(trace, device)
     return Estimate(
         job=trace.job,
@@ -214,14 +214,25 @@ def estimate_trace(
 
 def estimate_unlimited(trace: Trace, device: Device) -> Estimate:
     """What the traced step takes where the allocator never has to give back its cache."""
-    return estimate_trace(trace, device, capacity_bytes=NO_LIMIT_BYTES)
+    return estimate_trace(trace, device, capacity_bytes=NO_LIMIT_BYTES, seeks_smallest_capacity=False)
 
 
-def _interval(trace: Trace, device: Device, memory: MemoryPrediction, surviving_bytes: int) -> tuple[int, int]:
+def _smallest_surviving(trace: Trace, allocator: AllocatorSettings | None, memory: MemoryPrediction) -> int:
+    found = smallest_surviving_capacity_bytes(
+        trace, allocator=allocator, unlimited_peak_reserved_bytes=memory.unlimited_peak_reserved_bytes
+    )
+    return memory.peak_reserved_bytes if found is None else found
+
+
+def _interval(
+    trace: Trace, device: Device, memory: MemoryPrediction, surviving_bytes: int | None
+) -> tuple[int, int]:
     """The least and the most on the device; on a CPU what is predicted, with what kernels may take inside."""
     most = most_reserved_bytes(trace, memory.unlimited_peak_reserved_bytes, allocator=memory.allocator)
     if device.kind == "cpu":
         return memory.peak_reserved_bytes, most
+    if surviving_bytes is None:
+        surviving_bytes = memory.peak_allocated_bytes
     least = min(surviving_bytes, memory.peak_reserved_bytes)
     return least + device.context_low_bytes, int(most * (1 + RESIDUAL_FRACTION)) + device.context_high_bytes
 

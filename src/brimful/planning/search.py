@@ -1,17 +1,21 @@
 """The joint search: micro-batch × precision × an action per unit, replayed, the fastest that fits.
 
-Every candidate tells the least time that the budget could permit it. They are replayed in that order, each to
-its fastest choice that really is within the budget, until none that is left could be faster.
+Every candidate tells the least time that the budget could permit it, and with more work what is expected of it
+once all that is reserved counts. They are captured in that order, each to its fastest choice that really is
+within the budget, until none that is left could be faster.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+from operator import itemgetter
 
 from brimful.errors import CaptureError, UsageError
-from brimful.planning.candidates import Candidate, CandidateFamily, alternative
+from brimful.planning.candidates import Candidate, CandidateFamily, Expected, alternative
 from brimful.planning.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.logits import LOSS_CHUNKS, logits_layer
@@ -71,14 +75,12 @@ def search(capture: Capture, request: Request) -> Plan:
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
     notes: list[str] = []
     candidates = _candidates(capture, request, plain_trace, request.bases(), notes)
-    found = _fastest(candidates, request.reserved_budget_bytes)
-    if request.permits_chunked_loss and _is_held_back(found, candidates, request):
+    if request.permits_chunked_loss and _is_held_back(candidates, request):
         candidates += _with_chunked_loss(capture, request, plain_trace, notes)
-        found = _fastest(candidates, request.reserved_budget_bytes)
     can_grow = request.permits_expandable_segments and request.device.kind == "cuda"
-    if can_grow and _is_held_back(found, candidates, request):
+    if can_grow and _is_held_back(candidates, request):
         candidates += [candidate.with_expandable_segments() for candidate in candidates]
-        found = _fastest(candidates, request.reserved_budget_bytes)
+    found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
         leanest = _leanest(candidates)
         found = [each for each in leanest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
@@ -155,15 +157,21 @@ def _leanest(candidates: list[Candidate]) -> tuple[Estimate, ...]:
     raise CaptureError("none of the ways to train that would take least can be captured.")
 
 
-def _is_held_back(found: list[Estimate], candidates: list[Candidate], request: Request) -> bool:
+def _is_held_back(candidates: list[Candidate], request: Request) -> bool:
     """Whether sparing memory could make the best plan faster, or there is none.
 
-    On a CPU it always could: memory that a step has not touched yet takes time to touch.
+    What is expected decides, and its capture only if that would be fast enough. On a CPU it always could:
+    memory that a step has not touched yet takes time to touch.
     """
     if request.device.kind == "cpu":
         return True
     fastest_ever = min(filter(None, (candidate.seconds_at_best(NO_LIMIT_BYTES) for candidate in candidates)))
-    return not found or found[0].predicted_step_seconds > fastest_ever * (1 + ROUGHNESS)
+    fast_enough = fastest_ever * (1 + ROUGHNESS)
+    expected = next(_expected(candidates, request.reserved_budget_bytes), None)
+    if expected is None or expected.seconds > fast_enough:
+        return True
+    found = _fastest(candidates, request.reserved_budget_bytes)
+    return not found or found[0].predicted_step_seconds > fast_enough
 
 
 def _with_chunked_loss(capture: Capture, request: Request, plain: Trace, notes: list[str]) -> list[Candidate]:
@@ -185,43 +193,51 @@ def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:
 
     Nested segments are tried last: they are captured, and slower than whatever else fits the same candidate.
     """
-    flat = [(candidate.seconds_at_best(budget_bytes), candidate) for candidate in candidates]
-    found = _replayed(flat, budget_bytes, Candidate.fastest_within, [])
-    best = min((done.predicted_step_seconds for done in found), default=math.inf)
+    found: list[Estimate] = []
+    for expected in _expected(candidates, budget_bytes):
+        if expected.seconds_at_best >= _least_seconds(found):
+            break
+        if captured := expected.candidate.captured_from(expected.rung, budget_bytes):
+            found.append(captured)
+    best = _least_seconds(found)
     nested = [(candidate.nested_seconds_at_best(budget_bytes, best), candidate) for candidate in candidates]
-    found = _replayed(nested, budget_bytes, Candidate.fastest_nested_within, found)
+    for seconds, candidate in sorted(((s, c) for s, c in nested if s is not None), key=itemgetter(0)):
+        if seconds * (1 - candidate.roughness) < _least_seconds(found):
+            captured = candidate.fastest_nested_within(budget_bytes)
+            found += [captured] if captured else []
     return sorted(found, key=lambda estimate: estimate.predicted_step_seconds)
 
 
-def _replayed(
-    bounds: list[tuple[float | None, Candidate]],
-    budget_bytes: int,
-    fastest_within: Callable[[Candidate, int], Estimate | None],
-    found: list[Estimate],
-) -> list[Estimate]:
-    """What is found already, and of each candidate that could be faster by its bound the fastest that fits."""
-    hopeful = [(seconds, candidate) for seconds, candidate in bounds if seconds is not None]
-    found = list(found)
-    for seconds, candidate in sorted(hopeful, key=lambda pair: pair[0]):
-        best = min((done.predicted_step_seconds for done in found), default=math.inf)
-        if seconds * (1 - candidate.roughness) >= best:
-            continue
-        fastest = fastest_within(candidate, budget_bytes)
-        if fastest is not None:
-            found.append(fastest)
-    return found
+def _least_seconds(found: list[Estimate]) -> float:
+    return min((estimate.predicted_step_seconds for estimate in found), default=math.inf)
+
+
+def _expected(candidates: list[Candidate], budget_bytes: int) -> Iterator[Expected]:
+    """The best that is expected of each candidate, by the least time it may be found to take.
+
+    A candidate's bound is told at once, what is expected of it takes work: so that is found out only once no
+    other is before its bound.
+    """
+    order = count()
+    heap: list[tuple[float, int, Candidate | Expected]] = []
+    for candidate in candidates:
+        bound = candidate.seconds_at_best(budget_bytes)
+        if bound is not None:
+            heappush(heap, (bound * (1 - candidate.roughness), next(order), candidate))
+    while heap:
+        _seconds, _place, first = heappop(heap)
+        if isinstance(first, Expected):
+            yield first
+        elif expected := first.expected_within(budget_bytes):
+            heappush(heap, (expected.seconds_at_best, next(order), expected))
 
 
 def _alternatives(
     request: Request, candidates: list[Candidate], found: list[Estimate]
 ) -> tuple[Alternative, ...]:
-    """What was replayed and lost, and what people do by hand: one rule for all, the largest micro-batch."""
+    """What was looked at and lost, and what people do by hand: one rule for all, the largest micro-batch."""
     best, *lost = found
-    if best.settings.optimizer != request.optimizer:
-        own_optimizer = [c for c in candidates if c.settings.optimizer == request.optimizer]
-        best_of_own = _fastest(own_optimizer, request.reserved_budget_bytes)[:1]
-        lost = [*best_of_own, *(each for each in lost if each not in best_of_own)]
-    others = [
+    captured = [
         Alternative(
             label=each.settings.describe(),
             settings=each.settings,
@@ -229,14 +245,35 @@ def _alternatives(
             predicted_step_seconds=each.predicted_step_seconds,
             fits=True,
         )
-        for each in lost[:MOST_ALTERNATIVES]
+        for each in lost
     ]
+    if best.settings.optimizer != request.optimizer:
+        own_optimizer = [c for c in candidates if c.settings.optimizer == request.optimizer]
+        next(_expected(own_optimizer, request.reserved_budget_bytes), None)
+    known = {each.settings for each in found}
+    looked_at = [candidate.known_expected(request.reserved_budget_bytes) for candidate in candidates]
+    expected = [
+        Alternative(
+            label=each.settings.describe(),
+            settings=each.settings,
+            predicted_peak_reserved_bytes=each.reserved_bytes,
+            predicted_step_seconds=each.seconds,
+            fits=True,
+        )
+        for each in looked_at
+        if each is not None and each.settings not in known
+    ]
+    others = sorted([*captured, *expected], key=_step_seconds)[:MOST_ALTERNATIVES]
     own = [candidate for candidate in candidates if _is_plain_otherwise(candidate.settings, request)]
     for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
         by_hand = _largest_by_hand(own, action, f"{how}, largest micro-batch")
         if by_hand is not None and by_hand.settings != best.settings:
             others.append(by_hand)
-    return tuple(sorted(others, key=lambda other: other.predicted_step_seconds))
+    return tuple(sorted(others, key=_step_seconds))
+
+
+def _step_seconds(alternative: Alternative) -> float:
+    return alternative.predicted_step_seconds
 
 
 def _is_plain_otherwise(settings: Settings, request: Request) -> bool:
