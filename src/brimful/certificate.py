@@ -58,6 +58,8 @@ class Certificate:
 
     def __str__(self) -> str:
         verdict = "is the same training" if self.holds else "is NOT the same training"
+        if all(comparison.left_out_because for comparison in self.comparisons):
+            verdict = "was not compared with plain training"
         lines = [f"{self.job}: the plan {verdict} ({self.samples} samples compared on {self.device})"]
         return "\n".join([*lines, *(f"  {comparison}" for comparison in self.comparisons)])
 
@@ -81,7 +83,7 @@ class Certificate:
             "comparisons": [
                 {
                     "name": comparison.name,
-                    "holds": comparison.holds,
+                    "holds": None if comparison.left_out_because else comparison.holds,
                     "is_bitwise": comparison.is_bitwise,
                     "largest_difference": comparison.largest_difference,
                     "where": comparison.where,

@@ -262,14 +262,15 @@ def gpus(
         from brimful.report import gpus_document
 
         job = _job(model, seq_len, image_size, options)
-        fits = api.gpus(
-            job,
-            global_batch_size=global_batch_size,
-            precision=precision,
-            optimizer=optimizer,
-            split_batch_norm=split_batch_norm,
-            devices=device,
-        )
+        with _waiting("capturing for each kind of GPU"):
+            fits = api.gpus(
+                job,
+                global_batch_size=global_batch_size,
+                precision=precision,
+                optimizer=optimizer,
+                split_batch_norm=split_batch_norm,
+                devices=device,
+            )
         text = gpus_text(job.name, global_batch_size, fits)
         _show(text, lambda: gpus_document(job.name, global_batch_size, fits), as_json)
 
@@ -339,23 +340,24 @@ def plan(
         if source is None or global_batch_size is None:
             raise UsageError("a plan needs a model and --global-batch-size; --check FILE needs neither.")
         job = _job_of(source)
-        result = api.plan(
-            job,
-            device,
-            global_batch_size=global_batch_size,
-            budget=budget,
-            precision=precision,
-            micro_batch_size=micro_batch_size,
-            recompute=recompute,
-            optimizer=optimizer,
-            optimizer_implementation=optimizer_implementation,
-            allow_optimizers=allow_optimizer or (),
-            chunked_loss=chunked_loss,
-            expandable_segments=expandable_segments,
-            offload=offload,
-            host_memory=host_memory,
-            split_batch_norm=split_batch_norm,
-        )
+        with _waiting("planning"):
+            result = api.plan(
+                job,
+                device,
+                global_batch_size=global_batch_size,
+                budget=budget,
+                precision=precision,
+                micro_batch_size=micro_batch_size,
+                recompute=recompute,
+                optimizer=optimizer,
+                optimizer_implementation=optimizer_implementation,
+                allow_optimizers=allow_optimizer or (),
+                chunked_loss=chunked_loss,
+                expandable_segments=expandable_segments,
+                offload=offload,
+                host_memory=host_memory,
+                split_batch_norm=split_batch_norm,
+            )
         result = replace(result, source=source)
         if output is not None:
             result.save(output)
@@ -475,23 +477,24 @@ def train(
         elif global_batch_size is None:
             raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
         else:
-            chosen = api.plan(
-                job,
-                device,
-                global_batch_size=global_batch_size,
-                budget=budget,
-                precision=precision,
-                micro_batch_size=micro_batch_size,
-                recompute=recompute,
-                optimizer=optimizer,
-                optimizer_implementation=optimizer_implementation,
-                allow_optimizers=allow_optimizer or (),
-                chunked_loss=chunked_loss,
-                expandable_segments=expandable_segments,
-                offload=offload,
-                host_memory=host_memory,
-                split_batch_norm=split_batch_norm,
-            )
+            with _waiting("planning"):
+                chosen = api.plan(
+                    job,
+                    device,
+                    global_batch_size=global_batch_size,
+                    budget=budget,
+                    precision=precision,
+                    micro_batch_size=micro_batch_size,
+                    recompute=recompute,
+                    optimizer=optimizer,
+                    optimizer_implementation=optimizer_implementation,
+                    allow_optimizers=allow_optimizer or (),
+                    chunked_loss=chunked_loss,
+                    expandable_segments=expandable_segments,
+                    offload=offload,
+                    host_memory=host_memory,
+                    split_batch_norm=split_batch_norm,
+                )
         if not as_json:
             print(chosen, flush=True)
         result, plain = api.fit(
@@ -672,6 +675,15 @@ def _value(text: str) -> int | float | bool | str:
     except ValueError:
         return text
     return value if isinstance(value, int | float | bool) else text
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """On a terminal, a line on standard error while something takes seconds or minutes."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} …"):  # prints nothing where there is no terminal
+        yield
 
 
 @contextmanager

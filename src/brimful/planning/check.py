@@ -33,12 +33,18 @@ class PlanCheck:
         """Whether the predicted peak is within the budget."""
         return self.predicted_peak_device_bytes <= self.budget_bytes
 
+    @property
+    def _why(self) -> str:
+        if self.planned_peak_device_bytes > self.budget_bytes:
+            return f"it was planned for more, {format_bytes(self.planned_peak_device_bytes)}"
+        return "the job takes more than when it was planned"
+
     def __str__(self) -> str:
         over_bytes = self.predicted_peak_device_bytes - self.budget_bytes
         verdict = (
             f"fits, {format_bytes(-over_bytes)} to spare"
             if self.fits
-            else f"does not fit, {format_bytes(over_bytes)} too much; plan it again"
+            else f"does not fit, {format_bytes(over_bytes)} too much: {self._why}; plan it again"
         )
         return (
             f"{self.job} on {self.device}: the plan {verdict}\n"

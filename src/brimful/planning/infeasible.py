@@ -61,15 +61,15 @@ def nothing_fits(
 
 
 def _what_was_asked(request: Request) -> Iterator[str]:
-    """What is pinned or not permitted, and keeps a plan from taking less; with the names of `brimful.plan`."""
+    """What is pinned or not permitted, and keeps a plan from taking less."""
     if request.micro_batch_size not in (None, 1):
-        yield f"micro_batch_size={request.micro_batch_size}"
+        yield f"micro-batches of {request.micro_batch_size}"
     if request.recompute is not None:
-        yield f"recompute={'none' if request.recompute is Action.KEEP else 'all'}"
+        yield f"{'nothing' if request.recompute is Action.KEEP else 'everything'} recomputed"
     if not request.permits_chunked_loss:
-        yield "chunked_loss=False"
+        yield "no chunked loss"
     if request.device.kind == "cuda" and not request.permits_expandable_segments:
-        yield "expandable_segments=False"
+        yield "no expandable segments"
     if request.device.kind == "cuda" and not request.offload_host_bytes:
         yield "no offload"
 
@@ -78,13 +78,13 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
     """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
     settings = smallest.settings
     tried = [
-        (f"precision={str(precision)!r}", replace(settings, precision=precision))
+        (f"precision {precision}", replace(settings, precision=precision))
         for precision in (Precision.BF16, Precision.FP16)
         if precision not in request.precisions and request.device.supports(precision)
     ][:1]
     if request.optimizer is None:
         by_torch = replace(settings, optimizer_implementation=None)
-        tried += [(f"optimizer={name!r}", replace(by_torch, optimizer=name)) for name in ("adafactor", "sgd")]
+        tried += [(f"optimizer {name}", replace(by_torch, optimizer=name)) for name in ("adafactor", "sgd")]
     for label, changed in tried:
         try:
             estimate = estimate_unlimited(capture(changed), request.device)

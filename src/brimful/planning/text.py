@@ -35,7 +35,8 @@ def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
     """A table of GPUs: those that fit by speed, then the others by what they lack."""
     fitting = [fit for fit in fits if fit.settings is not None]
     others = [fit for fit in fits if fit.settings is None]
-    lines = [f"{job}, global batch {global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs"]
+    how = "whole or in micro-batches, all kept or all recomputed"
+    lines = [f"{job}, global batch {global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs, {how}"]
     lines.append(f"  {'GPU':<31}{'has':>9}{'plain':>10}{'takes':>10}{'speed':>17}  how")
     for fit in sorted(fitting, key=lambda fit: -(fit.predicted_samples_per_second or 0)):
         assert fit.settings is not None
@@ -49,7 +50,11 @@ def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
             f"{format_rate(fit.predicted_samples_per_second or 0):>17}  {how}"
         )
     for fit in sorted(others, key=lambda fit: fit.predicted_smallest_peak_device_bytes - fit.capacity_bytes):
-        change = f"fits with {fit.change}" if fit.change else "`brimful plan` tries more"
+        change = (
+            f"fits with {fit.change}, or as `brimful plan` may find"
+            if fit.change
+            else "`brimful plan` may find a way"
+        )
         lines.append(
             f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
             f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_smallest_peak_device_bytes):>10}"
@@ -233,7 +238,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
         slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
         fit = "" if other.fits else ", does not fit"
-        yield f"    {by_hand}{other.settings.describe()}: {size}, {slower:+.0%} time{fit}"
+        yield f"    {by_hand}{other.settings.describe()}: {size}, {slower:+.1%} time{fit}"
     for note in plan.notes:
         yield f"  note: {note}"
 
