@@ -41,6 +41,15 @@ class OptimizerImplementation(StrEnum):
     """All at once in one kernel, without temporaries."""
 
 
+class Parallelism(StrEnum):
+    """How several ranks, each with its share of the global batch, train one model."""
+
+    DDP = "ddp"
+    """Each holds all parameters, gradients and optimizer state; gradients are averaged."""
+    FSDP2 = "fsdp2"
+    """Each holds its part of them; a unit's parameters are gathered while it runs."""
+
+
 class Action(StrEnum):
     """What becomes of a unit's saved tensors between its forward and its backward."""
 
@@ -160,8 +169,8 @@ class ChunkedLoss:
 class Settings:
     """How one optimizer step is carried out.
 
-    `micro_batch_size × gradient_accumulation_steps` samples make one optimizer step of one process;
-    with data-parallel ranks, times the ranks. Their product, the global batch, is the user's.
+    `micro_batch_size × gradient_accumulation_steps` samples of each of the data-parallel ranks make one
+    optimizer step. Their product, the global batch, is the user's.
     """
 
     micro_batch_size: int
@@ -180,9 +189,13 @@ class Settings:
     expandable_segments: bool = False
     """Let PyTorch's CUDA allocator grow its segments, which leaves less memory unused between tensors; as the
     environment variable PYTORCH_ALLOC_CONF=expandable_segments:True does."""
+    ranks: int = 1
+    """Processes, each with a device of its own, that train one model together."""
+    parallelism: Parallelism = Parallelism.DDP
+    """How; nothing to a single one."""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "gradient_accumulation_steps"):
+        for name in ("micro_batch_size", "gradient_accumulation_steps", "ranks"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         for before, unit in pairwise((None, *self.units)):
@@ -198,7 +211,12 @@ class Settings:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples per optimizer step of one process."""
+        """Samples per optimizer step."""
+        return self.rank_batch_size * self.ranks
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Samples per optimizer step of one rank."""
         return self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
@@ -226,6 +244,8 @@ class Settings:
         parts = [str(self.precision), f"micro-batch {self.micro_batch_size}"]
         if self.gradient_accumulation_steps > 1:
             parts[-1] += f" × {self.gradient_accumulation_steps}"
+        if self.ranks > 1:
+            parts[-1] += f" on each of {self.ranks} ranks ({self.parallelism})"
         if self.optimizer:
             parts.append(self.optimizer)
         if self.optimizer_implementation:
@@ -256,11 +276,11 @@ class Settings:
         Raises:
             UsageError: `micro_batch_size` does not divide the global batch.
         """
-        steps, rest = divmod(self.global_batch_size, micro_batch_size)
+        steps, rest = divmod(self.rank_batch_size, micro_batch_size)
         if rest:
+            whose = "the global batch size" if self.ranks == 1 else "a rank's part of the global batch,"
             raise UsageError(
-                f"micro_batch_size {micro_batch_size} does not divide the global batch size "
-                f"{self.global_batch_size}."
+                f"micro_batch_size {micro_batch_size} does not divide {whose} {self.rank_batch_size}."
             )
         return replace(self, micro_batch_size=micro_batch_size, gradient_accumulation_steps=steps)
 
@@ -277,6 +297,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "units": [_unit_to_json(unit) for unit in settings.units],
         "chunked_loss": settings.chunked_loss and asdict(settings.chunked_loss),
         "expandable_segments": settings.expandable_segments,
+        "ranks": settings.ranks,
+        "parallelism": str(settings.parallelism),
     }
 
 
@@ -309,4 +331,6 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         ),
         chunked_loss=(chunked := document.get("chunked_loss")) and ChunkedLoss(**chunked),
         expandable_segments=document.get("expandable_segments", False),
+        ranks=document.get("ranks", 1),
+        parallelism=Parallelism(document.get("parallelism", Parallelism.DDP)),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -59,6 +59,7 @@ def run_step(
     move: Callable[[Batch], Batch] = lambda batch: batch,
     carry_out: CarryOut = lambda action: action(),
     follow_up: CarryOut = lambda action: action(),
+    synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
 ) -> StepOutcome:
     """Run one optimizer step over the micro-batches of a global batch.
 
@@ -67,7 +68,7 @@ def run_step(
         loss: `loss(model, batch)`, a scalar: the mean over a micro-batch.
         optimizer: Holds the parameters of `model`; its gradients are clear.
         micro_batches: The global batch in parts.
-        weights: Share of each micro-batch in the global mean; they sum to 1.
+        weights: Share of each micro-batch in the global mean; they sum to 1, over ranks to their number.
         precision: FP16 and BF16 run forward under autocast.
         scaler: Scales the loss under FP16; None otherwise.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
@@ -76,6 +77,7 @@ def run_step(
         move: Brings a micro-batch to the device just before it is used.
         carry_out: Calls the optimizer's step.
         follow_up: Calls what follows it; each is safe to call again.
+        synchronising: Around forward and backward of a micro-batch; told whether it is the last.
 
     Returns:
         The loss and gradient norm of the global batch.
@@ -87,9 +89,10 @@ def run_step(
     total: Tensor | None = None
     for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
         tell(Phase.FORWARD, index)
-        part = _forward(model, loss, move(micro_batch), weight, precision)
-        tell(Phase.BACKWARD, index)
-        (scaler.scale(part) if scaler is not None else part).backward()
+        with synchronising(index == len(micro_batches) - 1):
+            part = _forward(model, loss, move(micro_batch), weight, precision)
+            tell(Phase.BACKWARD, index)
+            (scaler.scale(part) if scaler is not None else part).backward()
         total = part.detach() if total is None else total + part.detach()
         del part
     assert total is not None
@@ -135,10 +138,42 @@ def loss_weights(count: Callable[[Batch], Tensor | int] | None, micro_batches: S
     """
     if count is None and len(micro_batches) == 1:
         return [1.0]
+    counts = loss_counts(count, micro_batches)
+    return shares_of(counts, sum(counts))
+
+
+def loss_counts(count: Callable[[Batch], Tensor | int] | None, micro_batches: Sequence[Batch]) -> list[float]:
+    """How many terms the mean loss of each micro-batch is over.
+
+    Args:
+        count: As in `Job`; None means samples.
+        micro_batches: Parts of a global batch.
+
+    Returns:
+        Numbers of at least 0.
+
+    Raises:
+        BatchError: They are negative or not finite.
+    """
     counts = [float((count or count_samples)(micro_batch)) for micro_batch in micro_batches]
     if not all(math.isfinite(terms) and terms >= 0 for terms in counts):
         raise BatchError(f"the counts of the micro-batches are {counts}; each must be finite and at least 0.")
-    total = sum(counts)
+    return counts
+
+
+def shares_of(counts: Sequence[float], total: float) -> list[float]:
+    """What part each count is of a total.
+
+    Args:
+        counts: Of micro-batches.
+        total: Of the global batch.
+
+    Returns:
+        As many parts.
+
+    Raises:
+        BatchError: The total is 0.
+    """
     if total == 0:
         raise BatchError(
             f"the mean over the global batch is over nothing: the counts of its {len(counts)} micro-batches "

@@ -165,11 +165,12 @@ def test_a_plan_that_the_model_has_outgrown_fails_the_check(folder: Path) -> Non
     assert document["predicted_peak_device_bytes"] == document["planned_peak_device_bytes"]
     assert document["budget_bytes"] == 2**30
     smaller = brimful(folder, "plan", "--check", "plan.json", "--budget", "300MiB")
-    assert (smaller.returncode, "too much; plan it again" in smaller.stdout) == (1, True)
+    assert (smaller.returncode, "too much: it was planned for more" in smaller.stdout) == (1, True)
     (folder / "mine.py").write_text(JOB.replace("width=64", "width=8192").replace('"tiny"', '"grown"'))
     grown = brimful(folder, "plan", "mine:job", "--check", "plan.json")
     assert grown.returncode == 1
     assert grown.stdout.startswith("grown on RTX 3090: the plan does not fit")
+    assert "the job takes more than when it was planned" in grown.stdout
 
 
 def test_a_plan_is_certified_on_this_machine(folder: Path) -> None:

@@ -113,7 +113,7 @@ def _with_few_samples(settings: Settings) -> Settings:
 def _certificate(
     job: Job, settings: Settings, model: nn.Module, device: torch.device, seed: int
 ) -> Certificate:
-    batch = make_batch(job, settings.global_batch_size)
+    batch = make_batch(job, settings.rank_batch_size)
     compute = partial(_computed, job, model, batch, device, seed)
     kept = compute(replace(settings, units=()))
     comparisons = [_recomputing(settings, kept, compute)]
@@ -126,7 +126,7 @@ def _certificate(
     return Certificate(
         job=job.name,
         device=device_name(device),
-        samples=settings.global_batch_size,
+        samples=settings.rank_batch_size,
         comparisons=tuple(comparisons),
     )
 
@@ -183,7 +183,7 @@ def _splitting(
     reason = _why_not_split(settings, model, kept.draws)
     if reason:
         return Comparison(name="splitting", left_out_because=reason)
-    whole = compute(replace(settings, units=()).with_micro_batch_size(settings.global_batch_size))
+    whole = compute(replace(settings, units=()).with_micro_batch_size(settings.rank_batch_size))
     return _comparison("splitting", whole, kept, bound=_rounding(settings.precision))
 
 

@@ -109,7 +109,7 @@ def repeated_step(
         BatchError: The job's batch cannot be made or split.
     """
     device = device_of(model)
-    micro_batches = split_batch(make_batch(job, settings.global_batch_size), settings.micro_batch_size)
+    micro_batches = split_batch(make_batch(job, settings.rank_batch_size), settings.micro_batch_size)
     weights = loss_weights(job.count, micro_batches)
 
     def run() -> StepOutcome:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from brimful.batches import count_samples, split_batch, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
+from brimful.train.ranks import ALONE, Ranks
 
 
 def find_data(job: Job, data: Data | None) -> Data:
@@ -113,18 +114,23 @@ class Batches:
             )
 
 
-def validation_batches(validation: Batch | Iterable[Batch], micro_batch_size: int) -> Iterator[Batch]:
-    """The validation samples in micro-batches, in their own order.
+def validation_batches(
+    validation: Batch | Iterable[Batch], micro_batch_size: int, ranks: Ranks = ALONE
+) -> Iterator[tuple[Batch, bool]]:
+    """The validation samples of this rank in micro-batches, in their own order.
 
     Args:
         validation: One batch with all samples, or an iterable of batches.
         micro_batch_size: Most samples of each.
+        ranks: Among which each batch is divided.
 
     Yields:
-        Micro-batches on the host.
+        Micro-batches on the host, and whether they count: a rank without a sample is given one that does not.
     """
     for batch in [validation] if is_one_batch(validation) else validation:
-        yield from split_batch(batch, micro_batch_size)
+        share, samples = ranks.share(batch)
+        for micro_batch in split_batch(share, micro_batch_size):
+            yield micro_batch, samples > 0
 
 
 def check_validation(validation: Batch | Iterable[Batch]) -> None:

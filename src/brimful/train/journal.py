@@ -195,6 +195,7 @@ class Journal:
             SaveError: The first save could not be written.
             UsageError: What is to be saved cannot be loaded without running code.
         """
+        self.saved_run_step = step
         if self._directory is None or self._saves is None:
             return
         try:
@@ -203,7 +204,6 @@ class Journal:
             self._note_failure(error)
         self._directory.bring_metrics_to_disk()
         self._saves.write(step, model, state | {"metrics_bytes": self._directory.metrics_bytes})
-        self.saved_run_step = step
 
     def wait_for_save(self) -> None:
         """Wait until the last save is on the disk.
@@ -213,6 +213,16 @@ class Journal:
         """
         if self._saves is not None:
             self._saves.wait()
+
+    def known(self) -> tuple[list[StepRecord], list[ValidationRecord], list[Recovery]]:
+        """Everything that was told so far."""
+        return self.steps, self.validations, self.recoveries
+
+    def know(
+        self, steps: list[StepRecord], validations: list[ValidationRecord], recoveries: list[Recovery]
+    ) -> None:
+        """Take over what another rank has read of a run that goes on."""
+        self.steps, self.validations, self.recoveries = steps, validations, recoveries
 
     def note(self, note: str) -> None:
         """Show a line."""

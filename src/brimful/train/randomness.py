@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -73,3 +75,42 @@ class RandomState:
             host=saved["host"],
             cuda=saved["cuda"],
         )
+
+
+class RandomStream:
+    """Random numbers for one purpose, which nothing that is drawn elsewhere changes.
+
+    The data have one: so the order of the samples is the same whatever a plan or another rank draws in a step.
+    It begins as the generators are when it is made; a GPU's own is no part of it.
+    """
+
+    def __init__(self) -> None:
+        self.state = RandomState.now(_HOST)
+
+    @contextmanager
+    def drawn_from(self) -> Iterator[None]:
+        """Within, random numbers come from here."""
+        elsewhere = RandomState.now(_HOST)
+        self.state.restore(_HOST)
+        try:
+            yield
+        finally:
+            self.state = RandomState.now(_HOST)
+            elsewhere.restore(_HOST)
+
+
+def seed_all(seed: int, rank: int = 0) -> None:
+    """Seed every generator, each rank's otherwise.
+
+    Args:
+        seed: At least 0.
+        rank: That of the first is the seed itself.
+    """
+    if rank:
+        seed = int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0]) >> 1
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+_HOST = torch.device("cpu")

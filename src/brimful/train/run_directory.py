@@ -8,6 +8,7 @@
 | `best.safetensors` | the weights with the lowest validation loss |
 | `average.safetensors` | their moving average, if one is kept |
 | `saves/` | what is needed to resume; see `saves.py` |
+| `lowered.json` | settings to go on with, where memory ran out on one of several ranks |
 | `result.json` | the `TrainingResult`, once the run has ended |
 
 `load_weights(model, path)` loads weights again.
@@ -39,6 +40,7 @@ WEIGHTS = "weights.safetensors"
 BEST = "best.safetensors"
 AVERAGE = "average.safetensors"
 RESULT = "result.json"
+LOWERED = "lowered.json"
 _NAMES = (PLAN, SETTINGS, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
 
 _MOST_ENTRIES_NAMED = 3
@@ -200,8 +202,8 @@ def clear_begun_run(path: Path) -> None:
     """
     own = {*_NAMES, "report.txt", "saves"}
     present = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    if present and present <= own:
-        for name in present - {"saves"}:
+    if present and present <= own | {LOWERED}:
+        for name in present - {"saves", LOWERED}:
             (path / name).unlink()
         shutil.rmtree(path / "saves", ignore_errors=True)
 
@@ -219,6 +221,7 @@ def check_run_directory(path: Path) -> None:
         raise RunDirectoryError(f"the run directory {path} is a file. Choose another path.")
     try:
         present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
+        present = [name for name in present if name != LOWERED]
     except OSError as error:
         raise RunDirectoryError(f"the run directory {path} cannot be read: {error.strerror}.") from error
     if present:

@@ -33,7 +33,7 @@ from brimful.train.weights import TIED, distinct_tensors, load_weights
 from brimful.units import format_bytes
 
 SAVES = "saves"
-VERSION = 1
+VERSION = 2
 _MODEL, _STATE, _MANIFEST = "model.safetensors", "state.pt", "manifest.json"
 _PARTIAL = ".partial"
 

@@ -6,6 +6,7 @@ settings that take less. The batch is on the host still, so that the whole of it
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -25,12 +26,14 @@ from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
 from brimful.optimizers import set_implementation
 from brimful.settings import Settings, settings_to_json
-from brimful.step import StepOutcome, copied_to, loss_weights, make_scaler, run_step
+from brimful.step import StepOutcome, copied_to, loss_counts, loss_weights, make_scaler, run_step, shares_of
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
 from brimful.train.buffers import BufferSnapshot
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.train.parallel import data_parallel
 from brimful.train.randomness import RandomState
+from brimful.train.ranks import ALONE, Ranks
 from brimful.train.update import SurvivingUpdate
 from brimful.training import Recovery, StepRecord
 
@@ -41,6 +44,8 @@ THRASHING_STEPS = 3
 """Steps in a row in which the CUDA allocator gave back its cache to find memory, after which less is taken:
 each such search waits for the device. A choice: one may be due to a longer batch, three in a row are a
 habit."""
+
+HandOver = Callable[[Settings, Settings, Recovery], str]
 
 Lower = Callable[[Settings], Settings]
 """Finds settings that take less memory for the same global batch; raises OutOfMemoryError if there are none."""
@@ -74,6 +79,9 @@ class Steps:
             one.
         lower: Finds settings that take less.
         on_recovery: Told of each time that memory ran out.
+        ranks: Those that take the steps together, each with its share of every batch.
+        hand_over: Told with which settings the next launch is to go on, where memory ran out on one of several
+            ranks; returns what to tell the user of that.
     """
 
     def __init__(
@@ -90,8 +98,12 @@ class Steps:
         corrects_batch_norm: bool = False,
         lower: Lower,
         on_recovery: Callable[[Recovery], None],
+        ranks: Ranks = ALONE,
+        hand_over: HandOver = lambda _before, _after, _recovery: "",
     ) -> None:
         self._job = job
+        self._ranks = ranks
+        self._hand_over = hand_over
         self._model = model
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -111,6 +123,7 @@ class Steps:
         self._thrashed_in_a_row = 0
         self._allocator_retries = _allocator_retries(device)
         self._applied = apply_units(model, settings)
+        self._parallel = data_parallel(job, model, ranks)
         self.settings = settings
         """Those in force."""
         self.taken = 0
@@ -121,8 +134,11 @@ class Steps:
         """What the step took whose memory was measured."""
 
     def close(self) -> None:
-        """Give the model its own forward back."""
+        """Give the model its own forward back, and let go of the other ranks."""
         self._applied.remove()
+        del self._parallel
+        if self._ranks.are_several:
+            gc.collect()  # what speaks to them is to be gone before their connection is
 
     def take(
         self, batch: Batch, *, epoch: int, data_seconds: float = 0.0, measure_memory: bool = False
@@ -130,7 +146,7 @@ class Steps:
         """Take a step on a global batch.
 
         Args:
-            batch: On the host, of any number of samples.
+            batch: On the host, of any number of samples, the same on every rank.
             epoch: For the record.
             data_seconds: For the record: waited for the batch.
             measure_memory: Measure the peak memory of this step, which slows it down.
@@ -172,14 +188,14 @@ class Steps:
         return record
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on but the model and the data; in plain containers."""
+        """Everything that the next step depends on but the model, the data and random numbers; in plain
+        containers."""
         return {
             "optimizer": self._optimizer.state_dict(),
             "optimizer_class": type(self._optimizer).__name__,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "average": None if self._average is None else self._average.state(),
-            "random": RandomState.now(self._device).to_save(),
             "settings": settings_to_json(self.settings),
             "taken": self.taken,
             "updates": self.updates,
@@ -266,6 +282,8 @@ class Steps:
                 raise HalfUpdatedError(f"memory ran out after an update, in what follows it: {found.message}.")
             self._take_back(random)
             make_room(self._device)
+            if self._ranks.are_several:
+                raise self._ended_on_one_rank(during, found.message, start)
             self._recover(during, found.message, start, with_less=is_again)
             random.restore(self._device)  # planning anew draws batches
             is_again = True
@@ -276,16 +294,17 @@ class Steps:
         """Seconds, outcome and peak of a step that may fail."""
         self._buffers.take()
         start = time.perf_counter()
-        micro_batches = split_batch(batch, self.settings.micro_batch_size)
+        share, samples = self._ranks.share(batch)
+        micro_batches = split_batch(share, self.settings.micro_batch_size)
         measuring = peak_memory(self._model, self._optimizer, self._device) if measure_memory else nullcontext()
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
         with measuring as peak, corrected_momentum(self._model, forwards):
             outcome = run_step(
                 model=self._model,
-                loss=self._job.loss,
+                loss=self._parallel.loss,
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
-                weights=loss_weights(self._job.count, micro_batches),
+                weights=self._weights(micro_batches, counts_for_none=samples == 0),
                 precision=self.settings.precision,
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
@@ -293,13 +312,23 @@ class Steps:
                 move=self._move,
                 carry_out=self._carry_out,
                 follow_up=self._follow_up,
+                synchronising=self._parallel.synchronising,
             )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start, outcome, peak
 
+    def _weights(self, micro_batches: list[Batch], *, counts_for_none: bool) -> list[float]:
+        """Weights for the losses, such that the mean over the ranks is that of the global batch."""
+        if not self._ranks.are_several:
+            return loss_weights(self._job.count, micro_batches)
+        counts = [0.0] if counts_for_none else loss_counts(self._job.count, micro_batches)
+        (total,) = self._ranks.sum(sum(counts))
+        return [self._ranks.count * share for share in shares_of(counts, total)]
+
     def _may_update(self, loss: Tensor, gradient_norm: Tensor) -> bool:
-        self._finite = float(loss), float(gradient_norm)
+        (total,) = self._ranks.sum(float(loss))
+        self._finite = total / self._ranks.count, float(gradient_norm)
         # Gradients that overflow under loss scaling are the scaler's to skip: a smaller scale mends them.
         return math.isfinite(self._finite[0]) and (self._scaler is not None or math.isfinite(self._finite[1]))
 
@@ -343,6 +372,24 @@ class Steps:
                 after=self.settings.describe(),
                 seconds=time.perf_counter() - since,
             )
+        )
+
+    def _ended_on_one_rank(self, during: str, message: str, since: float) -> OutOfMemoryError:
+        """Leave to the next launch what to go on with."""
+        before = self.settings
+        after = self._lower(before)
+        recovery = Recovery(
+            step=self.taken + 1,
+            during=f"{during} on rank {self._ranks.rank}",
+            message=message,
+            before=before.describe(),
+            after=after.describe(),
+            seconds=time.perf_counter() - since,
+        )
+        return OutOfMemoryError(
+            f"memory ran out on rank {self._ranks.rank} of {self._ranks.count} in step {self.taken + 1}: "
+            f"{message}.\n  The other ranks wait for its gradients and cannot take the step back, so this "
+            f"launch ends.\n  {self._hand_over(before, after, recovery)}"
         )
 
     def _heed_thrashing(self, random: RandomState) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import random
 import signal
 import statistics
 import time
@@ -15,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -49,12 +47,14 @@ from brimful.train.not_finite import has_finite_parameters, step_not_finite, upd
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.place import Place
 from brimful.train.progress import make_progress, memory_text
-from brimful.train.randomness import RandomState
+from brimful.train.randomness import RandomState, RandomStream, seed_all
+from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, rank_here
+from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import check_run_directory, clear_begun_run
 from brimful.train.saves import Save, newest_save
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
-from brimful.training import StepRecord, StopReason, TrainingResult
+from brimful.training import Recovery, StepRecord, StopReason, TrainingResult
 
 MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
@@ -65,6 +65,10 @@ class Trainer:
 
     The seed decides the weights, the order of the samples and all randomness in the steps: two runs that differ
     in their plan alone start from the same weights and see the same batches.
+
+    Launched on several ranks, by `torchrun` or `accelerate launch`, each gives the same arguments and reads the
+    same global batches, of which it computes its share; the run directory is one that all of them see. The
+    first rank writes and is shown.
 
     Args:
         job: What is trained. A `model` that is a module is trained in place.
@@ -142,7 +146,8 @@ class Trainer:
         self._most_epochs = 1 if epochs is None and steps is None else epochs
         self._most_steps = steps
         self._seed = seed
-        self._device = choose_device(device, None if self._plan is None else self._plan.device_kind)
+        chosen = choose_device(device, None if self._plan is None else self._plan.device_kind)
+        self._device = device_here(chosen)
         self._max_gradient_norm = max_gradient_norm
         self._schedule = schedule
         self._ema_decay = ema_decay
@@ -150,7 +155,7 @@ class Trainer:
         self._patience = patience
         self._callbacks = tuple(callbacks)
         self._certifies = certifies
-        self._shows_progress = show_progress
+        self._shows_progress = show_progress and rank_here() == 0
 
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
@@ -159,8 +164,10 @@ class Trainer:
         self._stop_requested = False
         self._is_terminated = False
         self._place: Place | None = None
+        self._ranks = ALONE
+        self._data_randomness = RandomStream()
         self._before_batch: RandomState | None = None
-        """Random numbers before the batch was read that is not trained on yet."""
+        """Random numbers of the data before the batch was read that is not trained on yet."""
 
     @property
     def model(self) -> nn.Module:
@@ -208,28 +215,37 @@ class Trainer:
             NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
             SaveError: A file could not be written; what was there before stays.
         """
+        check_ranks(self._settings.ranks)
+        with joined_ranks(self._device) as self._ranks:
+            return self._fit()
+
+    def _fit(self) -> TrainingResult:
+        self._ranks.wait()  # the first may still be writing what a run before this saved last
         saved = self._newest_save()
-        if self._run_dir is not None and saved is None:
+        self._check_all_found_it(saved)
+        if self._run_dir is not None and saved is None and self._ranks.is_first:
             if self._resumes:
                 clear_begun_run(self._run_dir)
             check_run_directory(self._run_dir)
         settings = self._settings if saved is None else self._settings_to_resume(saved)
+        settings, lowered = self._lowered(settings)
         data = find_data(self._job, self._data)
         batches = Batches(data.train, global_batch_size=settings.global_batch_size, seed=self._seed)
         if data.validation is not None:
             check_validation(data.validation)
-        torch.manual_seed(self._seed)
-        random.seed(self._seed)
-        np.random.seed(self._seed % 2**32)
+        seed_all(self._seed)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
-        self._certificate = self._certified(self._model) if saved is None else None
+        self._certificate = self._certified(self._model) if saved is None and self._ranks.is_first else None
+        self._data_randomness = RandomStream()
+        if self._ranks.rank:
+            seed_all(self._seed, self._ranks.rank)  # dropout is not to be the same on every rank
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
         self._stop_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
-            run_dir=self._run_dir,
+            run_dir=self._run_dir if self._ranks.is_first else None,
             plan=self._plan or self._settings,
             job=self._job.name,
             progress=make_progress(self._total_steps(batches), show=self._shows_progress),
@@ -248,12 +264,14 @@ class Trainer:
             corrects_batch_norm=self._corrects_batch_norm,
             lower=Lowering(self._job, self._plan, self._device),
             on_recovery=journal.add_recovery,
+            ranks=self._ranks,
+            hand_over=self._hand_over,
         )
         try:
             if saved is not None:
                 saved.load_model(self._model)
                 steps.load_state(saved.state)
-            return self._train(steps, journal, batches, data, saved)
+            return self._train(steps, journal, batches, data, saved, lowered)
         finally:
             steps.close()
 
@@ -261,7 +279,39 @@ class Trainer:
         if not self._resumes:
             return None
         assert self._run_dir is not None
-        return newest_save(self._run_dir, lambda reason: warnings.warn(reason, stacklevel=4))
+        is_first = self._ranks.is_first
+        return newest_save(
+            self._run_dir, lambda reason: warnings.warn(reason, stacklevel=4) if is_first else None
+        )
+
+    def _check_all_found_it(self, saved: Save | None) -> None:
+        """Check that every rank goes on from the same save."""
+        steps = self._ranks.gather(None if saved is None else saved.step)
+        if len(set(steps)) > 1:
+            found = ", ".join(f"rank {rank}: {step or 'none'}" for rank, step in enumerate(steps))
+            raise ResumeError(
+                f"the ranks found different saves in {self._run_dir} (after step: {found}). All of them must "
+                "see the same run directory: put it on a file system that every machine has."
+            )
+
+    def _lowered(self, settings: Settings) -> tuple[Settings, Recovery | None]:
+        """The settings to go on with, where memory ran out on one of the ranks of the launch before this."""
+        if self._resumes and self._ranks.are_several:
+            assert self._run_dir is not None
+            left = settings_left(self._run_dir, settings)
+            if left is not None:
+                return left
+        return settings, None
+
+    def _hand_over(self, before: Settings, after: Settings, recovery: Recovery) -> str:
+        """Let the next launch go on with settings that take less."""
+        if self._run_dir is None:
+            return f"Without a run directory nothing is saved. Train with {after.describe()}."
+        leave_settings(self._run_dir, before, after, recovery)
+        return (
+            "Launched again with resume, as `torchrun --max-restarts` does, the run goes on from its last save "
+            f"in {self._run_dir} with {after.describe()}."
+        )
 
     def _settings_to_resume(self, saved: Save) -> Settings:
         """Those in force when the run was saved, lowered perhaps, unless others are asked for now."""
@@ -302,11 +352,20 @@ class Trainer:
         return certificate
 
     def _train(
-        self, steps: Steps, journal: Journal, batches: Batches, data: Data, saved: Save | None
+        self,
+        steps: Steps,
+        journal: Journal,
+        batches: Batches,
+        data: Data,
+        saved: Save | None,
+        lowered: Recovery | None,
     ) -> TrainingResult:
         with journal, matmul_precision(steps.settings.precision), stops_on_signals(self._heed_signal):
             if saved is not None:
+                journal.know(*self._ranks.from_first(journal.known))
                 journal.note(f"resumed after step {saved.step} from {saved.path}")
+            if lowered is not None:
+                journal.add_recovery(lowered)
             try:
                 if data.longest is not None:
                     steps.rehearse(data.longest)
@@ -341,6 +400,7 @@ class Trainer:
                 journal.add_step(record, self._memory_text(steps))
                 for callback in self._callbacks:
                     callback.on_step(self, record)
+                self._stop_requested = self._ranks.any(self._stop_requested)
                 if self._save_every is not None and steps.taken % self._save_every == 0:
                     self._save(steps, journal, place)
                 if self._stop_requested or self._has_enough(steps):
@@ -377,7 +437,7 @@ class Trainer:
             yield place
             first = place.epoch + 1
         for epoch in itertools.count(first):
-            yield Place(epoch=epoch, random=RandomState.now(self._device))
+            yield Place(epoch=epoch, random=self._data_randomness.state)
 
     def _has_enough(self, steps: Steps) -> bool:
         return self._most_steps is not None and steps.taken >= self._most_steps
@@ -388,16 +448,30 @@ class Trainer:
     def _batches_from(self, place: Place, batches: Batches, saved: Save | None) -> Iterator[Batch]:
         """The batches of an epoch from a place on."""
         if saved is None or place.epoch != saved.state["place"]["epoch"]:
-            return batches.epoch(place.epoch)
-        place.random.restore(self._device)
-        rest = batches.epoch(place.epoch, skip=place.batches)
-        RandomState.from_save(saved.state["random"]).restore(self._device)
+            with self._data_randomness.drawn_from():
+                return batches.epoch(place.epoch)
+        self._data_randomness.state = place.random
+        with self._data_randomness.drawn_from():
+            rest = batches.epoch(place.epoch, skip=place.batches)
+        self._data_randomness.state = RandomState.from_save(saved.state["data_random"])
+        self._randomness_saved(saved).restore(self._device)
         return rest
+
+    def _randomness_saved(self, saved: Save) -> RandomState:
+        """This rank's, as the last step left it."""
+        of_ranks = saved.state["random"]
+        if self._ranks.count != len(of_ranks):
+            warnings.warn(
+                f"the run was saved by {len(of_ranks)} ranks and goes on with {self._ranks.count}: dropout "
+                "draws other numbers than it would have.",
+                stacklevel=2,
+            )
+        return RandomState.from_save(of_ranks[self._ranks.rank % len(of_ranks)])
 
     def _save_what_there_is(self, error: Exception, steps: Steps, journal: Journal) -> None:
         """Save the run as the last step left it, before an error ends it, and add to the error where it is."""
-        if self._place is None or steps.taken == 0 or self._run_dir is None:
-            return
+        if self._place is None or steps.taken == 0 or self._run_dir is None or self._ranks.are_several:
+            return  # of several ranks one may not answer any more
         try:
             self._save(steps, journal, self._place)
             journal.wait_for_save()
@@ -411,27 +485,27 @@ class Trainer:
 
     def _save(self, steps: Steps, journal: Journal, place: Place) -> None:
         """Save all that the run needs to go on, unless NaN or infinity is in it."""
-        if journal.saved_run_step == steps.taken or not has_finite_parameters(self.model):
+        is_saved = self._run_dir is None or journal.saved_run_step == steps.taken
+        if is_saved or not has_finite_parameters(self.model):
             return
-        untaken = {} if self._before_batch is None else {"random": self._before_batch.to_save()}
-        state = (
-            steps.state()
-            | untaken
-            | {
-                "asked_settings": settings_to_json(self._settings),
-                "seed": self._seed,
-                "place": place.to_save(),
-            }
-        )
+        data_random = self._before_batch or self._data_randomness.state
+        state = steps.state() | {
+            "random": self._ranks.gather(RandomState.now(self._device).to_save()),
+            "data_random": data_random.to_save(),
+            "asked_settings": settings_to_json(self._settings),
+            "seed": self._seed,
+            "place": place.to_save(),
+        }
         journal.save(self.model, steps.taken, state)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         """The batches, until a stop is requested, each with the seconds that were waited for it."""
         while True:
             start = time.perf_counter()
-            self._before_batch = RandomState.now(self._device)
+            self._before_batch = self._data_randomness.state
             try:
-                batch = next(batches)
+                with self._data_randomness.drawn_from():
+                    batch = next(batches)
             except StopIteration:
                 return
             except BrimfulError:
@@ -454,10 +528,11 @@ class Trainer:
             micro_batch_size=steps.settings.micro_batch_size,
             device=self._device,
             on_recovery=journal.add_recovery,
+            ranks=self._ranks,
         )
 
     def _validate(self, validator: Validator, epoch: int, journal: Journal, steps: Steps) -> None:
-        with self._averaged():
+        with self._averaged(), self._data_randomness.drawn_from():
             record = validator.run(
                 steps.settings.precision,
                 step=steps.taken,
@@ -513,7 +588,8 @@ class Trainer:
     @property
     def _full_samples(self) -> int:
         """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first."""
-        return min(self._settings.global_batch_size, 2 * self._settings.micro_batch_size)
+        of_rank = min(self._settings.rank_batch_size, 2 * self._settings.micro_batch_size)
+        return of_rank * self._ranks.count
 
     def _memory_text(self, steps: Steps) -> str:
         budget_bytes = None if self._plan is None else self._plan.budget_bytes

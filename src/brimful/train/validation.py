@@ -18,6 +18,7 @@ from brimful.step import autocast, copied_to
 from brimful.train.data import validation_batches
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.randomness import RandomState
+from brimful.train.ranks import ALONE, Ranks
 from brimful.training import Recovery, ValidationRecord
 
 
@@ -31,6 +32,7 @@ class Validator:
         micro_batch_size: Samples that are computed at once, until memory runs out.
         device: Where they are copied to.
         on_recovery: Told of each time that memory ran out.
+        ranks: Each computes its share of every batch.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class Validator:
         micro_batch_size: int,
         device: torch.device,
         on_recovery: Callable[[Recovery], None],
+        ranks: Ranks = ALONE,
     ) -> None:
+        self._ranks = ranks
         self._model = model
         self._job = job
         self._validation = validation
@@ -83,6 +87,7 @@ class Validator:
                     step=step,
                     epoch=epoch,
                     is_stopped=is_stopped,
+                    ranks=self._ranks,
                 )
             )
             if not isinstance(found, RanOut):
@@ -124,6 +129,7 @@ def validate(
     step: int,
     epoch: int,
     is_stopped: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> ValidationRecord | None:
     """The validation loss and metrics of a model, in evaluation mode and without gradients.
 
@@ -140,22 +146,23 @@ def validate(
         step: Optimizer steps taken.
         epoch: The epoch that ends.
         is_stopped: Asked before each micro-batch.
+        ranks: Each computes its share of every batch.
 
     Returns:
-        The means; None if `is_stopped` said so before the end.
+        The means; None if `is_stopped` said so before the end on any rank.
 
     Raises:
         UsageError: The validation data have no samples, or nothing that the job counts.
     """
     start = time.perf_counter()
-    samples, terms, loss = 0, 0.0, 0.0
+    samples, terms, loss = 0.0, 0.0, 0.0
     sums: defaultdict[str, float] = defaultdict(float)
     with _evaluation_mode(model), torch.no_grad():
-        for host_batch in validation_batches(validation, micro_batch_size):
+        for host_batch, counts in validation_batches(validation, micro_batch_size, ranks):
             if is_stopped():
-                return None
-            batch_samples = count_samples(host_batch)
-            batch_terms = batch_samples if job.count is None else float(job.count(host_batch))
+                break
+            batch_samples = count_samples(host_batch) if counts else 0
+            batch_terms = batch_samples if job.count is None or not counts else float(job.count(host_batch))
             batch = move(host_batch)
             with autocast(model, precision):
                 batch_loss = job.loss(model, batch)
@@ -166,16 +173,20 @@ def validate(
                 loss += float(batch_loss) * batch_terms
             for name, value in metrics.items():
                 sums[name] += float(value) * batch_samples
+    if ranks.any(is_stopped()):
+        return None
+    names = sorted(sums)
+    samples, terms, loss, *totals = ranks.sum(samples, terms, loss, *(sums[name] for name in names))
     if not terms:
         raise UsageError(
-            f"the validation data of {job.name} have {samples} samples and nothing to count in them."
+            f"the validation data of {job.name} have {samples:.0f} samples and nothing to count in them."
         )
     return ValidationRecord(
         step=step,
         epoch=epoch,
         loss=loss / terms,
-        metrics={name: total / samples for name, total in sums.items()},
-        samples=samples,
+        metrics={name: total / samples for name, total in zip(names, totals, strict=True)},
+        samples=int(samples),
         seconds=time.perf_counter() - start,
     )
 

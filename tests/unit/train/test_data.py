@@ -96,7 +96,7 @@ def test_data_without_batches_or_samples_are_refused(data, error):
 
 
 def test_validation_keeps_the_order_and_splits_every_batch():
-    one = list(validation_batches({"x": X}, 4))
+    one = [part for part, _counts in validation_batches({"x": X}, 4)]
     assert [part["x"].tolist() for part in one] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    many = list(validation_batches([{"x": X[:5]}, {"x": X[5:]}], 4))
+    many = [part for part, _counts in validation_batches([{"x": X[:5]}, {"x": X[5:]}], 4)]
     assert [part["x"].tolist() for part in many] == [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]

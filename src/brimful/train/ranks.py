@@ -1,0 +1,159 @@
+"""The processes that train one model together: which of them this is, and what they tell each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from brimful.batches import count_samples, take
+from brimful.errors import UsageError
+from brimful.job import Batch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Data-parallel ranks, seen from one of them. What is not a question is asked of all at once."""
+
+    rank: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that writes, and is shown."""
+        return self.rank == 0
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is another."""
+        return self.count > 1
+
+    def share(self, batch: Batch) -> tuple[Batch, int]:
+        """This rank's part of a global batch.
+
+        Args:
+            batch: On the host, the same on every rank.
+
+        Returns:
+            Its samples, and how many they are. Where there are fewer samples than ranks, a rank without any is
+            given one that counts for none, as all must take part in a step.
+        """
+        if not self.are_several:
+            return batch, count_samples(batch)
+        part = torch.arange(count_samples(batch)).tensor_split(self.count)[self.rank]
+        return (take(batch, part), len(part)) if len(part) else (take(batch, torch.tensor([0])), 0)
+
+    def sum(self, *values: float) -> tuple[float, ...]:
+        """The sums of some numbers over the ranks, the same on each."""
+        if not self.are_several:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return tuple(total.tolist())
+
+    def any(self, is_so: bool) -> bool:
+        """Whether something is so on any rank."""
+        return is_so if not self.are_several else self.sum(float(is_so))[0] > 0
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank has of something, by rank."""
+        if not self.are_several:
+            return [value]
+        found: list[T | None] = [None] * self.count
+        dist.all_gather_object(found, value)
+        return found  # type: ignore[return-value]
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """What the first rank makes, on every rank."""
+        if not self.are_several:
+            return make()
+        made: list[T | None] = [make() if self.is_first else None]
+        dist.broadcast_object_list(made, src=0)
+        return made[0]  # type: ignore[return-value]
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self.sum(0.0)
+
+
+ALONE = Ranks()
+"""One process."""
+
+
+def ranks_launched() -> int:
+    """How many ranks a launcher started, this one included: `torchrun` and `accelerate launch` say so."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return _number("WORLD_SIZE", 1)
+
+
+def rank_here() -> int:
+    """Which of them this is, from 0."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return _number("RANK", 0)
+
+
+def device_here(device: torch.device) -> torch.device:
+    """This rank's own GPU, where several are launched on a machine and none is named."""
+    if device.type != "cuda" or device.index is not None or ranks_launched() == 1:
+        return device
+    return torch.device("cuda", _number("LOCAL_RANK", 0))
+
+
+@contextmanager
+def joined_ranks(device: torch.device) -> Iterator[Ranks]:
+    """Within, the ranks of a launcher are connected; alone where there is no launcher.
+
+    Args:
+        device: This rank's own.
+
+    Yields:
+        The ranks. A process group that is there already is used, and stays.
+    """
+    if ranks_launched() == 1:
+        yield ALONE
+        return
+    is_own = not dist.is_initialized()
+    if is_own:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # What ranks tell each other of numbers on the host goes over gloo in any case.
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield Ranks(rank=dist.get_rank(), count=dist.get_world_size())
+    finally:
+        if is_own:
+            dist.destroy_process_group()
+
+
+def check_ranks(asked: int) -> None:
+    """Check that as many ranks were launched as settings are for.
+
+    Args:
+        asked: Ranks of the settings.
+
+    Raises:
+        UsageError: They were not.
+    """
+    found = ranks_launched()
+    if found == asked:
+        return
+    if found == 1:
+        raise UsageError(
+            f"the plan is for {asked} ranks, and this process is alone. Start it with "
+            f"`torchrun --nproc-per-node {asked} -m brimful train …`, or plan for one."
+        )
+    raise UsageError(f"{found} ranks were launched, and the plan is for {asked}. Plan again for {found}.")
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else default

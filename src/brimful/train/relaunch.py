@@ -1,0 +1,57 @@
+"""What one of several ranks leaves for the next launch, as memory ran out on it.
+
+The other ranks wait in the middle of a collective for gradients that do not come, and cannot take their step
+back. So the run ends, and the launcher starts it again from the last save, with settings that take less.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from brimful.files import write_file
+from brimful.settings import Settings, settings_from_json, settings_to_json
+from brimful.train.run_directory import LOWERED
+from brimful.training import Recovery
+
+
+def leave_settings(run_dir: Path, before: Settings, after: Settings, recovery: Recovery) -> None:
+    """Write down with which settings the run is to go on.
+
+    Args:
+        run_dir: The run directory, which all ranks see.
+        before: The settings with which memory ran out.
+        after: Those to go on with.
+        recovery: What happened.
+
+    Raises:
+        SaveError: It cannot be written.
+    """
+    document = {
+        "before": settings_to_json(before),
+        "after": settings_to_json(after),
+        "recovery": asdict(recovery),
+    }
+    partial = run_dir / f".{LOWERED}.partial"
+    write_file(partial, json.dumps(document, indent=2) + "\n")
+    partial.replace(run_dir / LOWERED)
+
+
+def settings_left(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] | None:
+    """The settings to go on with, if memory ran out with those of the last save.
+
+    Args:
+        run_dir: The run directory.
+        before: The settings of the last save, or those to begin with.
+
+    Returns:
+        Them and what happened; None if nothing was left, or it is of other settings.
+    """
+    path = run_dir / LOWERED
+    if not path.exists():
+        return None
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if settings_from_json(document["before"]) != before:
+        return None
+    return settings_from_json(document["after"]), Recovery(**document["recovery"])
