@@ -51,7 +51,7 @@ def parse_bytes(text: str | int) -> int:
             found = "no unit" if not unit else f"the unit {match.group(2)!r}"
             raise SizeError(
                 f"{text!r} has {found}. Write {number}GiB ({number} × 2**30 bytes) "
-                f"or {number}GB ({number} × 10**9 bytes)."
+                f"or {number}GB ({number} × 10**9 bytes); a budget may also be {number}% of plain training."
             )
         size_bytes = int(float(match.group(1)) * _UNIT_BYTES[unit])
     if size_bytes <= 0:

@@ -629,7 +629,18 @@ def _check(file: Path, given: JobSource | None, device: str, budget: str | None)
     source = given or kept.source
     if source is None:
         raise UsageError(f"{file} does not say what it was made for; name the model too.")
+    if given is None:
+        source = _beside(file, source)
     return api.check_plan(_job_of(source), kept, None if device == "auto" else device, budget=budget)
+
+
+def _beside(file: Path, source: JobSource) -> JobSource:
+    """What a plan was made for, if its file is not here but where it was from the plan's own directory."""
+    path, colon, factory = source.name.rpartition(":")
+    found = file.parent / path
+    if not colon or not path.endswith(".py") or Path(path).exists() or not found.exists():
+        return source
+    return replace(source, name=f"{found}:{factory}")
 
 
 def _job(model: str, sequence_length: int | None, image_size: int | None, options: list[str] | None) -> Job:

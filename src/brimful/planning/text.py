@@ -36,6 +36,8 @@ def gpus_text(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> str:
     fitting = [fit for fit in fits if fit.settings is not None]
     others = [fit for fit in fits if fit.settings is None]
     how = "whole or in micro-batches, all kept or all recomputed"
+    precisions = {str(fit.settings.precision) for fit in fitting if fit.settings is not None}
+    how += f", in {' or '.join(sorted(precisions))}" if precisions else ""
     lines = [f"{job}, global batch {global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs, {how}"]
     lines.append(f"  {'GPU':<31}{'has':>9}{'plain':>10}{'takes':>10}{'speed':>17}  how")
     for fit in sorted(fitting, key=lambda fit: -(fit.predicted_samples_per_second or 0)):

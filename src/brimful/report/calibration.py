@@ -54,7 +54,7 @@ def calibration_text(device: Device, path: str) -> str:
 
 
 def _lines(device: Device, path: str) -> Iterator[str]:
-    yield f"{device.name}: {device.source}"
+    yield f"{device.name}: {device.source}; `brimful calibrate --force` measures anew"
     for curve in device.curves:
         kind, _, dtype = curve.kind.partition(":")
         if dtype:

@@ -136,6 +136,9 @@ def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[st
         difference = largest_loss_difference(result, plain)
         said = "none: equal to the last bit" if difference == 0 else f"{difference:.2g} at most"
         yield f"  difference          {said}, over {min(len(plain.losses), len(result.losses))} steps"
+        own = result.settings.optimizer_implementation
+        if difference and own is not plain.settings.optimizer_implementation:
+            yield f"                      the {own} optimizer rounds in another order, which training amplifies"
 
 
 def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -69,6 +69,11 @@ class RunDirectory:
                 f"the run directory {self.path} cannot be written to: {error.strerror or error}. "
                 "Choose another."
             ) from error
+        try:
+            _lock(self._metrics, self.path)
+        except RunDirectoryError:
+            self._metrics.close()
+            raise
         self._metrics.seek(0, os.SEEK_END)
 
     @property
@@ -194,12 +199,33 @@ class RunDirectory:
         )
 
 
+def _lock(metrics: BinaryIO, path: Path) -> None:
+    """Keep other processes out while `metrics.jsonl` is open; the system lets go when this one ends."""
+    if os.name != "posix":
+        return  # nothing keeps them out there
+    import fcntl
+
+    try:
+        fcntl.flock(metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RunDirectoryError(
+            f"another process is training in the run directory {path}. Wait until it has ended, or choose "
+            "another directory."
+        ) from None
+
+
 def clear_begun_run(path: Path) -> None:
     """Take away what a run left that ended before its first save, so that it can begin again.
 
     Args:
         path: The run directory; nothing is done if it has anything else in it.
+
+    Raises:
+        RunDirectoryError: Another process is training in it.
     """
+    if (path / METRICS).is_file():
+        with (path / METRICS).open("rb") as metrics:
+            _lock(metrics, path)
     own = {*_NAMES, "report.txt", "saves"}
     present = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if present and present <= own | {LOWERED}:
@@ -228,6 +254,6 @@ def check_run_directory(path: Path) -> None:
         named = ", ".join(present[:_MOST_ENTRIES_NAMED]) + (", …" if len(present) > _MOST_ENTRIES_NAMED else "")
         raise RunDirectoryError(
             f"the run directory {path} is not empty: it has {named}. "
-            "A run writes into a new or empty directory only: choose another, or go on with the run that is "
-            "there by resume (--resume)."
+            "A run writes into a new or empty directory only: choose another; or, if a run is there, go on "
+            "with it by resume (--resume)."
         )

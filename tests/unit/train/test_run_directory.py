@@ -14,7 +14,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from brimful.errors import RunDirectoryError, SaveError, UsageError
-from brimful.train.run_directory import WEIGHTS, RunDirectory, check_run_directory
+from brimful.train.run_directory import WEIGHTS, RunDirectory, check_run_directory, clear_begun_run
 from brimful.train.weights import load_weights
 
 
@@ -207,3 +207,14 @@ def test_a_real_limit_on_file_size_keeps_old_weights_and_whole_lines(tmp_path):
     assert len(lines) == 2000 // 103
     assert all(json.loads(line)["text"] == "x" * 90 for line in lines)
     assert sorted(path.name for path in run_dir.iterdir()) == ["metrics.jsonl", WEIGHTS]
+
+
+def test_a_second_run_in_the_same_directory_is_refused_while_the_first_goes_on(tmp_path):
+    path = tmp_path / "run"
+    first = RunDirectory(path)
+    for attempt in (lambda: RunDirectory(path, resumes=True), lambda: clear_begun_run(path)):
+        with pytest.raises(RunDirectoryError, match="another process is training"):
+            attempt()
+    assert (path / "metrics.jsonl").exists()
+    first.close()
+    RunDirectory(path, resumes=True).close()
