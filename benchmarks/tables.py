@@ -331,7 +331,10 @@ def overhead(told: dict[str, Any] | None) -> str:
 
 def loss_difference(row: dict[str, Any]) -> str:
     difference = row["largest_loss_difference_to_plain"]
-    return f"none in {row['steps']} steps" if difference == 0 else f"{difference:.1g} in {row['steps']} steps"
+    if difference == 0:
+        return f"none in {row['steps']} steps"
+    fused = row["settings"]["optimizer_implementation"] == "fused"
+    return f"{difference:.1g} in {row['steps']} steps" + (", with the fused optimizer" if fused else "")
 
 
 def percent(fraction: float) -> str:
