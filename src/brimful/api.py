@@ -245,6 +245,9 @@ def plan(
     offload: bool = True,
     host_memory: str | int | None = None,
     split_batch_norm: bool = False,
+    ranks: int = 1,
+    nodes: int = 1,
+    network: str | int | None = None,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
 
@@ -274,6 +277,9 @@ def plan(
         host_memory: What that may take of the host, pinned: a size ("64GiB"), or None for half of what this
             machine has.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
+        ranks: Devices of this kind that divide the global batch evenly and train together, under DDP.
+        nodes: Machines among which they are divided.
+        network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
 
     Returns:
         The plan, replayed within the budget.
@@ -284,6 +290,8 @@ def plan(
         CaptureError: The step cannot be run on fake tensors.
     """
     target = resolve_device(device)
+    if network is not None:
+        target = replace(target, network_bytes_per_second=parse_bytes(network))
     if global_batch_size < 1:
         raise UsageError(f"global_batch_size is {global_batch_size}; it must be at least 1.")
     planned = replace(job, loop=None)
@@ -312,6 +320,8 @@ def plan(
         weighs_by_count=job.count is not None,
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
+        ranks=ranks,
+        nodes=nodes,
     )
     with without_garbage_collection():
         return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
@@ -720,7 +730,7 @@ def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: 
         return int(device.capacity_bytes / (1 + margin))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         share = _share(budget)
-        plain = capture(request.plain_settings())
+        plain = planning.of_one_rank(capture(request.plain_settings()))
         asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
     else:
         asked = parse_bytes(budget)

@@ -129,6 +129,21 @@ class Dispatch:
         )
 
 
+NETWORK_BYTES_PER_SECOND = 12.5e9
+"""Between machines where nothing is said: 100 Gbit/s, a common rate of a cloud's GPU machines. A choice."""
+
+NCCL_EFFICIENCY = 0.8
+"""Part of a link's peak that a large all-reduce comes to. nccl-tests on eight A100 SXM, as published: 230 to
+240 of 300 GB/s. Not measured by this project."""
+
+GLOO_BYTES_PER_SECOND = 1.1e9
+"""Two processes of one CPU machine; an all-reduce of 1 to 64 MiB over gloo's loopback came to 0.87 to 1.13 GB/s
+(AMD EPYC, 2 cores, torch 2.13)."""
+
+_NVLINK_JOINS_ALL = ("SXM", "H200", "B200")
+"""Of names: boards whose GPUs are all joined by NVLink."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
     """One kind of GPU, or the CPU of this machine.
@@ -155,6 +170,12 @@ class Device:
     bf16_flops_per_second: float | None
     host_link_bytes_per_second: float | None
     """Realistic rate between host and device, one way; None on a CPU."""
+    nvlink_bytes_per_second: float | None = None
+    """Peak rate to other GPUs of the machine, one way; None without NVLink, and on a CPU."""
+    nvlink_joins_all: bool = False
+    """Whether it joins all GPUs of a machine (SXM boards), or two by a bridge."""
+    network_bytes_per_second: float = NETWORK_BYTES_PER_SECOND
+    """Between machines, one way."""
     context_bytes: int
     """What a CUDA context with torch takes outside the allocator; 0 on a CPU. See `CudaContext`."""
     context_low_bytes: int
@@ -173,6 +194,24 @@ class Device:
     """Where the row is from."""
     confidence: str
     """"high", "medium" or "low"."""
+
+    def peer_bytes_per_second(self, ranks: int, nodes: int) -> float:
+        """At what rate each rank sends to the next while all of them reduce together.
+
+        Args:
+            ranks: In all.
+            nodes: Machines among which they are divided.
+
+        Returns:
+            Bytes per second, one way, by the slowest link of the ring.
+        """
+        if self.kind == "cpu":
+            return GLOO_BYTES_PER_SECOND
+        of_machine = self.host_link_bytes_per_second or self.network_bytes_per_second
+        if self.nvlink_bytes_per_second is not None and (self.nvlink_joins_all or ranks // nodes <= 2):
+            of_machine = self.nvlink_bytes_per_second
+        of_machine *= NCCL_EFFICIENCY
+        return of_machine if nodes == 1 else min(of_machine, self.network_bytes_per_second)
 
     @property
     def threads_per_multiprocessor(self) -> int | None:
@@ -502,6 +541,8 @@ def _row(cells: dict[str, str]) -> _Row:
         fp16_flops_per_second=_optional(cells["fp16_flops"]),
         bf16_flops_per_second=_optional(cells["bf16_flops"]),
         host_link_bytes_per_second=_optional(cells["host_link_bytes_per_second"]),
+        nvlink_bytes_per_second=_optional(cells["nvlink_bytes_per_second"]),
+        nvlink_joins_all=any(mark in name for mark in _NVLINK_JOINS_ALL),
         context_bytes=context.context_bytes,
         context_low_bytes=context.low_bytes,
         context_high_bytes=context.high_bytes,

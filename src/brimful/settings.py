@@ -193,11 +193,15 @@ class Settings:
     """Processes, each with a device of its own, that train one model together."""
     parallelism: Parallelism = Parallelism.DDP
     """How; nothing to a single one."""
+    nodes: int = 1
+    """Machines among which the ranks are divided evenly."""
 
     def __post_init__(self) -> None:
-        for name in ("micro_batch_size", "gradient_accumulation_steps", "ranks"):
+        for name in ("micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.ranks % self.nodes:
+            raise UsageError(f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes.")
         for before, unit in pairwise((None, *self.units)):
             is_linked = before is not None and before.action in (Action.RECOMPUTE, Action.NEST)
             if unit is not None and unit.action is Action.NEST and not is_linked:
@@ -246,6 +250,7 @@ class Settings:
             parts[-1] += f" × {self.gradient_accumulation_steps}"
         if self.ranks > 1:
             parts[-1] += f" on each of {self.ranks} ranks ({self.parallelism})"
+            parts[-1] += f" of {self.nodes} nodes" if self.nodes > 1 else ""
         if self.optimizer:
             parts.append(self.optimizer)
         if self.optimizer_implementation:
@@ -299,6 +304,7 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "expandable_segments": settings.expandable_segments,
         "ranks": settings.ranks,
         "parallelism": str(settings.parallelism),
+        "nodes": settings.nodes,
     }
 
 
@@ -333,4 +339,5 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         expandable_segments=document.get("expandable_segments", False),
         ranks=document.get("ranks", 1),
         parallelism=Parallelism(document.get("parallelism", Parallelism.DDP)),
+        nodes=document.get("nodes", 1),
     )

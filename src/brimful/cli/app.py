@@ -7,6 +7,7 @@ Ctrl-C, 143 after SIGTERM.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from brimful.training import StopReason
 
 if TYPE_CHECKING:
     from brimful.job import Job
-    from brimful.planning import JobSource, PlanCheck
+    from brimful.planning import JobSource, Plan, PlanCheck
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -88,6 +89,15 @@ Budget = Annotated[
         help="Bytes permitted on the device, such as 11GiB, or a share of what plain training takes, "
         "such as 50%. Left out: what the device has, less a margin of 5 % on a GPU.",
     ),
+]
+Ranks = Annotated[
+    int,
+    typer.Option(help="Devices of this kind that divide the global batch and train together, by DDP.", min=1),
+]
+Nodes = Annotated[int, typer.Option(help="Machines among which the ranks are divided.", min=1)]
+Network = Annotated[
+    str | None,
+    typer.Option(help="What goes between machines in a second, such as 25GB; 100 Gbit/s if left out."),
 ]
 SplitBatchNorm = Annotated[
     bool,
@@ -295,6 +305,9 @@ def plan(
     offload: Offload = True,
     host_memory: HostMemory = None,
     split_batch_norm: SplitBatchNorm = False,
+    ranks: Ranks = 1,
+    nodes: Nodes = 1,
+    network: Network = None,
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
     options: ModelOptions = None,
@@ -327,6 +340,9 @@ def plan(
                 "--no-offload": not offload,
                 "--host-memory": host_memory,
                 "--split-batch-norm": split_batch_norm,
+                "--ranks": ranks > 1,
+                "--nodes": nodes > 1,
+                "--network": network,
                 "--output": output,
                 "--certify": certify,
             }
@@ -357,6 +373,9 @@ def plan(
                 offload=offload,
                 host_memory=host_memory,
                 split_batch_norm=split_batch_norm,
+                ranks=ranks,
+                nodes=nodes,
+                network=network,
             )
         result = replace(result, source=source)
         if output is not None:
@@ -446,42 +465,26 @@ def train(
     options: ModelOptions = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan, train inside the budget, and show predicted beside measured."""
+    """Plan, train inside the budget, and show predicted beside measured; under torchrun on all its ranks."""
     with _errors_told(as_json):
         from brimful import api
+        from brimful.local import choose_device
         from brimful.planning import Plan
         from brimful.report import training_document, training_text
+        from brimful.train.ranks import device_here, joined_ranks, nodes_launched, ranks_launched
         from brimful.train.run_directory import check_run_directory
 
-        begun = _begun(run_dir, resume, compare_plain)
-        if run_dir is not None and begun is None:
-            check_run_directory(run_dir)  # before time is spent on a plan
         job = _job(model, seq_len, image_size, options)
-        _check_can_train(job, None if plan_file is not None or begun is not None else device)
+        _check_can_train(job, None if plan_file is not None or resume else device)
         if learning_rate is not None or weight_decay is not None:
             job, optimizer = _with_rates(job, optimizer, learning_rate, weight_decay), None
-        if begun is not None:
-            chosen = Plan.load(begun)
-            if global_batch_size not in (None, chosen.settings.global_batch_size):
-                raise UsageError(
-                    f"{begun} is a plan for a global batch of {chosen.settings.global_batch_size}, and "
-                    f"--global-batch-size says {global_batch_size}: it would not be the same run."
-                )
-        elif plan_file is not None:
-            _check_nothing_is_asked_beside_a_plan(context)
-            chosen = Plan.load(plan_file)
-            if chosen.job != job.name:
-                raise UsageError(
-                    f"{plan_file} is a plan for {chosen.job!r}, not for {job.name!r}. Plan this job."
-                )
-        elif global_batch_size is None:
-            raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
-        else:
+
+        def search(samples: int) -> Plan:
             with _waiting("planning"):
-                chosen = api.plan(
+                return api.plan(
                     job,
                     device,
-                    global_batch_size=global_batch_size,
+                    global_batch_size=samples,
                     budget=budget,
                     precision=precision,
                     micro_batch_size=micro_batch_size,
@@ -494,30 +497,55 @@ def train(
                     offload=offload,
                     host_memory=host_memory,
                     split_batch_norm=split_batch_norm,
+                    ranks=ranks_launched(),
+                    nodes=nodes_launched(),
                 )
-        if not as_json:
-            print(chosen, flush=True)
-        result, plain = api.fit(
-            job,
-            chosen,
-            compare_plain=compare_plain,
-            run_dir=run_dir or _new_run_dir(job.name),
-            resume=begun is not None,
-            save_every=save_every,
-            keep_saves=keep_saves,
-            epochs=epochs,
-            steps=steps,
-            seed=seed,
-            max_gradient_norm=max_gradient_norm,
-            ema_decay=ema_decay,
-            correct_batch_norm=correct_batch_norm,
-            patience=patience,
-            show_progress=not as_json,
-        )
-        text = training_text(result, plain)
-        _show(text, lambda: training_document(result, plain), as_json)
-        assert result.run_dir is not None
-        write_file(result.run_dir / "report.txt", f"{chosen}\n{text}\n")
+
+        def begin() -> tuple[Plan, bool, Path]:
+            """The plan, whether a run goes on, and where: what the first rank finds serves all."""
+            begun = _begun(run_dir, resume, compare_plain)
+            if run_dir is not None and begun is None:
+                check_run_directory(run_dir)  # before time is spent on a plan
+            where = run_dir or _new_run_dir(job.name)
+            if begun is not None:
+                return _plan_to_go_on_with(begun, global_batch_size, search), True, where
+            if plan_file is not None:
+                _check_nothing_is_asked_beside_a_plan(context)
+                chosen = Plan.load(plan_file)
+                if chosen.job != job.name:
+                    raise UsageError(
+                        f"{plan_file} is a plan for {chosen.job!r}, not for {job.name!r}. Plan this job."
+                    )
+                return chosen, False, where
+            if global_batch_size is None:
+                raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
+            return search(global_batch_size), False, where
+
+        with joined_ranks(device_here(choose_device(None if device == "auto" else device, None))) as ranks:
+            chosen, goes_on, where = ranks.from_first(begin)
+            if ranks.is_first and not as_json:
+                print(chosen, flush=True)
+            result, plain = api.fit(
+                job,
+                chosen,
+                compare_plain=compare_plain,
+                run_dir=where,
+                resume=goes_on,
+                save_every=save_every,
+                keep_saves=keep_saves,
+                epochs=epochs,
+                steps=steps,
+                seed=seed,
+                max_gradient_norm=max_gradient_norm,
+                ema_decay=ema_decay,
+                correct_batch_norm=correct_batch_norm,
+                patience=patience,
+                show_progress=not as_json,
+            )
+        if ranks.is_first:
+            text = training_text(result, plain)
+            _show(text, lambda: training_document(result, plain), as_json)
+            write_file(where / "report.txt", f"{chosen}\n{text}\n")
     status = {StopReason.INTERRUPTED: INTERRUPTED, StopReason.TERMINATED: TERMINATED}
     if result.stopped_because in status:
         raise typer.Exit(status[result.stopped_because])
@@ -594,6 +622,21 @@ def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | No
     return None
 
 
+def _plan_to_go_on_with(begun: Path, global_batch_size: int | None, search: Callable[[int], Plan]) -> Plan:
+    """The plan of the run that goes on; another for the same global batch if other ranks were launched."""
+    from brimful.planning import Plan
+    from brimful.train.ranks import ranks_launched
+
+    chosen = Plan.load(begun)
+    planned = chosen.settings.global_batch_size
+    if global_batch_size not in (None, planned):
+        raise UsageError(
+            f"{begun} is a plan for a global batch of {planned}, and --global-batch-size says "
+            f"{global_batch_size}: it would not be the same run."
+        )
+    return chosen if chosen.settings.ranks == ranks_launched() else search(planned)
+
+
 def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:
     """A plan says how to train; what is asked beside it would not be done."""
     sources = {name: context.get_parameter_source(name) for name in _SAID_BY_A_PLAN}
@@ -605,6 +648,8 @@ def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:
 
 def main() -> None:
     """Run the command line."""
+    if "WORLD_SIZE" in os.environ:  # DDP logs that looking for unused parameters takes time, once on every rank
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     app()
 
 

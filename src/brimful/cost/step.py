@@ -15,7 +15,11 @@ from brimful.hardware import Device
 from brimful.module_tree import unit_of_each_op
 from brimful.settings import Action
 from brimful.timeline import TO_DEVICE, TO_DEVICE_DONE, TO_HOST, TO_HOST_DONE
-from brimful.trace import Phase, Trace
+from brimful.trace import Category, Phase, Trace
+from brimful.units import MIB
+
+BUCKET_BYTES = 25 * MIB
+"""Of gradients that DDP averages at once: DistributedDataParallel's bucket_cap_mb."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +32,21 @@ class StepTime:
     recompute_seconds: float
     """Ops that run a second time in backward, and the work in Python around each recomputed region."""
     optimizer_seconds: float
+    communication_seconds: float = 0.0
+    """What the averaging of gradients over ranks adds, beyond what goes on beside backward."""
     dtypes_at_fp32_rate: tuple[str, ...] = ()
     """Types whose arithmetic the device has no known rate for; priced as float32, which may be far off."""
 
     @property
     def total_seconds(self) -> float:
         """The whole step."""
-        return self.forward_seconds + self.backward_seconds + self.recompute_seconds + self.optimizer_seconds
+        return (
+            self.forward_seconds
+            + self.backward_seconds
+            + self.recompute_seconds
+            + self.optimizer_seconds
+            + self.communication_seconds
+        )
 
 
 _LINK_OF = {TO_HOST: 0, TO_HOST_DONE: 1, TO_DEVICE: 2, TO_DEVICE_DONE: 3}
@@ -76,7 +88,37 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
         backward_seconds=backward,
         recompute_seconds=recompute,
         optimizer_seconds=optimizer,
+        communication_seconds=_communication_seconds(trace, device, backward + recompute),
         dtypes_at_fp32_rate=roofline.dtypes_at_fp32_rate,
+    )
+
+
+def _communication_seconds(trace: Trace, device: Device, backward_seconds: float) -> float:
+    """What averaging gradients takes beyond the last micro-batch's backward, beside which most of it goes on.
+
+    A ring sends each byte of gradients twice but for one part in the number of ranks; what is in the last
+    bucket waits for the end of backward. On a CPU the processors that compute also send.
+    """
+    settings = trace.settings
+    if settings.ranks == 1:
+        return 0.0
+    rate = device.peer_bytes_per_second(settings.ranks, settings.nodes)
+    sent_bytes = 2 * (settings.ranks - 1) / settings.ranks * gradient_bytes(trace)
+    if device.kind == "cpu":
+        return sent_bytes / rate
+    last_bucket = min(BUCKET_BYTES, sent_bytes) / rate
+    return max(sent_bytes / rate - backward_seconds / settings.gradient_accumulation_steps, last_bucket)
+
+
+def gradient_bytes(trace: Trace) -> int:
+    """What the ranks average in a step."""
+    last = trace.captured_steps - 1
+    return sum(
+        storage.size_bytes
+        for storage in trace.storages
+        if storage.category is Category.GRADIENTS
+        and storage.op is not None
+        and trace.ops[storage.op].step == last
     )
 
 

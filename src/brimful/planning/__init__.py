@@ -3,6 +3,7 @@
 from brimful.planning.check import PlanCheck, check_trace
 from brimful.planning.estimate import MARGIN_FRACTION, Estimate, PhasePeak, Verdict, estimate_trace
 from brimful.planning.gpus import GpuFit, survey_gpus
+from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative, JobSource, Plan, PlanStatus
 from brimful.planning.request import OptimizerChoice, Request
 from brimful.planning.search import search
@@ -27,6 +28,7 @@ __all__ = [
     "check_trace",
     "estimate_trace",
     "find_units",
+    "of_one_rank",
     "search",
     "survey_gpus",
 ]

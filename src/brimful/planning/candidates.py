@@ -16,6 +16,7 @@ from brimful.module_tree import unit_of_each_op
 from brimful.planning.estimate import Estimate, estimate_unlimited
 from brimful.planning.nested import build_segment_problem
 from brimful.planning.problem import KEPT, NESTED, RECOMPUTED, PosedProblem, build_problem
+from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative
 from brimful.planning.request import Request
 from brimful.planning.segment_solver import SegmentProblem, smallest_segment_peak_bytes, solve_segments
@@ -206,7 +207,7 @@ class Candidate:
             settings = replace(self.settings, units=self.posed.chosen(choice))
             # A second step finds memory as the allocator was left by the first.
             captured = self._capture(replace(settings, expandable_segments=False))
-            trace = replace(captured, settings=settings).with_last_step_again()
+            trace = of_one_rank(replace(captured, settings=settings)).with_last_step_again()
             self._replayed[choice] = estimate_unlimited(trace, self._request.device)
         return self._replayed[choice]
 
@@ -453,7 +454,7 @@ class CandidateFamily:
         return kept, self._trace(replace(settings, units=all_units(self._units, Action.RECOMPUTE)))
 
     def _trace(self, settings: Settings) -> Trace:
-        return self._scaled.at(settings) if len(self._sizes) > 1 else self._capture(settings)
+        return of_one_rank(self._scaled.at(settings) if len(self._sizes) > 1 else self._capture(settings))
 
     def _find_units(self, kept: Trace) -> tuple[str, ...]:
         """Units that can really be recomputed; none, with a note, if recomputing fails."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from brimful.hardware import Device
 from brimful.planning.estimate import estimate_unlimited
+from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Plan
 from brimful.settings import Settings
 from brimful.trace import Trace
@@ -85,7 +86,7 @@ def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> 
         UsageError: The capture follows another kind of device.
     """
     # As a plan is made: without the allocator giving back its cache, which would stall every step.
-    estimate = estimate_unlimited(trace, device)
+    estimate = estimate_unlimited(of_one_rank(trace), device)
     return PlanCheck(
         job=trace.job,
         device=device.name,

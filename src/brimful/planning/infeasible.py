@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from brimful.errors import CaptureError, InfeasibleError
 from brimful.planning.estimate import Estimate, estimate_unlimited
+from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
@@ -87,7 +88,7 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
         tried += [(f"optimizer {name}", replace(by_torch, optimizer=name)) for name in ("adafactor", "sgd")]
     for label, changed in tried:
         try:
-            estimate = estimate_unlimited(capture(changed), request.device)
+            estimate = estimate_unlimited(of_one_rank(capture(changed)), request.device)
         except CaptureError:
             continue
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:

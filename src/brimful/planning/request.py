@@ -47,36 +47,59 @@ class Request:
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False
     """Whether the job has a training loop of its own, which a plan says nothing of."""
+    ranks: int = 1
+    """Data-parallel ranks that divide the global batch evenly."""
+    nodes: int = 1
+    """Machines among which they are divided."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
     computed. False keeps the mathematics: such a model trains its whole batch at once."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
+            raise UsageError(
+                f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes; both are at least 1."
+            )
+        if self.global_batch_size % self.ranks:
+            raise UsageError(
+                f"the global batch size {self.global_batch_size} cannot be divided evenly among {self.ranks} "
+                f"ranks. Nearest that can: {max(round(self.global_batch_size / self.ranks), 1) * self.ranks}."
+            )
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Samples of the global batch that each rank computes."""
+        return self.global_batch_size // self.ranks
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Micro-batches to choose from.
 
         Returns:
-            Divisors of the global batch, largest first, or the one that is pinned.
+            Divisors of a rank's part of the global batch, largest first, or the one that is pinned.
 
         Raises:
             UsageError: The pinned one is no divisor.
         """
         pinned = self.micro_batch_size
         if pinned is None:
-            return _divisors(self.global_batch_size)
-        if self.global_batch_size % pinned:
-            near = min(_divisors(self.global_batch_size), key=lambda size: abs(size - pinned))
+            return _divisors(self.rank_batch_size)
+        if self.rank_batch_size % pinned:
+            near = min(_divisors(self.rank_batch_size), key=lambda size: abs(size - pinned))
+            whose = "the global batch size" if self.ranks == 1 else "a rank's part of the global batch,"
             raise UsageError(
-                f"micro_batch_size {pinned} does not divide the global batch size "
-                f"{self.global_batch_size}. Nearest that does: {near}."
+                f"micro_batch_size {pinned} does not divide {whose} {self.rank_batch_size}. "
+                f"Nearest that does: {near}."
             )
         return (pinned,)
 
     def plain_settings(self) -> Settings:
         """Training without a plan: the whole global batch at once, everything kept."""
         return Settings(
-            micro_batch_size=self.global_batch_size,
+            micro_batch_size=self.rank_batch_size,
             precision=self.precisions[0],
             optimizer=self.optimizer,
+            ranks=self.ranks,
+            nodes=self.nodes,
         )
 
     def bases(self) -> tuple[Settings, ...]:
@@ -85,10 +108,12 @@ class Request:
         optimizers = (own, *((other.name, other.implementation) for other in self.other_optimizers))
         return tuple(
             Settings(
-                micro_batch_size=self.global_batch_size,
+                micro_batch_size=self.rank_batch_size,
                 precision=precision,
                 optimizer=name,
                 optimizer_implementation=implementation,
+                ranks=self.ranks,
+                nodes=self.nodes,
             )
             for name, implementation in optimizers
             for precision in self.precisions

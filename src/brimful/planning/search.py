@@ -19,6 +19,7 @@ from brimful.planning.candidates import Candidate, CandidateFamily, Expected, al
 from brimful.planning.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.logits import LOSS_CHUNKS, logits_layer
+from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative, BudgetPoint, Plan, PlanStatus
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
@@ -71,7 +72,7 @@ def search(capture: Capture, request: Request) -> Plan:
     """
     for precision in request.precisions:
         request.device.check_precision(precision)
-    plain_trace = capture(request.plain_settings())
+    plain_trace = of_one_rank(capture(request.plain_settings()))
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
     notes: list[str] = []
     candidates = _candidates(capture, request, plain_trace, request.bases(), notes)
@@ -110,6 +111,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
             *_what_offloading_takes(best, request),
+            *_what_ranks_take(best.settings, plain_trace, request),
             *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
             *([_FUSED_NOTE] if best.settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
@@ -123,7 +125,7 @@ def _candidates(
 ) -> list[Candidate]:
     """All ways to train that can be captured; what cannot is noted."""
     is_whole = request.keeps_batch_whole(plain)
-    sizes = (request.global_batch_size,) if is_whole else request.micro_batch_sizes()
+    sizes = (request.rank_batch_size,) if is_whole else request.micro_batch_sizes()
     found: list[Candidate] = []
     for base in bases:
         try:
@@ -343,6 +345,29 @@ def _what_offloading_takes(best: Estimate, request: Request) -> list[str]:
         f"{request.device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; `brimful calibrate` measures "
         "the link of a GPU in this machine."
     ]
+
+
+def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:
+    """What is not known well of training on several ranks, and what it changes."""
+    if settings.ranks == 1:
+        return []
+    rate = request.device.peer_bytes_per_second(settings.ranks, settings.nodes)
+    unseen = (
+        "NCCL's own memory is not counted"
+        if request.device.kind == "cuda"
+        else "each is timed as if it had the machine to itself"
+    )
+    notes = [
+        f"What is predicted is of each of {settings.ranks} ranks. Gradients are taken to go between them at "
+        f"{rate / 1e9:.3g} GB/s; {unseen}."
+    ]
+    if plain.batch_coupled_modules:
+        notes.append(
+            f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over each rank's own samples, not "
+            "over the global batch. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model) lets ranks share "
+            "statistics; the first rank's running statistics are those kept."
+        )
+    return notes
 
 
 def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) -> list[str]:

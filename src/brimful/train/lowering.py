@@ -14,7 +14,7 @@ from brimful.errors import BrimfulError, OutOfMemoryError
 from brimful.hardware import Device
 from brimful.job import Job
 from brimful.measuring import device_record
-from brimful.planning import Plan, Request, estimate_trace, search
+from brimful.planning import Plan, Request, estimate_trace, of_one_rank, search
 from brimful.settings import Settings
 from brimful.trace import Trace
 
@@ -70,7 +70,7 @@ class Lowering:
         def capture(how: Settings, steps: int = 1) -> Trace:
             return capture_step(self._job, how, device, steps=steps)
 
-        taken = estimate_trace(capture(settings, 2), device).predicted_peak_reserved_bytes
+        taken = estimate_trace(of_one_rank(capture(settings, 2)), device).predicted_peak_reserved_bytes
         request = self._request(settings, device, int(taken * LOWERED_FRACTION) + device.context_bytes)
         return search(capture, request).settings
 
@@ -89,10 +89,12 @@ class Lowering:
             offload_host_bytes=0 if plan is None else plan.predicted_pinned_host_bytes,
             weighs_by_count=self._job.count is not None,
             splits_coupled_batches=settings.gradient_accumulation_steps > 1,
+            ranks=settings.ranks,
+            nodes=settings.nodes,
         )
 
     def _smaller_micro_batch(self, settings: Settings) -> Settings:
-        total = settings.global_batch_size
+        total = settings.rank_batch_size
         smaller = [size for size in range(1, settings.micro_batch_size) if total % size == 0]
         if not smaller:
             raise OutOfMemoryError("the micro-batch is one sample already.")

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from brimful.batches import count_samples, take
 from brimful.errors import UsageError
@@ -94,6 +96,12 @@ def ranks_launched() -> int:
     return _number("WORLD_SIZE", 1)
 
 
+def nodes_launched() -> int:
+    """On how many machines, as far as the launcher says."""
+    ranks, of_machine = ranks_launched(), _number("LOCAL_WORLD_SIZE", ranks_launched())
+    return ranks // of_machine if of_machine and ranks % of_machine == 0 else 1
+
+
 def rank_here() -> int:
     """Which of them this is, from 0."""
     if dist.is_available() and dist.is_initialized():
@@ -125,13 +133,28 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     if is_own:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # What ranks tell each other of numbers on the host goes over gloo in any case.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        _connect(device)
     try:
         yield Ranks(rank=dist.get_rank(), count=dist.get_world_size())
     finally:
         if is_own:
             dist.destroy_process_group()
+
+
+def _connect(device: torch.device) -> None:
+    """Make the process group; what ranks tell each other of numbers on the host goes over gloo in any case.
+
+    On one machine, each launch gets its own names in the launcher's store. Under torchrun's static rendezvous,
+    its default, those of the launch before are still there, and a rank would call one that has ended (torch
+    2.13, rendezvous.py: a new store for every retry is taken for granted).
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    launch = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if launch is None or nodes_launched() > 1:  # several machines do not count launches alike
+        dist.init_process_group(backend)
+        return
+    store, rank, count = next(rendezvous("env://"))
+    dist.init_process_group(backend, store=PrefixStore(f"launch {launch}", store), rank=rank, world_size=count)
 
 
 def check_ranks(asked: int) -> None:

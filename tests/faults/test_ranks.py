@@ -1,0 +1,114 @@
+"""Two ranks under torchrun: one is killed, or runs out of memory, and the launch after it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow  # launches processes that import torch
+
+JOB = """
+    import os, signal
+    from pathlib import Path
+
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    import brimful as bf
+
+    WHAT, AT = os.environ.get("FAULT", ""), 11
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 16, generator=generator)
+    samples = {"x": x, "y": x[:, :4].argmax(1)}
+    calls = 0
+
+    def fault():
+        global calls
+        calls += torch.is_grad_enabled()
+        marker = Path(__file__).with_name("fault-was")
+        if WHAT and os.environ.get("RANK") == "1" and calls == AT and not marker.exists():
+            marker.touch()
+            if WHAT == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x):
+            return self.head(self.blocks(x))
+
+    def loss(model, batch):
+        fault()
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    def job():
+        return bf.Job(
+            name="net",
+            model=Net,
+            loss=loss,
+            batch=samples,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+            data=lambda: bf.Data(train=samples),
+        )
+"""
+
+
+def launched(folder: Path, name: str, fault: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    """A run of 16 steps on two ranks, launched again once if it fails."""
+    (folder / "job.py").write_text(textwrap.dedent(JOB))
+    (folder / "fault-was").unlink(missing_ok=True)
+    how = {"--global-batch-size": 16, "--micro-batch-size": 8, "--recompute": "none", "--epochs": 4} | options
+    how |= {"--device": "cpu", "--run-dir": name, "--save-every": 3}
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
+         "-m", "brimful", "train", "job.py:job", "--resume",
+         *(str(word) for pair in how.items() for word in pair)],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
+    assert launched(tmp_path, "whole").returncode == 0
+    killed = launched(tmp_path, "killed", "kill")
+    assert killed.returncode == 0, killed.stderr
+    assert (tmp_path / "fault-was").exists()
+    assert "resumed after step 9" in killed.stderr
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    whole, resumed = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "killed"))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_memory_that_runs_out_on_one_rank_lowers_the_plan_of_all(tmp_path: Path) -> None:
+    assert launched(tmp_path, "whole").returncode == 0
+    lowered = launched(tmp_path, "lowered", "out of memory")
+    assert lowered.returncode == 0, lowered.stderr
+    assert "memory ran out on rank 1 of 2 in step 11" in lowered.stderr
+    assert "goes on from its last save" in lowered.stderr
+    lines = (tmp_path / "lowered" / "metrics.jsonl").read_text().splitlines()
+    (recovery,) = (line for line in map(json.loads, lines) if line["kind"] == "recovery")
+    assert recovery["during"] == "step on rank 1"
+    assert recovery["before"] != recovery["after"]
+    found, whole = losses(tmp_path / "lowered"), losses(tmp_path / "whole")
+    assert found == pytest.approx(whole, rel=1e-5)
+    settings = json.loads((tmp_path / "lowered" / "result.json").read_text())["settings"]
+    assert (settings["ranks"], settings["micro_batch_size"] * settings["gradient_accumulation_steps"]) == (2, 8)
