@@ -148,6 +148,9 @@ def test_plan_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "units",
         "chunked_loss",
         "expandable_segments",
+        "ranks",
+        "nodes",
+        "parallelism",
     }
     assert json.loads((folder / "plan.json").read_text()) == document
 
@@ -349,7 +352,8 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--seq-len",
+        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--ranks", "--nodes",
+        "--network", "--seq-len",
         "--image-size", "--set", "--output", "--check", "--certify", "--json",
     ],
     "train": [

@@ -143,6 +143,10 @@ class Candidate:
     def captured_from(self, rung: int, budget_bytes: int) -> Estimate | None:
         """A capture of the choice of the highest rung, from one downwards, that is truly within the budget.
 
+        Args:
+            rung: Of the ladder; the highest to try.
+            budget_bytes: That may be reserved.
+
         Returns:
             The capture; None if none is within the budget, or it cannot be made, of which a note is left.
         """
@@ -156,6 +160,9 @@ class Candidate:
 
     def fastest_nested_within(self, budget_bytes: int) -> Estimate | None:
         """The fastest nested segments within the budget, for where nothing else fits; all tried are captured.
+
+        Args:
+            budget_bytes: That may be reserved.
 
         Returns:
             A capture; None if none is within the budget, or can be captured.
