@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from brimful.batches import count_samples, map_tensors
@@ -252,6 +253,8 @@ def make_scaler(precision: Precision, device_type: str) -> GradScaler | None:
 def _clip(optimizer: Optimizer, max_norm: float | None) -> Tensor:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    if isinstance(norm, DTensor):  # of gradients that are divided over ranks
+        norm = norm.full_tensor()
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm

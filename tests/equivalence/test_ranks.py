@@ -4,9 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from brimful.settings import Parallelism
+from brimful.train.parallel import sharded_units
 from helpers.ranks import on_ranks
-from helpers.trained_on_ranks import curve, saved_and_resumed, settings
+from helpers.trained_on_ranks import Tokens, curve, has_branches, saved_and_resumed, settings
 
 pytestmark = pytest.mark.slow  # processes that import torch
 
@@ -14,13 +17,16 @@ TOLERANCE = 1e-5
 """Gradients are summed in another order."""
 
 
-@pytest.mark.parametrize("loads", [False, True])
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_ddp_gives_the_loss_curve_of_one_process(accumulation: int, loads: bool) -> None:
+@pytest.mark.parametrize("parallelism", Parallelism)
+@pytest.mark.parametrize(("accumulation", "loads"), [(1, False), (2, True)])
+def test_two_ranks_give_the_loss_curve_of_one_process(
+    parallelism: Parallelism, accumulation: int, loads: bool
+) -> None:
     """Tokens are counted over all ranks, the last batch has one sample, and a branch is taken by few."""
-    options = {"loads": loads}
+    how = settings(2, accumulation=accumulation, parallelism=parallelism)
+    options = {"loads": loads, "branches": has_branches(how)}
     alone, validated, weights = curve(settings(1, accumulation=2 * accumulation), options)
-    ranks = on_ranks(curve, settings(2, accumulation=accumulation), options)
+    ranks = on_ranks(curve, how, options)
     for losses, validations, trained in ranks:
         assert losses == pytest.approx(alone, rel=TOLERANCE)
         assert validations == pytest.approx(validated, rel=TOLERANCE)
@@ -29,7 +35,26 @@ def test_ddp_gives_the_loss_curve_of_one_process(accumulation: int, loads: bool)
     assert all(torch.equal(ranks[0][2][name], ranks[1][2][name]) for name in weights)
 
 
-def test_a_resumed_run_of_two_ranks_goes_on_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallelism", Parallelism)
+def test_a_resumed_run_of_two_ranks_goes_on_bit_for_bit(parallelism: Parallelism, tmp_path: Path) -> None:
     """Dropout of each rank and the order of a shuffling loader included."""
-    for whole, resumed in on_ranks(saved_and_resumed, str(tmp_path / "run"), settings(2)):
+    how = settings(2, parallelism=parallelism)
+    for whole, resumed in on_ranks(saved_and_resumed, str(tmp_path / "run"), how):
         assert resumed == whole
+
+
+@pytest.mark.parametrize("parallelism", Parallelism)
+def test_a_run_of_two_ranks_goes_on_alone(parallelism: Parallelism, tmp_path: Path) -> None:
+    how, alone = settings(2, parallelism=parallelism), settings(1, accumulation=4)
+    options = {"epochs": None, "branches": has_branches(how)}
+    saved = options | {"run_dir": tmp_path / "run"}
+    on_ranks(curve, how, saved | {"steps": 4})
+    with pytest.warns(UserWarning, match="saved by 2 ranks and goes on with 1"):
+        resumed = curve(alone, saved | {"steps": 8, "resume": True})[0]
+    assert resumed == pytest.approx(curve(alone, options | {"steps": 8})[0], rel=TOLERANCE)
+
+
+def test_blocks_are_what_is_gathered_together() -> None:
+    model = Tokens()
+    assert sharded_units(model) == list(model.blocks)
+    assert sharded_units(nn.Linear(2, 2)) == []

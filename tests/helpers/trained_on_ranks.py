@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from brimful.job import Batch, Data, Job
@@ -24,19 +25,19 @@ SAMPLES = 5 * GLOBAL_BATCH + 1
 class Tokens(nn.Module):
     """Blocks to recompute, and a part that only some samples take."""
 
-    def __init__(self, *, dropout: float = 0.0) -> None:
+    def __init__(self, *, dropout: float = 0.0, branches: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.Sequential(
             *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(dropout)) for _ in range(3))
         )
-        self.seldom = nn.Linear(WIDTH, WIDTH)
+        self.seldom = nn.Linear(WIDTH, WIDTH) if branches else None
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def logits(self, tokens: Tensor) -> Tensor:
         hidden = self.blocks(self.embedding(tokens))
         taken = tokens[:, 0] == 0
-        if taken.any():
+        if self.seldom is not None and taken.any():
             hidden = torch.where(taken[:, None, None], hidden + self.seldom(hidden), hidden)
         return self.head(hidden)
 
@@ -66,7 +67,7 @@ def metrics(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"hits": hits.mean()}
 
 
-def make_job(*, dropout: float = 0.0, loads: bool = False) -> Job:
+def make_job(*, dropout: float = 0.0, loads: bool = False, branches: bool = True) -> Job:
     held = samples()
 
     def data() -> Data:
@@ -85,7 +86,7 @@ def make_job(*, dropout: float = 0.0, loads: bool = False) -> Job:
         return Data(train=batches)
 
     return Job(
-        model=lambda: Tokens(dropout=dropout),
+        model=lambda: Tokens(dropout=dropout, branches=branches),
         loss=loss,
         batch=held,
         count=count,
@@ -94,6 +95,11 @@ def make_job(*, dropout: float = 0.0, loads: bool = False) -> Job:
         data=data,
         name="tokens",
     )
+
+
+def has_branches(how: Settings) -> bool:
+    """Under FSDP2 every rank must use the same parameters in a step."""
+    return how.parallelism is Parallelism.DDP
 
 
 def settings(ranks: int, *, accumulation: int = 2, parallelism: Parallelism = Parallelism.DDP) -> Settings:
@@ -108,20 +114,24 @@ def settings(ranks: int, *, accumulation: int = 2, parallelism: Parallelism = Pa
 
 
 def trained(
-    how: Settings, *, dropout: float = 0.0, loads: bool = False, **options: Any
+    how: Settings, *, dropout: float = 0.0, loads: bool = False, branches: bool = True, **options: Any
 ) -> tuple[TrainingResult, dict[str, Tensor]]:
     """What a run came to, and its weights."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         trainer = Trainer(
-            make_job(dropout=dropout, loads=loads),
+            make_job(dropout=dropout, loads=loads, branches=branches),
             how,
             device="cpu",
             show_progress=False,
             **({"epochs": 2, "max_gradient_norm": 0.5, "certifies": False} | options),
         )
         result = trainer.fit()
-    return result, {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    weights = {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+        for name, tensor in trainer.model.state_dict().items()
+    }
+    return result, weights
 
 
 def curve(how: Settings, options: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -134,7 +144,8 @@ def curve(how: Settings, options: dict[str, Any]) -> tuple[list[float], list[flo
 
 def saved_and_resumed(run_dir: str, how: Settings) -> tuple[list[float], list[float]]:
     """Losses of a run of eight steps, and of one that is ended after four and resumed."""
-    whole = curve(how, {"dropout": 0.3, "loads": True, "steps": 8, "epochs": None})[0]
-    options = {"dropout": 0.3, "loads": True, "epochs": None, "run_dir": Path(run_dir), "save_every": 4}
+    options = {"dropout": 0.3, "loads": True, "epochs": None, "branches": has_branches(how)}
+    whole = curve(how, options | {"steps": 8})[0]
+    options |= {"run_dir": Path(run_dir), "save_every": 4}
     trained(how, **options, steps=4)
     return whole, curve(how, {**options, "steps": 8, "resume": True})[0]

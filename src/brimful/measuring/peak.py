@@ -32,7 +32,9 @@ class PeakMemory:
 
 
 @contextmanager
-def peak_memory(model: nn.Module, optimizer: Optimizer, device: torch.device | str) -> Iterator[PeakMemory]:
+def peak_memory(
+    model: nn.Module, optimizer: Optimizer, device: torch.device | str, *, held_besides_bytes: int = 0
+) -> Iterator[PeakMemory]:
     """Measure the peak memory of the steps that run inside the context.
 
     On CUDA it costs next to nothing. On a CPU a profiler records every op, so steps inside it are slow and not
@@ -42,6 +44,8 @@ def peak_memory(model: nn.Module, optimizer: Optimizer, device: torch.device | s
         model: On `device`; with its optimizer it is what is held before the first step.
         optimizer: Over the parameters of `model`.
         device: Where the steps run.
+        held_besides_bytes: What is held from before that is in neither, such as DDP's buckets. Only a CPU is to
+            be told.
 
     Yields:
         What was measured, once the context has ended without an error.
@@ -59,7 +63,7 @@ def peak_memory(model: nn.Module, optimizer: Optimizer, device: torch.device | s
         resident = resident_bytes(model, optimizer)
         with record_cpu_memory() as cpu:
             yield peak
-        peak.allocated_bytes = peak.reserved_bytes = resident + cpu.peak_bytes
+        peak.allocated_bytes = peak.reserved_bytes = resident + held_besides_bytes + cpu.peak_bytes
         peak.temporaries_at_peak = cpu.temporaries_at_peak
     else:
         raise UsageError(f"memory is measured on a CPU or a CUDA device, not on {device.type!r}.")

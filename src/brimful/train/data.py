@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from brimful.batches import count_samples, split_batch, take
+from brimful.batches import count_samples, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.train.ranks import ALONE, Ranks
@@ -125,12 +125,10 @@ def validation_batches(
         ranks: Among which each batch is divided.
 
     Yields:
-        Micro-batches on the host, and whether they count: a rank without a sample is given one that does not.
+        Micro-batches on the host, and whether they count.
     """
     for batch in [validation] if is_one_batch(validation) else validation:
-        share, samples = ranks.share(batch)
-        for micro_batch in split_batch(share, micro_batch_size):
-            yield micro_batch, samples > 0
+        yield from ranks.micro_batches(batch, micro_batch_size)
 
 
 def check_validation(validation: Batch | Iterable[Batch]) -> None:

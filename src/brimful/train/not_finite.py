@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from brimful.errors import NonFiniteError
 from brimful.settings import Precision, Settings
@@ -11,8 +12,15 @@ from brimful.training import StepRecord
 
 
 def has_finite_parameters(model: nn.Module) -> bool:
-    """Whether no parameter is NaN or infinite. (A buffer may be: an attention mask, say.)"""
-    return all(bool(torch.isfinite(parameter.detach()).all()) for parameter in model.parameters())
+    """Whether no parameter is NaN or infinite, as far as this rank has them. (A buffer may be: an attention
+    mask, say.)"""
+    return all(bool(torch.isfinite(_own_part(parameter)).all()) for parameter in model.parameters())
+
+
+def _own_part(parameter: nn.Parameter) -> Tensor:
+    """What this rank has of it, if it is divided."""
+    value = parameter.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> NonFiniteError:

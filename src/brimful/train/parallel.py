@@ -1,68 +1,190 @@
-"""How the ranks' gradients come together: a step's loss, and when a backward pass speaks to the others."""
+"""How ranks train one model: alone, by DDP, by FSDP2.
+
+DDP and FSDP2 are laid around whatever is computed with the model, not around the model: so a job's loss is
+given the model itself, with all its methods and attributes, and they see all that it computes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from brimful.errors import UsageError
 from brimful.job import Batch, Job
+from brimful.settings import Parallelism, Precision, Settings
 from brimful.train.ranks import Ranks
 
-Loss = Callable[[nn.Module, Batch], Tensor]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
 class DataParallel:
-    """What a step does otherwise where it is one rank's part."""
-
-    loss: Loss
-    synchronising: Callable[[bool], AbstractContextManager[object]]
-    """Around forward and backward of a micro-batch; told whether it is the step's last, in which gradients are
-    averaged over the ranks."""
-
-
-def data_parallel(job: Job, model: nn.Module, ranks: Ranks) -> DataParallel:
-    """Let the ranks train as one.
-
-    DDP is laid around the loss, not the model: so the loss is given the model itself, with all its methods and
-    attributes, and DDP sees whatever it computes.
+    """What a step does otherwise where it is one rank's part; here: nothing, as there is one.
 
     Args:
         job: Its loss.
-        model: On the device, with the unit actions applied; the first rank's weights become those of all.
+    """
+
+    is_sharded = False
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The job's loss, computed such that gradients come together."""
+        return self._job.loss(model, batch)
+
+    def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of a micro-batch: gradients come together in the step's last."""
+        return nullcontext()
+
+    def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
+        """What is computed with the model, without gradients."""
+        return compute(model)
+
+    @property
+    def held_bytes(self) -> int:
+        """What is held for as long as this is, beside the model and the optimizer."""
+        return 0
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+
+
+class _Replicated(DataParallel):
+    """DDP: every rank has the whole model."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        super().__init__(job)
+        # A branch that no sample takes on one rank may be taken on another, which would wait for ever if unused
+        # parameters were not looked for.
+        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
+            _Around(model), gradient_as_bucket_view=True, find_unused_parameters=True
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert self._ddp is not None
+        value: Tensor = self._ddp(lambda inner: self._job.loss(inner, batch))
+        return value
+
+    def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
+        assert self._ddp is not None
+        return nullcontext() if is_last else self._ddp.no_sync()
+
+    @property
+    def held_bytes(self) -> int:
+        """The buckets: as large as all gradients, which lie in them once they are averaged."""
+        assert self._ddp is not None
+        return sum(parameter.nbytes for parameter in self._ddp.parameters() if parameter.requires_grad)
+
+    def close(self) -> None:
+        self._ddp = None
+        gc.collect()  # what speaks to the others is to be gone before the connection is
+
+
+class _Sharded(DataParallel):
+    """FSDP2: each rank has its part of every parameter, and gathers a unit's while the unit runs."""
+
+    is_sharded = True
+
+    def __init__(self, job: Job, model: nn.Module, device: torch.device, ranks: Ranks) -> None:
+        super().__init__(job)
+        mesh = init_device_mesh(device.type, (ranks.count,))
+        for unit in sharded_units(model):
+            fully_shard(unit, mesh=mesh)
+        self._root: Any = fully_shard(_Around(model), mesh=mesh)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        value: Tensor = self._root(lambda inner: self._job.loss(inner, batch))
+        return value
+
+    @contextmanager
+    def synchronising(self, is_last: bool) -> Iterator[None]:
+        self._root.set_requires_gradient_sync(is_last)
+        try:
+            yield
+        finally:
+            self._root.set_requires_gradient_sync(True)
+
+    def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
+        found: T = self._root(compute)
+        return found
+
+    def close(self) -> None:
+        self._root = None
+        gc.collect()
+
+
+def data_parallel(
+    job: Job, model: nn.Module, settings: Settings, device: torch.device, ranks: Ranks
+) -> DataParallel:
+    """Let the ranks train as one.
+
+    Args:
+        job: Its loss.
+        model: On the device, the same on each rank. Under FSDP2 its parameters become parts of themselves, so
+            the optimizer is to be made afterwards.
+        settings: Say how.
+        device: This rank's own.
         ranks: All of them.
 
     Returns:
-        The job's own loss, and nothing else, where there is one rank.
+        What the steps are to use.
+
+    Raises:
+        UsageError: The settings do not go together.
     """
     if not ranks.are_several:
-        return DataParallel(job.loss, lambda _is_last: nullcontext())
-    wrapped = DistributedDataParallel(
-        _LossModule(model, job.loss),
-        gradient_as_bucket_view=True,
-        # A branch that no sample takes on one rank may be taken on another; without this, that rank waits for
-        # ever.
-        find_unused_parameters=True,
-    )
-
-    def loss(_model: nn.Module, batch: Batch) -> Tensor:
-        value: Tensor = wrapped(batch)
-        return value
-
-    return DataParallel(loss, lambda is_last: nullcontext() if is_last else wrapped.no_sync())
+        return DataParallel(job)
+    if settings.parallelism is Parallelism.DDP:
+        return _Replicated(job, model)
+    if settings.precision is Precision.FP16:
+        raise UsageError(
+            "fp16 is not trained under FSDP2: its loss scaler would have to look at every rank's gradients. "
+            "Take bf16, or DDP."
+        )
+    return _Sharded(job, model, device, ranks)
 
 
-class _LossModule(nn.Module):
-    """A job's loss as a module's forward."""
+def sharded_units(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters FSDP2 gathers together: a model's repeated blocks.
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    Args:
+        model: Any module.
+
+    Returns:
+        Of each outermost list or sequence that has several children of one class with parameters, those
+        children; all else is gathered with the whole model. Empty where nothing is repeated.
+    """
+    found: list[nn.Module] = []
+    for child in model.children():
+        blocks = [block for block in child.children() if any(True for _ in block.parameters())]
+        is_row = isinstance(child, nn.ModuleList | nn.Sequential)
+        if is_row and len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
+            found += blocks
+        else:
+            found += sharded_units(child)
+    return list(dict.fromkeys(found))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a part of a model is under FSDP2."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+class _Around(nn.Module):
+    """A model, and as its forward whatever is computed with it."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._loss = loss
 
-    def forward(self, batch: Batch) -> Tensor:
-        return self._loss(self.model, batch)
+    def forward(self, compute: Callable[[nn.Module], T]) -> T:
+        return compute(self.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from brimful.batches import count_samples, take
+from brimful.batches import count_samples, split_batch, take
 from brimful.errors import UsageError
 from brimful.job import Batch
 
@@ -37,20 +38,27 @@ class Ranks:
         """Whether there is another."""
         return self.count > 1
 
-    def share(self, batch: Batch) -> tuple[Batch, int]:
-        """This rank's part of a global batch.
+    def micro_batches(self, batch: Batch, micro_batch_size: int) -> list[tuple[Batch, bool]]:
+        """This rank's part of a global batch, in micro-batches: as many on each rank, as they run together.
 
         Args:
             batch: On the host, the same on every rank.
+            micro_batch_size: Most samples of each.
 
         Returns:
-            Its samples, and how many they are. Where there are fewer samples than ranks, a rank without any is
-            given one that counts for none, as all must take part in a step.
+            Micro-batches, and whether they count: a rank with too few samples runs its own, or the batch's
+            first, once more for nothing.
         """
         if not self.are_several:
-            return batch, count_samples(batch)
-        part = torch.arange(count_samples(batch)).tensor_split(self.count)[self.rank]
-        return (take(batch, part), len(part)) if len(part) else (take(batch, torch.tensor([0])), 0)
+            return [(part, True) for part in split_batch(batch, micro_batch_size)]
+        shares = torch.arange(count_samples(batch)).tensor_split(self.count)
+        runs = math.ceil(len(shares[0]) / micro_batch_size)
+        share = shares[self.rank]
+        found = (
+            [(part, True) for part in split_batch(take(batch, share), micro_batch_size)] if len(share) else []
+        )
+        again = take(batch, share[:1] if len(share) else torch.tensor([0]))
+        return found + [(again, False)] * (runs - len(found))
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """The sums of some numbers over the ranks, the same on each."""

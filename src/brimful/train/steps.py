@@ -6,11 +6,10 @@ settings that take less. The batch is on the host still, so that the whole of it
 
 from __future__ import annotations
 
-import gc
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
-from brimful.batches import count_samples, split_batch
+from brimful.batches import count_samples
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
@@ -31,10 +30,11 @@ from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
 from brimful.train.buffers import BufferSnapshot
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
-from brimful.train.parallel import data_parallel
+from brimful.train.parallel import DataParallel
 from brimful.train.randomness import RandomState
 from brimful.train.ranks import ALONE, Ranks
-from brimful.train.update import SurvivingUpdate
+from brimful.train.sharded_state import divided_state, whole_tree
+from brimful.train.update import SurvivingUpdate, WholeUpdate
 from brimful.training import Recovery, StepRecord
 
 MOST_SKIPPED_STEPS = 32
@@ -80,6 +80,7 @@ class Steps:
         lower: Finds settings that take less.
         on_recovery: Told of each time that memory ran out.
         ranks: Those that take the steps together, each with its share of every batch.
+        parallel: How they share the model; None where there is one.
         hand_over: Told with which settings the next launch is to go on, where memory ran out on one of several
             ranks; returns what to tell the user of that.
     """
@@ -99,10 +100,12 @@ class Steps:
         lower: Lower,
         on_recovery: Callable[[Recovery], None],
         ranks: Ranks = ALONE,
+        parallel: DataParallel | None = None,
         hand_over: HandOver = lambda _before, _after, _recovery: "",
     ) -> None:
         self._job = job
         self._ranks = ranks
+        self._parallel = parallel or DataParallel(job)
         self._hand_over = hand_over
         self._model = model
         self._optimizer = optimizer
@@ -116,14 +119,13 @@ class Steps:
         self._move = copied_to(device)
         self._scaler = make_scaler(settings.precision, device.type)
         self._buffers = BufferSnapshot(model)
-        self._update = SurvivingUpdate(optimizer, partial(make_room, device))
+        self._update = self._update_of(optimizer)
         self._finite: tuple[float, float] = (math.nan, math.nan)
         self._is_updating = self._is_updated = False
         self._skipped_in_a_row = 0
         self._thrashed_in_a_row = 0
         self._allocator_retries = _allocator_retries(device)
         self._applied = apply_units(model, settings)
-        self._parallel = data_parallel(job, model, ranks)
         self.settings = settings
         """Those in force."""
         self.taken = 0
@@ -136,9 +138,7 @@ class Steps:
     def close(self) -> None:
         """Give the model its own forward back, and let go of the other ranks."""
         self._applied.remove()
-        del self._parallel
-        if self._ranks.are_several:
-            gc.collect()  # what speaks to them is to be gone before their connection is
+        self._parallel.close()
 
     def take(
         self, batch: Batch, *, epoch: int, data_seconds: float = 0.0, measure_memory: bool = False
@@ -191,7 +191,7 @@ class Steps:
         """Everything that the next step depends on but the model, the data and random numbers; in plain
         containers."""
         return {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": whole_tree(self._optimizer.state_dict(), is_kept=self._ranks.is_first),
             "optimizer_class": type(self._optimizer).__name__,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -224,7 +224,7 @@ class Steps:
                     f"the saved run had {had} {name}, and this one has {has}. Resume it as it was."
                 )
         try:
-            self._optimizer.load_state_dict(state["optimizer"])
+            self._optimizer.load_state_dict(divided_state(self._optimizer, state["optimizer"]))
             for name, part in parts.items():
                 if part is not None:
                     part.load_state_dict(state[name])
@@ -294,9 +294,9 @@ class Steps:
         """Seconds, outcome and peak of a step that may fail."""
         self._buffers.take()
         start = time.perf_counter()
-        share, samples = self._ranks.share(batch)
-        micro_batches = split_batch(share, self.settings.micro_batch_size)
-        measuring = peak_memory(self._model, self._optimizer, self._device) if measure_memory else nullcontext()
+        parts = self._ranks.micro_batches(batch, self.settings.micro_batch_size)
+        micro_batches = [part for part, _counts in parts]
+        measuring = self._measuring() if measure_memory else nullcontext()
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
         with measuring as peak, corrected_momentum(self._model, forwards):
             outcome = run_step(
@@ -304,7 +304,7 @@ class Steps:
                 loss=self._parallel.loss,
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
-                weights=self._weights(micro_batches, counts_for_none=samples == 0),
+                weights=self._weights(parts),
                 precision=self.settings.precision,
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
@@ -318,11 +318,16 @@ class Steps:
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start, outcome, peak
 
-    def _weights(self, micro_batches: list[Batch], *, counts_for_none: bool) -> list[float]:
+    def _measuring(self) -> AbstractContextManager[PeakMemory]:
+        held_bytes = self._parallel.held_bytes
+        return peak_memory(self._model, self._optimizer, self._device, held_besides_bytes=held_bytes)
+
+    def _weights(self, parts: list[tuple[Batch, bool]]) -> list[float]:
         """Weights for the losses, such that the mean over the ranks is that of the global batch."""
         if not self._ranks.are_several:
-            return loss_weights(self._job.count, micro_batches)
-        counts = [0.0] if counts_for_none else loss_counts(self._job.count, micro_batches)
+            return loss_weights(self._job.count, [part for part, _counts in parts])
+        of_parts = loss_counts(self._job.count, [part for part, counts in parts if counts])
+        counts = of_parts + [0.0] * (len(parts) - len(of_parts))
         (total,) = self._ranks.sum(sum(counts))
         return [self._ranks.count * share for share in shares_of(counts, total)]
 
@@ -331,6 +336,11 @@ class Steps:
         self._finite = total / self._ranks.count, float(gradient_norm)
         # Gradients that overflow under loss scaling are the scaler's to skip: a smaller scale mends them.
         return math.isfinite(self._finite[0]) and (self._scaler is not None or math.isfinite(self._finite[1]))
+
+    def _update_of(self, optimizer: Optimizer) -> SurvivingUpdate | WholeUpdate:
+        if self._parallel.is_sharded:
+            return WholeUpdate()
+        return SurvivingUpdate(optimizer, partial(make_room, self._device))
 
     def _carry_out(self, update: Callable[[], object]) -> None:
         self._is_updating = True

@@ -45,6 +45,7 @@ from brimful.train.journal import Journal
 from brimful.train.lowering import Lowering
 from brimful.train.not_finite import has_finite_parameters, step_not_finite, update_not_finite
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.train.parallel import DataParallel, data_parallel
 from brimful.train.place import Place
 from brimful.train.progress import make_progress, memory_text
 from brimful.train.randomness import RandomState, RandomStream, seed_all
@@ -52,6 +53,7 @@ from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, r
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import check_run_directory, clear_begun_run
 from brimful.train.saves import Save, newest_save
+from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
 from brimful.training import Recovery, StepRecord, StopReason, TrainingResult
@@ -165,6 +167,7 @@ class Trainer:
         self._is_terminated = False
         self._place: Place | None = None
         self._ranks = ALONE
+        self._parallel = DataParallel(job)
         self._data_randomness = RandomStream()
         self._before_batch: RandomState | None = None
         """Random numbers of the data before the batch was read that is not trained on yet."""
@@ -236,10 +239,16 @@ class Trainer:
         seed_all(self._seed)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
+        if saved is not None:
+            saved.load_model(self._model)
         self._certificate = self._certified(self._model) if saved is None and self._ranks.is_first else None
         self._data_randomness = RandomStream()
         if self._ranks.rank:
             seed_all(self._seed, self._ranks.rank)  # dropout is not to be the same on every rank
+        parallel = data_parallel(self._job, self._model, settings, self._device, self._ranks)
+        if parallel.is_sharded and self._ema_decay is not None:
+            raise UsageError("ema_decay is not kept under FSDP2. Leave it out, or train by DDP.")
+        self._parallel = parallel
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
         self._stop_requested = self._is_terminated = False
@@ -265,11 +274,11 @@ class Trainer:
             lower=Lowering(self._job, self._plan, self._device),
             on_recovery=journal.add_recovery,
             ranks=self._ranks,
+            parallel=parallel,
             hand_over=self._hand_over,
         )
         try:
             if saved is not None:
-                saved.load_model(self._model)
                 steps.load_state(saved.state)
             return self._train(steps, journal, batches, data, saved, lowered)
         finally:
@@ -486,7 +495,7 @@ class Trainer:
     def _save(self, steps: Steps, journal: Journal, place: Place) -> None:
         """Save all that the run needs to go on, unless NaN or infinity is in it."""
         is_saved = self._run_dir is None or journal.saved_run_step == steps.taken
-        if is_saved or not has_finite_parameters(self.model):
+        if is_saved or not self._is_finite():
             return
         data_random = self._before_batch or self._data_randomness.state
         state = steps.state() | {
@@ -496,7 +505,17 @@ class Trainer:
             "seed": self._seed,
             "place": place.to_save(),
         }
-        journal.save(self.model, steps.taken, state)
+        journal.save(self._whole_model(), steps.taken, state)
+
+    def _is_finite(self) -> bool:
+        """Whether no rank has a parameter that is NaN or infinite."""
+        return not self._ranks.any(not has_finite_parameters(self.model))
+
+    def _whole_model(self) -> nn.Module:
+        """The model, or what of it can be saved where each rank has a part; all ranks ask together."""
+        if not self._parallel.is_sharded:
+            return self.model
+        return WholeModel(self.model, is_kept=self._ranks.is_first)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         """The batches, until a stop is requested, each with the seconds that were waited for it."""
@@ -529,6 +548,7 @@ class Trainer:
             device=self._device,
             on_recovery=journal.add_recovery,
             ranks=self._ranks,
+            parallel=self._parallel,
         )
 
     def _validate(self, validator: Validator, epoch: int, journal: Journal, steps: Steps) -> None:
@@ -541,7 +561,7 @@ class Trainer:
             )
             if record is None:
                 return
-            journal.add_validation(record, self.model)
+            journal.add_validation(record, self._whole_model())
         for callback in self._callbacks:
             callback.on_validation(self, record)
 
@@ -551,9 +571,10 @@ class Trainer:
 
     def _save_weights(self, journal: Journal, steps: Steps) -> None:
         """Save the weights as the last step left them, unless it left NaN or infinity in them."""
-        if not has_finite_parameters(self.model):
+        if not self._is_finite():
             raise update_not_finite(steps.taken, self._settings, _saved_weights(journal))
-        journal.save_weights(self.model, steps.taken)
+        if self._run_dir is not None:
+            journal.save_weights(self._whole_model(), steps.taken)
         if self._average is not None:
             with self._averaged():
                 journal.save_average(self.model, steps.taken)
@@ -563,8 +584,8 @@ class Trainer:
         if self._place is not None and steps.taken:
             self._save(steps, journal, self._place)  # before the step is told, which a resumed run takes anew
         journal.add_step(record, self._memory_text(steps))
-        if has_finite_parameters(self.model):
-            journal.save_weights(self.model, steps.taken)
+        if self._is_finite():
+            journal.save_weights(self._whole_model(), steps.taken)
             where = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
             return step_not_finite(record, self._settings, f"after step {steps.taken}, {where}")
         return step_not_finite(record, self._settings, _saved_weights(journal))

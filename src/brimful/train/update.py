@@ -37,6 +37,25 @@ _Place = tuple[int, int]
 """Where a tensor's bytes are, and how many: the same for a tensor and a view of the whole of it."""
 
 
+class WholeUpdate:
+    """An optimizer's step that is taken whole or ends the run, for parameters that are divided over ranks."""
+
+    def run(self, step: Callable[[], object]) -> None:
+        """Take it.
+
+        Args:
+            step: The optimizer's.
+
+        Raises:
+            HalfUpdatedError: Memory ran out in it.
+        """
+        if (ran_out := _whether_ran_out(step)) is not None:
+            raise HalfUpdatedError(
+                f"memory ran out in the optimizer's update of divided parameters: {ran_out.message}. Resume "
+                "from the last save."
+            )
+
+
 class SurvivingUpdate:
     """An optimizer's step in whose course memory may run out.
 

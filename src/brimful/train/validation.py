@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from brimful.batches import count_samples
 from brimful.errors import OutOfMemoryError, UsageError
@@ -17,6 +19,7 @@ from brimful.settings import Precision
 from brimful.step import autocast, copied_to
 from brimful.train.data import validation_batches
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.train.parallel import DataParallel
 from brimful.train.randomness import RandomState
 from brimful.train.ranks import ALONE, Ranks
 from brimful.training import Recovery, ValidationRecord
@@ -33,6 +36,7 @@ class Validator:
         device: Where they are copied to.
         on_recovery: Told of each time that memory ran out.
         ranks: Each computes its share of every batch.
+        parallel: How they share the model; None where each has all of it.
     """
 
     def __init__(
@@ -45,8 +49,10 @@ class Validator:
         device: torch.device,
         on_recovery: Callable[[Recovery], None],
         ranks: Ranks = ALONE,
+        parallel: DataParallel | None = None,
     ) -> None:
         self._ranks = ranks
+        self._parallel = parallel
         self._model = model
         self._job = job
         self._validation = validation
@@ -88,12 +94,19 @@ class Validator:
                     epoch=epoch,
                     is_stopped=is_stopped,
                     ranks=self._ranks,
+                    parallel=self._parallel,
                 )
             )
             if not isinstance(found, RanOut):
                 return found
             random.restore(self._device)
             make_room(self._device)
+            if self._parallel is not None and self._parallel.is_sharded:
+                raise OutOfMemoryError(
+                    f"memory ran out on rank {self._ranks.rank} in the validation after step {step}: "
+                    f"{found.message}. The other ranks wait for its part of the model. Train with a smaller "
+                    "micro-batch, or validate apart from training."
+                )
             before = self._micro_batch_size
             if is_again:
                 self._take_less(found, step)
@@ -130,6 +143,7 @@ def validate(
     epoch: int,
     is_stopped: Callable[[], bool] = lambda: False,
     ranks: Ranks = ALONE,
+    parallel: DataParallel | None = None,
 ) -> ValidationRecord | None:
     """The validation loss and metrics of a model, in evaluation mode and without gradients.
 
@@ -147,6 +161,7 @@ def validate(
         epoch: The epoch that ends.
         is_stopped: Asked before each micro-batch.
         ranks: Each computes its share of every batch.
+        parallel: How they share the model; None where each has all of it.
 
     Returns:
         The means; None if `is_stopped` said so before the end on any rank.
@@ -155,18 +170,18 @@ def validate(
         UsageError: The validation data have no samples, or nothing that the job counts.
     """
     start = time.perf_counter()
+    parallel = parallel or DataParallel(job)
     samples, terms, loss = 0.0, 0.0, 0.0
     sums: defaultdict[str, float] = defaultdict(float)
     with _evaluation_mode(model), torch.no_grad():
         for host_batch, counts in validation_batches(validation, micro_batch_size, ranks):
-            if is_stopped():
+            if ranks.any(is_stopped()) if parallel.is_sharded else is_stopped():
                 break
             batch_samples = count_samples(host_batch) if counts else 0
             batch_terms = batch_samples if job.count is None or not counts else float(job.count(host_batch))
             batch = move(host_batch)
             with autocast(model, precision):
-                batch_loss = job.loss(model, batch)
-                metrics = job.metrics(model, batch) if job.metrics is not None else {}
+                batch_loss, metrics = parallel.computed(model, partial(_loss_and_metrics, job, batch))
             samples += batch_samples
             terms += batch_terms
             if batch_terms:  # a mean over nothing is not a number
@@ -189,6 +204,10 @@ def validate(
         samples=int(samples),
         seconds=time.perf_counter() - start,
     )
+
+
+def _loss_and_metrics(job: Job, batch: Batch, model: nn.Module) -> tuple[Tensor, Mapping[str, Any]]:
+    return job.loss(model, batch), {} if job.metrics is None else job.metrics(model, batch)
 
 
 @contextmanager
