@@ -54,7 +54,7 @@ from brimful.planning import (
     find_units,
     survey_gpus,
 )
-from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
+from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings, UnitAction
 from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
 from brimful.trace import Trace
 from brimful.train import Trainer
@@ -248,6 +248,7 @@ def plan(
     ranks: int = 1,
     nodes: int = 1,
     network: str | int | None = None,
+    parallelism: str | Parallelism = "auto",
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
 
@@ -277,9 +278,11 @@ def plan(
         host_memory: What that may take of the host, pinned: a size ("64GiB"), or None for half of what this
             machine has.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
-        ranks: Devices of this kind that divide the global batch evenly and train together, under DDP.
+        ranks: Devices of this kind that divide the global batch evenly and train together.
         nodes: Machines among which they are divided.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
+        parallelism: "ddp", where each rank has the whole model, "fsdp2", where each has a part of every
+            parameter, gradient and optimizer state, or "auto" for the faster that fits.
 
     Returns:
         The plan, replayed within the budget.
@@ -322,6 +325,7 @@ def plan(
         splits_coupled_batches=split_batch_norm,
         ranks=ranks,
         nodes=nodes,
+        parallelisms=_parallelisms(parallelism, ranks),
     )
     with without_garbage_collection():
         return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
@@ -696,6 +700,15 @@ def _implementation(
         return None
     fused = OptimizerImplementation.FUSED
     return fused if has_implementation(example, fused) else None
+
+
+def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...]:
+    if name == "auto":
+        return tuple(Parallelism) if ranks > 1 else (Parallelism.DDP,)
+    try:
+        return (Parallelism(name),)
+    except ValueError:
+        raise UnknownNameError("parallelism", str(name), ["auto", *map(str, Parallelism)]) from None
 
 
 def _names(names: str | Sequence[str]) -> Sequence[str]:

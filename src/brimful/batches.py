@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from brimful.errors import BatchError, UsageError
 from brimful.job import Batch, Job
@@ -67,6 +68,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that is divided among ranks; any other tensor is its own."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def count_samples(batch: Batch) -> int:

@@ -352,14 +352,15 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--ranks", "--nodes",
+        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--ranks", "--nodes", "--parallelism",
         "--network", "--seq-len",
         "--image-size", "--set", "--output", "--check", "--certify", "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--plan", "--epochs",
+        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--parallelism", "--plan",
+        "--epochs",
         "--steps", "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay",
         "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
         "--keep-saves",

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from brimful.job import Batch, Data, Job
+from brimful.planning import Plan
 from brimful.settings import Action, Parallelism, Settings, UnitAction
 from brimful.train import Trainer
 from brimful.training import TrainingResult
@@ -114,7 +115,7 @@ def settings(ranks: int, *, accumulation: int = 2, parallelism: Parallelism = Pa
 
 
 def trained(
-    how: Settings, *, dropout: float = 0.0, loads: bool = False, branches: bool = True, **options: Any
+    how: Settings | Plan, *, dropout: float = 0.0, loads: bool = False, branches: bool = True, **options: Any
 ) -> tuple[TrainingResult, dict[str, Tensor]]:
     """What a run came to, and its weights."""
     with warnings.catch_warnings():
@@ -149,3 +150,8 @@ def saved_and_resumed(run_dir: str, how: Settings) -> tuple[list[float], list[fl
     options |= {"run_dir": Path(run_dir), "save_every": 4}
     trained(how, **options, steps=4)
     return whole, curve(how, {**options, "steps": 8, "resume": True})[0]
+
+
+def measured_peak_bytes(how: Plan) -> int | None:
+    """Of this rank, in a run of a few steps."""
+    return trained(how, branches=False, epochs=None, steps=5)[0].measured_peak_allocated_bytes

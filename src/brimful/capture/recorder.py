@@ -11,8 +11,8 @@ Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autogr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     in_kernel_invocation_manager,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.applying.host_link import to_host
-from brimful.batches import tensors_in
+from brimful.batches import own_part, tensors_in
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
 from brimful.capture.lines import calling_line
@@ -143,7 +144,8 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, int] = {}
         """Index of the live storage at an address."""
         self._ends: dict[int, _StorageEnd] = {}
-        """By address."""
+        self._phase = Phase.SETUP
+        self._looks_away = False
         self._phase = Phase.SETUP
         self._step = 0
         self._micro_batch = 0
@@ -171,12 +173,21 @@ class Recorder(TorchDispatchMode):
         self._phase, self._micro_batch = phase, micro_batch
         self._step = self._step if step is None else step
 
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """Within, what runs is no part of the step."""
+        before, self._looks_away = self._looks_away, True
+        try:
+            yield
+        finally:
+            self._looks_away = before
+
     def mark(self, tensors: Iterable[Tensor], category: Category, labels: Iterable[str] = ()) -> None:
         """Say what tensors hold, and what they are called; those not known yet are taken as allocated now."""
         names = iter(labels)
         for tensor in tensors:
             name = next(names, None)
-            index = self._see(tensor, None, str(category))
+            index = self._see(own_part(tensor), None, str(category))
             if index is not None:
                 self.marked[index] = category
                 self.labels[index] = self.labels[index] if name is None else name
@@ -307,6 +318,10 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._looks_away:
+            return func(*args, **kwargs)
+        if DTensor in types:
+            return NotImplemented  # it calls its ops on this rank's parts, which come here again
         info = self._infos.get(func)
         if info is None:
             info = self._infos[func] = _describe(func, self._watching)

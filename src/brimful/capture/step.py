@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
 from brimful.applying import apply_units
+from brimful.applying.sharding import Sharded
 from brimful.batches import make_batch, map_tensors, named_tensors
 from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
@@ -30,6 +31,7 @@ from brimful.capture.loop import run_loop
 from brimful.capture.marks import copy_to_device, mark_gradients, mark_model, mark_state
 from brimful.capture.modules import ModuleCalls
 from brimful.capture.recorder import Recorder
+from brimful.capture.sharding import fake_ranks, is_divided, sharding_seen
 from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
 from brimful.errors import BrimfulError, CaptureError
@@ -88,7 +90,6 @@ def capture_step(
     with _told_clearly(job, settings), without_garbage_collection():
         batch = _fake_batch(make_batch(job, settings.micro_batch_size), mode, known)
         model = build_fake_model(job, mode, known)
-        applied = apply_units(model, settings)
         modules = ModuleCalls(model)
         recorder = Recorder(modules, known, rules, host_is_device=device.kind == "cpu")
         with ExitStack() as stack:
@@ -99,6 +100,13 @@ def capture_step(
             stack.enter_context(fakes_behave())
             stack.enter_context(no_gradient_overflows())
             stack.enter_context(fakes_can_be_copied())
+            mesh = stack.enter_context(fake_ranks(settings)) if is_divided(settings) else None
+            sharded = None
+            if mesh is not None:
+                stack.enter_context(sharding_seen(recorder))
+                with mode:
+                    sharded = Sharded(model, mesh)
+            applied = apply_units(model, settings)
             stack.enter_context(modules.follow())
             stack.enter_context(mode)
             functions = stack.enter_context(CorrectedFunctions(rules))
@@ -110,7 +118,7 @@ def capture_step(
                 )
                 settings = replace(settings, gradient_accumulation_steps=captured_micro_batches)
             else:
-                run = _prepare(job, settings, model, batch, recorder)
+                run = _prepare(job, settings, model, batch, recorder, sharded)
                 for step in range(steps):
                     begin_step()
                     run(step)
@@ -162,7 +170,12 @@ def _captured_micro_batches(settings: Settings) -> int:
 
 
 def _prepare(
-    job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder
+    job: Job,
+    settings: Settings,
+    model: nn.Module,
+    batch: Batch,
+    recorder: Recorder,
+    sharded: Sharded | None,
 ) -> Callable[[int], None]:
     """Record what is there before training; what it returns runs and records the step of a number."""
     mark_model(model, recorder)
@@ -180,11 +193,15 @@ def _prepare(
             _drop_state_of_unused(optimizer, made_early, recorder)
         recorder.at(phase, micro_batch)
 
+    def loss(_model: nn.Module, batch: Batch) -> Tensor:
+        assert sharded is not None
+        return sharded.computed(lambda model: job.loss(model, batch))
+
     def run(step: int) -> None:
         recorder.at(Phase.FORWARD, 0, step)
         run_step(
             model=model,
-            loss=job.loss,
+            loss=job.loss if sharded is None else loss,
             optimizer=optimizer,
             micro_batches=[batch] * count,
             weights=[1 / settings.gradient_accumulation_steps] * count,
@@ -222,6 +239,7 @@ def _create_optimizer_state(optimizer: Optimizer, model: nn.Module, recorder: Re
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
+    mark_gradients(model, recorder)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     mark_state(optimizer, model, recorder)

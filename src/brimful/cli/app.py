@@ -99,6 +99,13 @@ Network = Annotated[
     str | None,
     typer.Option(help="What goes between machines in a second, such as 25GB; 100 Gbit/s if left out."),
 ]
+ParallelismName = Annotated[
+    str,
+    typer.Option(
+        "--parallelism",
+        help="Several ranks: ddp keeps the model on each, fsdp2 divides it among them, auto takes the faster.",
+    ),
+]
 SplitBatchNorm = Annotated[
     bool,
     typer.Option(
@@ -308,6 +315,7 @@ def plan(
     ranks: Ranks = 1,
     nodes: Nodes = 1,
     network: Network = None,
+    parallelism: ParallelismName = "auto",
     seq_len: SequenceLength = None,
     image_size: ImageSize = None,
     options: ModelOptions = None,
@@ -343,6 +351,7 @@ def plan(
                 "--ranks": ranks > 1,
                 "--nodes": nodes > 1,
                 "--network": network,
+                "--parallelism": parallelism != "auto",
                 "--output": output,
                 "--certify": certify,
             }
@@ -376,6 +385,7 @@ def plan(
                 ranks=ranks,
                 nodes=nodes,
                 network=network,
+                parallelism=parallelism,
             )
         result = replace(result, source=source)
         if output is not None:
@@ -411,6 +421,7 @@ def train(
     offload: Offload = True,
     host_memory: HostMemory = None,
     split_batch_norm: SplitBatchNorm = False,
+    parallelism: ParallelismName = "auto",
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
     ] = None,
@@ -471,7 +482,7 @@ def train(
         from brimful.local import choose_device
         from brimful.planning import Plan
         from brimful.report import training_document, training_text
-        from brimful.train.ranks import device_here, joined_ranks, nodes_launched, ranks_launched
+        from brimful.train.ranks import device_here, joined_ranks, nodes_launched, rank_here, ranks_launched
         from brimful.train.run_directory import check_run_directory
 
         job = _job(model, seq_len, image_size, options)
@@ -499,6 +510,7 @@ def train(
                     split_batch_norm=split_batch_norm,
                     ranks=ranks_launched(),
                     nodes=nodes_launched(),
+                    parallelism=parallelism,
                 )
 
         def begin() -> tuple[Plan, bool, Path]:
@@ -521,8 +533,9 @@ def train(
                 raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
             return search(global_batch_size), False, where
 
+        found = begin() if rank_here() == 0 else None  # FSDP2 is planned for before ranks are joined
         with joined_ranks(device_here(choose_device(None if device == "auto" else device, None))) as ranks:
-            chosen, goes_on, where = ranks.from_first(begin)
+            chosen, goes_on, where = ranks.of_first(found)
             if ranks.is_first and not as_json:
                 print(chosen, flush=True)
             result, plain = api.fit(
@@ -572,7 +585,7 @@ def calibrate(
 _SAID_BY_A_PLAN = (
     "global_batch_size", "budget", "device", "precision", "micro_batch_size", "recompute", "optimizer",
     "optimizer_implementation", "allow_optimizer", "chunked_loss", "expandable_segments", "offload",
-    "host_memory", "split_batch_norm",
+    "host_memory", "split_batch_norm", "parallelism",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_
 from brimful.cost.roofline import Roofline
 from brimful.hardware import Device
 from brimful.module_tree import unit_of_each_op
-from brimful.settings import Action
+from brimful.settings import Action, Parallelism
 from brimful.timeline import TO_DEVICE, TO_DEVICE_DONE, TO_HOST, TO_HOST_DONE
 from brimful.trace import Category, Phase, Trace
 from brimful.units import MIB
@@ -88,26 +89,48 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
         backward_seconds=backward,
         recompute_seconds=recompute,
         optimizer_seconds=optimizer,
-        communication_seconds=_communication_seconds(trace, device, backward + recompute),
+        communication_seconds=_communication_seconds(trace, device, forward, backward + recompute),
         dtypes_at_fp32_rate=roofline.dtypes_at_fp32_rate,
     )
 
 
-def _communication_seconds(trace: Trace, device: Device, backward_seconds: float) -> float:
-    """What averaging gradients takes beyond the last micro-batch's backward, beside which most of it goes on.
+def _communication_seconds(
+    trace: Trace, device: Device, forward_seconds: float, backward_seconds: float
+) -> float:
+    """What ranks' talk takes beyond the work beside which most of it goes on.
 
-    A ring sends each byte of gradients twice but for one part in the number of ranks; what is in the last
-    bucket waits for the end of backward. On a CPU the processors that compute also send.
+    DDP's averages of gradients go on beside the last micro-batch's backward, but for the last bucket. FSDP2
+    gathers and reduces units beside the work of others, but for the first. On a CPU the processors that compute
+    also send, so nothing goes on beside them.
     """
     settings = trace.settings
     if settings.ranks == 1:
         return 0.0
     rate = device.peer_bytes_per_second(settings.ranks, settings.nodes)
-    sent_bytes = 2 * (settings.ranks - 1) / settings.ranks * gradient_bytes(trace)
+    share = (settings.ranks - 1) / settings.ranks
+    if settings.parallelism is Parallelism.DDP:
+        sent_bytes = 2 * share * gradient_bytes(trace)  # around a ring twice
+        alone_bytes = min(BUCKET_BYTES, sent_bytes)
+        beside_seconds = backward_seconds / settings.gradient_accumulation_steps
+    else:
+        amounts = [share * each for each in _collective_bytes(trace)]
+        sent_bytes, alone_bytes = sum(amounts), max(amounts, default=0.0)
+        beside_seconds = forward_seconds + backward_seconds
     if device.kind == "cpu":
         return sent_bytes / rate
-    last_bucket = min(BUCKET_BYTES, sent_bytes) / rate
-    return max(sent_bytes / rate - backward_seconds / settings.gradient_accumulation_steps, last_bucket)
+    return max(sent_bytes / rate - beside_seconds, alone_bytes / rate)
+
+
+def _collective_bytes(trace: Trace) -> Iterator[float]:
+    """What each collective of a step gathers or reduces, those of micro-batches that were not captured too."""
+    last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
+    repeats = trace.settings.gradient_accumulation_steps - last_micro_batch
+    for op in trace.ops:
+        if op.step != last_step or not op.name.startswith("c10d."):
+            continue
+        is_repeated = op.micro_batch == last_micro_batch
+        for _ in range(repeats if is_repeated else 1):
+            yield max(op.read_bytes, op.written_bytes)
 
 
 def gradient_bytes(trace: Trace) -> int:
@@ -119,6 +142,7 @@ def gradient_bytes(trace: Trace) -> int:
         if storage.category is Category.GRADIENTS
         and storage.op is not None
         and trace.ops[storage.op].step == last
+        and trace.ops[storage.op].phase is not Phase.SETUP
     )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from brimful.batches import named_tensors
+from brimful.batches import named_tensors, own_part
 
 
 def resident_bytes(model: nn.Module, optimizer: Optimizer) -> int:
@@ -16,14 +15,9 @@ def resident_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in _residents(model, optimizer)
-        if (storage := _own_part(tensor).untyped_storage()).nbytes() > 0
+        if (storage := own_part(tensor).untyped_storage()).nbytes() > 0
     }
     return sum(storages.values())
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that is divided over ranks."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _residents(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:

@@ -36,8 +36,12 @@ def of_one_rank(trace: Trace) -> Trace:
     if trace.settings.ranks == 1 or trace.settings.parallelism is not Parallelism.DDP:
         return trace
     gradients = {i for i, storage in enumerate(trace.storages) if storage.category is Category.GRADIENTS}
-    # Each step makes them anew, and the buckets are made once.
-    of_a_step = [i for i in gradients if _step_of(trace, trace.storages[i]) == trace.captured_steps - 1]
+    # Each step makes them anew, and the buckets are made once; what setup makes the optimizer's state with is
+    # not there beside the buckets.
+    of_setup = {i for i in gradients if _is_of_setup(trace, trace.storages[i])}
+    of_a_step = [
+        i for i in gradients - of_setup if _step_of(trace, trace.storages[i]) == trace.captured_steps - 1
+    ]
     buckets = [
         Storage(size_bytes=size, category=Category.GRADIENTS, op=None, label=f"{BUCKET} {number}")
         for number, size in enumerate(_bucket_bytes([trace.storages[i].size_bytes for i in sorted(of_a_step)]))
@@ -46,9 +50,17 @@ def of_one_rank(trace: Trace) -> Trace:
     made = [Event(kind=EventKind.ALLOCATE, storage=first + i, op=-1) for i in range(len(buckets))]
     return replace(
         trace,
-        storages=(*trace.storages, *buckets),
-        events=(*made, *_ending_in_buckets(trace, gradients)),
+        storages=(*(_emptied(s) if i in of_setup else s for i, s in enumerate(trace.storages)), *buckets),
+        events=(*made, *_ending_in_buckets(trace, gradients - of_setup)),
     )
+
+
+def _is_of_setup(trace: Trace, storage: Storage) -> bool:
+    return storage.op is None or trace.ops[storage.op].phase is Phase.SETUP
+
+
+def _emptied(storage: Storage) -> Storage:
+    return replace(storage, size_bytes=0)
 
 
 def _step_of(trace: Trace, storage: Storage) -> int:

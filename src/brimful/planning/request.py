@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from brimful.errors import UsageError
 from brimful.hardware import Device
-from brimful.settings import Action, OptimizerImplementation, Precision, Settings
+from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings
 from brimful.trace import Trace
 
 
@@ -51,6 +51,8 @@ class Request:
     """Data-parallel ranks that divide the global batch evenly."""
     nodes: int = 1
     """Machines among which they are divided."""
+    parallelisms: tuple[Parallelism, ...] = (Parallelism.DDP,)
+    """Ways to train on them that are permitted; the first is that of plain training."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
     computed. False keeps the mathematics: such a model trains its whole batch at once."""
@@ -100,6 +102,7 @@ class Request:
             optimizer=self.optimizer,
             ranks=self.ranks,
             nodes=self.nodes,
+            parallelism=self.parallelisms[0],
         )
 
     def bases(self) -> tuple[Settings, ...]:
@@ -114,9 +117,12 @@ class Request:
                 optimizer_implementation=implementation,
                 ranks=self.ranks,
                 nodes=self.nodes,
+                parallelism=parallelism,
             )
+            for parallelism in self.parallelisms
             for name, implementation in optimizers
             for precision in self.precisions
+            if parallelism is Parallelism.DDP or precision is not Precision.FP16
         )
 
     @property

@@ -23,7 +23,7 @@ from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative, BudgetPoint, Plan, PlanStatus
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
-from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Settings
+from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Parallelism, Settings
 from brimful.trace import Trace
 from brimful.units import GIB, format_bytes
 
@@ -131,6 +131,9 @@ def _candidates(
         try:
             found += CandidateFamily(capture, request, base, sizes, notes).candidates()
         except (CaptureError, UsageError) as error:
+            if base.parallelism is Parallelism.FSDP2 and len(request.parallelisms) > 1:
+                notes.append(f"FSDP2 is left out: {error}")
+                continue
             if base.optimizer_implementation is None:
                 raise
             left_to_torch = replace(base, optimizer_implementation=None)
@@ -182,7 +185,8 @@ def _with_chunked_loss(capture: Capture, request: Request, plain: Trace, notes: 
     if layer is None:
         return []
     chunked = ChunkedLoss(layer=layer, chunks=LOSS_CHUNKS)
-    bases = [replace(base, chunked_loss=chunked) for base in request.bases()]
+    whole = [base for base in request.bases() if base.parallelism is Parallelism.DDP]
+    bases = [replace(base, chunked_loss=chunked) for base in whole]
     try:
         return _candidates(capture, request, plain, bases, notes)
     except (CaptureError, UsageError) as error:

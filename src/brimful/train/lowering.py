@@ -91,6 +91,7 @@ class Lowering:
             splits_coupled_batches=settings.gradient_accumulation_steps > 1,
             ranks=settings.ranks,
             nodes=settings.nodes,
+            parallelisms=(settings.parallelism,),
         )
 
     def _smaller_micro_batch(self, settings: Settings) -> Settings:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
+from brimful.batches import own_part
 from brimful.errors import NonFiniteError
 from brimful.settings import Precision, Settings
 from brimful.training import StepRecord
@@ -14,13 +14,7 @@ from brimful.training import StepRecord
 def has_finite_parameters(model: nn.Module) -> bool:
     """Whether no parameter is NaN or infinite, as far as this rank has them. (A buffer may be: an attention
     mask, say.)"""
-    return all(bool(torch.isfinite(_own_part(parameter)).all()) for parameter in model.parameters())
-
-
-def _own_part(parameter: nn.Parameter) -> Tensor:
-    """What this rank has of it, if it is divided."""
-    value = parameter.detach()
-    return value.to_local() if isinstance(value, DTensor) else value
+    return all(bool(torch.isfinite(own_part(parameter.detach())).all()) for parameter in model.parameters())
 
 
 def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> NonFiniteError:

@@ -7,16 +7,16 @@ given the model itself, with all its methods and attributes, and they see all th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from brimful.applying.sharding import Around, Sharded
 from brimful.errors import UsageError
 from brimful.job import Batch, Job
 from brimful.settings import Parallelism, Precision, Settings
@@ -42,7 +42,7 @@ class DataParallel:
         return self._job.loss(model, batch)
 
     def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a micro-batch: gradients come together in the step's last."""
+        """Around forward and backward of a micro-batch: with DDP gradients come together in the last alone."""
         return nullcontext()
 
     def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
@@ -66,7 +66,7 @@ class _Replicated(DataParallel):
         # A branch that no sample takes on one rank may be taken on another, which would wait for ever if unused
         # parameters were not looked for.
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
-            _Around(model), gradient_as_bucket_view=True, find_unused_parameters=True
+            Around(model), gradient_as_bucket_view=True, find_unused_parameters=True
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -96,29 +96,18 @@ class _Sharded(DataParallel):
 
     def __init__(self, job: Job, model: nn.Module, device: torch.device, ranks: Ranks) -> None:
         super().__init__(job)
-        mesh = init_device_mesh(device.type, (ranks.count,))
-        for unit in sharded_units(model):
-            fully_shard(unit, mesh=mesh)
-        self._root: Any = fully_shard(_Around(model), mesh=mesh)
+        self._sharded: Sharded | None = Sharded(model, init_device_mesh(device.type, (ranks.count,)))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        value: Tensor = self._root(lambda inner: self._job.loss(inner, batch))
-        return value
-
-    @contextmanager
-    def synchronising(self, is_last: bool) -> Iterator[None]:
-        self._root.set_requires_gradient_sync(is_last)
-        try:
-            yield
-        finally:
-            self._root.set_requires_gradient_sync(True)
+        assert self._sharded is not None
+        return self._sharded.computed(lambda inner: self._job.loss(inner, batch))
 
     def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
-        found: T = self._root(compute)
-        return found
+        assert self._sharded is not None
+        return self._sharded.computed(compute)
 
     def close(self) -> None:
-        self._root = None
+        self._sharded = None
         gc.collect()
 
 
@@ -151,40 +140,3 @@ def data_parallel(
             "Take bf16, or DDP."
         )
     return _Sharded(job, model, device, ranks)
-
-
-def sharded_units(model: nn.Module) -> list[nn.Module]:
-    """The modules whose parameters FSDP2 gathers together: a model's repeated blocks.
-
-    Args:
-        model: Any module.
-
-    Returns:
-        Of each outermost list or sequence that has several children of one class with parameters, those
-        children; all else is gathered with the whole model. Empty where nothing is repeated.
-    """
-    found: list[nn.Module] = []
-    for child in model.children():
-        blocks = [block for block in child.children() if any(True for _ in block.parameters())]
-        is_row = isinstance(child, nn.ModuleList | nn.Sequential)
-        if is_row and len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
-            found += blocks
-        else:
-            found += sharded_units(child)
-    return list(dict.fromkeys(found))
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a part of a model is under FSDP2."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-class _Around(nn.Module):
-    """A model, and as its forward whatever is computed with it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, compute: Callable[[nn.Module], T]) -> T:
-        return compute(self.model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -80,12 +80,11 @@ class Ranks:
         dist.all_gather_object(found, value)
         return found  # type: ignore[return-value]
 
-    def from_first(self, make: Callable[[], T]) -> T:
-        """What the first rank makes, on every rank."""
-        if not self.are_several:
-            return make()
-        made: list[T | None] = [make() if self.is_first else None]
-        dist.broadcast_object_list(made, src=0)
+    def of_first(self, value: T | None) -> T:
+        """What the first rank has of something, on every rank."""
+        made = [value]
+        if self.are_several:
+            dist.broadcast_object_list(made, src=0)
         return made[0]  # type: ignore[return-value]
 
     def wait(self) -> None:

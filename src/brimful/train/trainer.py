@@ -371,7 +371,7 @@ class Trainer:
     ) -> TrainingResult:
         with journal, matmul_precision(steps.settings.precision), stops_on_signals(self._heed_signal):
             if saved is not None:
-                journal.know(*self._ranks.from_first(journal.known))
+                journal.know(*self._ranks.of_first(journal.known()))
                 journal.note(f"resumed after step {saved.step} from {saved.path}")
             if lowered is not None:
                 journal.add_recovery(lowered)

@@ -19,6 +19,7 @@ from brimful.capture.corrections.embedding import EmbeddingBackward
 from brimful.capture.corrections.fake_forms import FakeForms
 from brimful.capture.corrections.foreach import ForeachOptimizers
 from brimful.capture.corrections.foreach_norm import ForeachNorm
+from brimful.capture.corrections.gloo import GlooTemporaries
 from brimful.capture.corrections.hidden_copies import HiddenCopies
 from brimful.capture.corrections.indexing import IndexBackward, SortMemory
 from brimful.capture.corrections.kernel_temporaries import KernelTemporaries
@@ -63,6 +64,7 @@ RULES: tuple[type[Rule], ...] = (
     ReducedLosses,
     PaddedSequences,
     RandomState,
+    GlooTemporaries,
 )
 """All rules, in the order in which reports list them."""
 

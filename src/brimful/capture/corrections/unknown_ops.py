@@ -11,7 +11,9 @@ from brimful.capture.corrections.base import Rule
 
 aten = torch.ops.aten
 
-_KNOWN_NAMESPACES = frozenset({"aten", "prims", "prim", "profiler", "brimful"})
+_KNOWN_NAMESPACES = frozenset(
+    {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp"}
+)
 _KNOWN_ON_CUDA = frozenset(
     {"bitsandbytes::optimizer_update_8bit_blockwise", "bitsandbytes::optimizer_update_32bit"}
 )

@@ -1,0 +1,72 @@
+"""FSDP2 on a model: each rank has its part of every parameter, and gathers a unit's while the unit runs.
+
+It is laid around whatever is computed with the model, not around the model, so that what computes is given the
+model itself, with all its methods and attributes.
+
+Gradients are averaged and divided after each micro-batch, not after the last alone: else each rank would hold
+all of them meanwhile, which is what FSDP2 is taken to avoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+T = TypeVar("T")
+
+
+class Sharded:
+    """A model whose parameters are divided among ranks.
+
+    Args:
+        model: The same on each rank. Its parameters become parts of themselves (`DTensor`), so an optimizer is
+            to be made afterwards.
+        mesh: The ranks, in one dimension.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        for unit in sharded_units(model):
+            fully_shard(unit, mesh=mesh)
+        self._root: Any = fully_shard(Around(model), mesh=mesh)
+
+    def computed(self, compute: Callable[[nn.Module], T]) -> T:
+        """What is computed with the model while its parameters are gathered; all ranks compute together."""
+        found: T = self._root(compute)
+        return found
+
+
+class Around(nn.Module):
+    """A model, and as its forward whatever is computed with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[nn.Module], T]) -> T:
+        """What `compute` makes of the model."""
+        return compute(self.model)
+
+
+def sharded_units(model: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters FSDP2 gathers together: a model's repeated blocks.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        Of each outermost list or sequence that has several children of one class with parameters, those
+        children; all else is gathered with the whole model. Empty where nothing is repeated.
+    """
+    found: list[nn.Module] = []
+    for child in model.children():
+        blocks = [block for block in child.children() if any(True for _ in block.parameters())]
+        is_row = isinstance(child, nn.ModuleList | nn.Sequential)
+        if is_row and len(blocks) > 1 and len({type(block) for block in blocks}) == 1:
+            found += blocks
+        else:
+            found += sharded_units(child)
+    return list(dict.fromkeys(found))

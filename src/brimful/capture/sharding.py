@@ -1,0 +1,91 @@
+"""A step of one of several ranks under FSDP2, run without the others.
+
+FSDP2 itself runs, on fake tensors and over torch's fake process group, which sends nothing. What it does beside
+ops is told to the recorder: it makes and frees room for gathered parameters by resizing their storage, and
+DTensor works out global shapes by running ops on fakes of its own, which no device does.
+
+Private torch APIs used here: `torch.testing._internal.distributed.fake_pg`,
+`torch.distributed.fsdp._fully_shard`, `alloc_storage` and `free_storage`,
+`torch.distributed.tensor._sharding_prop.ShardingPropagator` (checked: torch 2.13, 2.11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_parameters
+import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_groups
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from brimful.capture.recorder import Recorder
+from brimful.errors import CaptureError
+from brimful.settings import Parallelism, Settings
+
+GATHERED = "gathered parameters"
+"""What the memory of a unit's whole parameters is called in a trace."""
+
+
+def is_divided(settings: Settings) -> bool:
+    """Whether the settings divide the model among ranks."""
+    return settings.ranks > 1 and settings.parallelism is Parallelism.FSDP2
+
+
+@contextmanager
+def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
+    """Within, this process is the first of as many ranks as the settings say; the others are not there.
+
+    Args:
+        settings: Of what is captured.
+
+    Yields:
+        The ranks.
+
+    Raises:
+        CaptureError: This process is one of several already.
+    """
+    if dist.is_initialized():
+        raise CaptureError(
+            "FSDP2 cannot be planned for inside a process group. Plan before it is made, in one process, and "
+            "train by the plan's file."
+        )
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.ranks)
+    try:
+        yield init_device_mesh("cpu", (settings.ranks,))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def sharding_seen(recorder: Recorder) -> Iterator[None]:
+    """Within, the recorder sees what FSDP2 frees, and not what DTensor only works out."""
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    allocate, free = fsdp_parameters.alloc_storage, fsdp_parameters.free_storage
+
+    def seen_allocate(tensor: Tensor) -> None:
+        allocate(tensor)
+        recorder.see(tensor, GATHERED)
+
+    def seen_free(tensor: Tensor) -> None:
+        recorder.release_early(tensor)
+        free(tensor)
+
+    def unseen_propagate(propagator: ShardingPropagator, schema: Any) -> Any:
+        with recorder.looking_away():
+            return propagate(propagator, schema)
+
+    with ExitStack() as stack:
+        for where, name, stand_in in (
+            (fsdp_parameters, "alloc_storage", seen_allocate),
+            (fsdp_groups, "alloc_storage", seen_allocate),
+            (fsdp_parameters, "free_storage", seen_free),
+            (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagate),
+        ):
+            stack.enter_context(patch.object(where, name, stand_in))
+        yield
