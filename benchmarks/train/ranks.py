@@ -3,9 +3,9 @@
     python benchmarks/train/ranks.py
 
 Models without dropout or BatchNorm, trained by DDP and FSDP2 on two ranks and by one process on the same
-global batches. Memory is that of the first rank's third update, beside the plan's prediction for one rank; the
-median of several runs, as gloo's threads let go of their copies when they come to it. Accumulation is timed with
-gradients averaged in the last micro-batch alone (`no_sync` on the others) and in each.
+global batches. Memory is that of the first rank's third update, beside the plan's prediction for one rank;
+the median of several runs, as gloo's threads let go of their copies when they come to it. Accumulation is
+timed with gradients averaged in the last micro-batch alone (`no_sync` on the others) and in each.
 """
 
 from __future__ import annotations
