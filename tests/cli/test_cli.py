@@ -353,7 +353,8 @@ OPTIONS = {
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
         "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--ranks", "--nodes",
-        "--network", "--parallelism", "--seq-len", "--image-size", "--set", "--output", "--check", "--certify", "--json",
+        "--network", "--parallelism", "--seq-len", "--image-size", "--set", "--output", "--check", "--certify",
+        "--json",
     ],
     "train": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",

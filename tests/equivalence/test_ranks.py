@@ -95,3 +95,12 @@ def test_a_rank_of_fsdp2_takes_at_least_what_is_predicted() -> None:
     predicted, measured = predicted_and_measured("fsdp2", 1)
     parameters = sum(parameter.nbytes for parameter in Tokens().parameters())
     assert 0.97 * predicted <= measured <= predicted + 2 * parameters
+
+
+def test_a_run_under_ddp_goes_on_under_fsdp2(tmp_path: Path) -> None:
+    options = {"epochs": None, "branches": False}
+    saved = options | {"run_dir": tmp_path / "run"}
+    on_ranks(curve, settings(2), saved | {"steps": 4})
+    resumed = on_ranks(curve, settings(2, parallelism=Parallelism.FSDP2), saved | {"steps": 8, "resume": True})
+    alone = curve(settings(1, accumulation=4), options | {"steps": 8})[0]
+    assert resumed[0][0] == pytest.approx(alone, rel=TOLERANCE)
