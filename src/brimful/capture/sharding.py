@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_parameters
@@ -87,5 +86,15 @@ def sharding_seen(recorder: Recorder) -> Iterator[None]:
             (fsdp_parameters, "free_storage", seen_free),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagate),
         ):
-            stack.enter_context(patch.object(where, name, stand_in))
+            stack.enter_context(_replaced(where, name, stand_in))
         yield
+
+
+@contextmanager
+def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = getattr(where, name)
+    setattr(where, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(where, name, before)
