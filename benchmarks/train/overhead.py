@@ -37,7 +37,7 @@ from brimful.train import Trainer
 from machine import keep
 from train.ranks import LENGTH, VOCABULARY, Decoder, next_token
 
-STEPS, SKIPPED, ROUNDS, BATCH = 60, 10, 9, 8
+STEPS, SKIPPED, ROUNDS, BATCH = 80, 10, 9, 3
 RATE, NORM = 1e-3, 1.0
 
 
