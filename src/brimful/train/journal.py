@@ -18,6 +18,7 @@ from brimful.settings import Settings, settings_to_json
 from brimful.train.progress import ProgressDisplay, recovery_text
 from brimful.train.run_directory import AVERAGE, BEST, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
 from brimful.train.saves import Save, Saves
+from brimful.train.step_log import StepLog
 from brimful.training import (
     Recovery,
     StepRecord,
@@ -54,7 +55,7 @@ class Journal:
         keep_saves: int = 2,
         resumed: Save | None = None,
     ) -> None:
-        self.steps: list[StepRecord] = []
+        self.steps = StepLog()
         self.validations: list[ValidationRecord] = []
         self.recoveries: list[Recovery] = []
         self.saved_step: int | None = None
@@ -214,13 +215,11 @@ class Journal:
         if self._saves is not None:
             self._saves.wait()
 
-    def known(self) -> tuple[list[StepRecord], list[ValidationRecord], list[Recovery]]:
+    def known(self) -> tuple[StepLog, list[ValidationRecord], list[Recovery]]:
         """Everything that was told so far."""
         return self.steps, self.validations, self.recoveries
 
-    def know(
-        self, steps: list[StepRecord], validations: list[ValidationRecord], recoveries: list[Recovery]
-    ) -> None:
+    def know(self, steps: StepLog, validations: list[ValidationRecord], recoveries: list[Recovery]) -> None:
         """Take over what another rank has read of a run that goes on."""
         self.steps, self.validations, self.recoveries = steps, validations, recoveries
 

@@ -1,0 +1,50 @@
+"""The records of a run's steps, in a third of the memory that they take as objects."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
+from brimful.training import StepRecord
+
+_COLUMNS = {
+    "step": "q", "epoch": "q", "loss": "d", "gradient_norm": "d", "seconds": "d", "samples": "q",
+    "updated": "b", "data_seconds": "d", "memory_measured": "b",
+}  # fmt: skip
+"""Fields of a record, and what the standard library's arrays call their types."""
+
+_TRUTH_VALUES = ("updated", "memory_measured")
+
+
+class StepLog(Sequence[StepRecord]):
+    """Records of steps, to which more are added; each is made when it is asked for.
+
+    Args:
+        records: Those it begins with.
+    """
+
+    def __init__(self, records: Iterable[StepRecord] = ()) -> None:
+        self._columns: dict[str, array[Any]] = {name: array(kind) for name, kind in _COLUMNS.items()}
+        for record in records:
+            self.append(record)
+
+    def append(self, record: StepRecord) -> None:
+        """Add one."""
+        for name, column in self._columns.items():
+            column.append(getattr(record, name))
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StepRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | Sequence[StepRecord]:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        values: dict[str, Any] = {name: column[index] for name, column in self._columns.items()}
+        return StepRecord(**values | {name: bool(values[name]) for name in _TRUTH_VALUES})
