@@ -40,6 +40,9 @@ JOB = """
             marker.touch()
             if WHAT == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if WHAT == "terminate":
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
 
     class Net(nn.Module):
@@ -67,15 +70,17 @@ JOB = """
 """
 
 
-def launched(folder: Path, name: str, fault: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """A run of 16 steps on two ranks, launched again once if it fails."""
+def launched(
+    folder: Path, name: str, fault: str = "", *, restarts: int = 1, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A run of 16 steps on two ranks, launched again if it fails."""
     (folder / "job.py").write_text(textwrap.dedent(JOB))
     (folder / "fault-was").unlink(missing_ok=True)
     how = {"--global-batch-size": 16, "--micro-batch-size": 8, "--recompute": "none", "--epochs": 4} | options
     how |= {"--device": "cpu", "--run-dir": name, "--save-every": 3}
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1",
-         "-m", "brimful", "train", "job.py:job", "--resume",
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+         "--max-restarts", str(restarts), "-m", "brimful", "train", "job.py:job", "--resume",
          *(str(word) for pair in how.items() for word in pair)],
         cwd=folder, capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
@@ -112,3 +117,14 @@ def test_memory_that_runs_out_on_one_rank_lowers_the_plan_of_all(tmp_path: Path)
     assert found == pytest.approx(whole, rel=1e-5)
     settings = json.loads((tmp_path / "lowered" / "result.json").read_text())["settings"]
     assert (settings["ranks"], settings["micro_batch_size"] * settings["gradient_accumulation_steps"]) == (2, 8)
+
+
+def test_sigterm_ends_both_ranks_after_the_same_step_and_saves(tmp_path: Path) -> None:
+    """Sent by one rank to itself alone, in the midst of a step: the other must not wait for it for ever."""
+    assert launched(tmp_path, "whole").returncode == 0
+    ended = launched(tmp_path, "ended", "terminate", restarts=0)
+    assert ended.returncode != 0
+    assert max(losses(tmp_path / "ended")) == 11
+    again = launched(tmp_path, "ended")
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "ended") == losses(tmp_path / "whole")

@@ -164,6 +164,9 @@ class Trainer:
         self._average: MovingAverage | None = None
         self._certificate: Certificate | None = None
         self._stop_requested = False
+        """By a signal or `stop`, at any moment, perhaps on this rank alone."""
+        self._is_stopping = False
+        """What all ranks have agreed on."""
         self._is_terminated = False
         self._place: Place | None = None
         self._ranks = ALONE
@@ -251,7 +254,7 @@ class Trainer:
         self._parallel = parallel
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
-        self._stop_requested = self._is_terminated = False
+        self._stop_requested = self._is_stopping = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
             run_dir=self._run_dir if self._ranks.is_first else None,
@@ -409,20 +412,27 @@ class Trainer:
                 journal.add_step(record, self._memory_text(steps))
                 for callback in self._callbacks:
                     callback.on_step(self, record)
-                self._stop_requested = self._ranks.any(self._stop_requested)
+                self._agree_to_stop()
                 if self._save_every is not None and steps.taken % self._save_every == 0:
                     self._save(steps, journal, place)
-                if self._stop_requested or self._has_enough(steps):
+                if self._is_stopping or self._has_enough(steps):
                     break
+            self._agree_to_stop()
             self._save(steps, journal, place)
-            if not self._stop_requested and validator is not None:
+            if not self._is_stopping and validator is not None:
                 self._validate(validator, place.epoch, journal, steps)
-            if self._stop_requested:
+                self._agree_to_stop()
+            if self._is_stopping:
                 return StopReason.TERMINATED if self._is_terminated else StopReason.INTERRUPTED
             self._save_weights(journal, steps)
             if self._patience is not None and journal.validations_without_improvement >= self._patience:
                 return StopReason.NOT_IMPROVING
         raise AssertionError("epochs do not end by themselves")
+
+    def _agree_to_stop(self) -> None:
+        """Stop where any rank is asked to: all of them at the same point."""
+        asked, terminated = self._ranks.sum(self._stop_requested, self._is_terminated)
+        self._is_stopping, self._is_terminated = asked > 0, terminated > 0
 
     def _take(
         self, steps: Steps, place: Place, batch: Batch, data_seconds: float, *, measure_memory: bool
@@ -535,7 +545,7 @@ class Trainer:
                 raise DataError(
                     f"the training data failed after {_of(self._place)}: {type(error).__name__}: {error}"
                 ) from error
-            if self._stop_requested:
+            if self._stop_requested and not self._ranks.are_several:  # several take the step, then agree
                 return
             yield batch, time.perf_counter() - start
 
