@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from brimful import plan
-from brimful.applying.sharding import sharded_units
+from brimful.applying.sharding import Sharded, sharded_units
+from brimful.errors import UsageError
 from brimful.settings import Parallelism
+from brimful.train.relaunch import leave_settings, settings_left
+from brimful.training import Recovery
 from helpers.ranks import on_ranks
 from helpers.trained_on_ranks import (
     GLOBAL_BATCH,
@@ -62,6 +66,30 @@ def test_a_run_of_two_ranks_goes_on_alone(parallelism: Parallelism, tmp_path: Pa
     with pytest.warns(UserWarning, match="saved by 2 ranks and goes on with 1"):
         resumed = curve(alone, saved | {"steps": 8, "resume": True})[0]
     assert resumed == pytest.approx(curve(alone, options | {"steps": 8})[0], rel=TOLERANCE)
+
+
+def tied_blocks_refused() -> bool:
+    model = Tokens()
+    model.blocks[0][0].weight = model.blocks[1][0].weight
+    with pytest.raises(UsageError, match="share parameters"):
+        Sharded(model, init_device_mesh("cpu", (2,)))
+    return True
+
+
+def test_blocks_that_share_parameters_are_not_divided() -> None:
+    """FSDP2 would make two of one, without a word."""
+    assert all(on_ranks(tied_blocks_refused))
+
+
+def test_settings_that_ran_out_twice_before_a_save_are_lowered_twice(tmp_path: Path) -> None:
+    begun, once, twice = (settings(2, accumulation=accumulation) for accumulation in (1, 2, 4))
+    recovery = Recovery(step=1, during="step", message="", before="", after="", seconds=0.0)
+    leave_settings(tmp_path, begun, once, recovery)
+    leave_settings(tmp_path, begun, twice, recovery)
+    left = settings_left(tmp_path, begun)
+    assert left is not None
+    assert left[0] == twice
+    assert settings_left(tmp_path, once) is None
 
 
 def test_blocks_are_what_is_gathered_together() -> None:

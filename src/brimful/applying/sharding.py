@@ -16,6 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from brimful.errors import UsageError
+
 T = TypeVar("T")
 
 
@@ -26,12 +28,22 @@ class Sharded:
         model: The same on each rank. Its parameters become parts of themselves (`DTensor`), so an optimizer is
             to be made afterwards.
         mesh: The ranks, in one dimension.
+
+    Raises:
+        UsageError: Blocks share parameters.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        before = sum(1 for _ in model.parameters())
         for unit in sharded_units(model):
             fully_shard(unit, mesh=mesh)
         self._root: Any = fully_shard(Around(model), mesh=mesh)
+        after = sum(1 for _ in model.parameters())
+        if after != before:
+            raise UsageError(
+                "blocks of this model share parameters with each other or with what is outside: FSDP2 would "
+                f"make {after} parameters of its {before}. Train it by DDP."
+            )
 
     def computed(self, compute: Callable[[nn.Module], T]) -> T:
         """What is computed with the model while its parameters are gathered; all ranks compute together."""

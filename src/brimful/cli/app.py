@@ -92,7 +92,7 @@ Budget = Annotated[
 ]
 Ranks = Annotated[
     int,
-    typer.Option(help="Devices of this kind that divide the global batch and train together, by DDP.", min=1),
+    typer.Option(help="Devices of this kind that divide the global batch and train together.", min=1),
 ]
 Nodes = Annotated[int, typer.Option(help="Machines among which the ranks are divided.", min=1)]
 Network = Annotated[
@@ -534,7 +534,7 @@ def train(
             return search(global_batch_size), False, where
 
         found = begin() if rank_here() == 0 else None  # FSDP2 is planned for before ranks are joined
-        with joined_ranks(device_here(choose_device(None if device == "auto" else device, None))) as ranks:
+        with joined_ranks(device_here(choose_device("cpu" if device == "cpu" else None, None))) as ranks:
             chosen, goes_on, where = ranks.of_first(found)
             if ranks.is_first and not as_json:
                 print(chosen, flush=True)

@@ -139,4 +139,10 @@ def data_parallel(
             "fp16 is not trained under FSDP2: its loss scaler would have to look at every rank's gradients. "
             "Take bf16, or DDP."
         )
+    if settings.offloaded or settings.chunked_loss is not None:
+        raise UsageError(
+            "offloading and a loss in chunks are not tried under FSDP2. Plan with offload=False and "
+            "chunked_loss=False, or train by DDP."
+        )
+    ranks.take_parameters_of_first(model)
     return _Sharded(job, model, device, ranks)

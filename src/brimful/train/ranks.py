@@ -7,10 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -27,6 +28,8 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
+    group: Any = None
+    """Over which numbers on the host go; None is torch's default."""
 
     @property
     def is_first(self) -> bool:
@@ -57,7 +60,8 @@ class Ranks:
         found = (
             [(part, True) for part in split_batch(take(batch, share), micro_batch_size)] if len(share) else []
         )
-        again = take(batch, share[:1] if len(share) else torch.tensor([0]))
+        # two samples: BatchNorm refuses to normalise over one
+        again = take(batch, share[:2] if len(share) else torch.arange(min(2, count_samples(batch))))
         return found + [(again, False)] * (runs - len(found))
 
     def sum(self, *values: float) -> tuple[float, ...]:
@@ -65,7 +69,7 @@ class Ranks:
         if not self.are_several:
             return values
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return tuple(total.tolist())
 
     def any(self, is_so: bool) -> bool:
@@ -77,15 +81,28 @@ class Ranks:
         if not self.are_several:
             return [value]
         found: list[T | None] = [None] * self.count
-        dist.all_gather_object(found, value)
+        dist.all_gather_object(found, value, group=self.group)
         return found  # type: ignore[return-value]
 
     def of_first(self, value: T | None) -> T:
         """What the first rank has of something, on every rank."""
         made = [value]
         if self.are_several:
-            dist.broadcast_object_list(made, src=0)
+            dist.broadcast_object_list(made, src=0, group=self.group)
         return made[0]  # type: ignore[return-value]
+
+    def take_buffers_of_first(self, model: nn.Module) -> None:
+        """Give every rank the first one's buffers, such as BatchNorm's running statistics."""
+        if self.are_several:
+            for buffer in model.buffers():
+                dist.broadcast(buffer.detach(), src=0)
+
+    def take_parameters_of_first(self, model: nn.Module) -> None:
+        """Give every rank the first one's parameters and buffers."""
+        self.take_buffers_of_first(model)
+        if self.are_several:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), src=0)
 
     def wait(self) -> None:
         """Until every rank is here."""
@@ -142,7 +159,8 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
             torch.cuda.set_device(device)
         _connect(device)
     try:
-        yield Ranks(rank=dist.get_rank(), count=dist.get_world_size())
+        group = None if is_own else dist.new_group(backend="gloo")  # another's may be for GPUs alone
+        yield Ranks(rank=dist.get_rank(), count=dist.get_world_size(), group=group)
     finally:
         if is_own:
             dist.destroy_process_group()

@@ -7,6 +7,7 @@ back. So the run ends, and the launcher starts it again from the last save, with
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def leave_settings(run_dir: Path, before: Settings, after: Settings, recovery: R
 
     Args:
         run_dir: The run directory, which all ranks see.
-        before: The settings with which memory ran out.
+        before: The settings of the last save, or those that the run began with.
         after: Those to go on with.
         recovery: What happened.
 
@@ -33,7 +34,7 @@ def leave_settings(run_dir: Path, before: Settings, after: Settings, recovery: R
         "after": settings_to_json(after),
         "recovery": asdict(recovery),
     }
-    partial = run_dir / f".{LOWERED}.partial"
+    partial = run_dir / f".{LOWERED}.{os.getpid()}.partial"  # two ranks may run out together
     write_file(partial, json.dumps(document, indent=2) + "\n")
     partial.replace(run_dir / LOWERED)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,19 @@ LOWERED = "lowered.json"
 _NAMES = (PLAN, SETTINGS, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
 
 _MOST_ENTRIES_NAMED = 3
+
+
+_OPEN: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+"""The `metrics.jsonl` that are open; a forked DataLoader worker is not to hold their locks when this ends."""
+
+
+def _close_in_child() -> None:
+    for metrics in list(_OPEN):
+        metrics.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 class RunDirectory:
@@ -75,6 +89,7 @@ class RunDirectory:
             self._metrics.close()
             raise
         self._metrics.seek(0, os.SEEK_END)
+        _OPEN.add(self._metrics)
 
     @property
     def metrics_bytes(self) -> int:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
-from brimful.batches import count_samples
+from brimful.batches import count_samples, take
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
@@ -45,7 +45,7 @@ THRASHING_STEPS = 3
 each such search waits for the device. A choice: one may be due to a longer batch, three in a row are a
 habit."""
 
-HandOver = Callable[[Settings, Settings, Recovery], str]
+HandOver = Callable[[Settings, Recovery], str]
 
 Lower = Callable[[Settings], Settings]
 """Finds settings that take less memory for the same global batch; raises OutOfMemoryError if there are none."""
@@ -101,7 +101,7 @@ class Steps:
         on_recovery: Callable[[Recovery], None],
         ranks: Ranks = ALONE,
         parallel: DataParallel | None = None,
-        hand_over: HandOver = lambda _before, _after, _recovery: "",
+        hand_over: HandOver = lambda _after, _recovery: "",
     ) -> None:
         self._job = job
         self._ranks = ranks
@@ -292,10 +292,14 @@ class Steps:
         self, batch: Batch, *, measure_memory: bool = False, updates: bool = True
     ) -> tuple[float, StepOutcome, PeakMemory | None]:
         """Seconds, outcome and peak of a step that may fail."""
-        self._buffers.take()
         start = time.perf_counter()
+        if self._parallel.is_sharded:  # DDP does so itself
+            self._ranks.take_buffers_of_first(self._model)
         parts = self._ranks.micro_batches(batch, self.settings.micro_batch_size)
-        micro_batches = [part for part, _counts in parts]
+        weights = self._weights(parts)
+        micro_batches = self._without_nothing(batch, [part for part, _counts in parts], weights)
+        weights = weights if self._ranks.are_several else [weight for weight in weights if weight]
+        self._buffers.take()
         measuring = self._measuring() if measure_memory else nullcontext()
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
         with measuring as peak, corrected_momentum(self._model, forwards):
@@ -304,7 +308,7 @@ class Steps:
                 loss=self._parallel.loss,
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
-                weights=self._weights(parts),
+                weights=weights,
                 precision=self.settings.precision,
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
@@ -317,6 +321,22 @@ class Steps:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start, outcome, peak
+
+    def _without_nothing(self, batch: Batch, micro_batches: list[Batch], weights: list[float]) -> list[Batch]:
+        """The micro-batches without those that count for nothing: their mean loss is no number, even times 0.
+
+        Where ranks run together one is not left out but runs a sample of the batch that counts.
+        """
+        if all(weights):
+            return micro_batches
+        if not self._ranks.are_several:
+            return [part for part, weight in zip(micro_batches, weights, strict=True) if weight]
+        count = self._job.count
+        if count is None:
+            return micro_batches
+        samples = (take(batch, torch.tensor([index, index])) for index in range(count_samples(batch)))
+        counting = next(sample for sample in samples if float(count(sample)) > 0)
+        return [part if weight else counting for part, weight in zip(micro_batches, weights, strict=True)]
 
     def _measuring(self) -> AbstractContextManager[PeakMemory]:
         held_bytes = self._parallel.held_bytes
@@ -399,12 +419,14 @@ class Steps:
         return OutOfMemoryError(
             f"memory ran out on rank {self._ranks.rank} of {self._ranks.count} in step {self.taken + 1}: "
             f"{message}.\n  The other ranks wait for its gradients and cannot take the step back, so this "
-            f"launch ends.\n  {self._hand_over(before, after, recovery)}"
+            f"launch ends.\n  {self._hand_over(after, recovery)}"
         )
 
     def _heed_thrashing(self, random: RandomState) -> None:
         """Take less where the allocator has had to search for memory in each step; if nothing does, go on."""
         retries, self._allocator_retries = self._allocator_retries, _allocator_retries(self._device)
+        if self._ranks.are_several:
+            return  # what one of them would lower, all would have to
         found = self._allocator_retries - retries
         self._thrashed_in_a_row = self._thrashed_in_a_row + 1 if found else 0
         if self._thrashed_in_a_row < THRASHING_STEPS:

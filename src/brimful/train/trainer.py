@@ -167,9 +167,11 @@ class Trainer:
         """By a signal or `stop`, at any moment, perhaps on this rank alone."""
         self._is_stopping = False
         """What all ranks have agreed on."""
-        self._is_terminated = False
+        self._terminate_requested = self._is_terminated = False
         self._place: Place | None = None
         self._ranks = ALONE
+        self._settings_of_save = self._settings
+        """With which the run was saved last, or began; a launch may have lowered them since."""
         self._parallel = DataParallel(job)
         self._data_randomness = RandomStream()
         self._before_batch: RandomState | None = None
@@ -178,6 +180,9 @@ class Trainer:
     @property
     def model(self) -> nn.Module:
         """The model in training, and afterwards the trained one.
+
+        Under FSDP2 each rank has its part of it, and after `fit` has let go of the other ranks the whole is in
+        the run directory's `weights.safetensors` alone.
 
         Raises:
             UsageError: `fit` has not been called.
@@ -234,6 +239,7 @@ class Trainer:
                 clear_begun_run(self._run_dir)
             check_run_directory(self._run_dir)
         settings = self._settings if saved is None else self._settings_to_resume(saved)
+        self._settings_of_save = settings
         settings, lowered = self._lowered(settings)
         data = find_data(self._job, self._data)
         batches = Batches(data.train, global_batch_size=settings.global_batch_size, seed=self._seed)
@@ -254,7 +260,7 @@ class Trainer:
         self._parallel = parallel
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
-        self._stop_requested = self._is_stopping = self._is_terminated = False
+        self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
             run_dir=self._run_dir if self._ranks.is_first else None,
@@ -315,11 +321,11 @@ class Trainer:
                 return left
         return settings, None
 
-    def _hand_over(self, before: Settings, after: Settings, recovery: Recovery) -> str:
+    def _hand_over(self, after: Settings, recovery: Recovery) -> str:
         """Let the next launch go on with settings that take less."""
         if self._run_dir is None:
             return f"Without a run directory nothing is saved. Train with {after.describe()}."
-        leave_settings(self._run_dir, before, after, recovery)
+        leave_settings(self._run_dir, self._settings_of_save, after, recovery)
         return (
             "Launched again with resume, as `torchrun --max-restarts` does, the run goes on from its last save "
             f"in {self._run_dir} with {after.describe()}."
@@ -431,7 +437,7 @@ class Trainer:
 
     def _agree_to_stop(self) -> None:
         """Stop where any rank is asked to: all of them at the same point."""
-        asked, terminated = self._ranks.sum(self._stop_requested, self._is_terminated)
+        asked, terminated = self._ranks.sum(self._stop_requested, self._terminate_requested)
         self._is_stopping, self._is_terminated = asked > 0, terminated > 0
 
     def _take(
@@ -485,7 +491,10 @@ class Trainer:
                 "draws other numbers than it would have.",
                 stacklevel=2,
             )
-        return RandomState.from_save(of_ranks[self._ranks.rank % len(of_ranks)])
+        if self._ranks.rank >= len(of_ranks):
+            seed_all(self._seed + saved.step, self._ranks.rank)
+            return RandomState.now(self._device)
+        return RandomState.from_save(of_ranks[self._ranks.rank])
 
     def _save_what_there_is(self, error: Exception, steps: Steps, journal: Journal) -> None:
         """Save the run as the last step left it, before an error ends it, and add to the error where it is."""
@@ -559,10 +568,12 @@ class Trainer:
             on_recovery=journal.add_recovery,
             ranks=self._ranks,
             parallel=self._parallel,
+            fetching=self._data_randomness.drawn_from,
         )
 
     def _validate(self, validator: Validator, epoch: int, journal: Journal, steps: Steps) -> None:
-        with self._averaged(), self._data_randomness.drawn_from():
+        self._ranks.take_buffers_of_first(self.model)
+        with self._averaged():
             record = validator.run(
                 steps.settings.precision,
                 step=steps.taken,
@@ -633,7 +644,7 @@ class Trainer:
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
     def _heed_signal(self, number: signal.Signals) -> None:
-        self._is_terminated = number is signal.SIGTERM
+        self._terminate_requested = number is signal.SIGTERM
         self.stop()
         if self._shows_progress:
             # not print: a signal may come in the middle of one

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from brimful.train.randomness import RandomState
 from brimful.train.ranks import ALONE, Ranks
 from brimful.training import Recovery, ValidationRecord
 
+T = TypeVar("T")
+
 
 class Validator:
     """Validates one model, again and again, whatever memory there is.
@@ -37,6 +39,7 @@ class Validator:
         on_recovery: Told of each time that memory ran out.
         ranks: Each computes its share of every batch.
         parallel: How they share the model; None where each has all of it.
+        fetching: Around the reading of each micro-batch.
     """
 
     def __init__(
@@ -50,9 +53,11 @@ class Validator:
         on_recovery: Callable[[Recovery], None],
         ranks: Ranks = ALONE,
         parallel: DataParallel | None = None,
+        fetching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._ranks = ranks
         self._parallel = parallel
+        self._fetching = fetching
         self._model = model
         self._job = job
         self._validation = validation
@@ -95,6 +100,7 @@ class Validator:
                     is_stopped=is_stopped,
                     ranks=self._ranks,
                     parallel=self._parallel,
+                    fetching=self._fetching,
                 )
             )
             if not isinstance(found, RanOut):
@@ -144,6 +150,7 @@ def validate(
     is_stopped: Callable[[], bool] = lambda: False,
     ranks: Ranks = ALONE,
     parallel: DataParallel | None = None,
+    fetching: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ValidationRecord | None:
     """The validation loss and metrics of a model, in evaluation mode and without gradients.
 
@@ -162,6 +169,7 @@ def validate(
         is_stopped: Asked before each micro-batch.
         ranks: Each computes its share of every batch.
         parallel: How they share the model; None where each has all of it.
+        fetching: Around the reading of each micro-batch, not around what is computed with it.
 
     Returns:
         The means; None if `is_stopped` said so before the end on any rank.
@@ -174,7 +182,7 @@ def validate(
     samples, terms, loss = 0.0, 0.0, 0.0
     sums: defaultdict[str, float] = defaultdict(float)
     with _evaluation_mode(model), torch.no_grad():
-        for host_batch, counts in validation_batches(validation, micro_batch_size, ranks):
+        for host_batch, counts in _fetched(validation_batches(validation, micro_batch_size, ranks), fetching):
             if ranks.any(is_stopped()) if parallel.is_sharded else is_stopped():
                 break
             batch_samples = count_samples(host_batch) if counts else 0
@@ -187,7 +195,7 @@ def validate(
             if batch_terms:  # a mean over nothing is not a number
                 loss += float(batch_loss) * batch_terms
             for name, value in metrics.items():
-                sums[name] += float(value) * batch_samples
+                sums[name] += float(value) * batch_samples if batch_samples else 0.0
     if ranks.any(is_stopped()):
         return None
     names = sorted(sums)
@@ -204,6 +212,15 @@ def validate(
         samples=int(samples),
         seconds=time.perf_counter() - start,
     )
+
+
+def _fetched(batches: Iterator[T], fetching: Callable[[], AbstractContextManager[None]]) -> Iterator[T]:
+    while True:
+        with fetching():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def _loss_and_metrics(job: Job, batch: Batch, model: nn.Module) -> tuple[Tensor, Mapping[str, Any]]:
