@@ -181,7 +181,7 @@ def _prepare(
     mark_model(model, recorder)
     optimizer = _make_optimizer(job, model, settings)
     scaler = make_scaler(settings.precision, "cpu")
-    made_early = _create_optimizer_state(optimizer, model, recorder)
+    made_early = _create_optimizer_state(optimizer, model, recorder, among_ranks=settings.ranks > 1)
     count = _captured_micro_batches(settings)
 
     def move(host_batch: Batch) -> Batch:
@@ -232,14 +232,20 @@ def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, reco
     model.train()
 
 
-def _create_optimizer_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> list[nn.Parameter]:
-    """Let the optimizer make its state by one step with gradients that are never written; whose it made."""
+def _create_optimizer_state(
+    optimizer: Optimizer, model: nn.Module, recorder: Recorder, *, among_ranks: bool
+) -> list[nn.Parameter]:
+    """Let the optimizer make its state by one step with gradients that are never written; whose it made.
+
+    Among ranks those gradients are told as such: in training they are in DDP's buckets then.
+    """
     recorder.at(Phase.SETUP, 0)
     there_before = set(optimizer.state)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
-    mark_gradients(model, recorder)
+    if among_ranks:
+        mark_gradients(model, recorder)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     mark_state(optimizer, model, recorder)
