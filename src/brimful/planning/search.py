@@ -244,13 +244,7 @@ def _alternatives(
     """What was looked at and lost, and what people do by hand: one rule for all, the largest micro-batch."""
     best, *lost = found
     captured = [
-        Alternative(
-            label=each.settings.describe(),
-            settings=each.settings,
-            predicted_peak_reserved_bytes=each.predicted_peak_reserved_bytes,
-            predicted_step_seconds=each.predicted_step_seconds,
-            fits=True,
-        )
+        _fitting(each.settings, each.predicted_peak_reserved_bytes, each.predicted_step_seconds)
         for each in lost
     ]
     if best.settings.optimizer != request.optimizer:
@@ -259,13 +253,7 @@ def _alternatives(
     known = {each.settings for each in found}
     looked_at = [candidate.known_expected(request.reserved_budget_bytes) for candidate in candidates]
     expected = [
-        Alternative(
-            label=each.settings.describe(),
-            settings=each.settings,
-            predicted_peak_reserved_bytes=each.reserved_bytes,
-            predicted_step_seconds=each.seconds,
-            fits=True,
-        )
+        _fitting(each.settings, each.reserved_bytes, each.seconds)
         for each in looked_at
         if each is not None and each.settings not in known
     ]
@@ -276,6 +264,16 @@ def _alternatives(
         if by_hand is not None and by_hand.settings != best.settings:
             others.append(by_hand)
     return tuple(sorted(others, key=_step_seconds))
+
+
+def _fitting(settings: Settings, reserved_bytes: int, step_seconds: float) -> Alternative:
+    return Alternative(
+        label=settings.describe(),
+        settings=settings,
+        predicted_peak_reserved_bytes=reserved_bytes,
+        predicted_step_seconds=step_seconds,
+        fits=True,
+    )
 
 
 def _step_seconds(alternative: Alternative) -> float:
