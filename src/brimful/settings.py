@@ -224,6 +224,11 @@ class Settings:
         return self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
+    def divides_model(self) -> bool:
+        """Whether each of several ranks holds a part of every parameter."""
+        return self.ranks > 1 and self.parallelism is Parallelism.FSDP2
+
+    @property
     def changed(self) -> tuple[str, ...]:
         """Paths of the units that are not kept."""
         return tuple(unit.fqn for unit in self.units if unit.action is not Action.KEEP)

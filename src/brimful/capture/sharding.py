@@ -25,15 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from brimful.capture.recorder import Recorder
 from brimful.errors import CaptureError
-from brimful.settings import Parallelism, Settings
+from brimful.settings import Settings
 
 GATHERED = "gathered parameters"
 """What the memory of a unit's whole parameters is called in a trace."""
-
-
-def is_divided(settings: Settings) -> bool:
-    """Whether the settings divide the model among ranks."""
-    return settings.ranks > 1 and settings.parallelism is Parallelism.FSDP2
 
 
 @contextmanager

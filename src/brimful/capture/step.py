@@ -31,7 +31,7 @@ from brimful.capture.loop import run_loop
 from brimful.capture.marks import copy_to_device, mark_gradients, mark_model, mark_state
 from brimful.capture.modules import ModuleCalls
 from brimful.capture.recorder import Recorder
-from brimful.capture.sharding import fake_ranks, is_divided, sharding_seen
+from brimful.capture.sharding import fake_ranks, sharding_seen
 from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
 from brimful.errors import BrimfulError, CaptureError
@@ -100,7 +100,7 @@ def capture_step(
             stack.enter_context(fakes_behave())
             stack.enter_context(no_gradient_overflows())
             stack.enter_context(fakes_can_be_copied())
-            mesh = stack.enter_context(fake_ranks(settings)) if is_divided(settings) else None
+            mesh = stack.enter_context(fake_ranks(settings)) if settings.divides_model else None
             sharded = None
             if mesh is not None:
                 stack.enter_context(sharding_seen(recorder))

@@ -24,7 +24,7 @@ from brimful.planning.sizes import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
 from brimful.planning.units import find_units
-from brimful.settings import Action, Parallelism, Settings, UnitAction
+from brimful.settings import Action, Settings, UnitAction
 from brimful.timeline import live_profile, replay_allocations, rounding_bytes_of
 from brimful.trace import Trace
 
@@ -372,11 +372,6 @@ def _roughness(settings: Settings, *, offloads: bool) -> float:
     return 0.01 if settings.micro_batch_size == 1 else 0.001
 
 
-def _is_divided(settings: Settings) -> bool:
-    """Whether parameters are divided among ranks, under which nothing is offloaded."""
-    return settings.ranks > 1 and settings.parallelism is Parallelism.FSDP2
-
-
 def _peak_allocated_bytes(trace: Trace) -> int:
     profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
     return profile.peak_bytes_in_step(profile.last_step)
@@ -441,7 +436,8 @@ class CandidateFamily:
             self._units,
             self._request.device,
             micro_batches=kept.captured_micro_batches,
-            host_bytes=0 if _is_divided(settings) else self._request.offload_host_bytes,
+            # offloading is not tried under FSDP2
+            host_bytes=0 if settings.divides_model else self._request.offload_host_bytes,
         )
         return Candidate(
             settings=settings,

@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
-from brimful.settings import Parallelism
 
 _GATHERS = "c10d::_allgather_base_"
 _REDUCES = "c10d::_reduce_scatter_base_"
@@ -25,8 +24,7 @@ class GlooTemporaries(Rule):
 
     def applies(self) -> bool:
         """Under FSDP2 on CPUs."""
-        divides = self.settings.ranks > 1 and self.settings.parallelism is Parallelism.FSDP2
-        return divides and self.target.kind == "cpu"
+        return self.settings.divides_model and self.target.kind == "cpu"
 
     def watches_op(self, func: Any) -> bool:
         """The two collectives of FSDP2."""
