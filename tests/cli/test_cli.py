@@ -356,7 +356,7 @@ OPTIONS = {
         "--network", "--parallelism", "--seq-len", "--image-size", "--set", "--output", "--check", "--certify",
         "--json",
     ],
-    "train": [
+    "train job": [
         "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
         "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--parallelism", "--plan",
@@ -375,7 +375,9 @@ def test_options_are_exactly_these(command: str) -> None:
 
     from brimful.cli.app import app
 
-    group = get_command(app)
-    parameters = group.commands[command].params  # type: ignore[attr-defined]
+    found = get_command(app)
+    for name in command.split():
+        found = found.commands[name]  # type: ignore[attr-defined]
+    parameters = found.params
     options = [name for p in parameters for name in p.opts if name.startswith("--")]
     assert sorted(options) == sorted(OPTIONS[command])

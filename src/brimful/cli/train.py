@@ -1,0 +1,203 @@
+"""`brimful train`: a job of one's own, or one of the ready tasks on files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperGroup
+
+from brimful.cli.options import AsJson, Model, ModelOptions, PlanOptions, RunOptions, TrainOptions, flattened
+from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, errors_told, show, waiting
+from brimful.cli.sources import find_job
+from brimful.errors import UsageError
+from brimful.files import write_file
+from brimful.training import StopReason
+
+if TYPE_CHECKING:
+    from brimful.job import Job
+    from brimful.planning import Plan
+
+_OWN_JOB = "job"
+
+
+class _TasksOrJob(TyperGroup):
+    """`train TASK …`, and `train MODEL …` for `train job MODEL …`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put in the name of the command that is meant where none is named."""
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = [_OWN_JOB, *args]
+        return super().parse_args(ctx, args)
+
+
+train_app = typer.Typer(
+    cls=_TasksOrJob,
+    no_args_is_help=True,
+    help="Plan, train inside the budget, and show predicted beside measured; under torchrun on all its ranks.",
+    epilog="`brimful train MODEL …` is short for `brimful train job MODEL …`.",
+    rich_markup_mode=None,
+)
+
+
+@train_app.command(_OWN_JOB)
+@flattened
+def own_job(
+    context: typer.Context,
+    model: Model,
+    run: RunOptions,
+    planning: PlanOptions,
+    training: TrainOptions,
+    options: ModelOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Train a job of your own: MODEL is path/to/file.py:factory or package.module:factory."""
+    with errors_told(as_json):
+        job = find_job(model, options)
+        if job.data is None:
+            raise UsageError(
+                f"{job.name} has no data to train on; built-in architectures have none. Write a job with "
+                "data=lambda: bf.Data(train=…) in a file, as examples/digits.py does, and train FILE.py:job. "
+                "For files of your own there are ready tasks: brimful train --help."
+            )
+        _train(job, context, run, planning, training, as_json)
+
+
+def _train(
+    job: Job,
+    context: typer.Context,
+    run: RunOptions,
+    planning: PlanOptions,
+    training: TrainOptions,
+    as_json: bool,
+) -> None:
+    """Plan a job unless a plan is there, train it, and tell how it went."""
+    from brimful import api
+    from brimful.local import choose_device
+    from brimful.report import training_document, training_text
+    from brimful.train.ranks import device_here, joined_ranks, rank_here
+
+    if run.plan_file is None and not run.resume:  # before time is spent on a plan
+        choose_device(None, api.resolve_device(run.device).kind)
+    if run.learning_rate is not None or run.weight_decay is not None:
+        job = _with_rates(job, planning.optimizer, run.learning_rate, run.weight_decay)
+        planning = replace(planning, optimizer=None)
+
+    found = _begin(job, context, run, planning, training) if rank_here() == 0 else None
+    with joined_ranks(device_here(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
+        chosen, goes_on, where = ranks.of_first(found)  # FSDP2 is planned for before ranks are joined
+        if ranks.is_first and not as_json:
+            print(chosen, flush=True)
+        result, plain = api.fit(
+            job, chosen, run_dir=where, resume=goes_on, show_progress=not as_json, **training.asked()
+        )
+    if ranks.is_first:
+        text = training_text(result, plain)
+        show(text, lambda: training_document(result, plain), as_json)
+        write_file(where / "report.txt", f"{chosen}\n{text}\n")
+    status = {StopReason.INTERRUPTED: INTERRUPTED, StopReason.TERMINATED: TERMINATED}
+    if result.stopped_because in status:
+        raise typer.Exit(status[result.stopped_because])
+
+
+def _begin(
+    job: Job, context: typer.Context, run: RunOptions, planning: PlanOptions, training: TrainOptions
+) -> tuple[Plan, bool, Path]:
+    """The plan, whether a run goes on, and where: what the first rank finds serves all."""
+    from brimful.planning import Plan
+    from brimful.train.run_directory import check_run_directory
+
+    def search(samples: int) -> Plan:
+        return _search(job, run.device, samples, planning)
+
+    begun = _begun(run.run_dir, run.resume, training.compare_plain)
+    if run.run_dir is not None and begun is None:
+        check_run_directory(run.run_dir)  # before time is spent on a plan
+    where = run.run_dir or _new_run_dir(job.name)
+    if begun is not None:
+        return _plan_to_go_on_with(begun, run.global_batch_size, search), True, where
+    if run.plan_file is not None:
+        _check_nothing_is_asked_beside_a_plan(context)
+        chosen = Plan.load(run.plan_file)
+        if chosen.job != job.name:
+            raise UsageError(
+                f"{run.plan_file} is a plan for {chosen.job!r}, not for {job.name!r}. Plan this job."
+            )
+        return chosen, False, where
+    if run.global_batch_size is None:
+        raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
+    return search(run.global_batch_size), False, where
+
+
+def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
+    """A plan for as many ranks as were launched."""
+    from brimful import api
+    from brimful.train.ranks import nodes_launched, ranks_launched
+
+    launched: dict[str, Any] = {"ranks": ranks_launched(), "nodes": nodes_launched()}
+    with waiting("planning"):
+        return api.plan(job, device, global_batch_size=samples, **launched, **planning.asked())
+
+
+def _with_rates(
+    job: Job, optimizer: str | None, learning_rate: float | None, weight_decay: float | None
+) -> Job:
+    """The job with an optimizer by name that has these rates."""
+    from brimful.optimizers import named_optimizer
+
+    name = job.optimizer if optimizer is None else optimizer
+    if not isinstance(name, str):
+        raise UsageError(
+            f"--learning-rate and --weight-decay are for an optimizer by name, and {job.name!r} makes its own. "
+            "Say --optimizer adamw, or set them in the job."
+        )
+    return replace(job, optimizer=named_optimizer(name, learning_rate=learning_rate, weight_decay=weight_decay))
+
+
+def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:
+    """The plan of the run that is to go on; None if one is to begin."""
+    from brimful.train.run_directory import clear_begun_run
+
+    if not resume:
+        return None
+    if run_dir is None:
+        raise UsageError("--resume needs --run-dir, the directory of the run that is to go on.")
+    if compare_plain:
+        raise UsageError("--compare-plain trains twice from the start; it cannot be resumed.")
+    plan = run_dir / "plan.json"
+    if plan.exists():
+        return plan
+    clear_begun_run(run_dir)  # it was killed before it had written as much as its plan
+    return None
+
+
+def _plan_to_go_on_with(begun: Path, global_batch_size: int | None, search: Callable[[int], Plan]) -> Plan:
+    """The plan of the run that goes on; another for the same global batch if other ranks were launched."""
+    from brimful.planning import Plan
+    from brimful.train.ranks import ranks_launched
+
+    chosen = Plan.load(begun)
+    planned = chosen.settings.global_batch_size
+    if global_batch_size not in (None, planned):
+        raise UsageError(
+            f"{begun} is a plan for a global batch of {planned}, and --global-batch-size says "
+            f"{global_batch_size}: it would not be the same run."
+        )
+    return chosen if chosen.settings.ranks == ranks_launched() else search(planned)
+
+
+def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:
+    """A plan says how to train; what is asked beside it would not be done."""
+    said = {"global_batch_size", "device", *(field.name for field in fields(PlanOptions))}
+    asked = asked_on_command_line(context, said.__contains__)
+    if asked:
+        raise UsageError(f"--plan already says what {', '.join(asked)} would. Leave out the one or the other.")
+
+
+def _new_run_dir(job: str) -> Path:
+    name = "".join(c if c.isalnum() or c in "-_." else "-" for c in job)
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
