@@ -24,6 +24,7 @@ __all__ = [
     "OptimizerImplementation",
     "Plan",
     "Precision",
+    "Samples",
     "Settings",
     "Trace",
     "Trainer",
@@ -61,6 +62,7 @@ _HOMES = {
     "OptimizerImplementation": "settings",
     "Plan": "planning",
     "Precision": "settings",
+    "Samples": "job",
     "Settings": "settings",
     "Trace": "trace",
     "Trainer": "train",
@@ -100,7 +102,7 @@ if TYPE_CHECKING:
     from brimful.architectures import find_architecture
     from brimful.errors import BrimfulError, InfeasibleError
     from brimful.hardware import Device, find_device
-    from brimful.job import Data, Job
+    from brimful.job import Data, Job, Samples
     from brimful.measurement import Measurement
     from brimful.optimizers import named_optimizer
     from brimful.planning import Estimate, Estimator, Plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -14,20 +14,42 @@ Batch = Any
 """Nested dicts, lists and tuples of tensors. Every tensor that has dimensions has samples first."""
 
 
+@runtime_checkable
+class Samples(Protocol):
+    """Samples that are read when training comes to them, from files say, in another order for each epoch.
+
+    The same arguments must give the same batches: then a run can be repeated and resumed exactly.
+    """
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+
+    def batches(self, size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterable[Batch]:
+        """The batches of an epoch, on the host.
+
+        Args:
+            size: Samples in each; the last one may have fewer.
+            seed: Decides the order, with the epoch.
+            epoch: At least 1.
+            skip: Batches to leave out at the start.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
     """The samples to train on and those to validate with.
 
     Each is either one `Batch` that holds every sample (brimful shuffles it and cuts it into global
-    batches), or an iterable of batches, such as a DataLoader, that can be iterated once per epoch.
+    batches), or an iterable of batches, such as a DataLoader, that can be iterated once per epoch. Those to
+    train on may be `Samples`, which are told how large a global batch is.
     """
 
-    train: Batch | Iterable[Batch]
+    train: Batch | Iterable[Batch] | Samples
     validation: Batch | Iterable[Batch] | None = None
-    longest: Batch | None = None
-    """The global batch of `train` that takes most memory, such as that with the longest texts. It is tried
-    before the first step, so that memory does not run out hours later. Not needed where all batches are of one
-    shape."""
+    longest: Batch | Callable[[int], Batch] | None = None
+    """The global batch of `train` that takes most memory, such as that with the longest texts; or a function
+    that makes it from how many samples it has. It is tried before the first step, so that memory does not run
+    out hours later. Not needed where all batches are of one shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +62,9 @@ class Job:
 
     model: Callable[[], nn.Module] | nn.Module
     """The model, or a function that builds it. A module is never changed by estimating or planning."""
+    weights: Callable[[nn.Module], object] | None = None
+    """Gives the model that was built its weights, from a file say, before it is trained. It is not called to
+    estimate or plan, for which weights have no values. None leaves those that the model was built with."""
     loss: Callable[[nn.Module, Batch], Tensor]
     """`loss(model, batch)`: a scalar, the mean over what `count` counts."""
     batch: Callable[[int], Batch] | Batch
@@ -58,3 +83,6 @@ class Job:
     """Means over a validation batch's samples, by name, such as `{"accuracy": …}`."""
     name: str = "job"
     """What reports call this job."""
+    about: Mapping[str, Any] | None = None
+    """What is to be known wherever the weights go, such as the names of classes: plain containers, written to
+    the run directory as `job.json`. A run is resumed only by a job of which it is the same."""

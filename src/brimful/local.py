@@ -95,8 +95,15 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
         UsageError: The function builds something else.
     """
     if isinstance(job.model, nn.Module):
+        if job.weights is not None:
+            raise UsageError(
+                f"{job.name!r} has `weights` to load and a model that is built already. Give a function that "
+                "builds it, or load them into it and leave `weights` out."
+            )
         return copy.deepcopy(job.model) if is_copied else job.model
     model = job.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    if job.weights is not None:
+        job.weights(model)
     return model

@@ -23,6 +23,7 @@ PUBLIC = {
     "OptimizerImplementation",
     "Plan",
     "Precision",
+    "Samples",
     "Settings",
     "Trace",
     "Trainer",

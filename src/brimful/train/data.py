@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from brimful.batches import count_samples, take
 from brimful.errors import UsageError
-from brimful.job import Batch, Data, Job
+from brimful.job import Batch, Data, Job, Samples
 from brimful.train.ranks import ALONE, Ranks
 
 
@@ -49,11 +49,12 @@ class Batches:
     """The global batches of each epoch.
 
     A batch that holds every sample is shuffled anew for each epoch and cut into global batches; what is left
-    over at the end makes a smaller one. Of an iterable, every batch is a global batch, whatever its size.
+    over at the end makes a smaller one. `Samples` make their batches themselves. Of an iterable, every batch is
+    a global batch, whatever its size.
 
     Args:
-        train: One batch with all samples, or an iterable of batches. A tensor, mapping, tuple or dataclass is
-            one batch; a list is one if a tensor is directly in it, else a list of batches.
+        train: One batch with all samples, `Samples`, or an iterable of batches. A tensor, mapping, tuple or
+            dataclass is one batch; a list is one if a tensor is directly in it, else a list of batches.
         global_batch_size: Samples per global batch.
         seed: Decides the order of the samples, with the epoch.
 
@@ -62,12 +63,12 @@ class Batches:
         BatchError: It is a batch without samples, or whose entries disagree on how many.
     """
 
-    def __init__(self, train: Batch | Iterable[Batch], *, global_batch_size: int, seed: int) -> None:
+    def __init__(self, train: Batch | Iterable[Batch] | Samples, *, global_batch_size: int, seed: int) -> None:
         _check_data("train", train)
         self._train = train
         self._global_batch_size = global_batch_size
         self._seed = seed
-        self._samples = _check_some(train) if is_one_batch(train) else None
+        self._samples = _count_if_known(train)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -90,6 +91,8 @@ class Batches:
         Raises:
             UsageError: The data give no batch.
         """
+        if isinstance(self._train, Samples):
+            return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
         if self._samples is None:
             return self._of_iterable(epoch, skip)
         order = torch.randperm(self._samples, generator=_generator(self._seed, epoch))
@@ -97,7 +100,7 @@ class Batches:
         return (take(self._train, indices) for indices in parts)
 
     def _of_iterable(self, epoch: int, skip: int) -> Iterator[Batch]:
-        batches = iter(self._train)
+        batches: Iterator[Batch] = iter(self._train)  # type: ignore[arg-type]  # `Samples` are told apart above
         for _ in range(skip):
             next(batches, None)
         return batches if skip else self._at_least_one(batches, epoch)
@@ -153,12 +156,23 @@ def is_one_batch(data: Batch | Iterable[Batch]) -> bool:
     return isinstance(data, Tensor | Mapping | tuple) or dataclasses.is_dataclass(data)
 
 
+def _count_if_known(train: Batch | Iterable[Batch] | Samples) -> int | None:
+    """Samples in an epoch; None of an iterable, whose batches are as they come."""
+    if not isinstance(train, Samples):
+        return _check_some(train) if is_one_batch(train) else None
+    if len(train) == 0:
+        raise UsageError(f"the training data ({type(train).__name__}) have no samples.")
+    return len(train)
+
+
 def _check_data(name: str, data: Any) -> None:
     if isinstance(data, Dataset):
         raise UsageError(
             f"Data({name}=…) is a {type(data).__name__}, which gives single samples. "
             "Wrap it: DataLoader(dataset, batch_size=…, shuffle=…) gives batches."
         )
+    if name == "train" and isinstance(data, Samples):
+        return
     if not is_one_batch(data) and not isinstance(data, Iterable):
         raise UsageError(
             f"Data({name}=…) is a {type(data).__name__}. Give one batch with all samples (nested dicts, lists "

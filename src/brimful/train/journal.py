@@ -13,10 +13,11 @@ from typing import Any, Self
 from torch import nn
 
 from brimful.errors import SaveError, UsageError
+from brimful.job import Job
 from brimful.planning import Plan
 from brimful.settings import Settings, settings_to_json
 from brimful.train.progress import ProgressDisplay, recovery_text
-from brimful.train.run_directory import AVERAGE, BEST, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
+from brimful.train.run_directory import AVERAGE, BEST, JOB, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
 from brimful.train.saves import Save, Saves
 from brimful.train.step_log import StepLog
 from brimful.training import (
@@ -39,7 +40,7 @@ class Journal:
     Args:
         run_dir: A new or empty directory; None writes nothing.
         plan: The plan, or plain settings.
-        job: The job's name.
+        job: What is trained.
         progress: Shows the run.
         keep_saves: How many saves to keep, the newest.
         resumed: The save that the run goes on from; None begins it.
@@ -50,7 +51,7 @@ class Journal:
         *,
         run_dir: Path | None,
         plan: Plan | Settings,
-        job: str,
+        job: Job,
         progress: ProgressDisplay,
         keep_saves: int = 2,
         resumed: Save | None = None,
@@ -81,6 +82,8 @@ class Journal:
                 self._directory.write_json(PLAN, self._plan.to_json())
             else:
                 self._directory.write_json(SETTINGS, settings_to_json(self._plan))
+            if self._job.about is not None:
+                self._directory.write_json(JOB, dict(self._job.about))
         self._progress.start()
         return self
 
@@ -257,4 +260,4 @@ class Journal:
             self._directory.write_json(RESULT, result.to_json())
 
     def _metadata(self, step: int) -> dict[str, str]:
-        return {"job": self._job, "step": str(step)}
+        return {"job": self._job.name, "step": str(step)}

@@ -3,6 +3,7 @@
 | file | what |
 |---|---|
 | `plan.json`, or `settings.json` without a plan | how it is trained |
+| `job.json` | what the job says `about` itself, such as the names of its classes |
 | `metrics.jsonl` | a line per step and per validation, as they come |
 | `weights.safetensors` | the latest weights; its metadata say after which step |
 | `best.safetensors` | the weights with the lowest validation loss |
@@ -36,13 +37,14 @@ from brimful.units import format_bytes
 
 PLAN = "plan.json"
 SETTINGS = "settings.json"
+JOB = "job.json"
 METRICS = "metrics.jsonl"
 WEIGHTS = "weights.safetensors"
 BEST = "best.safetensors"
 AVERAGE = "average.safetensors"
 RESULT = "result.json"
 LOWERED = "lowered.json"
-_NAMES = (PLAN, SETTINGS, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
+_NAMES = (PLAN, SETTINGS, JOB, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
 
 _MOST_ENTRIES_NAMED = 3
 

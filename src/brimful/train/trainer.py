@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import signal
 import statistics
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ from brimful.train.progress import make_progress, memory_text
 from brimful.train.randomness import RandomState, RandomStream, seed_all
 from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, rank_here
 from brimful.train.relaunch import leave_settings, settings_left
-from brimful.train.run_directory import check_run_directory, clear_begun_run
+from brimful.train.run_directory import JOB, check_run_directory, clear_begun_run
 from brimful.train.saves import Save, newest_save
 from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
@@ -138,6 +139,7 @@ class Trainer:
         if max_gradient_norm is not None and not max_gradient_norm > 0:
             raise UsageError(f"max_gradient_norm is {max_gradient_norm}; it must be positive.")
         self._job = job
+        self._about = _as_read_again(job)
         self._plan = plan if isinstance(plan, Plan) else None
         self._settings = plan.settings if isinstance(plan, Plan) else plan
         self._data = data
@@ -265,7 +267,7 @@ class Trainer:
         journal = Journal(
             run_dir=self._run_dir if self._ranks.is_first else None,
             plan=self._plan or self._settings,
-            job=self._job.name,
+            job=self._job,
             progress=make_progress(self._total_steps(batches), show=self._shows_progress),
             keep_saves=self._keep_saves,
             resumed=saved,
@@ -343,6 +345,12 @@ class Trainer:
                     f"the run in {self._run_dir} has {name} {before}, and this one {now}: it would not be the "
                     f"same run. Resume with {before}, or begin another in a new run directory."
                 )
+        if saved.state.get("about") != self._about:
+            raise ResumeError(
+                f"the run in {self._run_dir} is of a job that says other things about itself in `about` (see "
+                f"{JOB} there) than {self._job.name!r} does now; of ready tasks, their files or flags have "
+                "changed. Give the same, or begin another run in a new run directory."
+            )
         return settings_from_json(saved.state["settings"]) if asked == self._settings else self._settings
 
     def _certified(self, model: nn.Module) -> Certificate | None:
@@ -386,7 +394,7 @@ class Trainer:
                 journal.add_recovery(lowered)
             try:
                 if data.longest is not None:
-                    steps.rehearse(data.longest)
+                    steps.rehearse(_longest(data.longest, steps.settings.global_batch_size))
                 stopped_because = self._run_epochs(steps, batches, data.validation, journal, saved)
                 self._save_weights(journal, steps)
             except NotFiniteStep as step:
@@ -522,6 +530,7 @@ class Trainer:
             "data_random": data_random.to_save(),
             "asked_settings": settings_to_json(self._settings),
             "seed": self._seed,
+            "about": self._about,
             "place": place.to_save(),
         }
         journal.save(self._whole_model(), steps.taken, state)
@@ -695,6 +704,18 @@ def _as_data_error(error: Exception) -> Exception:
 
 def _of(place: Place | None) -> str:
     return "none" if place is None else f"{place.batches} batches of epoch {place.epoch}"
+
+
+def _as_read_again(job: Job) -> Any:
+    """What a job says about itself, as it is in a file."""
+    try:
+        return json.loads(json.dumps(job.about))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{job.name}: `about` cannot be written as JSON: {error}.") from error
+
+
+def _longest(longest: Batch | Callable[[int], Batch], samples: int) -> Batch:
+    return longest(samples) if callable(longest) else longest
 
 
 def _saved_weights(journal: Journal) -> str:
