@@ -50,7 +50,8 @@ class Batches:
 
     A batch that holds every sample is shuffled anew for each epoch and cut into global batches; what is left
     over at the end makes a smaller one. `Samples` make their batches themselves. Of an iterable, every batch is
-    a global batch, whatever its size; a `set_epoch` that it, its samplers or its dataset have is told the epoch.
+    a global batch, whatever its size; a `set_epoch` that it, its samplers or its dataset have is told the
+    epoch.
 
     Args:
         train: One batch with all samples, `Samples`, or an iterable of batches. A tensor, mapping, tuple or
@@ -94,14 +95,14 @@ class Batches:
         if isinstance(self._train, Samples):
             return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
         if self._samples is None:
-            return self._of_iterable(epoch, skip)
+            return self._of_iterable(self._train, epoch, skip)
         order = torch.randperm(self._samples, generator=generator_of(self._seed, epoch))
         parts = order.split(self._global_batch_size)[skip:]
         return (take(self._train, indices) for indices in parts)
 
-    def _of_iterable(self, epoch: int, skip: int) -> Iterator[Batch]:
-        _tell_epoch(self._train, epoch)
-        batches: Iterator[Batch] = iter(self._train)  # type: ignore[arg-type]  # `Samples` are told apart above
+    def _of_iterable(self, train: Iterable[Batch], epoch: int, skip: int) -> Iterator[Batch]:
+        _tell_epoch(train, epoch)
+        batches = iter(train)
         for _ in range(skip):
             next(batches, None)
         return batches if skip else self._at_least_one(batches, epoch)
