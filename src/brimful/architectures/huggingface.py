@@ -49,7 +49,7 @@ def build_model(name: str, published: Published, **changes: Any) -> nn.Module:
     changed = {option: value for option, value in changes.items() if value is not None}
     config = getattr(transformers, published.config_class)(
         **(published.config | changed),
-        attn_implementation=_register_unmasked_sdpa() if published.causal else "sdpa",
+        attn_implementation=attention(causal=published.causal),
     )
     model: Any = getattr(transformers, published.model_class)(config)
     if published.causal:
@@ -64,8 +64,10 @@ def own_loss(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def _register_unmasked_sdpa() -> str:
-    """Register transformers' own sdpa attention under a name for which no mask is made; returns the name.
+def attention(*, causal: bool) -> str:
+    """The attention that transformers' models are built with, by its name there.
+
+    Of a causal model it is transformers' own sdpa attention under a name for which no mask is made.
 
     Under the name "sdpa", a causal model reads from its position ids, with an `.all()` in Python, whether a
     row holds several packed sequences, and leaves the mask out if none does. On fake tensors it does not
@@ -73,9 +75,17 @@ def _register_unmasked_sdpa() -> str:
     another program. Without a mask the model calls `scaled_dot_product_attention(…, is_causal=True)` on
     real and on fake tensors. It is right only for batches without padding and packing, as ours are.
 
+    Args:
+        causal: Whether a token attends to those before it only.
+
+    Returns:
+        What `attn_implementation` takes.
+
     Source: transformers.masking_utils, `find_packed_sequence_indices`, `_preprocess_mask_arguments`
     (checked: 5.23).
     """
+    if not causal:
+        return "sdpa"
     from transformers import AttentionInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -3,12 +3,13 @@
 | names | task | options |
 |---|---|---|
 | `bert-base`, `bert-large`, `xlm-roberta-base`, `xlm-roberta-large` | sequence classification | \
-`sequence_length` 512, `num_labels` 2, `num_hidden_layers` |
-| `gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl` | next token | `sequence_length` 1024, `num_hidden_layers` |
-| `llama-3.2-1b`, `llama-3-8b` | next token | `sequence_length` 2048, `num_hidden_layers` |
+`sequence_length` 512, `num_labels` 2, `num_hidden_layers`, `vocab_size` |
+| `gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl` | next token | `sequence_length` 1024, `num_hidden_layers`, \
+`vocab_size` |
+| `llama-3.2-1b`, `llama-3-8b` | next token | `sequence_length` 2048, `num_hidden_layers`, `vocab_size` |
 
 A batch is `input_ids` and `labels`; its sequences are full, without padding or a mask. The loss is the
-model's own and the optimizer AdamW. `num_hidden_layers` is as published unless it is given.
+model's own and the optimizer AdamW. `num_hidden_layers` and `vocab_size` are as published unless given.
 
 The classes are those of transformers. Below is every hyper-parameter that sizes a tensor or changes an
 operation, with its source.
@@ -168,13 +169,15 @@ def _classifier_job(
     sequence_length: int = 512,
     num_labels: int = 2,
     num_hidden_layers: int | None = None,
+    vocab_size: int | None = None,
 ) -> Job:
     check_range(name, "sequence_length", sequence_length, 1, most_tokens)
     check_range(name, "num_labels", num_labels, 2)
     if num_hidden_layers is not None:
         check_range(name, "num_hidden_layers", num_hidden_layers, 1)
     # ids from behind the padding id, which would say that a sequence is padded
-    least_token, vocab_size = published.config["pad_token_id"] + 1, published.config["vocab_size"]
+    least_token = published.config["pad_token_id"] + 1
+    tokens = _vocabulary(name, published, vocab_size, least=least_token + 1)
 
     def build() -> nn.Module:
         return build_model(
@@ -182,12 +185,13 @@ def _classifier_job(
             published,
             num_labels=num_labels,
             num_hidden_layers=num_hidden_layers,
+            vocab_size=tokens,
             problem_type="single_label_classification",  # else the first forward writes it into the config
         )
 
     def make_samples(samples: int) -> Batch:
         return {
-            "input_ids": torch.randint(least_token, vocab_size, (samples, sequence_length)),  # (B, T)
+            "input_ids": torch.randint(least_token, tokens, (samples, sequence_length)),  # (B, T)
             "labels": torch.randint(0, num_labels, (samples,)),  # (B,)
         }
 
@@ -200,20 +204,31 @@ def _language_model_job(
     *,
     sequence_length: int,
     num_hidden_layers: int | None = None,
+    vocab_size: int | None = None,
 ) -> Job:
     # at least 2 tokens: the first one is never a label
     check_range(name, "sequence_length", sequence_length, 2, published.config["max_position_embeddings"])
     if num_hidden_layers is not None:
         check_range(name, "num_hidden_layers", num_hidden_layers, 1)
+    tokens = _vocabulary(name, published, vocab_size, least=2)
 
     def build() -> nn.Module:
-        return build_model(name, published, num_hidden_layers=num_hidden_layers)
+        return build_model(name, published, num_hidden_layers=num_hidden_layers, vocab_size=tokens)
 
     def make_samples(samples: int) -> Batch:
-        input_ids = torch.randint(0, published.config["vocab_size"], (samples, sequence_length))  # (B, T)
+        input_ids = torch.randint(0, tokens, (samples, sequence_length))  # (B, T)
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     return Job(model=build, loss=own_loss, batch=make_samples, count=_count_predicted_tokens, name=name)
+
+
+def _vocabulary(name: str, published: Published, asked: int | None, *, least: int) -> int:
+    """Tokens that the model has embeddings of."""
+    if asked is None:
+        as_published: int = published.config["vocab_size"]
+        return as_published
+    check_range(name, "vocab_size", asked, least)
+    return asked
 
 
 def _count_predicted_tokens(batch: Batch) -> Tensor:

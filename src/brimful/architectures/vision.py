@@ -4,8 +4,8 @@
 |---|---|---|---|
 | `vit-base`, `vit-large` | classification; `pixel_values`, `labels` | `image_size` 224, `num_classes` 1000, \
 `num_hidden_layers` | AdamW |
-| `resnet50`, `resnet101`, `resnet152`, `vgg16` | classification; `images`, `labels` | `image_size` 224, \
-`num_classes` 1000 | SGD |
+| `resnet18`, `resnet34`, `resnet50`, `resnet101`, `resnet152`, `vgg16` | classification; `images`, `labels` | \
+`image_size` 224, `num_classes` 1000 | SGD |
 | `unet` | segmentation; `images`, `labels` by pixel | `image_size` 256, `num_classes` 2 | SGD |
 
 Images are square, float32, with 3 channels. The loss is the cross-entropy, a mean over images or pixels. The
@@ -52,12 +52,14 @@ def _vit(layers: int, width: int, heads: int) -> Published:
 
 
 class ResNet(nn.Module):
-    """He et al. 2015, "Deep Residual Learning for Image Recognition", table 1, with bottlenecks.
+    """He et al. 2015, "Deep Residual Learning for Image Recognition", table 1.
 
-    The stride sits on the 3×3 convolution, as in torchvision ("v1.5"), not on the first 1×1.
+    The stride of a bottleneck sits on the 3×3 convolution, as in torchvision ("v1.5"), not on the first 1×1.
     """
 
-    def __init__(self, blocks_of_stages: tuple[int, int, int, int], num_classes: int) -> None:
+    def __init__(
+        self, block: type[_Block], blocks_of_stages: tuple[int, int, int, int], num_classes: int
+    ) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(_IMAGE_CHANNELS, 64, 7, stride=2, padding=3, bias=False),
@@ -68,9 +70,9 @@ class ResNet(nn.Module):
         stages = []
         in_channels = 64
         for blocks, width, stride in zip(blocks_of_stages, (64, 128, 256, 512), (1, 2, 2, 2), strict=True):
-            stage = [_Bottleneck(in_channels, width, stride)]
-            in_channels = _Bottleneck.EXPANSION * width
-            stage += [_Bottleneck(in_channels, width, 1) for _ in range(blocks - 1)]
+            stage = [block(in_channels, width, stride)]
+            in_channels = block.EXPANSION * width
+            stage += [block(in_channels, width, 1) for _ in range(blocks - 1)]
             stages.append(nn.Sequential(*stage))
         self.stages = nn.Sequential(*stages)
         self.classifier = nn.Linear(in_channels, num_classes)
@@ -82,29 +84,16 @@ class ResNet(nn.Module):
         return self.classifier(features.mean(dim=(2, 3)))
 
 
-ResNet50 = partial(ResNet, (3, 4, 6, 3))
-ResNet101 = partial(ResNet, (3, 4, 23, 3))
-ResNet152 = partial(ResNet, (3, 8, 36, 3))
+class _Block(nn.Module):
+    """A residual block, of which each kind has its own `residual`."""
 
-
-class _Bottleneck(nn.Module):
-    """A residual block: 1×1 to `width` channels, 3×3, 1×1 to four times as many."""
-
-    EXPANSION = 4
+    EXPANSION: int
+    """Output channels for each of the block's width."""
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
         out_channels = self.EXPANSION * width
-        self.residual = nn.Sequential(
-            nn.Conv2d(in_channels, width, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(width, out_channels, 1, bias=False),
-            nn.BatchNorm2d(out_channels),
-        )
+        self.residual = self._make_residual(in_channels, width, stride)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != out_channels:
             self.shortcut = nn.Sequential(
@@ -117,6 +106,53 @@ class _Bottleneck(nn.Module):
         out = self.residual(features)
         out += self.shortcut(features)
         return self.relu(out)
+
+    @classmethod
+    def _make_residual(cls, in_channels: int, width: int, stride: int) -> nn.Sequential:
+        raise NotImplementedError
+
+
+class _BasicBlock(_Block):
+    """3×3 to `width` channels, then 3×3."""
+
+    EXPANSION = 1
+
+    @classmethod
+    def _make_residual(cls, in_channels: int, width: int, stride: int) -> nn.Sequential:
+        return nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+
+class _Bottleneck(_Block):
+    """1×1 to `width` channels, 3×3, 1×1 to four times as many."""
+
+    EXPANSION = 4
+
+    @classmethod
+    def _make_residual(cls, in_channels: int, width: int, stride: int) -> nn.Sequential:
+        out_channels = cls.EXPANSION * width
+        return nn.Sequential(
+            nn.Conv2d(in_channels, width, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, out_channels, 1, bias=False),
+            nn.BatchNorm2d(out_channels),
+        )
+
+
+ResNet18 = partial(ResNet, _BasicBlock, (2, 2, 2, 2))
+ResNet34 = partial(ResNet, _BasicBlock, (3, 4, 6, 3))
+ResNet50 = partial(ResNet, _Bottleneck, (3, 4, 6, 3))
+ResNet101 = partial(ResNet, _Bottleneck, (3, 4, 23, 3))
+ResNet152 = partial(ResNet, _Bottleneck, (3, 8, 36, 3))
 
 
 class VGG16(nn.Module):
@@ -308,7 +344,9 @@ def _cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
 VISION_ARCHITECTURES: dict[str, Callable[..., Job]] = {
     "vit-base": partial(_vit_job, "vit-base", _vit(12, 768, 12)),
     "vit-large": partial(_vit_job, "vit-large", _vit(24, 1024, 16)),
-    # both halve the image five times; at 32 pixels the last BatchNorm of one image would see one pixel
+    # all of these halve the image five times; at 32 pixels the last BatchNorm of one image would see one pixel
+    "resnet18": partial(_image_classifier_job, "resnet18", ResNet18, 33),
+    "resnet34": partial(_image_classifier_job, "resnet34", ResNet34, 33),
     "resnet50": partial(_image_classifier_job, "resnet50", ResNet50, 33),
     "resnet101": partial(_image_classifier_job, "resnet101", ResNet101, 33),
     "resnet152": partial(_image_classifier_job, "resnet152", ResNet152, 33),

@@ -113,9 +113,9 @@ def seed_all(seed: int, rank: int = 0) -> None:
     np.random.seed(seed % 2**32)
 
 
-def generator_of(seed: int, epoch: int) -> torch.Generator:
-    """A generator of its own for each pair; neighbouring seeds and epochs share nothing."""
-    (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+def generator_of(*numbers: int) -> torch.Generator:
+    """A generator of its own for each seed, epoch and whatever else; neighbouring numbers share nothing."""
+    (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed) >> 1)
 
 

@@ -1,0 +1,50 @@
+"""Labels of classes: divided for validation, and weighed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from brimful.train.randomness import generator_of
+
+
+def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:
+    """Divide samples into those to train on and those to validate with, each class for itself.
+
+    Args:
+        labels: Of every sample, by index.
+        fraction: For validation, of each class; rounded, but one sample at least where a class has two.
+        seed: Decides which.
+
+    Returns:
+        The indices of either, ascending. A class with one sample is trained on.
+    """
+    by_class: dict[int, list[int]] = defaultdict(list)
+    for index, label in enumerate(labels):
+        by_class[label].append(index)
+    training, validation = [], []
+    for label, indices in sorted(by_class.items()):
+        count = min(max(round(fraction * len(indices)), 1), len(indices) - 1)
+        order = torch.randperm(len(indices), generator=generator_of(seed, label)).tolist()
+        validation += [indices[place] for place in order[:count]]
+        training += [indices[place] for place in order[count:]]
+    return sorted(training), sorted(validation)
+
+
+def balanced_weights(labels: Sequence[int], classes: int) -> Tensor:
+    """What each class weighs so that all of them weigh the same together; their mean over samples is 1.
+
+    Args:
+        labels: Of the samples to train on.
+        classes: How many there are.
+
+    Returns:
+        A weight for each class, float32.
+
+    Source: King & Zeng 2001, "Logistic Regression in Rare Events Data", as scikit-learn's "balanced".
+    """
+    counts = torch.bincount(torch.tensor(labels), minlength=classes).clamp(min=1)
+    return len(labels) / (classes * counts.float())

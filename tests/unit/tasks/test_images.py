@@ -1,0 +1,163 @@
+"""Images in class folders, as a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import brimful as bf
+from brimful.errors import DataError, UnknownNameError, UsageError
+from brimful.job import Data
+from brimful.tasks import image_classification
+from brimful.tasks.images import _random_box
+from brimful.train.randomness import generator_of
+
+COLOURS = {"blue": (20, 30, 220), "green": (20, 220, 30), "red": (220, 30, 20)}
+
+
+def make_images(folder: Path, per_class: int = 10, size: tuple[int, int] = (48, 40)) -> Path:
+    noise = np.random.default_rng(0)
+    for name, colour in COLOURS.items():
+        (folder / name).mkdir(parents=True)
+        for number in range(per_class):
+            pixels = np.clip(np.array(colour) + noise.integers(-20, 20, (*size, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / name / f"{number:02}.{'png' if number % 2 else 'jpg'}")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_images(tmp_path / "colours")
+
+
+def job_of(folder: Path, **options: object) -> bf.Job:
+    return image_classification(folder, model="resnet18", image_size=33, workers=0, **options)  # type: ignore[arg-type]
+
+
+def data_of(job: bf.Job) -> Data:
+    assert job.data is not None
+    return job.data()
+
+
+def all_batches(job: bf.Job, epoch: int = 1, skip: int = 0, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    samples = data_of(job).train
+    assert isinstance(samples, bf.Samples)
+    return list(samples.batches(8, seed=seed, epoch=epoch, skip=skip))
+
+
+def test_each_class_gives_its_part_for_validation(folder: Path) -> None:
+    data = data_of(job_of(folder, validation_fraction=0.2))
+    validation = torch.cat([batch["labels"] for batch in data.validation])  # type: ignore[union-attr]
+    assert validation.bincount().tolist() == [2, 2, 2]
+    assert len(data.train) == 24
+
+
+def test_folders_for_training_and_validation_are_taken_as_they_are(tmp_path: Path) -> None:
+    make_images(tmp_path / "train", 4)
+    make_images(tmp_path / "val", 2)
+    data = data_of(job_of(tmp_path))
+    assert len(data.train) == 12
+    assert sum(len(batch["labels"]) for batch in data.validation) == 6  # type: ignore[union-attr]
+
+
+def test_an_epoch_has_every_image_once_and_each_epoch_another_order(folder: Path) -> None:
+    job = job_of(folder)
+    first, second = (torch.cat([b["labels"] for b in all_batches(job, epoch)]) for epoch in (1, 2))
+    assert first.bincount().tolist() == second.bincount().tolist() == [9, 9, 9]
+    assert not torch.equal(first, second)
+
+
+def test_batches_from_the_midst_of_an_epoch_are_those_of_the_whole(folder: Path) -> None:
+    whole, rest = all_batches(job_of(folder)), all_batches(job_of(folder), skip=2)
+    for one, other in zip(whole[2:], rest, strict=True):
+        assert torch.equal(one["images"], other["images"])
+
+
+def test_workers_and_chunks_do_not_change_what_is_read(folder: Path) -> None:
+    alone = all_batches(job_of(folder))
+    two = image_classification(folder, model="resnet18", image_size=33, workers=2)
+    for one, other in zip(alone, all_batches(two), strict=True):
+        assert torch.equal(one["images"], other["images"])
+        assert torch.equal(one["labels"], other["labels"])
+
+
+def test_crops_lie_within_the_image_and_have_the_areas_and_ratios_that_are_said() -> None:
+    for index in range(300):
+        left, top, right, bottom = _random_box(400, 400, generator_of(0, 0, index))
+        assert 0 <= left < right <= 400 + 1e-9
+        assert 0 <= top < bottom <= 400 + 1e-9
+        assert (right - left) * (bottom - top) >= 0.079 * 400 * 400 * (3 / 4)
+        assert 3 / 4 - 1e-9 <= (right - left) / (bottom - top) <= 4 / 3 + 1e-9
+
+
+def test_broken_images_and_empty_classes_are_listed_and_refused(folder: Path) -> None:
+    whole = (folder / "red" / "00.jpg").read_bytes()
+    (folder / "red" / "00.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "red" / "01.png").write_bytes(b"no image")
+    (folder / "blue" / "02.jpg").write_bytes(b"")
+    (folder / "void").mkdir()
+    with pytest.raises(DataError) as refused:
+        job_of(folder)
+    for part in ("4 of 31", "00.jpg: OSError", "01.png", "02.jpg: an empty file", "void: a class", "skip"):
+        assert part in str(refused.value)
+    with pytest.warns(UserWarning, match="4 of 31 samples"):
+        job = job_of(folder, bad_samples="skip")
+    assert job.about is not None
+    assert job.about["classes"] == ["blue", "green", "red"]
+    assert len(data_of(job).train) == 24
+
+
+def test_balanced_classes_weigh_the_same_together(folder: Path) -> None:
+    for number in range(8):
+        (folder / "red" / f"{number:02}.{'png' if number % 2 else 'jpg'}").unlink()
+    job = job_of(folder, balance_classes=True)
+    labels = torch.cat([batch["labels"] for batch in all_batches(job)])
+    assert labels.bincount().tolist() == [9, 9, 1]
+    assert job.count is not None
+    counts = [float(job.count({"labels": labels[labels == label]})) for label in range(3)]
+    assert counts == pytest.approx([19 / 3] * 3)
+
+
+def test_weights_of_a_file_are_loaded_but_for_a_head_of_other_classes(folder: Path, tmp_path: Path) -> None:
+    before = bf.find_architecture("resnet18", image_size=33, num_classes=5).model()  # type: ignore[operator]
+    torch.save({"state_dict": before.state_dict()}, tmp_path / "five.pt")
+    job = job_of(folder, weights=tmp_path / "five.pt")
+    model = job.model()  # type: ignore[operator]
+    assert job.weights is not None
+    with pytest.warns(UserWarning, match=r"classifier\.weight, classifier\.bias: they start"):
+        job.weights(model)
+    assert torch.equal(model.stem[0].weight, before.stem[0].weight)
+    assert model.classifier.weight.shape[0] == 3
+
+
+def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "other.pt")
+    job = job_of(folder, weights=tmp_path / "other.pt")
+    with pytest.raises(UsageError, match="of another model"):
+        job.weights(job.model())  # type: ignore[operator, misc]
+
+
+def test_what_is_no_classifier_or_no_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="image classifier 'bert-base'"):
+        image_classification(folder, model="bert-base")
+    with pytest.raises(UsageError, match="no folder"):
+        image_classification(tmp_path / "nowhere")
+    (tmp_path / "one" / "only").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "one" / "only" / "a.png")
+    with pytest.raises(UsageError, match="at least 2"):
+        image_classification(tmp_path / "one")
+
+
+def test_a_model_learns_the_colours(folder: Path) -> None:
+    result = bf.Trainer(
+        job_of(folder, augment=False),
+        bf.Settings(micro_batch_size=9),
+        device="cpu",
+        epochs=5,
+        show_progress=False,
+    ).fit()
+    assert result.validations[-1].metrics["accuracy"] == 1.0
