@@ -21,6 +21,7 @@ than 4096 parameters in float32, and two tables of 1 KiB (checked: bitsandbytes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +37,34 @@ def optimizer_names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
+@dataclass(frozen=True, slots=True)
+class NamedOptimizer:
+    """Makes an optimizer by name from parameters; see `named_optimizer`."""
+
+    name: str
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in _MAKERS:
+            raise UnknownNameError("optimizer", self.name, _MAKERS)
+        for what, value in (("learning_rate", self.learning_rate), ("weight_decay", self.weight_decay)):
+            if value is not None and not value >= 0:
+                raise UsageError(f"{what} is {value}; it must be at least 0.")
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """A new optimizer over parameters."""
+        optimizer = _MAKERS[self.name](list(parameters))
+        if self.learning_rate is not None:
+            _set_default(optimizer, "lr", self.learning_rate)
+        if self.weight_decay is not None:
+            _divide_by_decay(optimizer, self.name, self.weight_decay)
+        return optimizer
+
+
 def named_optimizer(
     name: str, *, learning_rate: float | None = None, weight_decay: float | None = None
-) -> Callable[[Iterable[nn.Parameter]], Optimizer]:
+) -> NamedOptimizer:
     """An optimizer by name with a learning rate and a weight decay of one's own, for `Job(optimizer=…)`.
 
     A weight decay that is given acts on matrices and larger parameters only: biases and the weights of norms,
@@ -56,21 +82,7 @@ def named_optimizer(
         UnknownNameError: No optimizer has the name.
         UsageError: A number is negative, or the optimizer has no weight decay.
     """
-    if name not in _MAKERS:
-        raise UnknownNameError("optimizer", name, _MAKERS)
-    for what, value in (("learning_rate", learning_rate), ("weight_decay", weight_decay)):
-        if value is not None and not value >= 0:
-            raise UsageError(f"{what} is {value}; it must be at least 0.")
-
-    def make(parameters: Iterable[nn.Parameter]) -> Optimizer:
-        optimizer = _MAKERS[name](list(parameters))
-        if learning_rate is not None:
-            _set_default(optimizer, "lr", learning_rate)
-        if weight_decay is not None:
-            _divide_by_decay(optimizer, name, weight_decay)
-        return optimizer
-
-    return make
+    return NamedOptimizer(name, learning_rate, weight_decay)
 
 
 def _divide_by_decay(optimizer: Optimizer, name: str, weight_decay: float) -> None:

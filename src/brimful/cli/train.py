@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from brimful.planning import Plan
 
 _OWN_JOB = "job"
+
+_TASK_BATCH = 32
+"""Samples per optimizer step of a ready task: a choice, of the size that fine-tuning is published with."""
 
 
 class _TasksOrJob(TyperGroup):
@@ -67,6 +70,164 @@ def own_job(
         _train(job, context, run, planning, training, as_json)
 
 
+BadSamplesOption = Annotated[
+    str,
+    typer.Option(
+        "--bad-samples", help="refuse files or rows that cannot be used, or skip them; both list them."
+    ),
+]
+BalanceClasses = Annotated[
+    bool,
+    typer.Option("--balance-classes", help="Weigh samples so that each class weighs the same."),
+]
+ValidationFraction = Annotated[float, typer.Option(help="Part of the samples to validate with.")]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(help="A local directory or tokenizer.json, or bytes; that of the model if left out."),
+]
+Encoding = Annotated[str, typer.Option(help="Of the files.")]
+
+
+@train_app.command("images")
+@flattened
+def images(
+    context: typer.Context,
+    *,
+    directory: Annotated[
+        Path, typer.Argument(help="A folder with a folder for each class, or with train and val that have.")
+    ],
+    model: Annotated[str, typer.Option(help="A built-in classifier: resnet18, vit-base, …; or timm/NAME.")] = (
+        "resnet50"
+    ),
+    weights: Annotated[
+        Path | None, typer.Option(help="Start from the tensors of this file, .safetensors or of torch.save.")
+    ] = None,
+    image_size: Annotated[int, typer.Option(help="Pixels per side.", min=1)] = 224,
+    augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Crop and flip at random.")] = True,
+    balance_classes: BalanceClasses = False,
+    validation_fraction: ValidationFraction = 0.1,
+    bad_samples: BadSamplesOption = "refuse",
+    check_files: Annotated[
+        bool, typer.Option("--check-files/--no-check-files", help="First decode every image once.")
+    ] = True,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that read images; all processors, 8 at most.", min=0)
+    ] = None,
+    run: RunOptions,
+    planning: PlanOptions,
+    training: TrainOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Classify the images in a folder of class folders."""
+    with errors_told(as_json):
+        from brimful.tasks import image_classification
+
+        with waiting("looking at the images"):
+            job = image_classification(
+                directory,
+                model=model,
+                weights=weights,
+                image_size=image_size,
+                augment=augment,
+                balance_classes=balance_classes,
+                validation_fraction=validation_fraction,
+                bad_samples=bad_samples,
+                check_files=check_files,
+                workers=workers,
+                seed=training.seed,
+            )
+        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
+
+
+@train_app.command("text-classification")
+@flattened
+def text_classification(
+    context: typer.Context,
+    *,
+    file: Annotated[Path, typer.Argument(help="A .csv or .tsv file with a header, or a .jsonl file.")],
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
+    ] = "bert-base",
+    tokenizer: TokenizerOption = None,
+    validation_file: Annotated[
+        Path | None, typer.Option(help="Another such file to validate with; a part of the first if left out.")
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="Name of the texts.")] = "text",
+    pair_column: Annotated[str | None, typer.Option(help="Name of a second text of each row.")] = None,
+    label_column: Annotated[str, typer.Option(help="Name of the classes.")] = "label",
+    encoding: Encoding = "utf-8",
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Most tokens of a text.", min=8)] = 512,
+    balance_classes: BalanceClasses = False,
+    validation_fraction: ValidationFraction = 0.1,
+    bad_samples: BadSamplesOption = "refuse",
+    run: RunOptions,
+    planning: PlanOptions,
+    training: TrainOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Classify the texts in a table."""
+    with errors_told(as_json):
+        from brimful import tasks
+
+        with waiting("reading the texts"):
+            job = tasks.text_classification(
+                file,
+                model=model,
+                tokenizer=tokenizer,
+                validation_file=validation_file,
+                text_column=text_column,
+                pair_column=pair_column,
+                label_column=label_column,
+                encoding=encoding,
+                sequence_length=seq_len,
+                balance_classes=balance_classes,
+                validation_fraction=validation_fraction,
+                bad_samples=bad_samples,
+                seed=training.seed,
+            )
+        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
+
+
+@train_app.command("language-model")
+@flattened
+def language_model(
+    context: typer.Context,
+    *,
+    files: Annotated[
+        list[Path], typer.Argument(help="Files of text; .jsonl, .csv and .tsv have a text in each row.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: gpt2, …")
+    ] = "gpt2",
+    tokenizer: TokenizerOption = None,
+    text_column: Annotated[str, typer.Option(help="Name of the texts in tables.")] = "text",
+    encoding: Encoding = "utf-8",
+    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each row.", min=2)] = 1024,
+    validation_fraction: ValidationFraction = 0.05,
+    bad_samples: BadSamplesOption = "refuse",
+    run: RunOptions,
+    planning: PlanOptions,
+    training: TrainOptions,
+    as_json: AsJson = False,
+) -> None:
+    """Teach a language model the next token of texts."""
+    with errors_told(as_json):
+        from brimful import tasks
+
+        with waiting("reading the texts"):
+            job = tasks.language_model(
+                *files,
+                model=model,
+                tokenizer=tokenizer,
+                text_column=text_column,
+                encoding=encoding,
+                sequence_length=seq_len,
+                validation_fraction=validation_fraction,
+                bad_samples=bad_samples,
+            )
+        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
+
+
 def _train(
     job: Job,
     context: typer.Context,
@@ -74,6 +235,8 @@ def _train(
     planning: PlanOptions,
     training: TrainOptions,
     as_json: bool,
+    *,
+    usual_batch_size: int | None = None,
 ) -> None:
     """Plan a job unless a plan is there, train it, and tell how it went."""
     from brimful import api
@@ -87,7 +250,9 @@ def _train(
         job = _with_rates(job, planning.optimizer, run.learning_rate, run.weight_decay)
         planning = replace(planning, optimizer=None)
 
-    found = _begin(job, context, run, planning, training) if rank_here() == 0 else None
+    found = None
+    if rank_here() == 0:
+        found = _begin(job, context, run, planning, training, usual_batch_size)
     with joined_ranks(device_here(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
         chosen, goes_on, where = ranks.of_first(found)  # FSDP2 is planned for before ranks are joined
         if ranks.is_first and not as_json:
@@ -105,7 +270,12 @@ def _train(
 
 
 def _begin(
-    job: Job, context: typer.Context, run: RunOptions, planning: PlanOptions, training: TrainOptions
+    job: Job,
+    context: typer.Context,
+    run: RunOptions,
+    planning: PlanOptions,
+    training: TrainOptions,
+    usual_batch_size: int | None,
 ) -> tuple[Plan, bool, Path]:
     """The plan, whether a run goes on, and where: what the first rank finds serves all."""
     from brimful.planning import Plan
@@ -128,9 +298,10 @@ def _begin(
                 f"{run.plan_file} is a plan for {chosen.job!r}, not for {job.name!r}. Plan this job."
             )
         return chosen, False, where
-    if run.global_batch_size is None:
+    samples = usual_batch_size if run.global_batch_size is None else run.global_batch_size
+    if samples is None:
         raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
-    return search(run.global_batch_size), False, where
+    return search(samples), False, where
 
 
 def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
@@ -146,16 +317,21 @@ def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
 def _with_rates(
     job: Job, optimizer: str | None, learning_rate: float | None, weight_decay: float | None
 ) -> Job:
-    """The job with an optimizer by name that has these rates."""
-    from brimful.optimizers import named_optimizer
+    """The job with an optimizer by name that has these rates, and else its own."""
+    from brimful.optimizers import NamedOptimizer, named_optimizer
 
-    name = job.optimizer if optimizer is None else optimizer
-    if not isinstance(name, str):
+    own = named_optimizer(job.optimizer) if isinstance(job.optimizer, str) else job.optimizer
+    if optimizer is None and not isinstance(own, NamedOptimizer):
         raise UsageError(
             f"--learning-rate and --weight-decay are for an optimizer by name, and {job.name!r} makes its own. "
             "Say --optimizer adamw, or set them in the job."
         )
-    return replace(job, optimizer=named_optimizer(name, learning_rate=learning_rate, weight_decay=weight_decay))
+    chosen = own if optimizer is None else named_optimizer(optimizer)
+    assert isinstance(chosen, NamedOptimizer)
+    given: dict[str, Any] = {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    return replace(
+        job, optimizer=replace(chosen, **{name: rate for name, rate in given.items() if rate is not None})
+    )
 
 
 def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:

@@ -22,6 +22,12 @@ class BadSamples(StrEnum):
     def parse(cls, text: str) -> BadSamples:
         """The one that is meant.
 
+        Args:
+            text: Its name.
+
+        Returns:
+            It.
+
         Raises:
             UnknownNameError: None is.
         """

@@ -1,14 +1,36 @@
-"""Labels of classes: divided for validation, and weighed."""
+"""Classes, of images or texts: the loss and what is counted, labels divided for validation, weights."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from brimful.job import Batch
 from brimful.train.randomness import generator_of
+
+LogitsOf = Callable[[nn.Module, Batch], Tensor]
+"""What a model says of a batch, (samples, classes)."""
+
+
+def loss(model: nn.Module, batch: Batch, *, logits_of: LogitsOf, class_weights: Tensor | None) -> Tensor:
+    """The cross-entropy, a mean over samples, or over what their classes weigh."""
+    logits = logits_of(model, batch)
+    weights = None if class_weights is None else class_weights.to(logits.device, logits.dtype)
+    return F.cross_entropy(logits, batch["labels"], weight=weights)
+
+
+def count(batch: Batch, *, class_weights: Tensor) -> Tensor:
+    """What the classes of a batch weigh together."""
+    return class_weights.to(batch["labels"].device)[batch["labels"]].sum()
+
+
+def accuracy(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str, Tensor]:
+    """The share of samples whose class is said right."""
+    return {"accuracy": (logits_of(model, batch).argmax(1) == batch["labels"]).float().mean()}
 
 
 def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:

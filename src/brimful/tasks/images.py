@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.architectures import architecture_names, find_architecture
@@ -27,7 +26,7 @@ from brimful.architectures.vision import VISION_ARCHITECTURES
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Batch, Data, Job
 from brimful.tasks.bad_samples import BadSample, BadSamples, heed
-from brimful.tasks.classes import balanced_weights, split_by_class
+from brimful.tasks.classes import accuracy, balanced_weights, count, loss, split_by_class
 from brimful.tasks.reading import ReadSamples
 from brimful.tasks.weights import load_matching
 
@@ -125,12 +124,12 @@ def image_classification(
     return Job(
         model=partial(build, num_classes=len(classes), image_size=image_size),
         weights=None if weights is None else partial(load_matching, path=Path(weights)),
-        loss=partial(_loss, class_weights=class_weights),
-        count=None if class_weights is None else partial(_count, class_weights=class_weights),
+        loss=partial(loss, logits_of=_logits, class_weights=class_weights),
+        count=None if class_weights is None else partial(count, class_weights=class_weights),
         batch=make_samples,
         optimizer="adamw",
         data=data,
-        metrics=_accuracy,
+        metrics=partial(accuracy, logits_of=_logits),
         name=f"{directory.resolve().name}-{model.removeprefix(TIMM)}",
         about={
             "task": "images",
@@ -195,20 +194,6 @@ def _logits(model: nn.Module, batch: Batch) -> Tensor:
     found: Any = model(batch["images"])
     logits: Tensor = found if isinstance(found, Tensor) else found.logits
     return logits
-
-
-def _loss(model: nn.Module, batch: Batch, *, class_weights: Tensor | None) -> Tensor:
-    logits = _logits(model, batch)
-    weights = None if class_weights is None else class_weights.to(logits.device, logits.dtype)
-    return F.cross_entropy(logits, batch["labels"], weight=weights)
-
-
-def _count(batch: Batch, *, class_weights: Tensor) -> Tensor:
-    return class_weights.to(batch["labels"].device)[batch["labels"]].sum()
-
-
-def _accuracy(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    return {"accuracy": (_logits(model, batch).argmax(1) == batch["labels"]).float().mean()}
 
 
 # Files

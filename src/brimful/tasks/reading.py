@@ -38,6 +38,9 @@ class Reader(Protocol):
         Args:
             index: Which.
             random: For augmentation; None reads it as it is.
+
+        Returns:
+            Tensors by name, all of one shape for every sample.
         """
 
 

@@ -36,16 +36,21 @@ def load_matching(model: nn.Module, *, path: Path) -> None:
     if loaded * 2 < sum(parameters.values()):
         raise UsageError(
             f"{path} is of another model: {len(fitting)} of its {len(tensors)} tensors have the name and shape "
-            f"of one of this {type(model).__name__}'s {len(own)}. The file has {_few(list(tensors))}; the model "
-            f"{_few(list(own))}."
+            f"of one of this {type(model).__name__}'s {len(own)}. The file has {_few(list(tensors))}; the "
+            f"model {_few(list(own))}."
         )
     model.load_state_dict(fitting, strict=False)
     if new:
-        warnings.warn(
-            f"{path} has nothing that fits {_few(new)}: {'it starts' if len(new) == 1 else 'they start'} from "
-            "random weights.",
-            stacklevel=2,
-        )
+        tell_new(path, new)
+
+
+def tell_new(path: Path, names: list[str]) -> None:
+    """Warn that parts of a model are not in a file, or not in that shape."""
+    warnings.warn(
+        f"{path} has nothing that fits {_few(names)}: {'it starts' if len(names) == 1 else 'they start'} from "
+        "random weights.",
+        stacklevel=3,
+    )
 
 
 def _fits(tensor: Tensor, own: Tensor | None) -> bool:

@@ -153,6 +153,8 @@ def check_validation(validation: Batch | Iterable[Batch]) -> None:
 
 def is_one_batch(data: Batch | Iterable[Batch]) -> bool:
     """Whether `data` is one batch with all samples, rather than an iterable of batches."""
+    if isinstance(data, Samples):
+        return False
     if isinstance(data, list):
         return any(isinstance(entry, Tensor) for entry in data)
     return isinstance(data, Tensor | Mapping | tuple) or dataclasses.is_dataclass(data)

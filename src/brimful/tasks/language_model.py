@@ -1,0 +1,146 @@
+"""Language models: texts, one after another and cut into rows of equal length, make a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from brimful.errors import UsageError
+from brimful.job import Batch, Data, Job
+from brimful.tasks.bad_samples import BadSample, BadSamples, heed
+from brimful.tasks.rows import TABLES, Row, read_rows, read_text, undecoded
+from brimful.tasks.text_models import default_optimizer, find_text_model
+from brimful.tasks.tokens import Tokenizer, find_tokenizer
+
+# B rows, T tokens
+
+
+def language_model(
+    *files: Path | str,
+    model: Path | str = "gpt2",
+    tokenizer: Path | str | None = None,
+    text_column: str = "text",
+    encoding: str = "utf-8",
+    sequence_length: int = 1024,
+    validation_fraction: float = 0.05,
+    bad_samples: str = "refuse",
+) -> Job:
+    """A job that learns to tell the next token of texts.
+
+    Texts are put one after another, each with an end token, and cut into rows of `sequence_length`; the texts
+    of a row see those before them, as in Brown et al. 2020, GPT-3, appendix B. The last tokens of each file are
+    for validation.
+
+    Args:
+        *files: A .jsonl, .csv or .tsv file has a text in each row; any other is one text.
+        model: A directory that transformers saved, whose weights it starts from; or a built-in language model,
+            such as "gpt2", with random weights.
+        tokenizer: A directory or a `tokenizer.json`, or "bytes". None takes that of the model's directory; for
+            a built-in model, bytes.
+        text_column: The name of the texts in tables.
+        encoding: Of the files.
+        sequence_length: Tokens of a row.
+        validation_fraction: Of the tokens of each file.
+        bad_samples: "refuse" files and rows that are no text, or "skip" them with a warning.
+
+    Returns:
+        A job with data.
+
+    Raises:
+        UsageError: There is no such file, column, model or tokenizer, or too little text.
+        DataError: Files or rows are bad, and they are refused.
+    """
+    if not files:
+        raise UsageError("a language model is trained on files, and none is given.")
+    if not 0 < validation_fraction < 1:
+        raise UsageError(f"validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
+    paths = [Path(file) for file in files]
+    is_own = tokenizer is None and Path(model).is_dir()
+    tokens = find_tokenizer(model if is_own else tokenizer)
+    found = find_text_model(model, causal=True, sequence_length=sequence_length, vocab_size=tokens.vocab_size)
+    texts = _read(paths, text_column, encoding, BadSamples.parse(bad_samples))
+    training, validation = _packed(texts, tokens, sequence_length, validation_fraction)
+
+    def make_samples(samples: int) -> Batch:
+        return {"tokens": torch.randint(tokens.vocab_size, (samples, sequence_length), dtype=torch.int32)}
+
+    return Job(
+        model=found.build,
+        weights=found.weights,
+        loss=_loss,
+        batch=make_samples,
+        optimizer=default_optimizer(found),
+        data=lambda: Data(train={"tokens": training}, validation={"tokens": validation}),
+        name=f"{paths[0].stem}-{Path(model).name}",
+        about={
+            "task": "language-model",
+            "model": str(model),
+            "starts_from": "random weights" if found.weights is None else "pretrained weights",
+            "tokenizer": "bytes" if not is_own and tokenizer is None else str(model if is_own else tokenizer),
+            "files": [str(path) for path in paths],
+            "sequence_length": sequence_length,
+            "training_tokens": training.numel(),
+            "validation_tokens": validation.numel(),
+        },
+    )
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    tokens = batch["tokens"].long()  # (B, T); kept as 4 bytes each until here
+    loss: Tensor = model(input_ids=tokens, labels=tokens).loss
+    return loss
+
+
+def _read(paths: Sequence[Path], text_column: str, encoding: str, asked: BadSamples) -> list[list[str]]:
+    """The texts of each file."""
+    of_files = [list(_texts_of(path, text_column, encoding)) for path in paths]
+    everything = list(chain.from_iterable(of_files))
+    heed((entry for entry in everything if isinstance(entry, BadSample)), of=len(everything), asked=asked)
+    return [[entry.values[0] for entry in entries if isinstance(entry, Row)] for entries in of_files]
+
+
+def _texts_of(path: Path, text_column: str, encoding: str) -> Iterator[Row | BadSample]:
+    if path.suffix.lower() in TABLES:
+        yield from read_rows(path, (text_column,), encoding)
+        return
+    text = read_text(path, encoding)
+    why = undecoded(text) or ("an empty file" if not text.strip() else None)
+    yield Row(where=str(path), values=(text,)) if why is None else BadSample(where=str(path), why=why)
+
+
+def _packed(
+    of_files: Sequence[Sequence[str]], tokenizer: Tokenizer, length: int, validation_fraction: float
+) -> tuple[Tensor, Tensor]:
+    """Rows of tokens to train on and to validate with, (rows, T) each, int32."""
+    training, validation = [], []
+    for texts in of_files:
+        tokens = _joined(texts, tokenizer)
+        count = round(len(tokens) * validation_fraction)
+        training.append(tokens[: len(tokens) - count])
+        validation.append(tokens[len(tokens) - count :])
+    rows = _rows(np.concatenate(training), length), _rows(np.concatenate(validation), length)
+    if not all(map(len, rows)):
+        total = sum(map(len, training)) + sum(map(len, validation))
+        raise UsageError(
+            f"{total} tokens make {len(rows[0])} rows of {length} to train on and {len(rows[1])} to validate "
+            "with; at least 1 each is needed. Give more text, a shorter sequence length or another validation "
+            "fraction."
+        )
+    return rows
+
+
+def _joined(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+    """The texts of a file one after another, each with its end."""
+    parts = [np.asarray([*tokens, tokenizer.end], dtype=np.int32) for tokens in tokenizer.encode_plain(texts)]
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
+
+
+def _rows(tokens: np.ndarray, length: int) -> Tensor:
+    """What fills whole rows; the rest is left out."""
+    count = len(tokens) // length
+    return torch.from_numpy(tokens[: count * length].reshape(count, length))
