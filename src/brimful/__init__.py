@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "Precision",
     "Samples",
+    "Schedule",
     "Settings",
     "Trace",
     "Trainer",
@@ -63,6 +64,7 @@ _HOMES = {
     "Plan": "planning",
     "Precision": "settings",
     "Samples": "job",
+    "Schedule": "train",
     "Settings": "settings",
     "Trace": "trace",
     "Trainer": "train",
@@ -108,7 +110,7 @@ if TYPE_CHECKING:
     from brimful.planning import Estimate, Estimator, Plan
     from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
     from brimful.trace import Trace
-    from brimful.train import Callback, Trainer, load_weights
+    from brimful.train import Callback, Schedule, Trainer, load_weights
     from brimful.training import TrainingResult
 
 

@@ -57,7 +57,7 @@ from brimful.planning import (
 from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings, UnitAction
 from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
 from brimful.trace import Trace
-from brimful.train import Trainer
+from brimful.train import Schedule, Trainer
 from brimful.training import StopReason, TrainingResult
 from brimful.units import format_bytes, parse_bytes
 
@@ -460,6 +460,7 @@ def fit(
     steps: int | None = None,
     seed: int = 0,
     max_gradient_norm: float | None = None,
+    schedule: Schedule | None = None,
     ema_decay: float | None = None,
     correct_batch_norm: bool = False,
     patience: int | None = None,
@@ -479,6 +480,7 @@ def fit(
         steps: Most optimizer steps.
         seed: Decides weights, order of samples and dropout.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        schedule: Of the learning rate; None leaves it as it is.
         ema_decay: Keep and validate an exponential moving average of the parameters; None keeps none.
         correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
             micro-batch.
@@ -510,6 +512,7 @@ def fit(
             seed=seed,
             device=device,
             max_gradient_norm=max_gradient_norm,
+            schedule=schedule,
             ema_decay=ema_decay,
             correct_batch_norm=correct_batch_norm,
             patience=patience,

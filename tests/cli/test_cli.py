@@ -338,6 +338,14 @@ def test_calibrate_measures_this_machine_and_estimates_then_use_it(folder: Path)
     assert len(json.loads((folder / "cache" / "brimful" / "cpu.json").read_text())["cpus"]) == 1
 
 
+TRAIN = (
+    "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
+    "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
+    "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--parallelism", "--plan",
+    "--epochs", "--steps", "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
+    "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
+    "--keep-saves", "--compare-plain", "--json",
+)  # fmt: skip
 OPTIONS = {
     "calibrate": ["--force", "--json"],
     "estimate": [
@@ -356,15 +364,19 @@ OPTIONS = {
         "--network", "--parallelism", "--seq-len", "--image-size", "--set", "--output", "--check", "--certify",
         "--json",
     ],
-    "train job": [
-        "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
-        "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--parallelism", "--plan",
-        "--epochs",
-        "--steps", "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay",
-        "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
-        "--keep-saves",
-        "--compare-plain", "--seq-len", "--image-size", "--set", "--json",
+    "train job": [*TRAIN, "--seq-len", "--image-size", "--set"],
+    "train images": [
+        *TRAIN, "--model", "--weights", "--augment", "--balance-classes", "--bad-samples", "--check-files",
+        "--image-size", "--validation-fraction", "--workers",
+    ],
+    "train text-classification": [
+        *TRAIN, "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column",
+        "--label-column", "--encoding", "--seq-len", "--balance-classes", "--validation-fraction",
+        "--bad-samples",
+    ],
+    "train language-model": [
+        *TRAIN, "--model", "--tokenizer", "--text-column", "--encoding", "--seq-len", "--validation-fraction",
+        "--bad-samples",
     ],
 }  # fmt: skip
 

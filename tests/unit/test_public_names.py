@@ -24,6 +24,7 @@ PUBLIC = {
     "Plan",
     "Precision",
     "Samples",
+    "Schedule",
     "Settings",
     "Trace",
     "Trainer",

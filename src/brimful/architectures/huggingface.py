@@ -25,12 +25,13 @@ class Published:
     """Whether a token attends to those before it only."""
 
 
-def build_model(name: str, published: Published, **changes: Any) -> nn.Module:
+def build_model(name: str, published: Published, *, without: tuple[str, ...] = (), **changes: Any) -> nn.Module:
     """A published model with random weights; nothing is looked up or downloaded.
 
     Args:
         name: What error messages call it.
         published: Its classes and hyper-parameters.
+        without: Hyper-parameters that are to be None.
         **changes: Hyper-parameters that take the place of published ones; None leaves one as published.
 
     Returns:
@@ -48,7 +49,7 @@ def build_model(name: str, published: Published, **changes: Any) -> nn.Module:
 
     changed = {option: value for option, value in changes.items() if value is not None}
     config = getattr(transformers, published.config_class)(
-        **(published.config | changed),
+        **(published.config | changed | dict.fromkeys(without)),
         attn_implementation=attention(causal=published.causal),
     )
     model: Any = getattr(transformers, published.model_class)(config)

@@ -213,7 +213,15 @@ def _language_model_job(
     tokens = _vocabulary(name, published, vocab_size, least=2)
 
     def build() -> nn.Module:
-        return build_model(name, published, num_hidden_layers=num_hidden_layers, vocab_size=tokens)
+        return build_model(
+            name,
+            published,
+            without=()
+            if vocab_size is None
+            else ("bos_token_id", "eos_token_id"),  # they name tokens of its own
+            num_hidden_layers=num_hidden_layers,
+            vocab_size=tokens,
+        )
 
     def make_samples(samples: int) -> Batch:
         input_ids = torch.randint(0, tokens, (samples, sequence_length))  # (B, T)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,7 +26,15 @@ from brimful.cli.options import (
     SplitBatchNorm,
     flattened,
 )
-from brimful.cli.output import asked_on_command_line, errors_told, progress_shown, refuse, show, waiting
+from brimful.cli.output import (
+    asked_on_command_line,
+    errors_told,
+    progress_shown,
+    refuse,
+    show,
+    show_warning,
+    waiting,
+)
 from brimful.cli.sources import find_job, find_source, job_of
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
@@ -305,6 +314,7 @@ def _beside(file: Path, source: JobSource) -> JobSource:
 
 def main() -> None:
     """Run the command line."""
+    warnings.showwarning = show_warning  # type: ignore[assignment]  # it is called by position
     if "WORLD_SIZE" in os.environ:  # DDP logs that looking for unused parameters takes time, once on every rank
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     app()

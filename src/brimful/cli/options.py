@@ -200,6 +200,12 @@ class TrainOptions:
     steps: Annotated[int | None, typer.Option(help="Most optimizer steps, in all.", min=1)] = None
     seed: Annotated[int, typer.Option(help="Decides weights, order of samples and dropout.", min=0)] = 0
     max_gradient_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None
+    schedule: Annotated[
+        str, typer.Option(help="How the learning rate falls over the run: constant, linear or cosine.")
+    ] = "constant"
+    warmup: Annotated[
+        float, typer.Option(help="Part of the run over which the learning rate first rises: 0.05.", min=0)
+    ] = 0.0
     ema_decay: Annotated[
         float | None,
         typer.Option(help="Keep an exponential moving average of the weights, 0.999 say, and validate it."),
@@ -226,7 +232,12 @@ class TrainOptions:
 
     def asked(self) -> dict[str, Any]:
         """As arguments of `api.fit`."""
-        return _arguments(self)
+        from brimful.train.schedules import Schedule
+
+        arguments = _arguments(self)
+        asked = Schedule(arguments["schedule"], arguments.pop("warmup"))
+        arguments["schedule"] = None if asked == Schedule() else asked
+        return arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

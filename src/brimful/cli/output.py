@@ -28,6 +28,11 @@ def refuse(beside: Mapping[str, object], why: str) -> None:
         raise UsageError(f"{why}; it does not go with {', '.join(asked)}.")
 
 
+def show_warning(message: Warning | str, *_where: object) -> None:
+    """Print a warning as a reader of the command line needs it, without where in the code it was made."""
+    print(f"warning: {message}", file=sys.stderr, flush=True)
+
+
 def asked_on_command_line(context: typer.Context, is_meant: Callable[[str], bool]) -> list[str]:
     """The options that were given, of those whose parameters' names are meant."""
     sources = {

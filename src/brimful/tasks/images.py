@@ -33,8 +33,8 @@ from brimful.tasks.weights import load_matching
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
-_DEVIATION = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+_MEAN = (0.485, 0.456, 0.406)
+_DEVIATION = (0.229, 0.224, 0.225)
 _LEAST_AREA = 0.08
 _MOST_RATIO = 4 / 3
 _MIDDLE = 224 / 256
@@ -136,8 +136,8 @@ def image_classification(
             "model": model,
             "classes": list(classes),
             "image_size": image_size,
-            "mean": _MEAN.flatten().tolist(),
-            "deviation": _DEVIATION.flatten().tolist(),
+            "mean": _MEAN,
+            "deviation": _DEVIATION,
             "augment": augment,
             "balance_classes": balance_classes,
             "training_images": len(training.paths),
@@ -338,7 +338,8 @@ def _pixels(image: Image, box: _Box, size: int) -> Tensor:
 
     resized = image.resize((size, size), Resampling.BILINEAR, box=box)
     pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
-    return (pixels - _MEAN) / _DEVIATION
+    mean, deviation = torch.tensor(_MEAN), torch.tensor(_DEVIATION)
+    return (pixels - mean[:, None, None]) / deviation[:, None, None]
 
 
 def _random_box(width: int, height: int, random: torch.Generator) -> _Box:

@@ -54,6 +54,7 @@ from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, r
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import JOB, check_run_directory, clear_begun_run
 from brimful.train.saves import Save, newest_save
+from brimful.train.schedules import Schedule
 from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
@@ -88,8 +89,9 @@ class Trainer:
         seed: At least 0.
         device: A torch device; None means the GPU if there is one, unless the plan is for a CPU.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
-        schedule: Makes the learning rate's schedule from the optimizer. It is stepped once per optimizer step,
-            and not when fp16 gradients overflowed and the step was skipped.
+        schedule: A `Schedule` over the steps of the run, which its data or `steps` must say; or what makes one
+            from the optimizer. It is stepped once per optimizer step, and not when fp16 gradients overflowed
+            and the step was skipped.
         ema_decay: Keep an exponential moving average of the parameters, which an update leaves this part of
             (0.999, say). It is what is validated, and written to `average.safetensors`. It takes as much memory
             as the parameters, which a plan does not count; None keeps none.
@@ -120,7 +122,7 @@ class Trainer:
         seed: int = 0,
         device: torch.device | str | None = None,
         max_gradient_norm: float | None = None,
-        schedule: MakeSchedule | None = None,
+        schedule: Schedule | MakeSchedule | None = None,
         ema_decay: float | None = None,
         correct_batch_norm: bool = False,
         patience: int | None = None,
@@ -277,7 +279,7 @@ class Trainer:
             settings=settings,
             model=self._model,
             optimizer=self._optimizer,
-            scheduler=_make_scheduler(self._schedule, self._optimizer),
+            scheduler=_make_scheduler(self._schedule, self._optimizer, self._total_steps(batches)),
             device=self._device,
             max_gradient_norm=self._max_gradient_norm,
             average=self._average,
@@ -684,7 +686,16 @@ class Trainer:
         )
 
 
-def _make_scheduler(schedule: MakeSchedule | None, optimizer: Optimizer) -> LRScheduler | None:
+def _make_scheduler(
+    schedule: Schedule | MakeSchedule | None, optimizer: Optimizer, total_steps: int | None
+) -> LRScheduler | None:
+    if isinstance(schedule, Schedule):
+        if total_steps is None:
+            raise UsageError(
+                f"the schedule {schedule.name!r} is over the steps of the run, and the data do not say how "
+                "many batches an epoch has. Say `steps`."
+            )
+        return schedule.make(optimizer, total_steps)
     scheduler = None if schedule is None else schedule(optimizer)
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(

@@ -1,0 +1,104 @@
+"""`brimful train TASK FILES`: from files to weights, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+
+def brimful(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "brimful", "train", *arguments],
+        cwd=folder,
+        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def steps_of(run: Path) -> list[float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["kind"] == "step"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    import transformers
+
+    for name, architecture in (("bert", transformers.BertConfig), ("llama", transformers.LlamaConfig)):
+        config = architecture(
+            vocab_size=264,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=64,
+        )
+        config.save_pretrained(tmp_path / name)
+    return str(tmp_path)
+
+
+def test_texts_are_classified_and_the_run_goes_on(tmp_path: Path, model: str) -> None:
+    rows = [json.dumps({"text": f"{'good' if n % 2 else 'bad'} {n}", "label": n % 2}) for n in range(48)]
+    (tmp_path / "reviews.jsonl").write_text("\n".join(rows))
+    command = (
+        "text-classification", "reviews.jsonl", "--model", "bert", "--tokenizer", "bytes", "--seq-len", "16",
+        "--device", "cpu", "--global-batch-size", "8", "--epochs", "2",
+    )  # fmt: skip
+    whole = brimful(tmp_path, *command, "--run-dir", "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "accuracy" in whole.stdout
+    assert json.loads((tmp_path / "whole" / "job.json").read_text())["classes"] == ["0", "1"]
+    begun = brimful(tmp_path, *command, "--run-dir", "parts", "--steps", "3")
+    assert begun.returncode == 0, begun.stderr
+    resumed = brimful(tmp_path, *command, "--run-dir", "parts", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert steps_of(tmp_path / "parts") == steps_of(tmp_path / "whole")
+    other = brimful(tmp_path, *command, "--run-dir", "parts", "--resume", "--balance-classes")
+    assert other.returncode == 1
+    assert "files or flags have changed" in other.stderr
+
+
+def test_bad_rows_end_the_command_or_are_left_out(tmp_path: Path, model: str) -> None:
+    rows = ["text,label"] + [f"text {n},{n % 2}" for n in range(24)] + [",1"]
+    (tmp_path / "rows.csv").write_text("\n".join(rows))
+    command = (
+        "text-classification", "rows.csv", "--model", "bert", "--tokenizer", "bytes", "--seq-len", "16",
+        "--device", "cpu", "--steps", "1", "--run-dir", "run",
+    )  # fmt: skip
+    refused = brimful(tmp_path, *command)
+    assert refused.returncode == 1
+    assert "rows.csv:26: an empty 'text'" in refused.stderr
+    assert "--bad-samples skip" in refused.stderr
+    skipped = brimful(tmp_path, *command, "--bad-samples", "skip")
+    assert skipped.returncode == 0, skipped.stderr
+    assert "warning: 1 of 25 samples" in skipped.stderr
+
+
+def test_a_language_model_is_trained_on_several_files(tmp_path: Path, model: str) -> None:
+    (tmp_path / "one.txt").write_text("to be or not to be " * 40)
+    (tmp_path / "two.md").write_text("that is the question " * 40)
+    done = brimful(
+        tmp_path, "language-model", "one.txt", "two.md", "--model", "llama", "--tokenizer", "bytes",
+        "--seq-len", "32", "--device", "cpu", "--global-batch-size", "4", "--budget", "90%", "--run-dir", "run",
+        "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["stopped_because"] == "finished"
+    assert (tmp_path / "run" / "best.safetensors").exists()
+
+
+def test_a_task_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
+    done = brimful(tmp_path, "images", "nowhere")
+    assert done.returncode == 2
+    assert "no folder nowhere" in done.stderr

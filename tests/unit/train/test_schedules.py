@@ -1,0 +1,96 @@
+"""Learning rates over a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import brimful as bf
+from brimful.errors import UnknownNameError, UsageError
+
+
+def job() -> bf.Job:
+    return bf.Job(
+        model=lambda: nn.Linear(2, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.randn(n, 2),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        data=lambda: bf.Data(train=torch.arange(20.0).view(10, 2) / 20),
+    )
+
+
+class Rates(bf.Callback):
+    """The rate that each step was taken with is that before it."""
+
+    def __init__(self) -> None:
+        self.after: list[float] = []
+
+    def on_step(self, trainer: bf.Trainer, record: object) -> None:
+        self.after.append(trainer.optimizer.param_groups[0]["lr"])
+
+
+def rates(schedule: bf.Schedule, **options: object) -> list[float]:
+    seen = Rates()
+    bf.Trainer(
+        job(),
+        bf.Settings(micro_batch_size=1),
+        schedule=schedule,
+        callbacks=[seen],
+        show_progress=False,
+        **options,
+    ).fit()  # type: ignore[arg-type]
+    return seen.after
+
+
+def test_a_rate_rises_in_a_straight_line_and_falls_to_nothing() -> None:
+    assert rates(bf.Schedule("linear", 0.4)) == pytest.approx(
+        [0.5 * part for part in (2 / 5, 3 / 5, 4 / 5, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0)]
+    )
+    cosine = [bf.Schedule("cosine").factor(step, 4) for step in range(5)]
+    assert cosine == pytest.approx([1, 0.8535533906, 0.5, 0.1464466094, 0])
+
+
+@pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
+def test_no_step_of_a_run_is_taken_at_rate_nought(name: str) -> None:
+    for steps in (1, 2, 7, 100):
+        for warmup in (0.0, 0.1, 0.5, 0.99):
+            assert all(0 < bf.Schedule(name, warmup).factor(step, steps) <= 1 for step in range(steps))
+
+
+def test_a_resumed_run_goes_on_with_the_rate_it_had(tmp_path: Path) -> None:
+    schedule = bf.Schedule("cosine", 0.2)
+    whole = rates(schedule, epochs=2)
+
+    class Stop(bf.Callback):
+        def on_step(self, trainer: bf.Trainer, record: object) -> None:
+            trainer.stop()
+
+    settings = bf.Settings(micro_batch_size=1)
+    bf.Trainer(
+        job(),
+        settings,
+        schedule=schedule,
+        epochs=2,
+        run_dir=tmp_path,
+        callbacks=[Stop()],
+        show_progress=False,
+    ).fit()
+    assert rates(schedule, epochs=2, run_dir=tmp_path, resume=True) == whole[1:]
+
+
+def test_unknown_names_and_runs_of_unknown_length_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="cosine"):
+        bf.Schedule("cosin")
+    with pytest.raises(UsageError, match="below 1"):
+        bf.Schedule("linear", 1.0)
+
+    class Endless:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter([torch.ones(1, 2)])
+
+    with pytest.raises(UsageError, match="Say `steps`"):
+        rates(bf.Schedule("linear"), data=bf.Data(train=Endless()))
