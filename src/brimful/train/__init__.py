@@ -1,7 +1,8 @@
 """The training loop: data, steps as transactions, validation, run directory, progress."""
 
 from brimful.train.callbacks import Callback
+from brimful.train.padding import LengthBuckets, pad_batch
 from brimful.train.trainer import Trainer
 from brimful.train.weights import load_weights
 
-__all__ = ["Callback", "Trainer", "load_weights"]
+__all__ = ["Callback", "LengthBuckets", "Trainer", "load_weights", "pad_batch"]

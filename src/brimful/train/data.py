@@ -7,14 +7,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from brimful.batches import count_samples, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
+from brimful.train.randomness import generator_of
 from brimful.train.ranks import ALONE, Ranks
 
 
@@ -49,7 +49,8 @@ class Batches:
     """The global batches of each epoch.
 
     A batch that holds every sample is shuffled anew for each epoch and cut into global batches; what is left
-    over at the end makes a smaller one. Of an iterable, every batch is a global batch, whatever its size.
+    over at the end makes a smaller one. Of an iterable, every batch is a global batch, whatever its size; a
+    `set_epoch` that it, its samplers or its dataset have is told the epoch.
 
     Args:
         train: One batch with all samples, or an iterable of batches. A tensor, mapping, tuple or dataclass is
@@ -92,11 +93,12 @@ class Batches:
         """
         if self._samples is None:
             return self._of_iterable(epoch, skip)
-        order = torch.randperm(self._samples, generator=_generator(self._seed, epoch))
+        order = torch.randperm(self._samples, generator=generator_of(self._seed, epoch))
         parts = order.split(self._global_batch_size)[skip:]
         return (take(self._train, indices) for indices in parts)
 
     def _of_iterable(self, epoch: int, skip: int) -> Iterator[Batch]:
+        _tell_epoch(self._train, epoch)
         batches = iter(self._train)
         for _ in range(skip):
             next(batches, None)
@@ -159,6 +161,12 @@ def _check_data(name: str, data: Any) -> None:
             f"Data({name}=…) is a {type(data).__name__}, which gives single samples. "
             "Wrap it: DataLoader(dataset, batch_size=…, shuffle=…) gives batches."
         )
+    sampler = getattr(data, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise UsageError(
+            f"Data({name}=…) has a DistributedSampler, which gives this rank a part of the samples. Every rank "
+            "reads the whole global batch and brimful divides it: leave the sampler out (shuffle=True)."
+        )
     if not is_one_batch(data) and not isinstance(data, Iterable):
         raise UsageError(
             f"Data({name}=…) is a {type(data).__name__}. Give one batch with all samples (nested dicts, lists "
@@ -173,7 +181,11 @@ def _check_some(batch: Batch) -> int:
     return samples
 
 
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    """A generator of its own for each pair; neighbouring seeds and epochs share nothing."""
-    (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
-    return torch.Generator().manual_seed(int(mixed) >> 1)
+def _tell_epoch(data: Iterable[Batch], epoch: int) -> None:
+    """Tell data which epoch it is, where that decides their order: a resumed run gets the same again."""
+    parts: list[Any] = [data]
+    if isinstance(data, DataLoader) and not hasattr(data, "set_epoch"):  # Accelerate's hand it on themselves
+        parts = [data.batch_sampler, data.sampler, data.dataset]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)

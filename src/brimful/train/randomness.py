@@ -113,4 +113,10 @@ def seed_all(seed: int, rank: int = 0) -> None:
     np.random.seed(seed % 2**32)
 
 
+def generator_of(seed: int, epoch: int) -> torch.Generator:
+    """A generator of its own for each pair; neighbouring seeds and epochs share nothing."""
+    (mixed,) = np.random.SeedSequence((seed, epoch)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(mixed) >> 1)
+
+
 _HOST = torch.device("cpu")

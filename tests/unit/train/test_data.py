@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from brimful.batches import count_samples
 from brimful.errors import BatchError, UsageError
@@ -100,3 +100,42 @@ def test_validation_keeps_the_order_and_splits_every_batch():
     assert [part["x"].tolist() for part in one] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     many = [part for part, _counts in validation_batches([{"x": X[:5]}, {"x": X[5:]}], 4)]
     assert [part["x"].tolist() for part in many] == [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]
+
+
+class Told:
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def test_what_an_epoch_decides_is_told_the_epoch():
+    class Sampler(Told):
+        def __iter__(self):
+            yield [self.epochs[-1]]
+
+    class Samples(Told):
+        def __getitem__(self, index):
+            return X[index]
+
+    class Iterable(Told):
+        def __iter__(self):
+            return iter([X])
+
+    sampler, dataset, iterable = Sampler(), Samples(), Iterable()
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    batches = Batches(loader, global_batch_size=1, seed=0)
+    assert [next(iter(batches.epoch(epoch))).tolist() for epoch in (3, 7)] == [[3], [7]]
+    next(Batches(iterable, global_batch_size=1, seed=0).epoch(2))
+    assert (sampler.epochs, dataset.epochs, iterable.epochs) == ([3, 7], [3, 7], [2])
+
+
+def test_a_sampler_that_divides_the_samples_among_ranks_is_refused():
+    def loader(ranks):
+        dataset = TensorDataset(X)
+        return DataLoader(dataset, sampler=DistributedSampler(dataset, num_replicas=ranks, rank=0))
+
+    with pytest.raises(UsageError, match="whole global batch"):
+        Batches(loader(2), global_batch_size=1, seed=0)
+    Batches(loader(1), global_batch_size=1, seed=0)
