@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
@@ -15,7 +16,8 @@ from brimful.batches import count_samples, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.train.randomness import generator_of
-from brimful.train.ranks import ALONE, Ranks
+from brimful.train.ranks import ALONE, Ranks, nodes_launched, ranks_launched
+from brimful.training import DataLoading
 
 
 def find_data(job: Job, data: Data | None) -> Data:
@@ -146,6 +148,27 @@ def check_validation(validation: Batch | Iterable[Batch]) -> None:
     _check_data("validation", validation)
     if is_one_batch(validation):
         _check_some(validation)
+
+
+def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
+    """How the batches of training data come to it.
+
+    Args:
+        train: What `Data` was given.
+
+    Returns:
+        None if they are one batch.
+    """
+    if is_one_batch(train):
+        return None
+    loader = train if isinstance(train, DataLoader) else None
+    permitted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return DataLoading(
+        workers=None if loader is None else loader.num_workers,
+        persistent_workers=loader is not None and loader.persistent_workers,
+        pins_memory=loader is not None and loader.pin_memory,
+        processors=max(permitted * nodes_launched() // ranks_launched(), 1),
+    )
 
 
 def is_one_batch(data: Batch | Iterable[Batch]) -> bool:

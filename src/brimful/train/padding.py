@@ -124,8 +124,8 @@ def pad_batch(
     for sample in samples:
         if set(sample) != set(names) or not set(pad_values) <= set(names):
             raise BatchError(
-                f"a sample has the entries {sorted(sample)}; the first has {sorted(names)}, and to be "
-                f"padded are {sorted(pad_values)}. All samples must have the same entries, those to be padded among them."
+                f"a sample has the entries {sorted(sample)}; the first has {sorted(names)}, and to be padded "
+                f"are {sorted(pad_values)}. All samples must have the same entries, these among them."
             )
     columns = {name: [torch.as_tensor(sample[name]) for sample in samples] for name in names}
     if ATTENTION_MASK not in names:

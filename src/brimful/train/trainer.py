@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from brimful.local import build_model, choose_device, device_name, set_up_alloca
 from brimful.measuring import certify_model
 from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
+from brimful.report.feeding import waiting_lines
 from brimful.settings import Settings, settings_from_json, settings_to_json
 from brimful.step import matmul_precision
 from brimful.train.averaging import MovingAverage
 from brimful.train.callbacks import Callback
-from brimful.train.data import Batches, check_validation, find_data
+from brimful.train.data import Batches, check_validation, data_loading, find_data
 from brimful.train.interrupts import stops_on_signals
 from brimful.train.journal import Journal
 from brimful.train.lowering import Lowering
@@ -55,11 +57,15 @@ from brimful.train.run_directory import check_run_directory, clear_begun_run
 from brimful.train.saves import Save, newest_save
 from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
+from brimful.train.utilisation import Utilisation
 from brimful.train.validation import Validator
-from brimful.training import Recovery, StepRecord, StopReason, TrainingResult
+from brimful.training import DataLoading, Recovery, StepRecord, StopReason, TrainingResult
 
 MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
+
+STEPS_BEFORE_ADVICE = 50
+"""After which is told, once, how much training waits for its data: late enough to know, early enough to act."""
 
 
 class Trainer:
@@ -174,6 +180,8 @@ class Trainer:
         """With which the run was saved last, or began; a launch may have lowered them since."""
         self._parallel = DataParallel(job)
         self._data_randomness = RandomStream()
+        self._utilisation = Utilisation(None, job)
+        self._data_loading: DataLoading | None = None
         self._before_batch: RandomState | None = None
         """Random numbers of the data before the batch was read that is not trained on yet."""
 
@@ -245,6 +253,8 @@ class Trainer:
         batches = Batches(data.train, global_batch_size=settings.global_batch_size, seed=self._seed)
         if data.validation is not None:
             check_validation(data.validation)
+        self._utilisation = Utilisation(self._plan, self._job)
+        self._data_loading = data_loading(data.train)
         seed_all(self._seed)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
@@ -266,7 +276,9 @@ class Trainer:
             run_dir=self._run_dir if self._ranks.is_first else None,
             plan=self._plan or self._settings,
             job=self._job.name,
-            progress=make_progress(self._total_steps(batches), show=self._shows_progress),
+            progress=make_progress(
+                self._total_steps(batches), show=self._shows_progress, counted=self._counted
+            ),
             keep_saves=self._keep_saves,
             resumed=saved,
         )
@@ -416,6 +428,8 @@ class Trainer:
                 measure = self._is_to_be_measured(batch, steps, self._total_steps(batches))
                 record = self._take(steps, place, batch, data_seconds, measure_memory=measure)
                 journal.add_step(record, self._memory_text(steps))
+                if len(journal.steps) == STEPS_BEFORE_ADVICE:
+                    self._advise_on_data(journal)
                 for callback in self._callbacks:
                     callback.on_step(self, record)
                 self._agree_to_stop()
@@ -446,9 +460,10 @@ class Trainer:
         """Take a step, and move on in the data if it was taken, even where an error comes after it."""
         before = steps.taken
         try:
-            return steps.take(
+            record = steps.take(
                 batch, epoch=place.epoch, data_seconds=data_seconds, measure_memory=measure_memory
             )
+            return replace(record, mfu=self._utilisation.of(record, batch))
         finally:
             if steps.taken > before:
                 place.batches += 1
@@ -643,6 +658,14 @@ class Trainer:
         predicted_bytes = None if self._plan is None else self._plan.predicted_peak_allocated_bytes
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
+    def _advise_on_data(self, journal: Journal) -> None:
+        for line in waiting_lines(journal.steps, self._data_loading, on_gpu=self._device.type == "cuda"):
+            journal.note(f"waiting for data: {line}")
+
+    @property
+    def _counted(self) -> str | None:
+        return None if self._job.count is None else self._job.counted
+
     def _heed_signal(self, number: signal.Signals) -> None:
         self._terminate_requested = number is signal.SIGTERM
         self.stop()
@@ -672,6 +695,9 @@ class Trainer:
             certificate=self._certificate,
             recoveries=tuple(journal.recoveries),
             run_dir=self._run_dir,
+            counted=self._counted,
+            predicted_mfu=None if plan is None else plan.predicted_mfu,
+            data_loading=self._data_loading,
         )
 
 
