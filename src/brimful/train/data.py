@@ -6,17 +6,19 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from brimful.batches import count_samples, take
+from brimful.batches import count_samples, named_tensors, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.train.randomness import generator_of
 from brimful.train.ranks import ALONE, Ranks, nodes_launched, ranks_launched
+from brimful.train.read_ahead import read_ahead
 from brimful.training import DataLoading
 
 
@@ -59,18 +61,30 @@ class Batches:
             one batch; a list is one if a tensor is directly in it, else a list of batches.
         global_batch_size: Samples per global batch.
         seed: Decides the order of the samples, with the epoch.
+        device: Where batches go. For a GPU, those cut from one batch are read ahead: the host's processors have
+            time for that, and on a CPU the step would lack what reading takes.
 
     Raises:
         UsageError: `train` is no data.
         BatchError: It is a batch without samples, or whose entries disagree on how many.
     """
 
-    def __init__(self, train: Batch | Iterable[Batch], *, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        train: Batch | Iterable[Batch],
+        *,
+        global_batch_size: int,
+        seed: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
         _check_data("train", train)
         self._train = train
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._samples = _check_some(train) if is_one_batch(train) else None
+        is_on_host = self._samples is not None and all(tensor.is_cpu for _, tensor in named_tensors(train))
+        self._device = device
+        self._reads_ahead = device.type == "cuda" and is_on_host
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -97,6 +111,8 @@ class Batches:
             return self._of_iterable(epoch, skip)
         order = torch.randperm(self._samples, generator=generator_of(self._seed, epoch))
         parts = order.split(self._global_batch_size)[skip:]
+        if self._reads_ahead:
+            return read_ahead(parts, partial(take, self._train), self._device)
         return (take(self._train, indices) for indices in parts)
 
     def _of_iterable(self, epoch: int, skip: int) -> Iterator[Batch]:

@@ -250,7 +250,12 @@ class Trainer:
         self._settings_of_save = settings
         settings, lowered = self._lowered(settings)
         data = find_data(self._job, self._data)
-        batches = Batches(data.train, global_batch_size=settings.global_batch_size, seed=self._seed)
+        batches = Batches(
+            data.train,
+            global_batch_size=settings.global_batch_size,
+            seed=self._seed,
+            device=self._device,
+        )
         if data.validation is not None:
             check_validation(data.validation)
         self._utilisation = Utilisation(self._plan, self._job)
