@@ -101,7 +101,7 @@ class Trainer:
         correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
             micro-batch; what they are over, a micro-batch, stays as it is.
         patience: End the run after so many validations without a lower loss; None ends it at no loss.
-        callbacks: Told of each step and each validation.
+        callbacks: Told of each step, each validation and the end.
         certifies: Before the first step, compare loss, gradients and buffers of a few samples under the plan
             with those of plain training, if the plan recomputes or splits anything.
         show_progress: Show how far the run is, on standard error.
@@ -303,12 +303,16 @@ class Trainer:
             parallel=parallel,
             hand_over=self._hand_over,
         )
+        result: TrainingResult | None = None
         try:
             if saved is not None:
                 steps.load_state(saved.state)
-            return self._train(steps, journal, batches, data, saved, lowered)
+            result = self._train(steps, journal, batches, data, saved, lowered)
+            return result
         finally:
             steps.close()
+            for callback in self._callbacks:
+                callback.on_end(self, result)
 
     def _newest_save(self) -> Save | None:
         if not self._resumes:
