@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from tests.helpers.captured_jobs import A100, CLASSES, CPU, HIDDEN, INPUTS, capture, job
 from torch import nn
 
+from brimful.architectures import find_architecture
 from brimful.cost import model_flops
 
 PARTS = INPUTS * HIDDEN, HIDDEN * CLASSES
@@ -41,3 +42,13 @@ def test_attention_counts_as_often_forward_as_other_products_and_twice_backward(
         trace = capture(found, device, samples=4)
         assert any("attention" in op.name and "backward" in op.name for op in trace.ops)
         assert model_flops(trace) == 2 * product + 4 * product
+
+
+def test_a_gpt_is_counted_as_by_the_formula_of_the_palm_paper():
+    """6 N + 12 L H Q T a token; N are the parameters that multiply, the tied head among them."""
+    layers, width, length, vocabulary, samples = 2, 768, 64, 50257, 2
+    gpt = find_architecture("gpt2", sequence_length=length, num_hidden_layers=layers)
+    multiplying = 12 * layers * width * width + vocabulary * width
+    of_token = 6 * multiplying + 12 * layers * width * length
+    for device in (CPU, A100):
+        assert model_flops(capture(gpt, device, samples=samples)) == of_token * samples * length
