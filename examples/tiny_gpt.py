@@ -74,5 +74,6 @@ def job() -> bf.Job:
         batch=random_batch,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         count=lambda tokens: tokens[:, 1:].numel(),
+        counted="tokens",
         data=data,
     )

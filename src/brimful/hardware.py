@@ -253,6 +253,20 @@ class Device:
         half = halves[dtype]
         return self.fp32_flops_per_second if half is None and self.kind == "cuda" else half
 
+    def peak_flops_per_second(self, precision: Precision) -> float | None:
+        """The rate that model FLOPs utilisation is a part of: the best there is for matmuls in a precision.
+
+        Args:
+            precision: Of the matmuls.
+
+        Returns:
+            A GPU's published dense peak, or what large matmuls achieved on a calibrated CPU; None for a CPU
+            that nobody calibrated.
+        """
+        if self.kind == "cpu" and not self.curves:
+            return None
+        return self.flops_per_second(precision.autocast_dtype or "float32", precision)
+
     def check_precision(self, precision: Precision) -> None:
         """Check that training in `precision` is meaningful here.
 

@@ -81,6 +81,8 @@ class Job:
     """What to train on; only training needs it."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | float]] | None = None
     """Means over a validation batch's samples, by name, such as `{"accuracy": …}`."""
+    counted: str = "terms"
+    """What `count` counts, as reports call it: "tokens", say."""
     name: str = "job"
     """What reports call this job."""
     about: Mapping[str, Any] | None = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from brimful.errors import UsageError
 from brimful.measurement import OpTemporary
 from brimful.settings import Settings, settings_from_json, settings_to_json
 
-RESULT_VERSION = 2
+RESULT_VERSION = 3
+
+WAITING_FRACTION = 0.05
+"""Of the time, from which on waiting for data is worth a word. A choice."""
 
 
 class StopReason(StrEnum):
@@ -51,6 +56,17 @@ class StepRecord:
     """Waited for the batch before the step."""
     memory_measured: bool = False
     """Whether the peak was measured in this step, which slows it down."""
+    terms: float = 0.0
+    """What the loss is a mean over: what the job counts in the global batch, else its samples."""
+    mfu: float | None = None
+    """Model FLOPs utilisation: FLOPs of forward and backward, nothing recomputed, over what the device could do
+    in the step and the waiting before it. None where either is not known, or the batch has another shape than
+    was planned for."""
+
+    @property
+    def total_seconds(self) -> float:
+        """The step and the waiting before it."""
+        return self.seconds + self.data_seconds
 
     @property
     def is_finite(self) -> bool:
@@ -94,6 +110,55 @@ class Recovery:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DataLoading:
+    """How batches that are read one after the other come to training."""
+
+    workers: int | None
+    """Processes that read ahead; None if it is no DataLoader."""
+    persistent_workers: bool
+    """Whether they live on from epoch to epoch."""
+    pins_memory: bool
+    processors: int
+    """Those of the machine that this process may use, divided by the ranks on it."""
+
+    def needed_workers(self, steps: Sequence[StepRecord]) -> int | None:
+        """So many workers that training would hardly wait for them, each with a processor to itself.
+
+        Without workers a step waits for the whole reading of its batch. n workers that are not fast enough hand
+        over n batches in the time that one of them reads for its own: reading takes n · (step + waiting). To
+        hand over a batch in the time of a step, reading / step workers are needed, less what is hardly waiting.
+
+        Args:
+            steps: In order. The first of each epoch does not count: workers start in it.
+
+        Returns:
+            At least 1; None if it is no DataLoader, training hardly waited, or there are too few steps.
+        """
+        steady = steady_steps(steps)
+        if self.workers is None or not steady or waiting_fraction(steady) < WAITING_FRACTION:
+            return None
+        step = statistics.fmean(record.seconds for record in steady)
+        waiting = statistics.fmean(record.data_seconds for record in steady)
+        reading = self.workers * (step + waiting) if self.workers else waiting
+        return max(math.ceil((1 - WAITING_FRACTION) * reading / step), self.workers + 1)
+
+
+def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """The steps but for the first of each epoch and those that were measured."""
+    return [
+        later
+        for earlier, later in pairwise(steps)
+        if later.epoch == earlier.epoch and not later.memory_measured
+    ]
+
+
+def waiting_fraction(steps: Sequence[StepRecord]) -> float:
+    """What part of the time of some steps went on waiting for data."""
+    total = sum(step.total_seconds for step in steps)
+    return sum(step.data_seconds for step in steps) / total if total else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
     """A training run.
 
@@ -128,6 +193,42 @@ class TrainingResult:
     recoveries: tuple[Recovery, ...] = ()
     """Each time that memory ran out."""
     run_dir: Path | None = None
+    counted: str | None = None
+    """What the job's `count` counts; None if its loss is a mean over samples."""
+    predicted_mfu: float | None = None
+    data_loading: DataLoading | None = None
+    """None if all samples were in one batch."""
+
+    @property
+    def measured_mfu(self) -> float | None:
+        """Over the steps but for the first and the one that measured memory; None if it is not known."""
+        found = [(step.mfu, step.total_seconds) for step in self._timed if step.mfu is not None]
+        seconds = sum(each for _, each in found)
+        return sum(mfu * each for mfu, each in found) / seconds if seconds else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Over the same steps, waiting for data included; None if there is none."""
+        return self._per_second("samples")
+
+    @property
+    def terms_per_second(self) -> float | None:
+        """What the job counts, over the same steps."""
+        return self._per_second("terms")
+
+    @property
+    def needed_workers(self) -> int | None:
+        """So many DataLoader workers that training would hardly have waited; None if it did not, or for other
+        data. See `DataLoading.needed_workers`."""
+        return None if self.data_loading is None else self.data_loading.needed_workers(self.steps)
+
+    @property
+    def _timed(self) -> list[StepRecord]:
+        return [step for step in self.steps[1:] if not step.memory_measured]
+
+    def _per_second(self, what: str) -> float | None:
+        seconds = sum(step.total_seconds for step in self._timed)
+        return sum(getattr(step, what) for step in self._timed) / seconds if seconds else None
 
     @property
     def losses(self) -> tuple[float, ...]:
@@ -147,6 +248,7 @@ class TrainingResult:
         document["recoveries"] = [asdict(recovery) for recovery in self.recoveries]
         document["certificate"] = None if self.certificate is None else self.certificate.to_json()
         document["run_dir"] = None if self.run_dir is None else str(self.run_dir)
+        document["data_loading"] = None if self.data_loading is None else asdict(self.data_loading)
         return document
 
     @classmethod
@@ -179,6 +281,8 @@ class TrainingResult:
             kept = values["certificate"]
             values["certificate"] = None if kept is None else Certificate.from_json(kept)
             values["run_dir"] = None if values["run_dir"] is None else Path(values["run_dir"])
+            loading = values["data_loading"]
+            values["data_loading"] = None if loading is None else DataLoading(**loading)
             return cls(**values)
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"the training result is damaged: {error!r}") from error

@@ -6,12 +6,13 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.helpers.tiny_jobs import StopAfter
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from brimful.errors import DataError
 from brimful.job import Data, Job
-from brimful.train import Callback, LengthBuckets, pad_batch
+from brimful.train import LengthBuckets, pad_batch
 
 LENGTHS = [3, 9, 14, 2, 7, 16, 5, 11, 8, 1, 13, 6, 10, 4, 15, 12, 3, 9, 2]
 COLLATE = partial(pad_batch, pad_values={"tokens": 0, "labels": -100}, multiple_of=4)
@@ -71,15 +72,6 @@ def bucketed_job(*, workers=0, raises_at=None, seen=None):
         data=data,
         name="texts",
     )
-
-
-class StopAfter(Callback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step(self, trainer, record):
-        if record.step == self.step:
-            trainer.stop()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

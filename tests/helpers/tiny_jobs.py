@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from brimful.job import Data, Job
 from brimful.settings import Action, Settings, UnitAction
-from brimful.train import Trainer
+from brimful.train import Callback, Trainer
+from brimful.training import StepRecord
 
 SAMPLES = 50
 FEATURES = 8
@@ -31,6 +32,17 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.blocks(x))
+
+
+class StopAfter(Callback):
+    """Ends a run as a user would."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, trainer: Trainer, record: StepRecord) -> None:
+        if record.step == self.step:
+            trainer.stop()
 
 
 RECOMPUTE = tuple(UnitAction(fqn=f"blocks.{i}", action=Action.RECOMPUTE) for i in range(2))

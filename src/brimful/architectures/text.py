@@ -227,7 +227,14 @@ def _language_model_job(
         input_ids = torch.randint(0, tokens, (samples, sequence_length))  # (B, T)
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
-    return Job(model=build, loss=own_loss, batch=make_samples, count=_count_predicted_tokens, name=name)
+    return Job(
+        model=build,
+        loss=own_loss,
+        batch=make_samples,
+        count=_count_predicted_tokens,
+        counted="tokens",
+        name=name,
+    )
 
 
 def _vocabulary(name: str, published: Published, asked: int | None, *, least: int) -> int:

@@ -4,6 +4,7 @@ Measured curves where the device was calibrated, else a roofline; what the host 
 first touch of memory; on CUDA a queue that the host fills.
 """
 
+from brimful.cost.model_flops import model_flops
 from brimful.cost.recomputing import RecomputePrices
 from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline, op_seconds
@@ -13,6 +14,7 @@ __all__ = [
     "RecomputePrices",
     "Roofline",
     "StepTime",
+    "model_flops",
     "op_seconds",
     "region_seconds",
     "saving_seconds",

@@ -80,6 +80,10 @@ class Plan:
     """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
     predicted_pinned_host_bytes: int = 0
     """What offloaded units take of the host's memory; it stays pinned to the end of training."""
+    model_flops: int | None = None
+    """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
+    peak_flops_per_second: float | None = None
+    """Of the device in the plan's precision; None if it is not known, as for a CPU nobody calibrated."""
     notes: tuple[str, ...] = ()
     """What a reader should know: what could not be searched, and why."""
     source: JobSource | None = None
@@ -92,6 +96,13 @@ class Plan:
     def predicted_samples_per_second(self) -> float:
         """Samples of the global batch over the time of a step."""
         return self.settings.global_batch_size / self.predicted_step_seconds
+
+    @property
+    def predicted_mfu(self) -> float | None:
+        """Model FLOPs utilisation: what part of the device's peak the step makes use of; None if not known."""
+        if self.model_flops is None or self.peak_flops_per_second is None:
+            return None
+        return self.model_flops / self.predicted_step_seconds / self.peak_flops_per_second
 
     @property
     def headroom_bytes(self) -> int:
@@ -113,6 +124,8 @@ class Plan:
             "predicted_peak_device_bytes": self.predicted_peak_device_bytes,
             "predicted_pinned_host_bytes": self.predicted_pinned_host_bytes,
             "predicted_step_seconds": self.predicted_step_seconds,
+            "model_flops": self.model_flops,
+            "peak_flops_per_second": self.peak_flops_per_second,
             "plain": _alternative_to_json(self.plain),
             "alternatives": [_alternative_to_json(other) for other in self.alternatives],
             "peak_at": self.peak_at,
@@ -151,6 +164,8 @@ class Plan:
                 alternatives=tuple(map(_alternative_from_json, document["alternatives"])),
                 budget_curve=tuple(BudgetPoint(**point) for point in document["budget_curve"]),
                 predicted_pinned_host_bytes=document.get("predicted_pinned_host_bytes", 0),
+                model_flops=document.get("model_flops"),
+                peak_flops_per_second=document.get("peak_flops_per_second"),
                 notes=tuple(document["notes"]),
                 source=_source_from_json(document["source"]),
                 **{name: document[name] for name in _SCALARS},

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from operator import itemgetter
 
+from brimful.cost import model_flops
 from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, Expected, alternative
 from brimful.planning.estimate import NO_LIMIT_BYTES, Estimate
@@ -101,6 +102,8 @@ def search(capture: Capture, request: Request) -> Plan:
         predicted_peak_device_bytes=best.predicted_peak_device_bytes,
         predicted_pinned_host_bytes=best.predicted_pinned_host_bytes,
         predicted_step_seconds=best.predicted_step_seconds,
+        model_flops=model_flops(plain_trace),
+        peak_flops_per_second=request.device.peak_flops_per_second(best.settings.precision),
         plain=plain,
         alternatives=_alternatives(request, candidates, found),
         peak_at=" of ".join([str(best.peak_phase), *([best.peak_module] if best.peak_module else [])]),

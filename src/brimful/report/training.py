@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any
 
 from brimful.measurement import predicted_beside_measured
+from brimful.report.feeding import waiting_lines
 from brimful.training import StopReason, TrainingResult
 from brimful.units import format_bytes, format_rate, format_seconds
 
@@ -33,10 +35,6 @@ def training_document(result: TrainingResult, plain: TrainingResult | None = Non
     document["plain"] = None if plain is None else plain.to_json()
     document["largest_loss_difference"] = None if plain is None else largest_loss_difference(result, plain)
     return document
-
-
-TOLD_WAITING_FRACTION = 0.05
-"""Of the time, from which on waiting for data is told."""
 
 
 def largest_loss_difference(result: TrainingResult, plain: TrainingResult) -> float:
@@ -68,6 +66,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
         yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
     yield from predicted_beside_measured(result)
     yield from _budget(result)
+    yield from _throughput(result)
     yield from _recoveries(result)
     yield from _waiting(result)
     yield from _plain_rows(result, plain)
@@ -99,14 +98,23 @@ def _recoveries(result: TrainingResult) -> Iterator[str]:
 
 
 def _waiting(result: TrainingResult) -> Iterator[str]:
-    """How much of the time training waited for its data, if that is worth a word."""
-    waited = sum(step.data_seconds for step in result.steps)
-    share = waited / (waited + sum(step.seconds for step in result.steps)) if result.steps else 0.0
-    if share >= TOLD_WAITING_FRACTION:
-        yield (
-            f"  waited for data     {share:.0%} of the time: more workers (DataLoader(num_workers=…)), or less "
-            "work for each sample"
-        )
+    """How much of the time training waited for its data and what would help, if that is worth a word."""
+    lines = waiting_lines(result.steps, result.data_loading, on_gpu=result.device != "cpu")
+    for name, line in zip(chain(["waited for data"], repeat("")), lines, strict=False):
+        yield f"  {name:<20}{line}"
+
+
+def _throughput(result: TrainingResult) -> Iterator[str]:
+    """Samples and terms per second, waiting included, and the part of the device's peak that is."""
+    rates = [(result.samples_per_second, "samples")]
+    if result.counted is not None:
+        rates.append((result.terms_per_second, result.counted))
+    said = [format_rate(rate, what) for rate, what in rates if rate is not None]
+    if result.measured_mfu is not None:
+        predicted = "" if result.predicted_mfu is None else f" ({result.predicted_mfu:.0%} predicted)"
+        said.append(f"MFU {result.measured_mfu:.0%}{predicted}")
+    if said:
+        yield f"  throughput          {', '.join(said)}"
 
 
 def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
@@ -152,6 +160,3 @@ def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterato
         line += f"; plain: loss {other.loss:.4f}"
         line += "".join(f", {name} {value:.4f}" for name, value in other.metrics.items())
     yield line
-    timed = [step for step in result.steps if step.updated]
-    if timed and result.measured_step_seconds:
-        yield f"  throughput          {format_rate(timed[0].samples / result.measured_step_seconds)}"

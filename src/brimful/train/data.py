@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from brimful.batches import count_samples, take
+from brimful.batches import count_samples, named_tensors, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job, Samples
 from brimful.train.randomness import generator_of
-from brimful.train.ranks import ALONE, Ranks
+from brimful.train.ranks import ALONE, Ranks, nodes_launched, ranks_launched
+from brimful.train.read_ahead import read_ahead
+from brimful.training import DataLoading
 
 
 def find_data(job: Job, data: Data | None) -> Data:
@@ -58,18 +62,30 @@ class Batches:
             dataclass is one batch; a list is one if a tensor is directly in it, else a list of batches.
         global_batch_size: Samples per global batch.
         seed: Decides the order of the samples, with the epoch.
+        device: Where batches go. For a GPU, those cut from one batch are read ahead: the host's processors have
+            time for that, and on a CPU the step would lack what reading takes.
 
     Raises:
         UsageError: `train` is no data.
         BatchError: It is a batch without samples, or whose entries disagree on how many.
     """
 
-    def __init__(self, train: Batch | Iterable[Batch] | Samples, *, global_batch_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        train: Batch | Iterable[Batch] | Samples,
+        *,
+        global_batch_size: int,
+        seed: int,
+        device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+    ) -> None:
         _check_data("train", train)
         self._train = train
         self._global_batch_size = global_batch_size
         self._seed = seed
         self._samples = _count_if_known(train)
+        is_on_host = is_one_batch(train) and all(tensor.is_cpu for _, tensor in named_tensors(train))
+        self._device = device
+        self._reads_ahead = device.type == "cuda" and is_on_host
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -98,6 +114,8 @@ class Batches:
             return self._of_iterable(self._train, epoch, skip)
         order = torch.randperm(self._samples, generator=generator_of(self._seed, epoch))
         parts = order.split(self._global_batch_size)[skip:]
+        if self._reads_ahead:
+            return read_ahead(parts, partial(take, self._train), self._device)
         return (take(self._train, indices) for indices in parts)
 
     def _of_iterable(self, train: Iterable[Batch], epoch: int, skip: int) -> Iterator[Batch]:
@@ -149,6 +167,27 @@ def check_validation(validation: Batch | Iterable[Batch]) -> None:
     _check_data("validation", validation)
     if is_one_batch(validation):
         _check_some(validation)
+
+
+def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
+    """How the batches of training data come to it.
+
+    Args:
+        train: What `Data` was given.
+
+    Returns:
+        None if they are one batch.
+    """
+    if is_one_batch(train):
+        return None
+    loader = train if isinstance(train, DataLoader) else None
+    permitted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return DataLoading(
+        workers=None if loader is None else loader.num_workers,
+        persistent_workers=loader is not None and loader.persistent_workers,
+        pins_memory=loader is not None and loader.pin_memory,
+        processors=max(permitted * nodes_launched() // ranks_launched(), 1),
+    )
 
 
 def is_one_batch(data: Batch | Iterable[Batch]) -> bool:

@@ -40,12 +40,15 @@ class ProgressDisplay(Protocol):
         """After the last step, and when the run fails; more than one call does nothing."""
 
 
-def make_progress(total_steps: int | None, *, show: bool, console: Console | None = None) -> ProgressDisplay:
+def make_progress(
+    total_steps: int | None, *, show: bool, counted: str | None = None, console: Console | None = None
+) -> ProgressDisplay:
     """The display that suits where the output goes.
 
     Args:
         total_steps: Optimizer steps of the run; None if not known.
         show: False shows nothing.
+        counted: What the records' terms are, if the speed is to be told in them.
         console: Where to show it; None means standard error.
 
     Returns:
@@ -54,7 +57,8 @@ def make_progress(total_steps: int | None, *, show: bool, console: Console | Non
     if not show:
         return _Silence()
     console = console or Console(stderr=True)
-    return _Bar(total_steps, console) if console.is_terminal else _Lines(total_steps, console)
+    pace = _Pace(total_steps, counted)
+    return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(total_steps, pace, console)
 
 
 def memory_text(in_use_bytes: int | None, budget_bytes: int | None, *, predicted: bool = False) -> str:
@@ -83,10 +87,11 @@ class _Silence:
 
 
 class _Pace:
-    """Samples per second and seconds left, over the recent steps."""
+    """How fast the recent steps were, waiting for data included, and how long it takes at that."""
 
-    def __init__(self, total_steps: int | None) -> None:
+    def __init__(self, total_steps: int | None, counted: str | None) -> None:
         self._total_steps = total_steps
+        self._counted = counted
         self._latest: StepRecord | None = None
         self._recent: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
 
@@ -96,13 +101,16 @@ class _Pace:
             self._recent.append(record)
 
     def describe(self, memory: str) -> str:
-        """The latest step in a line: "loss 1.23  154 samples/s  312 MiB of 640 MiB  12 s left"."""
+        """The latest step in a line: "loss 1.23  154 samples/s  MFU 41%  312 MiB of 640 MiB  12 s left"."""
         assert self._latest is not None
         parts = [f"loss {self._latest.loss:.4g}"]
-        seconds = sum(record.seconds for record in self._recent)
+        seconds = sum(record.total_seconds for record in self._recent)
         if seconds:
-            samples_per_second = sum(record.samples for record in self._recent) / seconds
-            parts.append(f"{format_rate(samples_per_second)}")
+            done = sum(record.terms if self._counted else record.samples for record in self._recent)
+            parts.append(format_rate(done / seconds, self._counted or "samples"))
+        if seconds and all(record.mfu is not None for record in self._recent):
+            useful_seconds = sum((record.mfu or 0.0) * record.total_seconds for record in self._recent)
+            parts.append(f"MFU {useful_seconds / seconds:.0%}")
         parts.append(memory)
         if seconds and self._total_steps is not None and self._latest.step < self._total_steps:
             seconds_left = (self._total_steps - self._latest.step) * seconds / len(self._recent)
@@ -111,8 +119,8 @@ class _Pace:
 
 
 class _Bar:
-    def __init__(self, total_steps: int | None, console: Console) -> None:
-        self._pace = _Pace(total_steps)
+    def __init__(self, total_steps: int | None, pace: _Pace, console: Console) -> None:
+        self._pace = pace
         columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("{task.description}"))
         self._of_total = "" if total_steps is None else f"/{total_steps}"
         self._progress = Progress(*columns, console=console)
@@ -141,8 +149,8 @@ class _Bar:
 
 
 class _Lines:
-    def __init__(self, total_steps: int | None, console: Console) -> None:
-        self._pace = _Pace(total_steps)
+    def __init__(self, total_steps: int | None, pace: _Pace, console: Console) -> None:
+        self._pace = pace
         self._total_steps = total_steps
         self._console = console
         self._latest: tuple[StepRecord, str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any, overload
@@ -11,6 +12,7 @@ from brimful.training import StepRecord
 _COLUMNS = {
     "step": "q", "epoch": "q", "loss": "d", "gradient_norm": "d", "seconds": "d", "samples": "q",
     "updated": "b", "data_seconds": "d", "memory_measured": "b",
+    "terms": "d", "mfu": "d",
 }  # fmt: skip
 """Fields of a record, and what the standard library's arrays call their types."""
 
@@ -32,7 +34,8 @@ class StepLog(Sequence[StepRecord]):
     def append(self, record: StepRecord) -> None:
         """Add one."""
         for name, column in self._columns.items():
-            column.append(getattr(record, name))
+            value = getattr(record, name)
+            column.append(math.nan if value is None else value)
 
     def __len__(self) -> int:
         return len(self._columns["step"])
@@ -47,4 +50,6 @@ class StepLog(Sequence[StepRecord]):
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
         values: dict[str, Any] = {name: column[index] for name, column in self._columns.items()}
-        return StepRecord(**values | {name: bool(values[name]) for name in _TRUTH_VALUES})
+        values |= {name: bool(values[name]) for name in _TRUTH_VALUES}
+        values["mfu"] = None if math.isnan(values["mfu"]) else values["mfu"]  # arrays have no None
+        return StepRecord(**values)

@@ -25,7 +25,7 @@ from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
 from brimful.optimizers import set_implementation
 from brimful.settings import Settings, settings_to_json
-from brimful.step import StepOutcome, copied_to, loss_counts, loss_weights, make_scaler, run_step, shares_of
+from brimful.step import StepOutcome, copied_to, loss_counts, make_scaler, run_step, shares_of
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
 from brimful.train.buffers import BufferSnapshot
@@ -121,6 +121,7 @@ class Steps:
         self._buffers = BufferSnapshot(model)
         self._update = self._update_of(optimizer)
         self._finite: tuple[float, float] = (math.nan, math.nan)
+        self._terms = 0.0
         self._is_updating = self._is_updated = False
         self._skipped_in_a_row = 0
         self._thrashed_in_a_row = 0
@@ -177,6 +178,7 @@ class Steps:
             updated=outcome.updated,
             data_seconds=data_seconds,
             memory_measured=measure_memory,
+            terms=self._terms,
         )
         try:
             self._settle(record)
@@ -344,12 +346,10 @@ class Steps:
 
     def _weights(self, parts: list[tuple[Batch, bool]]) -> list[float]:
         """Weights for the losses, such that the mean over the ranks is that of the global batch."""
-        if not self._ranks.are_several:
-            return loss_weights(self._job.count, [part for part, _counts in parts])
         of_parts = loss_counts(self._job.count, [part for part, counts in parts if counts])
         counts = of_parts + [0.0] * (len(parts) - len(of_parts))
-        (total,) = self._ranks.sum(sum(counts))
-        return [self._ranks.count * share for share in shares_of(counts, total)]
+        (self._terms,) = self._ranks.sum(sum(counts))
+        return [self._ranks.count * share for share in shares_of(counts, self._terms)]
 
     def _may_update(self, loss: Tensor, gradient_norm: Tensor) -> bool:
         (total,) = self._ranks.sum(float(loss))

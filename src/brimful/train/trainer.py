@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,12 @@ from brimful.local import build_model, choose_device, device_name, set_up_alloca
 from brimful.measuring import certify_model
 from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
+from brimful.report.feeding import waiting_lines
 from brimful.settings import Settings, settings_from_json, settings_to_json
 from brimful.step import matmul_precision
 from brimful.train.averaging import MovingAverage
 from brimful.train.callbacks import Callback
-from brimful.train.data import Batches, check_validation, find_data
+from brimful.train.data import Batches, check_validation, data_loading, find_data
 from brimful.train.interrupts import stops_on_signals
 from brimful.train.journal import Journal
 from brimful.train.lowering import Lowering
@@ -57,11 +59,15 @@ from brimful.train.saves import Save, newest_save
 from brimful.train.schedules import Schedule
 from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
+from brimful.train.utilisation import Utilisation
 from brimful.train.validation import Validator
-from brimful.training import Recovery, StepRecord, StopReason, TrainingResult
+from brimful.training import DataLoading, Recovery, StepRecord, StopReason, TrainingResult
 
 MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
+
+STEPS_BEFORE_ADVICE = 50
+"""After which is told, once, how much training waits for its data: late enough to know, early enough to act."""
 
 
 class Trainer:
@@ -98,7 +104,7 @@ class Trainer:
         correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
             micro-batch; what they are over, a micro-batch, stays as it is.
         patience: End the run after so many validations without a lower loss; None ends it at no loss.
-        callbacks: Told of each step and each validation.
+        callbacks: Told of each step, each validation and the end.
         certifies: Before the first step, compare loss, gradients and buffers of a few samples under the plan
             with those of plain training, if the plan recomputes or splits anything.
         show_progress: Show how far the run is, on standard error.
@@ -178,6 +184,8 @@ class Trainer:
         """With which the run was saved last, or began; a launch may have lowered them since."""
         self._parallel = DataParallel(job)
         self._data_randomness = RandomStream()
+        self._utilisation = Utilisation(None, job)
+        self._data_loading: DataLoading | None = None
         self._before_batch: RandomState | None = None
         """Random numbers of the data before the batch was read that is not trained on yet."""
 
@@ -246,9 +254,16 @@ class Trainer:
         self._settings_of_save = settings
         settings, lowered = self._lowered(settings)
         data = find_data(self._job, self._data)
-        batches = Batches(data.train, global_batch_size=settings.global_batch_size, seed=self._seed)
+        batches = Batches(
+            data.train,
+            global_batch_size=settings.global_batch_size,
+            seed=self._seed,
+            device=self._device,
+        )
         if data.validation is not None:
             check_validation(data.validation)
+        self._utilisation = Utilisation(self._plan, self._job)
+        self._data_loading = data_loading(data.train)
         seed_all(self._seed)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
@@ -270,7 +285,9 @@ class Trainer:
             run_dir=self._run_dir if self._ranks.is_first else None,
             plan=self._plan or self._settings,
             job=self._job,
-            progress=make_progress(self._total_steps(batches), show=self._shows_progress),
+            progress=make_progress(
+                self._total_steps(batches), show=self._shows_progress, counted=self._counted
+            ),
             keep_saves=self._keep_saves,
             resumed=saved,
         )
@@ -290,12 +307,16 @@ class Trainer:
             parallel=parallel,
             hand_over=self._hand_over,
         )
+        result: TrainingResult | None = None
         try:
             if saved is not None:
                 steps.load_state(saved.state)
-            return self._train(steps, journal, batches, data, saved, lowered)
+            result = self._train(steps, journal, batches, data, saved, lowered)
+            return result
         finally:
             steps.close()
+            for callback in self._callbacks:
+                callback.on_end(self, result)
 
     def _newest_save(self) -> Save | None:
         if not self._resumes:
@@ -426,6 +447,8 @@ class Trainer:
                 measure = self._is_to_be_measured(batch, steps, self._total_steps(batches))
                 record = self._take(steps, place, batch, data_seconds, measure_memory=measure)
                 journal.add_step(record, self._memory_text(steps))
+                if len(journal.steps) == STEPS_BEFORE_ADVICE:
+                    self._advise_on_data(journal)
                 for callback in self._callbacks:
                     callback.on_step(self, record)
                 self._agree_to_stop()
@@ -456,9 +479,10 @@ class Trainer:
         """Take a step, and move on in the data if it was taken, even where an error comes after it."""
         before = steps.taken
         try:
-            return steps.take(
+            record = steps.take(
                 batch, epoch=place.epoch, data_seconds=data_seconds, measure_memory=measure_memory
             )
+            return replace(record, mfu=self._utilisation.of(record, batch))
         finally:
             if steps.taken > before:
                 place.batches += 1
@@ -654,6 +678,14 @@ class Trainer:
         predicted_bytes = None if self._plan is None else self._plan.predicted_peak_allocated_bytes
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
+    def _advise_on_data(self, journal: Journal) -> None:
+        for line in waiting_lines(journal.steps, self._data_loading, on_gpu=self._device.type == "cuda"):
+            journal.note(f"waiting for data: {line}")
+
+    @property
+    def _counted(self) -> str | None:
+        return None if self._job.count is None else self._job.counted
+
     def _heed_signal(self, number: signal.Signals) -> None:
         self._terminate_requested = number is signal.SIGTERM
         self.stop()
@@ -683,6 +715,9 @@ class Trainer:
             certificate=self._certificate,
             recoveries=tuple(journal.recoveries),
             run_dir=self._run_dir,
+            counted=self._counted,
+            predicted_mfu=None if plan is None else plan.predicted_mfu,
+            data_loading=self._data_loading,
         )
 
 

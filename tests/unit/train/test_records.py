@@ -8,7 +8,7 @@ import pytest
 from brimful.errors import UsageError
 from brimful.measurement import OpTemporary
 from brimful.settings import Settings
-from brimful.training import StepRecord, StopReason, TrainingResult, ValidationRecord
+from brimful.training import DataLoading, StepRecord, StopReason, TrainingResult, ValidationRecord
 
 RESULT = TrainingResult(
     job="tiny",
@@ -17,7 +17,17 @@ RESULT = TrainingResult(
     stopped_because=StopReason.INTERRUPTED,
     steps=(
         StepRecord(step=1, epoch=1, loss=1.5, gradient_norm=math.inf, seconds=0.1, samples=4, updated=False),
-        StepRecord(step=2, epoch=1, loss=0.1 + 0.2, gradient_norm=2.0, seconds=0.1, samples=4, updated=True),
+        StepRecord(
+            step=2,
+            epoch=1,
+            loss=0.1 + 0.2,
+            gradient_norm=2.0,
+            seconds=0.1,
+            samples=4,
+            updated=True,
+            terms=9.0,
+            mfu=0.5,
+        ),
     ),
     validations=(
         ValidationRecord(step=2, epoch=1, loss=math.inf, metrics={"accuracy": 0.5}, samples=3, seconds=0.2),
@@ -33,6 +43,9 @@ RESULT = TrainingResult(
     measured_step_seconds=None,
     temporaries_at_peak=(OpTemporary(op="aten::conv", size_bytes=7),),
     run_dir=Path("runs/a"),
+    counted="tokens",
+    predicted_mfu=0.25,
+    data_loading=DataLoading(workers=2, persistent_workers=True, pins_memory=False, processors=4),
 )
 
 
@@ -56,7 +69,7 @@ def test_nan_survives_json():
     [
         ({}, "no training result"),
         ({"brimful_training": 99}, "version 99"),
-        ({"brimful_training": 2}, "damaged"),
+        ({"brimful_training": 3}, "damaged"),
     ],
 )
 def test_documents_that_are_no_result_are_refused(document, said):

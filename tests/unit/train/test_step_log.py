@@ -7,7 +7,8 @@ from brimful.training import StepRecord
 RECORDS = [
     StepRecord(
         step=step, epoch=1, loss=0.1 * step, gradient_norm=float("nan") if step == 2 else 1 / 3, seconds=1e-3,
-        samples=7, updated=step != 2, data_seconds=1e-9, memory_measured=step == 3,
+        samples=7, updated=step != 2, data_seconds=1e-9, memory_measured=step == 3, terms=0.5,
+        mfu=None if step == 4 else 0.3,
     )
     for step in range(1, 6)
 ]  # fmt: skip
