@@ -114,7 +114,7 @@ class DataLoading:
     """How batches that are read one after the other come to training."""
 
     workers: int | None
-    """Processes that read ahead; None if it is no DataLoader."""
+    """Processes that read ahead; None if it is no DataLoader and does not say."""
     persistent_workers: bool
     """Whether they live on from epoch to epoch."""
     pins_memory: bool

@@ -32,10 +32,10 @@ def _what_helps(steps: Sequence[StepRecord], loading: DataLoading) -> str:
     if needed is None:
         return _what_helps_at_the_start(steps, loading)
     if needed <= loading.processors:
-        return f"DataLoader(num_workers={needed}) would keep up; it is {loading.workers}"
+        return f"{needed} workers would keep up; there are {loading.workers}"
     return (
-        f"DataLoader(num_workers={needed}) would keep up if reading computes little (it is {loading.workers}); "
-        f"with {loading.processors} processors, else do less work for each sample, or do it once and keep it"
+        f"{needed} workers would keep up if reading computes little (there are {loading.workers}); with "
+        f"{loading.processors} processors, else do less work for each sample, or do it once and keep it"
     )
 
 

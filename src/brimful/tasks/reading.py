@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from brimful.errors import UsageError
 from brimful.job import Batch
 from brimful.train.randomness import generator_of
+from brimful.train.ranks import processors_here
 
 # Samples that a worker reads in one go. A whole global batch each would make the first one late and hold as
 # many of them as there are workers; single samples cost a message each.
@@ -64,13 +64,18 @@ class ReadSamples:
         if workers is not None and workers < 0:
             raise UsageError(f"workers is {workers}; it must be at least 0.")
         self._reader = reader
-        self._workers = _default_workers() if workers is None else workers
+        self._workers = min(processors_here(), _MOST_WORKERS) if workers is None else workers
         self._validation_batch_size = validation_batch_size
         self._chunks = _Chunks()
         self._loader: DataLoader[Any] | None = None
 
     def __len__(self) -> int:
         return len(self._reader)
+
+    @property
+    def workers(self) -> int:
+        """Processes that read."""
+        return self._workers
 
     def batches(self, size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[Batch]:
         """The batches of an epoch; see `Samples`."""
@@ -128,10 +133,3 @@ class _Chunks(Sampler[list[_Key]]):
             batch = islice(keys, size)
             while chunk := list(islice(batch, _SAMPLES_AT_ONCE)):
                 yield chunk
-
-
-def _default_workers() -> int:
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    permitted: Callable[[int], set[int]] | None = getattr(os, "sched_getaffinity", None)
-    processors = len(permitted(0)) if permitted is not None else os.cpu_count() or 1
-    return min(max(processors // ranks_here, 1), _MOST_WORKERS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from brimful.batches import count_samples, named_tensors, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job, Samples
 from brimful.train.randomness import generator_of
-from brimful.train.ranks import ALONE, Ranks, nodes_launched, ranks_launched
+from brimful.train.ranks import ALONE, Ranks, processors_here
 from brimful.train.read_ahead import read_ahead
 from brimful.training import DataLoading
 
@@ -176,17 +175,16 @@ def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
         train: What `Data` was given.
 
     Returns:
-        None if they are one batch.
+        None if they are one batch, or samples that are in memory.
     """
-    if is_one_batch(train):
+    if is_one_batch(train) or (isinstance(train, Samples) and not hasattr(train, "workers")):
         return None
     loader = train if isinstance(train, DataLoader) else None
-    permitted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return DataLoading(
-        workers=None if loader is None else loader.num_workers,
-        persistent_workers=loader is not None and loader.persistent_workers,
-        pins_memory=loader is not None and loader.pin_memory,
-        processors=max(permitted * nodes_launched() // ranks_launched(), 1),
+        workers=getattr(train, "workers", None) if loader is None else loader.num_workers,
+        persistent_workers=loader is None or loader.persistent_workers,
+        pins_memory=loader is None or loader.pin_memory,
+        processors=processors_here(),
     )
 
 

@@ -120,6 +120,12 @@ def ranks_launched() -> int:
     return _number("WORLD_SIZE", 1)
 
 
+def processors_here() -> int:
+    """Processors that this process may use, divided by the ranks on its machine."""
+    permitted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(permitted * nodes_launched() // ranks_launched(), 1)
+
+
 def nodes_launched() -> int:
     """On how many machines, as far as the launcher says."""
     ranks, of_machine = ranks_launched(), _number("LOCAL_WORLD_SIZE", ranks_launched())

@@ -48,7 +48,7 @@ def test_workers_are_needed_for_as_long_as_one_reads_in_the_time_of_a_step(
 @pytest.mark.parametrize(
     ("records", "how", "said"),
     [
-        (steps(0.1, 0.3), loading(0), "75% of the time: DataLoader(num_workers=3) would keep up; it is 0"),
+        (steps(0.1, 0.3), loading(0), "75% of the time: 3 workers would keep up; there are 0"),
         (steps(0.1, 0.3), loading(0, processors=2), "with 2 processors, else do less work"),
         (steps(0.1, 0.3), loading(None), "a DataLoader with workers"),
         (steps(0.1, 0.3), None, "75% of the time"),
