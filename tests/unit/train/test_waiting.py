@@ -96,22 +96,3 @@ def test_a_run_tells_early_and_at_the_end_that_it_waits(job_with, trained, sampl
     assert result.needed_workers >= 1
     assert result.data_loading.workers == 0
     assert capsys.readouterr().err.count("waiting for data: ") == 1
-
-
-@pytest.mark.slow
-def test_as_many_workers_as_are_suggested_end_the_waiting(job_with, trained, samples):
-    """Where reading only waits, so that processors do not count."""
-
-    def loss(model, batch):
-        time.sleep(0.05)
-        return model(batch["x"]).square().mean()
-
-    def waited(workers):
-        loader = DataLoader(Slow(samples), batch_size=12, num_workers=workers)
-        job = job_with(loss=loss, data=lambda: Data(train=loader))
-        _, result = trained(job, 12)
-        return sum(step.data_seconds for step in result.steps[1:]), result.needed_workers
-
-    alone, suggested = waited(0)
-    assert suggested in (1, 2)  # 60 ms to read, 50 ms and a little to train
-    assert waited(suggested)[0] < alone / 3
