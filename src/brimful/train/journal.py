@@ -43,6 +43,7 @@ class Journal:
         progress: Shows the run.
         keep_saves: How many saves to keep, the newest.
         resumed: The save that the run goes on from; None begins it.
+        saves: Writes them where every rank has a part of it; None where one writes them whole.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Journal:
         progress: ProgressDisplay,
         keep_saves: int = 2,
         resumed: Save | None = None,
+        saves: Saves | None = None,
     ) -> None:
         self.steps = StepLog()
         self.validations: list[ValidationRecord] = []
@@ -67,7 +69,7 @@ class Journal:
         self._job = job
         self._progress = progress
         self._resumed = resumed
-        self._saves = None if run_dir is None else Saves(run_dir, keep=keep_saves)
+        self._saves = saves or (None if run_dir is None else Saves(run_dir, keep=keep_saves))
         self._directory: RunDirectory | None = None
 
     def __enter__(self) -> Self:
@@ -197,14 +199,16 @@ class Journal:
             UsageError: What is to be saved cannot be loaded without running code.
         """
         self.saved_run_step = step
-        if self._directory is None or self._saves is None:
+        if self._saves is None:
             return
         try:
             self._saves.wait()
         except SaveError as error:
             self._note_failure(error)
-        self._directory.bring_metrics_to_disk()
-        self._saves.write(step, model, state | {"metrics_bytes": self._directory.metrics_bytes})
+        if self._directory is not None:
+            self._directory.bring_metrics_to_disk()
+            state = state | {"metrics_bytes": self._directory.metrics_bytes}
+        self._saves.write(step, model, state)
 
     def wait_for_save(self) -> None:
         """Wait until the last save is on the disk.
@@ -228,7 +232,8 @@ class Journal:
         self._progress.show_note(note)
 
     def _note_failure(self, error: SaveError) -> None:
-        assert self._directory is not None
+        if self._directory is None:  # the first rank tells
+            return
         self._progress.show_note(str(error))
         with suppress(SaveError):  # the disk may be full
             self._directory.append_metrics({"kind": "failed save", "message": str(error)})

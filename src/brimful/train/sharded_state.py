@@ -1,4 +1,4 @@
-"""Parts of tensors, as FSDP2 leaves on each rank, to whole ones for saving, and back."""
+"""Parts of tensors, as FSDP2 leaves on each rank, to whole ones for weights, and back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 
 class WholeModel(nn.Module):
@@ -48,17 +47,12 @@ def gathered_whole(value: Tensor, *, is_kept: bool) -> Tensor:
     return whole.detach().cpu() if is_kept else torch.empty(0)
 
 
-def whole_tree(tree: Any, *, is_kept: bool) -> Any:
-    """The same containers with all tensors whole; all ranks make it together."""
-    return tree_map_only(DTensor, lambda value: gathered_whole(value, is_kept=is_kept), tree)
-
-
 def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimizer's saved state with what is divided as its parameters are.
 
     Args:
         optimizer: Over parameters that may be parts.
-        state: Its whole `state_dict`, on the host.
+        state: Its `state_dict`, of whole tensors on the host or parts.
 
     Returns:
         What it can load; no rank needs to speak to another for it.
@@ -66,9 +60,10 @@ def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def divided(parameter: Tensor, value: Any) -> Any:
-        is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
-        if not isinstance(parameter, DTensor) or not is_alike:
+        if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
             return value
+        if value.shape != parameter.shape:
+            return value.clone()  # not to hold the file that it is in
         here = value.to(parameter.device)
         return distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
 

@@ -33,7 +33,7 @@ from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.parallel import DataParallel
 from brimful.train.randomness import RandomState
 from brimful.train.ranks import ALONE, Ranks
-from brimful.train.sharded_state import divided_state, whole_tree
+from brimful.train.sharded_state import divided_state
 from brimful.train.update import SurvivingUpdate, WholeUpdate
 from brimful.training import Recovery, StepRecord
 
@@ -189,9 +189,9 @@ class Steps:
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on but the model, the data and random numbers; in plain
-        containers."""
+        containers, of what is divided this rank's parts."""
         return {
-            "optimizer": whole_tree(self._optimizer.state_dict(), is_kept=self._ranks.is_first),
+            "optimizer": self._optimizer.state_dict(),
             "optimizer_class": type(self._optimizer).__name__,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),

@@ -52,7 +52,7 @@ from brimful.train.randomness import RandomState, RandomStream, seed_all
 from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, rank_here
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import check_run_directory, clear_begun_run
-from brimful.train.saves import Save, newest_save
+from brimful.train.saves import Save, Saves, newest_save
 from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
@@ -233,7 +233,6 @@ class Trainer:
     def _fit(self) -> TrainingResult:
         self._ranks.wait()  # the first may still be writing what a run before this saved last
         saved = self._newest_save()
-        self._check_all_found_it(saved)
         if self._run_dir is not None and saved is None and self._ranks.is_first:
             if self._resumes:
                 clear_begun_run(self._run_dir)
@@ -248,8 +247,6 @@ class Trainer:
         seed_all(self._seed)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
-        if saved is not None:
-            saved.load_model(self._model)
         self._certificate = self._certified(self._model) if saved is None and self._ranks.is_first else None
         self._data_randomness = RandomStream()
         if self._ranks.rank:
@@ -258,6 +255,8 @@ class Trainer:
         if parallel.is_sharded and self._ema_decay is not None:
             raise UsageError("ema_decay is not kept under FSDP2. Leave it out, or train by DDP.")
         self._parallel = parallel
+        if saved is not None:
+            saved.load_model(self._model)
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
@@ -269,6 +268,7 @@ class Trainer:
             progress=make_progress(self._total_steps(batches), show=self._shows_progress),
             keep_saves=self._keep_saves,
             resumed=saved,
+            saves=self._saves_of_parts() if parallel.is_sharded else None,
         )
         steps = Steps(
             job=self._job,
@@ -288,7 +288,7 @@ class Trainer:
         )
         try:
             if saved is not None:
-                steps.load_state(saved.state)
+                steps.load_state(saved.state_for(self._optimizer))
             return self._train(steps, journal, batches, data, saved, lowered)
         finally:
             steps.close()
@@ -299,18 +299,17 @@ class Trainer:
         assert self._run_dir is not None
         is_first = self._ranks.is_first
         return newest_save(
-            self._run_dir, lambda reason: warnings.warn(reason, stacklevel=4) if is_first else None
+            self._run_dir,
+            lambda reason: warnings.warn(reason, stacklevel=4) if is_first else None,
+            ranks=self._ranks,
+            maps=self._settings.divides_model,
         )
 
-    def _check_all_found_it(self, saved: Save | None) -> None:
-        """Check that every rank goes on from the same save."""
-        steps = self._ranks.gather(None if saved is None else saved.step)
-        if len(set(steps)) > 1:
-            found = ", ".join(f"rank {rank}: {step or 'none'}" for rank, step in enumerate(steps))
-            raise ResumeError(
-                f"the ranks found different saves in {self._run_dir} (after step: {found}). All of them must "
-                "see the same run directory: put it on a file system that every machine has."
-            )
+    def _saves_of_parts(self) -> Saves | None:
+        """Every rank's own, as each writes what it has of the model and of the optimizer's state."""
+        if self._run_dir is None:
+            return None
+        return Saves(self._run_dir, keep=self._keep_saves, ranks=self._ranks.apart())
 
     def _lowered(self, settings: Settings) -> tuple[Settings, Recovery | None]:
         """The settings to go on with, where memory ran out on one of the ranks of the launch before this."""
@@ -524,7 +523,7 @@ class Trainer:
             "seed": self._seed,
             "place": place.to_save(),
         }
-        journal.save(self._whole_model(), steps.taken, state)
+        journal.save(self.model, steps.taken, state)
 
     def _is_finite(self) -> bool:
         """Whether no rank has a parameter that is NaN or infinite."""
