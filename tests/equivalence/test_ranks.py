@@ -72,7 +72,7 @@ def tied_blocks_refused() -> bool:
     model = Tokens()
     model.blocks[0][0].weight = model.blocks[1][0].weight
     with pytest.raises(UsageError, match="share parameters"):
-        Sharded(model, init_device_mesh("cpu", (2,)))
+        Sharded(model, init_device_mesh("cpu", (2,)), settings(2, parallelism=Parallelism.FSDP2))
     return True
 
 

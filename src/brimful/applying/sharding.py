@@ -5,6 +5,9 @@ model itself, with all its methods and attributes.
 
 Gradients are averaged and divided after each micro-batch, not after the last alone: else each rank would hold
 all of them meanwhile, which is what FSDP2 is taken to avoid.
+
+What is gathered with the whole model is held from its forward to the end of backward in any case: it would be
+gathered again at once.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from brimful.errors import UsageError
+from brimful.settings import Settings
 
 T = TypeVar("T")
 
@@ -28,16 +33,18 @@ class Sharded:
         model: The same on each rank. Its parameters become parts of themselves (`DTensor`), so an optimizer is
             to be made afterwards.
         mesh: The ranks, in one dimension.
+        settings: Say what is gathered when.
 
     Raises:
         UsageError: Blocks share parameters.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
         before = sum(1 for _ in model.parameters())
+        policy = _precision_policy(settings)
         for unit in sharded_units(model):
-            fully_shard(unit, mesh=mesh)
-        self._root: Any = fully_shard(Around(model), mesh=mesh)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+        self._root: Any = fully_shard(Around(model), mesh=mesh, mp_policy=policy)
         after = sum(1 for _ in model.parameters())
         if after != before:
             raise UsageError(
@@ -61,6 +68,14 @@ class Around(nn.Module):
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """What `compute` makes of the model."""
         return compute(self.model)
+
+
+def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:
+    """Autocast goes on as well: so what it computes in float32 still is, of what was gathered."""
+    if settings.gathered_dtype is None:
+        return MixedPrecisionPolicy()
+    gathered = getattr(torch, settings.gathered_dtype)
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
 
 
 def sharded_units(model: nn.Module) -> list[nn.Module]:

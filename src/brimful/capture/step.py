@@ -105,7 +105,7 @@ def capture_step(
             if mesh is not None:
                 stack.enter_context(sharding_seen(recorder))
                 with mode:
-                    sharded = Sharded(model, mesh)
+                    sharded = Sharded(model, mesh, settings)
             applied = apply_units(model, settings)
             stack.enter_context(modules.follow())
             stack.enter_context(mode)
