@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import shutil
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from brimful.applying.sharding import Sharded
 from brimful.errors import ResumeError, SaveError
 from brimful.settings import Parallelism, Settings
 from brimful.train.saves import SAVES, _manifest_text, newest_save
+from brimful.train.sharded_state import WholeModel
 from brimful.train.shards import SHARDS, Shards
 from helpers.ranks import on_ranks
 from helpers.trained_on_ranks import GLOBAL_BATCH, curve, settings, trained
@@ -204,3 +210,35 @@ def test_a_rank_that_cannot_write_is_told_on_all_and_nothing_is_left(
     for message, there in on_ranks(failed_on_one, str(run)):
         assert "rank 1: OSError: [Errno 28] No space left" in message
         assert sorted(there) == ["step-000000002", "step-000000004"]
+
+
+def gathered_weights(folder: str) -> tuple[bool, int, list[str]]:
+    """Whether gathered weights are those of the model; memory that stays taken; what is left on the disk."""
+    layers, width = 16, 1024
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    how = replace(settings(2, parallelism=Parallelism.FSDP2), units=())
+    sharded = Sharded(model, init_device_mesh("cpu", (2,)), how)
+    before = anonymous_bytes()
+    is_first = torch.distributed.get_rank() == 0
+    found = WholeModel(model, Path(folder) / "whole" if is_first else None).state_dict()
+    taken = anonymous_bytes() - before
+    is_same = not is_first or all(torch.equal(found[name], value) for name, value in expected.items())
+    del sharded
+    return is_same, taken, [str(path) for path in Path(folder).rglob("*") if path.is_file()]
+
+
+def anonymous_bytes() -> int:
+    """This process's memory that is no file's, but for what the allocator keeps of what was freed."""
+    ctypes.CDLL(None).malloc_trim(0)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
+def test_whole_weights_are_gathered_without_memory_for_all_of_them(tmp_path: Path) -> None:
+    for is_same, taken, left in on_ranks(gathered_weights, str(tmp_path)):
+        assert is_same
+        assert taken < 16 * 1024 * 1024 * 4 / 2  # half of the model
+        assert left == []

@@ -142,14 +142,18 @@ class Journal:
         Raises:
             SaveError: It, or the weights, could not be written.
         """
-        best = min((earlier.loss for earlier in self.validations), default=math.inf)
+        is_best = self.is_best(record)
         self.validations.append(record)
         if self._directory is not None:
             self._directory.append_metrics({"kind": "validation"} | validation_to_json(record))
-            if record.loss < best:
+            if is_best:
                 metadata = self._metadata(record.step) | {"validation_loss": repr(record.loss)}
                 self._directory.save_weights(model, BEST, metadata)
         self._progress.show_validation(record)
+
+    def is_best(self, record: ValidationRecord) -> bool:
+        """Whether no validation before it had a loss as low."""
+        return record.loss < min((earlier.loss for earlier in self.validations), default=math.inf)
 
     def save_weights(self, model: nn.Module, step: int) -> None:
         """Write the latest weights, unless they were written after the same step.

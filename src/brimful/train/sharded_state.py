@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,21 +10,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from brimful.errors import SaveError
+
 
 class WholeModel(nn.Module):
-    """The parameters and buffers of a model whose parameters are divided over ranks, whole and on the host.
+    """The parameters and buffers of a model whose parameters are divided over ranks, whole.
 
-    All ranks make it together; only the first keeps what it gathers.
+    All ranks make it together, a tensor at a time. The first writes each to a file and keeps that mapped, so
+    that no rank needs memory for more than one of them.
 
     Args:
         model: Sharded.
-        is_kept: Whether this is the first.
+        folder: Of the first rank, for the files, which are gone from it before this ends; None on the others.
+
+    Raises:
+        SaveError: A file could not be written.
     """
 
-    def __init__(self, model: nn.Module, *, is_kept: bool) -> None:
+    def __init__(self, model: nn.Module, folder: Path | None) -> None:
         super().__init__()
         parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         gathered: dict[int, Tensor] = {}
+        failure: OSError | None = None
         self._whole: dict[str, Any] = {}
         for name, value in model.state_dict().items():
             if not isinstance(value, DTensor):
@@ -31,20 +39,35 @@ class WholeModel(nn.Module):
                 continue
             key = parameters.get(name, id(value))  # tied ones are gathered once
             if key not in gathered:
-                gathered[key] = gathered_whole(value, is_kept=is_kept)
+                whole = value.full_tensor().detach()
+                gathered[key] = torch.empty(0)
+                if folder is not None and failure is None:
+                    try:
+                        gathered[key] = _mapped(whole, folder / "whole.partial")
+                    except OSError as error:
+                        failure = error  # told once the other ranks have what they wait for
+                del whole
             self._whole[name] = gathered[key]
+        if failure is not None:
+            raise SaveError(f"the weights could not be gathered into {folder}: {failure}.") from failure
 
     def state_dict(self, *_arguments: Any, **_options: Any) -> dict[str, Any]:  # type: ignore[override]
         """As the model's own, of whole tensors."""
         return self._whole
 
 
-def gathered_whole(value: Tensor, *, is_kept: bool) -> Tensor:
-    """A tensor from its parts, on the host; nothing of it where it is not kept."""
-    if not isinstance(value, DTensor):
-        return value
-    whole = value.full_tensor()
-    return whole.detach().cpu() if is_kept else torch.empty(0)
+def _mapped(tensor: Tensor, path: Path) -> Tensor:
+    """A tensor's values in a file that has no name any more, and is gone with what is returned."""
+    if tensor.numel() == 0:
+        return tensor.cpu()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # written, not filled through the map: there a full disk would end the process
+        tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tofile(path)
+        mapped = torch.from_file(str(path), shared=False, size=tensor.numel(), dtype=tensor.dtype)
+    finally:
+        path.unlink(missing_ok=True)
+    return mapped.view(tensor.shape)
 
 
 def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

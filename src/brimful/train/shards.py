@@ -52,7 +52,7 @@ class Shards:
         for name, tensor in divided.items():
             (place,) = tensor.__create_chunk_list__()
             if math.prod(place.sizes):  # the last ranks may have nothing of a small tensor
-                part = tensor.detach().to_local()
+                part = tensor.to_local().detach()
                 self.tensors[name] = part.to("cpu", copy=True).contiguous()
                 self._header[name] = {_OFFSETS: list(place.offsets)}
 
@@ -77,11 +77,7 @@ class SavedTensors:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Whole shape and type of each tensor by name.
-
-        Raises:
-            ResumeError: A part of one is missing.
-        """
+        """Whole shape and type of each tensor by name; a ResumeError if a part of one is missing."""
         if not self._directory.is_dir():
             return {}
         try:
@@ -104,7 +100,8 @@ class SavedTensors:
         Raises:
             ResumeError: They cannot be read.
         """
-        from torch.distributed.checkpoint import CheckpointException, load
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
 
         if not targets:
             return
@@ -116,7 +113,7 @@ class SavedTensors:
             raise ResumeError(f"{self._directory} cannot be read: {error}") from error
 
     def _reader(self) -> Any:
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
         return HuggingFaceStorageReader(str(self._directory))
 

@@ -52,7 +52,7 @@ from brimful.train.randomness import RandomState, RandomStream, seed_all
 from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, rank_here
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import check_run_directory, clear_begun_run
-from brimful.train.saves import Save, Saves, newest_save
+from brimful.train.saves import SAVES, Save, Saves, newest_save
 from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
@@ -533,7 +533,8 @@ class Trainer:
         """The model, or what of it can be saved where each rank has a part; all ranks ask together."""
         if not self._parallel.is_sharded:
             return self.model
-        return WholeModel(self.model, is_kept=self._ranks.is_first)
+        assert self._run_dir is not None
+        return WholeModel(self.model, self._run_dir / SAVES if self._ranks.is_first else None)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         """The batches, until a stop is requested, each with the seconds that were waited for it."""
@@ -581,7 +582,8 @@ class Trainer:
             )
             if record is None:
                 return
-            journal.add_validation(record, self._whole_model())
+            is_saved = self._run_dir is not None and journal.is_best(record)
+            journal.add_validation(record, self._whole_model() if is_saved else self.model)
         for callback in self._callbacks:
             callback.on_validation(self, record)
 
@@ -605,7 +607,8 @@ class Trainer:
             self._save(steps, journal, self._place)  # before the step is told, which a resumed run takes anew
         journal.add_step(record, self._memory_text(steps))
         if self._is_finite():
-            journal.save_weights(self._whole_model(), steps.taken)
+            if self._run_dir is not None:
+                journal.save_weights(self._whole_model(), steps.taken)
             where = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
             return step_not_finite(record, self._settings, f"after step {steps.taken}, {where}")
         return step_not_finite(record, self._settings, _saved_weights(journal))
