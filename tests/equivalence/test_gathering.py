@@ -9,15 +9,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import brimful as bf
 from brimful.api import resolve_device
 from brimful.capture import capture_step
+from brimful.cost import step_seconds
 from brimful.errors import UsageError
 from brimful.planning import estimate_trace
 from brimful.settings import Parallelism, Precision, Settings
 from brimful.trace import Phase, Trace
 from brimful.train import Trainer
+from brimful.train.lowering import Lowering
 from helpers.ranks import on_ranks
 
 WIDTH, BLOCKS, GLOBAL_BATCH = 64, 6, 8
@@ -138,6 +141,21 @@ def test_halves_are_sent_and_gradients_are_averaged_whole() -> None:
     plain, halves = captured(FSDP2), captured(HALVES)
     assert sum(sent_bytes(halves, GATHERS)) * 2 == sum(sent_bytes(plain, GATHERS))
     assert sent_bytes(halves, REDUCES) == sent_bytes(plain, REDUCES)
+    device = resolve_device("cpu")
+    seconds = [step_seconds(trace, device).communication_seconds for trace in (plain, halves)]
+    sent = [sum(sent_bytes(trace, GATHERS) + sent_bytes(trace, REDUCES)) for trace in (plain, halves)]
+    assert seconds[1] / seconds[0] == pytest.approx(sent[1] / sent[0])
+
+
+def test_what_is_held_is_let_go_of_before_the_micro_batch_gets_smaller() -> None:
+    """Where memory runs out on one of several ranks, which cannot plan anew."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        lower = Lowering(make_job(linear=True), None, torch.device("cpu"))
+        assert lower(HOLDING) == FSDP2
+        assert lower(FSDP2) == FSDP2.with_micro_batch_size(FSDP2.micro_batch_size // 2)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_plan_holds_what_is_gathered_where_there_is_room() -> None:
@@ -167,3 +185,14 @@ def test_what_cannot_be_gathered_so_is_refused(changes: dict[str, Any], said: st
         replace(FSDP2, **changes)
     with pytest.raises(UsageError, match="not among the ways to train"):
         bf.plan(make_job(linear=True), "cpu", global_batch_size=8, gathered_dtype="bfloat16", precision="bf16")
+
+
+def test_adafactor_is_refused_where_parameters_are_divided() -> None:
+    """DTensor would raise in its first step, as FSDP2 itself lets it."""
+    job = replace(make_job(linear=True), optimizer=lambda parameters: torch.optim.Adafactor(parameters))
+    with pytest.raises(UsageError, match="Adafactor is not trained under FSDP2"):
+        capture_step(job, FSDP2, resolve_device("cpu"))
+    options: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4, "recompute": "none", "ranks": 2}
+    found = bf.plan(job, "cpu", **options)
+    assert found.settings.parallelism is Parallelism.DDP
+    assert any("FSDP2 is left out: Adafactor" in note for note in found.notes)

@@ -1,18 +1,23 @@
 """Several ranks train as one process does: the same loss curve, whatever each rank's share."""
 
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
 
 from brimful import plan
 from brimful.applying.sharding import Sharded, sharded_units
-from brimful.errors import UsageError
-from brimful.settings import Parallelism
+from brimful.errors import NonFiniteError, UsageError
+from brimful.job import Data, Job
+from brimful.settings import Parallelism, Settings
+from brimful.train import Trainer
 from brimful.train.relaunch import leave_settings, settings_left
-from brimful.training import Recovery
+from brimful.training import Recovery, TrainingResult
 from helpers.ranks import on_ranks
 from helpers.trained_on_ranks import (
     GLOBAL_BATCH,
@@ -132,3 +137,76 @@ def test_a_run_under_ddp_goes_on_under_fsdp2(tmp_path: Path) -> None:
     resumed = on_ranks(curve, settings(2, parallelism=Parallelism.FSDP2), saved | {"steps": 8, "resume": True})
     alone = curve(settings(1, accumulation=4), options | {"steps": 8})[0]
     assert resumed[0][0] == pytest.approx(alone, rel=TOLERANCE)
+
+
+class Normalised(nn.Sequential):
+    """With running statistics, which no optimizer keeps the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def on_the_edge(how: Settings) -> dict[str, object]:
+    """What becomes of a NaN on one rank alone, of a loss that no longer falls, and of buffers."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(4 * GLOBAL_BATCH, 6, generator=generator)
+    held = {"x": x, "y": x.argmax(1) % 3}
+    with_nan = {"x": x.clone(), "y": held["y"]}
+    with_nan["x"][-1] = torch.nan  # one sample, which one rank computes
+
+    def run(samples: dict[str, Tensor], rate: float, **options: object) -> tuple[Trainer, TrainingResult]:
+        noisy = DataLoader(Noisy(held), batch_size=5)
+        job = Job(
+            name="edge",
+            model=Normalised,
+            loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+            batch=samples,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+            data=lambda: Data(train=samples, validation=noisy),
+        )
+        trainer = Trainer(job, how, device="cpu", show_progress=False, certifies=False, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            return trainer, trainer.fit()
+
+    try:
+        run(with_nan, 1e-2, epochs=1)
+    except NonFiniteError as error:
+        told = str(error)
+    trainer, result = run(held, 0.0, epochs=30, patience=1)
+    return {
+        "told": told,
+        "stopped": (str(result.stopped_because), len(result.steps)),
+        "validations": [record.loss for record in result.validations],
+        "losses": result.losses,
+        "buffers": {name: buffer.clone() for name, buffer in trainer.model.named_buffers()},
+    }
+
+
+class Noisy(Dataset[dict[str, Tensor]]):
+    """A validation that draws random numbers."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = self.held["x"][index]
+        return {"x": x + 0.1 * torch.randn_like(x), "y": self.held["y"][index]}
+
+
+@pytest.mark.parametrize("parallelism", Parallelism)
+def test_ranks_come_to_the_same_end(parallelism: Parallelism) -> None:
+    """A NaN on one, a patience that ends, random numbers in a validation, running statistics."""
+    how = Settings(micro_batch_size=GLOBAL_BATCH // 2, ranks=2, parallelism=parallelism)
+    first, second = on_ranks(on_the_edge, how)
+    assert first["told"].startswith("the loss is nan and the gradient norm nan in step")
+    assert first["told"] == second["told"]
+    assert first["stopped"] == second["stopped"]
+    assert first["stopped"][0] == "not improving"
+    assert first["validations"] == second["validations"]
+    assert first["losses"] == second["losses"]
+    assert all(torch.equal(first["buffers"][name], second["buffers"][name]) for name in first["buffers"])
+    assert int(first["buffers"]["1.num_batches_tracked"]) == first["stopped"][1]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import Optimizer
 
 from brimful.errors import UsageError
 from brimful.settings import Settings
@@ -68,6 +69,22 @@ class Around(nn.Module):
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """What `compute` makes of the model."""
         return compute(self.model)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimizer can update divided parameters.
+
+    Args:
+        optimizer: Over parts.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise UsageError(
+            "Adafactor is not trained under FSDP2: it takes means over rows and columns, which torch does not "
+            "do in place of divided matrices. Take another optimizer, or train by DDP."
+        )
 
 
 def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:

@@ -115,7 +115,8 @@ class Lowering:
     def _batch_coupled(self, settings: Settings) -> Iterator[str]:
         model = self._job.model if isinstance(self._job.model, nn.Module) else None
         if model is None:
-            yield from capture_step(self._job, settings, device_record(self._device)).batch_coupled_modules
+            alone = Settings(micro_batch_size=settings.micro_batch_size, precision=settings.precision)
+            yield from capture_step(self._job, alone, device_record(self._device)).batch_coupled_modules
             return
         for path, module in model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from brimful.applying.sharding import check_optimizer
 from brimful.batches import count_samples
 from brimful.certificate import Certificate
 from brimful.errors import (
@@ -259,6 +260,8 @@ class Trainer:
             saved.load_model(self._model)
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
+        if parallel.is_sharded:
+            check_optimizer(self._optimizer)
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
