@@ -1,6 +1,7 @@
 """Several ranks train as one process does: the same loss curve, whatever each rank's share."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from brimful import plan
 from brimful.applying.sharding import Sharded, sharded_units
-from brimful.errors import NonFiniteError, UsageError
+from brimful.errors import HalfUpdatedError, NonFiniteError, UsageError
 from brimful.job import Data, Job
-from brimful.settings import Parallelism, Settings
+from brimful.settings import OptimizerImplementation, Parallelism, Settings
 from brimful.train import Trainer
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.training import Recovery, TrainingResult
@@ -28,6 +29,7 @@ from helpers.trained_on_ranks import (
     measured_peak_bytes,
     saved_and_resumed,
     settings,
+    trained,
 )
 
 pytestmark = pytest.mark.slow  # processes that import torch
@@ -46,10 +48,10 @@ def test_two_ranks_give_the_loss_curve_of_one_process(
     options = {"loads": loads, "branches": has_branches(how)}
     alone, validated, weights = curve(settings(1, accumulation=2 * accumulation), options)
     ranks = on_ranks(curve, how, options)
-    for losses, validations, trained in ranks:
+    for losses, validations, found in ranks:
         assert losses == pytest.approx(alone, rel=TOLERANCE)
         assert validations == pytest.approx(validated, rel=TOLERANCE)
-        assert all(torch.allclose(trained[name], weights[name], rtol=0, atol=1e-4) for name in weights)
+        assert all(torch.allclose(found[name], weights[name], rtol=0, atol=1e-4) for name in weights)
     assert ranks[0][0] == ranks[1][0]
     assert all(torch.equal(ranks[0][2][name], ranks[1][2][name]) for name in weights)
 
@@ -210,3 +212,36 @@ def test_ranks_come_to_the_same_end(parallelism: Parallelism) -> None:
     assert first["losses"] == second["losses"]
     assert all(torch.equal(first["buffers"][name], second["buffers"][name]) for name in first["buffers"])
     assert int(first["buffers"]["1.num_batches_tracked"]) == first["stopped"][1]
+
+
+def out_in_the_update(run: str) -> tuple[str, str, list[float]]:
+    """What is told where memory runs out in the first update; what the next launch takes, and its losses."""
+    how = replace(
+        settings(2, parallelism=Parallelism.FSDP2), optimizer_implementation=OptimizerImplementation.FOREACH
+    )
+    options = {"epochs": None, "branches": False, "steps": 4, "run_dir": Path(run), "resume": True}
+    step = torch.optim.AdamW.step
+
+    def runs_out(optimizer: torch.optim.AdamW, closure: object = None) -> None:
+        if optimizer.defaults["foreach"] or optimizer.param_groups[0]["foreach"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        step(optimizer)
+
+    torch.optim.AdamW.step = runs_out
+    try:
+        trained(how, **options)
+    except HalfUpdatedError as error:
+        told = str(error)
+    result, _weights = trained(how, **options)
+    torch.optim.AdamW.step = step
+    return told, str(result.settings.optimizer_implementation), list(result.losses)
+
+
+def test_an_update_that_ran_out_takes_less_in_the_next_launch(tmp_path: Path) -> None:
+    """It would run out in each else: the micro-batch is nothing to it."""
+    alone = trained(settings(1, accumulation=4), branches=False, epochs=None, steps=4)[0].losses
+    for told, implementation, losses in on_ranks(out_in_the_update, str(tmp_path / "run")):
+        assert "memory ran out in the optimizer's update of divided parameters" in told
+        assert "for-loop optimizer" in told
+        assert implementation == "for-loop"
+        assert losses == pytest.approx(alone, rel=TOLERANCE)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ from brimful.batches import count_samples, take
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
-from brimful.optimizers import set_implementation
-from brimful.settings import Settings, settings_to_json
+from brimful.optimizers import has_implementation, set_implementation
+from brimful.settings import OptimizerImplementation, Settings, settings_to_json
 from brimful.step import StepOutcome, copied_to, loss_counts, loss_weights, make_scaler, run_step, shares_of
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
@@ -359,8 +360,28 @@ class Steps:
 
     def _update_of(self, optimizer: Optimizer) -> SurvivingUpdate | WholeUpdate:
         if self._parallel.is_sharded:
-            return WholeUpdate()
+            return WholeUpdate(self._out_of_an_update)
         return SurvivingUpdate(optimizer, partial(make_room, self._device))
+
+    def _out_of_an_update(self, message: str) -> str:
+        """Leave to the next launch an update without temporaries as large as all parameters."""
+        before = self.settings
+        for_loop = OptimizerImplementation.FOR_LOOP
+        of_torch = before.optimizer_implementation is None and self._device.type == "cuda"
+        if before.optimizer_implementation is not OptimizerImplementation.FOREACH and not (
+            of_torch and has_implementation(self._optimizer, for_loop)
+        ):
+            return "Resume from the last save, on more ranks or with an optimizer that has less state."
+        after = replace(before, optimizer_implementation=for_loop)
+        recovery = Recovery(
+            step=self.taken + 1,
+            during=f"update on rank {self._ranks.rank}",
+            message=message,
+            before=before.describe(),
+            after=after.describe(),
+            seconds=0.0,
+        )
+        return self._hand_over(after, recovery)
 
     def _carry_out(self, update: Callable[[], object]) -> None:
         self._is_updating = True
