@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from brimful.settings import OptimizerImplementation, Parallelism, Settings
 from brimful.train import Trainer
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.training import Recovery, TrainingResult
-from helpers.ranks import on_ranks
+from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import (
     GLOBAL_BATCH,
     Tokens,
@@ -199,21 +200,6 @@ class Noisy(Dataset[dict[str, Tensor]]):
         return {"x": x + 0.1 * torch.randn_like(x), "y": self.held["y"][index]}
 
 
-@pytest.mark.parametrize("parallelism", Parallelism)
-def test_ranks_come_to_the_same_end(parallelism: Parallelism) -> None:
-    """A NaN on one, a patience that ends, random numbers in a validation, running statistics."""
-    how = Settings(micro_batch_size=GLOBAL_BATCH // 2, ranks=2, parallelism=parallelism)
-    first, second = on_ranks(on_the_edge, how)
-    assert first["told"].startswith("the loss is nan and the gradient norm nan in step")
-    assert first["told"] == second["told"]
-    assert first["stopped"] == second["stopped"]
-    assert first["stopped"][0] == "not improving"
-    assert first["validations"] == second["validations"]
-    assert first["losses"] == second["losses"]
-    assert all(torch.equal(first["buffers"][name], second["buffers"][name]) for name in first["buffers"])
-    assert int(first["buffers"]["1.num_batches_tracked"]) == first["stopped"][1]
-
-
 def out_in_the_update(run: str) -> tuple[str, str, list[float]]:
     """What is told where memory runs out in the first update; what the next launch takes, and its losses."""
     how = replace(
@@ -237,10 +223,36 @@ def out_in_the_update(run: str) -> tuple[str, str, list[float]]:
     return told, str(result.settings.optimizer_implementation), list(result.losses)
 
 
-def test_an_update_that_ran_out_takes_less_in_the_next_launch(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What ranks come to: by rank."""
+    plain = Settings(micro_batch_size=GLOBAL_BATCH // 2, ranks=2)
+    works = {
+        **{str(each): (on_the_edge, (replace(plain, parallelism=each),)) for each in Parallelism},
+        "update": (out_in_the_update, (str(tmp_path_factory.mktemp("ends") / "run"),)),
+    }
+    found = on_ranks(one_after_another, list(works.values()))
+    return {name: [of_rank[place] for of_rank in found] for place, name in enumerate(works)}
+
+
+@pytest.mark.parametrize("parallelism", Parallelism)
+def test_ranks_come_to_the_same_end(ends: dict[str, list[Any]], parallelism: Parallelism) -> None:
+    """A NaN on one, a patience that ends, random numbers in a validation, running statistics."""
+    first, second = ends[parallelism]
+    assert first["told"].startswith("the loss is nan and the gradient norm nan in step")
+    assert first["told"] == second["told"]
+    assert first["stopped"] == second["stopped"]
+    assert first["stopped"][0] == "not improving"
+    assert first["validations"] == second["validations"]
+    assert first["losses"] == second["losses"]
+    assert all(torch.equal(first["buffers"][name], second["buffers"][name]) for name in first["buffers"])
+    assert int(first["buffers"]["1.num_batches_tracked"]) == first["stopped"][1]
+
+
+def test_an_update_that_ran_out_takes_less_in_the_next_launch(ends: dict[str, list[Any]]) -> None:
     """It would run out in each else: the micro-batch is nothing to it."""
     alone = trained(settings(1, accumulation=4), branches=False, epochs=None, steps=4)[0].losses
-    for told, implementation, losses in on_ranks(out_in_the_update, str(tmp_path / "run")):
+    for told, implementation, losses in ends["update"]:
         assert "memory ran out in the optimizer's update of divided parameters" in told
         assert "for-loop optimizer" in told
         assert implementation == "for-loop"

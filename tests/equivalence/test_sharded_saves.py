@@ -7,6 +7,7 @@ import hashlib
 import json
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from brimful.settings import Parallelism, Settings
 from brimful.train.saves import SAVES, _manifest_text, newest_save
 from brimful.train.sharded_state import WholeModel
 from brimful.train.shards import SHARDS, Shards
-from helpers.ranks import on_ranks
+from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import GLOBAL_BATCH, curve, settings, trained
 
 pytestmark = pytest.mark.slow  # processes that import torch
@@ -73,23 +74,60 @@ def saved_by_four(saved_by_two: Path, tmp_path_factory: pytest.TempPathFactory) 
     return run
 
 
-@pytest.mark.parametrize(
-    ("ranks", "parallelism"), [(1, Parallelism.DDP), (2, Parallelism.DDP), (2, Parallelism.FSDP2)]
-)
-@pytest.mark.filterwarnings("ignore:the run was saved by 4 ranks")
-def test_what_two_ranks_then_four_saved_goes_on_anywhere(
-    saved_by_four: Path, alone: list[float], tmp_path: Path, ranks: int, parallelism: Parallelism
+@pytest.fixture(scope="module")
+def of_two(
+    saved_by_two: Path, saved_by_four: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
+    """What two ranks come to in several runs, one after another: by rank."""
+    folder = tmp_path_factory.mktemp("two")
+    runs = {"fsdp2": saved_by_four, "ddp": saved_by_four, "damaged": saved_by_two, "full": saved_by_two}
+    for name, run in runs.items():
+        shutil.copytree(run, folder / name)
+    losses(on(1), run_dir=folder / "whole", steps=4)
+    save = folder / "damaged" / SAVES / "step-000000004"
+    for shard in (save / SHARDS).iterdir():  # one of them is for the other rank to check
+        shard.write_bytes(shard.read_bytes()[:-1])
+        break
+
+    def goes_on(name: str, parallelism: Parallelism) -> tuple[Any, ...]:
+        return resumed, (on(2, parallelism), str(folder / name))
+
+    works = {
+        "divided": goes_on("fsdp2", Parallelism.FSDP2),
+        "ddp": goes_on("ddp", Parallelism.DDP),
+        "whole": goes_on("whole", Parallelism.FSDP2),
+        "damaged": goes_on("damaged", Parallelism.FSDP2),
+        "gathered": (gathered_weights, (str(folder / "gathered"),)),
+        "full": (failed_on_one, (str(folder / "full"),)),
+    }
+    found = on_ranks(one_after_another, list(works.values()))
+    return {name: [of_rank[place] for of_rank in found] for place, name in enumerate(works)}
+
+
+def resumed(how: Settings, run: str) -> tuple[list[float], list[str]]:
+    """Losses of a run that is gone on with, and warnings."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = curve(how, OPTIONS | {"run_dir": Path(run), "steps": 8, "resume": True})[0]
+    return found, [str(warning.message) for warning in told]
+
+
+@pytest.mark.parametrize("what", ["divided", "ddp", "whole", "damaged"])
+def test_what_some_saved_goes_on_with_others(
+    of_two: dict[str, list[Any]], alone: list[float], what: str
 ) -> None:
+    """By two, then four, then two ranks under FSDP2 or DDP; whole tensors of one process, divided; and where
+    the newest save is torn, from the one before it."""
+    first, second = of_two[what]
+    assert first[0] == second[0] == pytest.approx(alone, rel=TOLERANCE)
+    is_refused = any("step-000000004 is not used: its shards/" in told for told in first[1])
+    assert is_refused is (what == "damaged")
+
+
+@pytest.mark.filterwarnings("ignore:the run was saved by 4 ranks")
+def test_what_four_ranks_saved_goes_on_alone(saved_by_four: Path, alone: list[float], tmp_path: Path) -> None:
     run = copy_of(saved_by_four, tmp_path)
-    found = losses(on(ranks, parallelism), run_dir=run, steps=8, resume=True)
-    assert found == pytest.approx(alone, rel=TOLERANCE)
-
-
-def test_whole_tensors_of_one_process_go_on_divided(alone: list[float], tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    losses(on(1), run_dir=run, steps=4)
-    found = losses(on(2), run_dir=run, steps=8, resume=True)
-    assert found == pytest.approx(alone, rel=TOLERANCE)
+    assert losses(on(1), run_dir=run, steps=8, resume=True) == pytest.approx(alone, rel=TOLERANCE)
 
 
 def test_each_rank_writes_its_part_alone(saved_by_two: Path) -> None:
@@ -203,11 +241,8 @@ def failed_on_one(run: str) -> tuple[str, list[str]]:
     raise AssertionError
 
 
-def test_a_rank_that_cannot_write_is_told_on_all_and_nothing_is_left(
-    saved_by_two: Path, tmp_path: Path
-) -> None:
-    run = copy_of(saved_by_two, tmp_path)
-    for message, there in on_ranks(failed_on_one, str(run)):
+def test_a_rank_that_cannot_write_is_told_on_all_and_nothing_is_left(of_two: dict[str, list[Any]]) -> None:
+    for message, there in of_two["full"]:
         assert "rank 1: OSError: [Errno 28] No space left" in message
         assert sorted(there) == ["step-000000002", "step-000000004"]
 
@@ -231,14 +266,16 @@ def gathered_weights(folder: str) -> tuple[bool, int, list[str]]:
 
 def anonymous_bytes() -> int:
     """This process's memory that is no file's, but for what the allocator keeps of what was freed."""
+    if not sys.platform.startswith("linux"):
+        return 0
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
-def test_whole_weights_are_gathered_without_memory_for_all_of_them(tmp_path: Path) -> None:
-    for is_same, taken, left in on_ranks(gathered_weights, str(tmp_path)):
+def test_whole_weights_are_gathered_without_memory_for_all_of_them(of_two: dict[str, list[Any]]) -> None:
+    for is_same, taken, left in of_two["gathered"]:
         assert is_same
         assert taken < 16 * 1024 * 1024 * 4 / 2  # half of the model
         assert left == []
