@@ -187,6 +187,16 @@ def test_what_cannot_be_gathered_so_is_refused(changes: dict[str, Any], said: st
         bf.plan(make_job(linear=True), "cpu", global_batch_size=8, gathered_dtype="bfloat16", precision="bf16")
 
 
+def test_batch_norm_is_not_gathered_in_halves() -> None:
+    """Its kernels want parameters and running statistics of one type, and nothing casts the statistics."""
+    normalised = replace(
+        make_job(linear=True), model=lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+    )
+    capture_step(normalised, FSDP2, resolve_device("cpu"))
+    with pytest.raises(UsageError, match="1 is a BatchNorm, whose parameters are not gathered"):
+        capture_step(normalised, HALVES, resolve_device("cpu"))
+
+
 def test_adafactor_is_refused_where_parameters_are_divided() -> None:
     """DTensor would raise in its first step, as FSDP2 itself lets it."""
     job = replace(make_job(linear=True), optimizer=lambda parameters: torch.optim.Adafactor(parameters))

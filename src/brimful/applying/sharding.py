@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
@@ -37,11 +38,13 @@ class Sharded:
         settings: Say what is gathered when.
 
     Raises:
-        UsageError: Blocks share parameters.
+        UsageError: Blocks share parameters, or BatchNorm's would be gathered in another type than its statistics.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
         before = sum(1 for _ in model.parameters())
+        if settings.gathered_dtype is not None:
+            _check_statistics(model)
         policy = _precision_policy(settings)
         for unit in sharded_units(model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
@@ -85,6 +88,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "Adafactor is not trained under FSDP2: it takes means over rows and columns, which torch does not "
             "do in place of divided matrices. Take another optimizer, or train by DDP."
         )
+
+
+def _check_statistics(model: nn.Module) -> None:
+    """BatchNorm's kernels want parameters of the type of its running statistics, which nothing casts."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.weight is not None and module.running_mean is not None:
+            raise UsageError(
+                f"{fqn} is a BatchNorm, whose parameters are not gathered in another type than its running "
+                "statistics have. Leave gathered_dtype out."
+            )
 
 
 def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:

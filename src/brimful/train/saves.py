@@ -210,11 +210,13 @@ class Saves:
             shutil.rmtree(partial, ignore_errors=True)
 
     def set_aside_after(self, step: int) -> None:
-        """Rename saves of later steps, which were refused, so that they count no more.
+        """Clear half written saves, and rename those of later steps, which were refused: they count no more.
 
         Args:
             step: Of the save that the run goes on from.
         """
+        for partial in self._directory.glob(f".*{_PARTIAL}"):
+            shutil.rmtree(partial, ignore_errors=True)
         for path in _found(self._directory):
             if int(path.name[5:]) > step:
                 shutil.rmtree(path.with_name(f"refused-{path.name}"), ignore_errors=True)
