@@ -249,6 +249,8 @@ def plan(
     nodes: int = 1,
     network: str | int | None = None,
     parallelism: str | Parallelism = "auto",
+    reshard_after_forward: bool | None = None,
+    gathered_dtype: str | None = None,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
 
@@ -283,6 +285,10 @@ def plan(
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
         parallelism: "ddp", where each rank has the whole model, "fsdp2", where each has a part of every
             parameter, gradient and optimizer state, or "auto" for the faster that fits.
+        reshard_after_forward: Under FSDP2, pins whether gathered parameters are let go of between forward and
+            backward; None takes the faster that fits. The mathematics are the same.
+        gathered_dtype: Under FSDP2 and bf16, "bfloat16" gathers parameters in half the bytes, which rounds more
+            than autocast does: norms' and embeddings' parameters, and what comes into each unit.
 
     Returns:
         The plan, replayed within the budget.
@@ -326,6 +332,8 @@ def plan(
         ranks=ranks,
         nodes=nodes,
         parallelisms=_parallelisms(parallelism, ranks),
+        reshard_after_forward=reshard_after_forward,
+        gathered_dtype=gathered_dtype,
     )
     with without_garbage_collection():
         return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))

@@ -195,8 +195,16 @@ class Settings:
     """How; nothing to a single one."""
     nodes: int = 1
     """Machines among which the ranks are divided evenly."""
+    reshard_after_forward: bool = True
+    """Under FSDP2, let go of a unit's gathered parameters after its forward, and gather them again for its
+    backward; else they are held from the one to the other."""
+    gathered_dtype: str | None = None
+    """Under FSDP2 and bf16: "bfloat16" gathers parameters in half the bytes. They stay float32 where they are
+    divided, and gradients are averaged in float32. It is not quite what autocast computes: every parameter is
+    rounded, those of norms and embeddings too, and so is what comes into a unit. None gathers what there is."""
 
     def __post_init__(self) -> None:
+        self._check_gathering()
         for name in ("micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
@@ -212,6 +220,21 @@ class Settings:
                     f"unit {unit.fqn!r} is nested, so the unit before it must be recomputed or nested too, but "
                     f"{found}. Recompute it instead."
                 )
+
+    def _check_gathering(self) -> None:
+        for name, plain in (("reshard_after_forward", True), ("gathered_dtype", None)):
+            if getattr(self, name) != plain and self.parallelism is not Parallelism.FSDP2:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is for FSDP2, and the parallelism is "
+                    f"{str(self.parallelism)!r}, under which nothing is gathered. Leave it out, or take fsdp2."
+                )
+        if self.gathered_dtype is None:
+            return
+        if self.gathered_dtype != "bfloat16" or self.precision is not Precision.BF16:
+            raise UsageError(
+                f"parameters are to be gathered in {self.gathered_dtype!r} under {self.precision}; it can be "
+                "'bfloat16' under bf16. Leave gathered_dtype out to gather them as they are."
+            )
 
     @property
     def global_batch_size(self) -> int:
@@ -256,6 +279,10 @@ class Settings:
         if self.ranks > 1:
             parts[-1] += f" on each of {self.ranks} ranks ({self.parallelism})"
             parts[-1] += f" of {self.nodes} nodes" if self.nodes > 1 else ""
+        if not self.reshard_after_forward:
+            parts.append("gathered parameters held until backward")
+        if self.gathered_dtype:
+            parts.append(f"gathered in {self.gathered_dtype}")
         if self.optimizer:
             parts.append(self.optimizer)
         if self.optimizer_implementation:
@@ -310,6 +337,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "ranks": settings.ranks,
         "parallelism": str(settings.parallelism),
         "nodes": settings.nodes,
+        "reshard_after_forward": settings.reshard_after_forward,
+        "gathered_dtype": settings.gathered_dtype,
     }
 
 
@@ -345,4 +374,6 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         ranks=document.get("ranks", 1),
         parallelism=Parallelism(document.get("parallelism", Parallelism.DDP)),
         nodes=document.get("nodes", 1),
+        reshard_after_forward=document.get("reshard_after_forward", True),
+        gathered_dtype=document.get("gathered_dtype"),
     )

@@ -1,19 +1,26 @@
 """Several ranks train as one process does: the same loss curve, whatever each rank's share."""
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
 
 from brimful import plan
 from brimful.applying.sharding import Sharded, sharded_units
-from brimful.errors import UsageError
-from brimful.settings import Parallelism
+from brimful.errors import HalfUpdatedError, NonFiniteError, UsageError
+from brimful.job import Data, Job
+from brimful.settings import OptimizerImplementation, Parallelism, Settings
+from brimful.train import Trainer
 from brimful.train.relaunch import leave_settings, settings_left
-from brimful.training import Recovery
-from helpers.ranks import on_ranks
+from brimful.training import Recovery, TrainingResult
+from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import (
     GLOBAL_BATCH,
     Tokens,
@@ -23,6 +30,7 @@ from helpers.trained_on_ranks import (
     measured_peak_bytes,
     saved_and_resumed,
     settings,
+    trained,
 )
 
 pytestmark = pytest.mark.slow  # processes that import torch
@@ -41,10 +49,10 @@ def test_two_ranks_give_the_loss_curve_of_one_process(
     options = {"loads": loads, "branches": has_branches(how)}
     alone, validated, weights = curve(settings(1, accumulation=2 * accumulation), options)
     ranks = on_ranks(curve, how, options)
-    for losses, validations, trained in ranks:
+    for losses, validations, found in ranks:
         assert losses == pytest.approx(alone, rel=TOLERANCE)
         assert validations == pytest.approx(validated, rel=TOLERANCE)
-        assert all(torch.allclose(trained[name], weights[name], rtol=0, atol=1e-4) for name in weights)
+        assert all(torch.allclose(found[name], weights[name], rtol=0, atol=1e-4) for name in weights)
     assert ranks[0][0] == ranks[1][0]
     assert all(torch.equal(ranks[0][2][name], ranks[1][2][name]) for name in weights)
 
@@ -72,7 +80,7 @@ def tied_blocks_refused() -> bool:
     model = Tokens()
     model.blocks[0][0].weight = model.blocks[1][0].weight
     with pytest.raises(UsageError, match="share parameters"):
-        Sharded(model, init_device_mesh("cpu", (2,)))
+        Sharded(model, init_device_mesh("cpu", (2,)), settings(2, parallelism=Parallelism.FSDP2))
     return True
 
 
@@ -132,3 +140,120 @@ def test_a_run_under_ddp_goes_on_under_fsdp2(tmp_path: Path) -> None:
     resumed = on_ranks(curve, settings(2, parallelism=Parallelism.FSDP2), saved | {"steps": 8, "resume": True})
     alone = curve(settings(1, accumulation=4), options | {"steps": 8})[0]
     assert resumed[0][0] == pytest.approx(alone, rel=TOLERANCE)
+
+
+class Normalised(nn.Sequential):
+    """With running statistics, which no optimizer keeps the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+
+
+def on_the_edge(how: Settings) -> dict[str, object]:
+    """What becomes of a NaN on one rank alone, of a loss that no longer falls, and of buffers."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(4 * GLOBAL_BATCH, 6, generator=generator)
+    held = {"x": x, "y": x.argmax(1) % 3}
+    with_nan = {"x": x.clone(), "y": held["y"]}
+    with_nan["x"][-1] = torch.nan  # one sample, which one rank computes
+
+    def run(samples: dict[str, Tensor], rate: float, **options: object) -> tuple[Trainer, TrainingResult]:
+        noisy = DataLoader(Noisy(held), batch_size=5)
+        job = Job(
+            name="edge",
+            model=Normalised,
+            loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+            batch=samples,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+            data=lambda: Data(train=samples, validation=noisy),
+        )
+        trainer = Trainer(job, how, device="cpu", show_progress=False, certifies=False, **options)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+            return trainer, trainer.fit()
+
+    try:
+        run(with_nan, 1e-2, epochs=1)
+    except NonFiniteError as error:
+        told = str(error)
+    trainer, result = run(held, 0.0, epochs=30, patience=1)
+    return {
+        "told": told,
+        "stopped": (str(result.stopped_because), len(result.steps)),
+        "validations": [record.loss for record in result.validations],
+        "losses": result.losses,
+        "buffers": {name: buffer.clone() for name, buffer in trainer.model.named_buffers()},
+    }
+
+
+class Noisy(Dataset[dict[str, Tensor]]):
+    """A validation that draws random numbers."""
+
+    def __init__(self, held: dict[str, Tensor]) -> None:
+        self.held = held
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = self.held["x"][index]
+        return {"x": x + 0.1 * torch.randn_like(x), "y": self.held["y"][index]}
+
+
+def out_in_the_update(run: str) -> tuple[str, str, list[float]]:
+    """What is told where memory runs out in the first update; what the next launch takes, and its losses."""
+    how = replace(
+        settings(2, parallelism=Parallelism.FSDP2), optimizer_implementation=OptimizerImplementation.FOREACH
+    )
+    options = {"epochs": None, "branches": False, "steps": 4, "run_dir": Path(run), "resume": True}
+    step = torch.optim.AdamW.step
+
+    def runs_out(optimizer: torch.optim.AdamW, closure: object = None) -> None:
+        if optimizer.defaults["foreach"] or optimizer.param_groups[0]["foreach"]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
+        step(optimizer)
+
+    torch.optim.AdamW.step = runs_out
+    try:
+        trained(how, **options)
+    except HalfUpdatedError as error:
+        told = str(error)
+    result, _weights = trained(how, **options)
+    torch.optim.AdamW.step = step
+    return told, str(result.settings.optimizer_implementation), list(result.losses)
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """What ranks come to: by rank."""
+    plain = Settings(micro_batch_size=GLOBAL_BATCH // 2, ranks=2)
+    works = {
+        **{str(each): (on_the_edge, (replace(plain, parallelism=each),)) for each in Parallelism},
+        "update": (out_in_the_update, (str(tmp_path_factory.mktemp("ends") / "run"),)),
+    }
+    found = on_ranks(one_after_another, list(works.values()))
+    return {name: [of_rank[place] for of_rank in found] for place, name in enumerate(works)}
+
+
+@pytest.mark.parametrize("parallelism", Parallelism)
+def test_ranks_come_to_the_same_end(ends: dict[str, list[Any]], parallelism: Parallelism) -> None:
+    """A NaN on one, a patience that ends, random numbers in a validation, running statistics."""
+    first, second = ends[parallelism]
+    assert first["told"].startswith("the loss is nan and the gradient norm nan in step")
+    assert first["told"] == second["told"]
+    assert first["stopped"] == second["stopped"]
+    assert first["stopped"][0] == "not improving"
+    assert first["validations"] == second["validations"]
+    assert first["losses"] == second["losses"]
+    assert all(torch.equal(first["buffers"][name], second["buffers"][name]) for name in first["buffers"])
+    assert int(first["buffers"]["1.num_batches_tracked"]) == first["stopped"][1]
+
+
+def test_an_update_that_ran_out_takes_less_in_the_next_launch(ends: dict[str, list[Any]]) -> None:
+    """It would run out in each else: the micro-batch is nothing to it."""
+    alone = trained(settings(1, accumulation=4), branches=False, epochs=None, steps=4)[0].losses
+    for told, implementation, losses in ends["update"]:
+        assert "memory ran out in the optimizer's update of divided parameters" in told
+        assert "for-loop optimizer" in told
+        assert implementation == "for-loop"
+        assert losses == pytest.approx(alone, rel=TOLERANCE)

@@ -58,6 +58,27 @@ JOB = """
         fault()
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
+    def killed_while_saving():
+        # the second rank ends in the midst of its part of the third save
+        from brimful.train.shards import Shards
+
+        write, saves = Shards.write, []
+
+        def write_a_half(shards, path):
+            saves.append(path)
+            write(shards, path)
+            if os.environ.get("RANK") == "1" and len(saves) == 3 and not marker.exists():
+                marker.touch()
+                os.truncate(path, path.stat().st_size // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        marker = Path(__file__).with_name("fault-was")
+        Shards.write = write_a_half
+
+    if WHAT == "kill while saving":
+        WHAT = ""
+        killed_while_saving()
+
     def job():
         return bf.Job(
             name="net",
@@ -71,15 +92,16 @@ JOB = """
 
 
 def launched(
-    folder: Path, name: str, fault: str = "", *, restarts: int = 1, **options: Any
+    folder: Path, name: str, fault: str = "", *, restarts: int = 1, ranks: int = 2, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """A run of 16 steps on two ranks, launched again if it fails."""
+    options = {f"--{option.replace('_', '-')}": value for option, value in options.items()}
     (folder / "job.py").write_text(textwrap.dedent(JOB))
     (folder / "fault-was").unlink(missing_ok=True)
     how = {"--global-batch-size": 16, "--micro-batch-size": 8, "--recompute": "none", "--epochs": 4} | options
     how |= {"--device": "cpu", "--run-dir": name, "--save-every": 3}
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2",
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
          "--max-restarts", str(restarts), "-m", "brimful", "train", "job.py:job", "--resume",
          *(str(word) for pair in how.items() for word in pair)],
         cwd=folder, capture_output=True, text=True, timeout=300, check=False,
@@ -101,6 +123,20 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(tmp_path: Pat
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     whole, resumed = (load_file(tmp_path / run / "weights.safetensors") for run in ("whole", "killed"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_rank_that_is_killed_while_it_writes_its_part_costs_that_save(tmp_path: Path) -> None:
+    """Under FSDP2 each rank writes its own, beside the training; of step 6 there is half a file of one."""
+    assert launched(tmp_path, "alone", ranks=1).returncode == 0
+    killed = launched(tmp_path, "killed", "kill while saving", parallelism="fsdp2")
+    assert killed.returncode == 0, killed.stderr
+    assert (tmp_path / "fault-was").exists()
+    assert "resumed after step 4" in killed.stderr
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert {path.name for path in (tmp_path / "killed" / "saves").iterdir()} == {
+        "step-000000015",
+        "step-000000016",
+    }
 
 
 def test_memory_that_runs_out_on_one_rank_lowers_the_plan_of_all(tmp_path: Path) -> None:

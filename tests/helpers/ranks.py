@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,11 @@ def on_ranks(work: Callable[..., Any], *arguments: Any, count: int = 2) -> list[
                     process.kill()
                 raise TimeoutError(f"{work.__name__} took more than {_DEADLINE_SECONDS} s on {count} ranks.")
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def one_after_another(works: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """What several functions return, each with its arguments: processes are launched once for all of them."""
+    return [work(*arguments) for work, arguments in works]
 
 
 def _run(rank: int, count: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -5,6 +5,9 @@ model itself, with all its methods and attributes.
 
 Gradients are averaged and divided after each micro-batch, not after the last alone: else each rank would hold
 all of them meanwhile, which is what FSDP2 is taken to avoid.
+
+What is gathered with the whole model is held from its forward to the end of backward in any case: it would be
+gathered again at once.
 """
 
 from __future__ import annotations
@@ -12,11 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
 
 from brimful.errors import UsageError
+from brimful.settings import Settings
 
 T = TypeVar("T")
 
@@ -28,16 +35,20 @@ class Sharded:
         model: The same on each rank. Its parameters become parts of themselves (`DTensor`), so an optimizer is
             to be made afterwards.
         mesh: The ranks, in one dimension.
+        settings: Say what is gathered when.
 
     Raises:
-        UsageError: Blocks share parameters.
+        UsageError: Blocks share parameters, or BatchNorm's would be gathered in another type than its statistics.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
         before = sum(1 for _ in model.parameters())
+        if settings.gathered_dtype is not None:
+            _check_statistics(model)
+        policy = _precision_policy(settings)
         for unit in sharded_units(model):
-            fully_shard(unit, mesh=mesh)
-        self._root: Any = fully_shard(Around(model), mesh=mesh)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
+        self._root: Any = fully_shard(Around(model), mesh=mesh, mp_policy=policy)
         after = sum(1 for _ in model.parameters())
         if after != before:
             raise UsageError(
@@ -61,6 +72,40 @@ class Around(nn.Module):
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
         """What `compute` makes of the model."""
         return compute(self.model)
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Check that an optimizer can update divided parameters.
+
+    Args:
+        optimizer: Over parts.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if isinstance(optimizer, torch.optim.Adafactor):
+        raise UsageError(
+            "Adafactor is not trained under FSDP2: it takes means over rows and columns, which torch does not "
+            "do in place of divided matrices. Take another optimizer, or train by DDP."
+        )
+
+
+def _check_statistics(model: nn.Module) -> None:
+    """BatchNorm's kernels want parameters of the type of its running statistics, which nothing casts."""
+    for fqn, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.weight is not None and module.running_mean is not None:
+            raise UsageError(
+                f"{fqn} is a BatchNorm, whose parameters are not gathered in another type than its running "
+                "statistics have. Leave gathered_dtype out."
+            )
+
+
+def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:
+    """Autocast goes on as well: so what it computes in float32 still is, of what was gathered."""
+    if settings.gathered_dtype is None:
+        return MixedPrecisionPolicy()
+    gathered = getattr(torch, settings.gathered_dtype)
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
 
 
 def sharded_units(model: nn.Module) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
 from brimful.applying import apply_units
-from brimful.applying.sharding import Sharded
+from brimful.applying.sharding import Sharded, check_optimizer
 from brimful.batches import make_batch, map_tensors, named_tensors
 from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
@@ -105,7 +105,7 @@ def capture_step(
             if mesh is not None:
                 stack.enter_context(sharding_seen(recorder))
                 with mode:
-                    sharded = Sharded(model, mesh)
+                    sharded = Sharded(model, mesh, settings)
             applied = apply_units(model, settings)
             stack.enter_context(modules.follow())
             stack.enter_context(mode)
@@ -180,6 +180,8 @@ def _prepare(
     """Record what is there before training; what it returns runs and records the step of a number."""
     mark_model(model, recorder)
     optimizer = _make_optimizer(job, model, settings)
+    if sharded is not None:
+        check_optimizer(optimizer)
     scaler = make_scaler(settings.precision, "cpu")
     made_early = _create_optimizer_state(optimizer, model, recorder, among_ranks=settings.ranks > 1)
     count = _captured_micro_batches(settings)

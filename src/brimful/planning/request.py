@@ -53,6 +53,10 @@ class Request:
     """Machines among which they are divided."""
     parallelisms: tuple[Parallelism, ...] = (Parallelism.DDP,)
     """Ways to train on them that are permitted; the first is that of plain training."""
+    reshard_after_forward: bool | None = None
+    """Under FSDP2; None lets the plan choose."""
+    gathered_dtype: str | None = None
+    """Under FSDP2. It changes the mathematics a little, so that no plan chooses it by itself."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
     computed. False keeps the mathematics: such a model trains its whole batch at once."""
@@ -67,6 +71,13 @@ class Request:
                 f"the global batch size {self.global_batch_size} cannot be divided evenly among {self.ranks} "
                 f"ranks. Nearest that can: {max(round(self.global_batch_size / self.ranks), 1) * self.ranks}."
             )
+
+        for name in ("reshard_after_forward", "gathered_dtype"):
+            if getattr(self, name) is not None and Parallelism.FSDP2 not in self.parallelisms:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is for FSDP2, which is not among the ways to train that "
+                    f"are permitted ({', '.join(self.parallelisms)}, {self.ranks} ranks)."
+                )
 
     @property
     def rank_batch_size(self) -> int:
@@ -103,6 +114,7 @@ class Request:
             ranks=self.ranks,
             nodes=self.nodes,
             parallelism=self.parallelisms[0],
+            gathered_dtype=self._gathered_dtype(self.parallelisms[0]),
         )
 
     def bases(self) -> tuple[Settings, ...]:
@@ -118,12 +130,24 @@ class Request:
                 ranks=self.ranks,
                 nodes=self.nodes,
                 parallelism=parallelism,
+                reshard_after_forward=reshards,
+                gathered_dtype=self._gathered_dtype(parallelism),
             )
             for parallelism in self.parallelisms
+            for reshards in self._reshards(parallelism)
             for name, implementation in optimizers
             for precision in self.precisions
             if parallelism is Parallelism.DDP or precision is not Precision.FP16
         )
+
+    def _gathered_dtype(self, parallelism: Parallelism) -> str | None:
+        return self.gathered_dtype if parallelism is Parallelism.FSDP2 else None
+
+    def _reshards(self, parallelism: Parallelism) -> tuple[bool, ...]:
+        """Whether gathered parameters are let go of after forward: what takes less memory first."""
+        if parallelism is not Parallelism.FSDP2:
+            return (True,)
+        return (True, False) if self.reshard_after_forward is None else (self.reshard_after_forward,)
 
     @property
     def reserved_budget_bytes(self) -> int:

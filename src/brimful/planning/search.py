@@ -366,6 +366,12 @@ def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list
         f"What is predicted is of each of {settings.ranks} ranks. Gradients are taken to go between them at "
         f"{rate / 1e9:.3g} GB/s; {unseen}."
     ]
+    if settings.gathered_dtype is not None:
+        notes.append(
+            f"Parameters are gathered in {settings.gathered_dtype}: those of norms and embeddings, and what "
+            "comes into each unit, are rounded to it too, which autocast alone does not do. Gradients are "
+            "averaged in float32."
+        )
     if plain.batch_coupled_modules:
         notes.append(
             f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over each rank's own samples, not "

@@ -44,6 +44,7 @@ class Journal:
         progress: Shows the run.
         keep_saves: How many saves to keep, the newest.
         resumed: The save that the run goes on from; None begins it.
+        saves: Writes them where every rank has a part of it; None where one writes them whole.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Journal:
         progress: ProgressDisplay,
         keep_saves: int = 2,
         resumed: Save | None = None,
+        saves: Saves | None = None,
     ) -> None:
         self.steps = StepLog()
         self.validations: list[ValidationRecord] = []
@@ -68,7 +70,7 @@ class Journal:
         self._job = job
         self._progress = progress
         self._resumed = resumed
-        self._saves = None if run_dir is None else Saves(run_dir, keep=keep_saves)
+        self._saves = saves or (None if run_dir is None else Saves(run_dir, keep=keep_saves))
         self._directory: RunDirectory | None = None
 
     def __enter__(self) -> Self:
@@ -143,14 +145,18 @@ class Journal:
         Raises:
             SaveError: It, or the weights, could not be written.
         """
-        best = min((earlier.loss for earlier in self.validations), default=math.inf)
+        is_best = self.is_best(record)
         self.validations.append(record)
         if self._directory is not None:
             self._directory.append_metrics({"kind": "validation"} | validation_to_json(record))
-            if record.loss < best:
+            if is_best:
                 metadata = self._metadata(record.step) | {"validation_loss": repr(record.loss)}
                 self._directory.save_weights(model, BEST, metadata)
         self._progress.show_validation(record)
+
+    def is_best(self, record: ValidationRecord) -> bool:
+        """Whether no validation before it had a loss as low."""
+        return record.loss < min((earlier.loss for earlier in self.validations), default=math.inf)
 
     def save_weights(self, model: nn.Module, step: int) -> None:
         """Write the latest weights, unless they were written after the same step.
@@ -200,14 +206,16 @@ class Journal:
             UsageError: What is to be saved cannot be loaded without running code.
         """
         self.saved_run_step = step
-        if self._directory is None or self._saves is None:
+        if self._saves is None:
             return
         try:
             self._saves.wait()
         except SaveError as error:
             self._note_failure(error)
-        self._directory.bring_metrics_to_disk()
-        self._saves.write(step, model, state | {"metrics_bytes": self._directory.metrics_bytes})
+        if self._directory is not None:
+            self._directory.bring_metrics_to_disk()
+            state = state | {"metrics_bytes": self._directory.metrics_bytes}
+        self._saves.write(step, model, state)
 
     def wait_for_save(self) -> None:
         """Wait until the last save is on the disk.
@@ -231,7 +239,8 @@ class Journal:
         self._progress.show_note(note)
 
     def _note_failure(self, error: SaveError) -> None:
-        assert self._directory is not None
+        if self._directory is None:  # the first rank tells
+            return
         self._progress.show_note(str(error))
         with suppress(SaveError):  # the disk may be full
             self._directory.append_metrics({"kind": "failed save", "message": str(error)})

@@ -44,14 +44,14 @@ class Lowering:
             settings: Those with which memory ran out.
 
         Returns:
-            A plan's settings for nine tenths of what these are predicted to take, else those with the next
-            smaller micro-batch.
+            A plan's settings for nine tenths of what these are predicted to take, else those that hold no
+            gathered parameters between forward and backward, else those with the next smaller micro-batch.
 
         Raises:
             OutOfMemoryError: There are none.
         """
         reasons = []
-        for way in (self._planned_anew, self._smaller_micro_batch):
+        for way in (self._planned_anew, self._resharding, self._smaller_micro_batch):
             try:
                 return way(settings)
             except BrimfulError as error:
@@ -92,7 +92,13 @@ class Lowering:
             ranks=settings.ranks,
             nodes=settings.nodes,
             parallelisms=(settings.parallelism,),
+            gathered_dtype=settings.gathered_dtype,
         )
+
+    def _resharding(self, settings: Settings) -> Settings:
+        if settings.reshard_after_forward:
+            raise OutOfMemoryError("no parameters are held gathered between forward and backward.")
+        return replace(settings, reshard_after_forward=True)
 
     def _smaller_micro_batch(self, settings: Settings) -> Settings:
         total = settings.rank_batch_size
@@ -109,7 +115,8 @@ class Lowering:
     def _batch_coupled(self, settings: Settings) -> Iterator[str]:
         model = self._job.model if isinstance(self._job.model, nn.Module) else None
         if model is None:
-            yield from capture_step(self._job, settings, device_record(self._device)).batch_coupled_modules
+            alone = Settings(micro_batch_size=settings.micro_batch_size, precision=settings.precision)
+            yield from capture_step(self._job, alone, device_record(self._device)).batch_coupled_modules
             return
         for path, module in model.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:

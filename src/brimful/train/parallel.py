@@ -94,9 +94,12 @@ class _Sharded(DataParallel):
 
     is_sharded = True
 
-    def __init__(self, job: Job, model: nn.Module, device: torch.device, ranks: Ranks) -> None:
+    def __init__(
+        self, job: Job, model: nn.Module, settings: Settings, device: torch.device, ranks: Ranks
+    ) -> None:
         super().__init__(job)
-        self._sharded: Sharded | None = Sharded(model, init_device_mesh(device.type, (ranks.count,)))
+        mesh = init_device_mesh(device.type, (ranks.count,))
+        self._sharded: Sharded | None = Sharded(model, mesh, settings)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         assert self._sharded is not None
@@ -145,4 +148,4 @@ def data_parallel(
             "chunked_loss=False, or train by DDP."
         )
     ranks.take_parameters_of_first(model)
-    return _Sharded(job, model, device, ranks)
+    return _Sharded(job, model, settings, device, ranks)

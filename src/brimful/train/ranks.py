@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -103,6 +103,10 @@ class Ranks:
         if self.are_several:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
+
+    def apart(self) -> Ranks:
+        """The same ranks over connections of their own, for a thread beside this one."""
+        return self if not self.are_several else replace(self, group=dist.new_group(backend="gloo"))
 
     def wait(self) -> None:
         """Until every rank is here."""

@@ -176,7 +176,7 @@ class RunDirectory:
         Raises:
             SaveError: They could not be written.
         """
-        tensors, tied = distinct_tensors(model)
+        tensors, tied = distinct_tensors(model.state_dict())
         size_bytes = sum(tensor.nbytes for tensor in tensors.values())
         kept = {"format": "pt", TIED: json.dumps(tied)} | dict(metadata)
         return self._replace(name, size_bytes, lambda temporary: save_file(tensors, temporary, metadata=kept))

@@ -1,30 +1,37 @@
-"""Parts of tensors, as FSDP2 leaves on each rank, to whole ones for saving, and back."""
+"""Parts of tensors, as FSDP2 leaves on each rank, to whole ones for weights, and back."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+
+from brimful.errors import SaveError
 
 
 class WholeModel(nn.Module):
-    """The parameters and buffers of a model whose parameters are divided over ranks, whole and on the host.
+    """The parameters and buffers of a model whose parameters are divided over ranks, whole.
 
-    All ranks make it together; only the first keeps what it gathers.
+    All ranks make it together, a tensor at a time. The first writes each to a file and keeps that mapped, so
+    that no rank needs memory for more than one of them.
 
     Args:
         model: Sharded.
-        is_kept: Whether this is the first.
+        folder: Of the first rank, for the files, which are gone from it before this ends; None on the others.
+
+    Raises:
+        SaveError: A file could not be written.
     """
 
-    def __init__(self, model: nn.Module, *, is_kept: bool) -> None:
+    def __init__(self, model: nn.Module, folder: Path | None) -> None:
         super().__init__()
         parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
         gathered: dict[int, Tensor] = {}
+        failure: OSError | None = None
         self._whole: dict[str, Any] = {}
         for name, value in model.state_dict().items():
             if not isinstance(value, DTensor):
@@ -32,25 +39,35 @@ class WholeModel(nn.Module):
                 continue
             key = parameters.get(name, id(value))  # tied ones are gathered once
             if key not in gathered:
-                gathered[key] = gathered_whole(value, is_kept=is_kept)
+                whole = value.full_tensor().detach()
+                gathered[key] = torch.empty(0)
+                if folder is not None and failure is None:
+                    try:
+                        gathered[key] = _mapped(whole, folder / "whole.partial")
+                    except OSError as error:
+                        failure = error  # told once the other ranks have what they wait for
+                del whole
             self._whole[name] = gathered[key]
+        if failure is not None:
+            raise SaveError(f"the weights could not be gathered into {folder}: {failure}.") from failure
 
     def state_dict(self, *_arguments: Any, **_options: Any) -> dict[str, Any]:  # type: ignore[override]
         """As the model's own, of whole tensors."""
         return self._whole
 
 
-def gathered_whole(value: Tensor, *, is_kept: bool) -> Tensor:
-    """A tensor from its parts, on the host; nothing of it where it is not kept."""
-    if not isinstance(value, DTensor):
-        return value
-    whole = value.full_tensor()
-    return whole.detach().cpu() if is_kept else torch.empty(0)
-
-
-def whole_tree(tree: Any, *, is_kept: bool) -> Any:
-    """The same containers with all tensors whole; all ranks make it together."""
-    return tree_map_only(DTensor, lambda value: gathered_whole(value, is_kept=is_kept), tree)
+def _mapped(tensor: Tensor, path: Path) -> Tensor:
+    """A tensor's values in a file that has no name any more, and is gone with what is returned."""
+    if tensor.numel() == 0:
+        return tensor.cpu()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        # written, not filled through the map: there a full disk would end the process
+        tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tofile(path)
+        mapped = torch.from_file(str(path), shared=False, size=tensor.numel(), dtype=tensor.dtype)
+    finally:
+        path.unlink(missing_ok=True)
+    return mapped.view(tensor.shape)
 
 
 def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +75,7 @@ def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
 
     Args:
         optimizer: Over parameters that may be parts.
-        state: Its whole `state_dict`, on the host.
+        state: Its `state_dict`, of whole tensors on the host or parts.
 
     Returns:
         What it can load; no rank needs to speak to another for it.
@@ -66,9 +83,10 @@ def divided_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
     def divided(parameter: Tensor, value: Any) -> Any:
-        is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
-        if not isinstance(parameter, DTensor) or not is_alike:
+        if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
             return value
+        if value.shape != parameter.shape:
+            return value.clone()  # not to hold the file that it is in
         here = value.to(parameter.device)
         return distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
 

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ from brimful.batches import count_samples, take
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
-from brimful.optimizers import set_implementation
-from brimful.settings import Settings, settings_to_json
+from brimful.optimizers import has_implementation, set_implementation
+from brimful.settings import OptimizerImplementation, Settings, settings_to_json
 from brimful.step import StepOutcome, copied_to, loss_counts, make_scaler, run_step, shares_of
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
@@ -33,7 +34,7 @@ from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.parallel import DataParallel
 from brimful.train.randomness import RandomState
 from brimful.train.ranks import ALONE, Ranks
-from brimful.train.sharded_state import divided_state, whole_tree
+from brimful.train.sharded_state import divided_state
 from brimful.train.update import SurvivingUpdate, WholeUpdate
 from brimful.training import Recovery, StepRecord
 
@@ -191,9 +192,9 @@ class Steps:
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on but the model, the data and random numbers; in plain
-        containers."""
+        containers, of what is divided this rank's parts."""
         return {
-            "optimizer": whole_tree(self._optimizer.state_dict(), is_kept=self._ranks.is_first),
+            "optimizer": self._optimizer.state_dict(),
             "optimizer_class": type(self._optimizer).__name__,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -359,8 +360,28 @@ class Steps:
 
     def _update_of(self, optimizer: Optimizer) -> SurvivingUpdate | WholeUpdate:
         if self._parallel.is_sharded:
-            return WholeUpdate()
+            return WholeUpdate(self._out_of_an_update)
         return SurvivingUpdate(optimizer, partial(make_room, self._device))
+
+    def _out_of_an_update(self, message: str) -> str:
+        """Leave to the next launch an update without temporaries as large as all parameters."""
+        before = self.settings
+        for_loop = OptimizerImplementation.FOR_LOOP
+        of_torch = before.optimizer_implementation is None and self._device.type == "cuda"
+        if before.optimizer_implementation is not OptimizerImplementation.FOREACH and not (
+            of_torch and has_implementation(self._optimizer, for_loop)
+        ):
+            return "Resume from the last save, on more ranks or with an optimizer that has less state."
+        after = replace(before, optimizer_implementation=for_loop)
+        recovery = Recovery(
+            step=self.taken + 1,
+            during=f"update on rank {self._ranks.rank}",
+            message=message,
+            before=before.describe(),
+            after=after.describe(),
+            seconds=0.0,
+        )
+        return self._hand_over(after, recovery)
 
     def _carry_out(self, update: Callable[[], object]) -> None:
         self._is_updating = True

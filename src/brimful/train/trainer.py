@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from brimful.applying.sharding import check_optimizer
 from brimful.batches import count_samples
 from brimful.certificate import Certificate
 from brimful.errors import (
@@ -55,7 +56,7 @@ from brimful.train.randomness import RandomState, RandomStream, seed_all
 from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, rank_here
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import JOB, check_run_directory, clear_begun_run
-from brimful.train.saves import Save, newest_save
+from brimful.train.saves import SAVES, Save, Saves, newest_save
 from brimful.train.schedules import Schedule
 from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
@@ -245,7 +246,6 @@ class Trainer:
     def _fit(self) -> TrainingResult:
         self._ranks.wait()  # the first may still be writing what a run before this saved last
         saved = self._newest_save()
-        self._check_all_found_it(saved)
         if self._run_dir is not None and saved is None and self._ranks.is_first:
             if self._resumes:
                 clear_begun_run(self._run_dir)
@@ -267,8 +267,6 @@ class Trainer:
         seed_all(self._seed)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
-        if saved is not None:
-            saved.load_model(self._model)
         self._certificate = self._certified(self._model) if saved is None and self._ranks.is_first else None
         self._data_randomness = RandomStream()
         if self._ranks.rank:
@@ -277,8 +275,12 @@ class Trainer:
         if parallel.is_sharded and self._ema_decay is not None:
             raise UsageError("ema_decay is not kept under FSDP2. Leave it out, or train by DDP.")
         self._parallel = parallel
+        if saved is not None:
+            saved.load_model(self._model)
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
+        if parallel.is_sharded:
+            check_optimizer(self._optimizer)
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
@@ -290,6 +292,7 @@ class Trainer:
             ),
             keep_saves=self._keep_saves,
             resumed=saved,
+            saves=self._saves_of_parts() if parallel.is_sharded else None,
         )
         steps = Steps(
             job=self._job,
@@ -310,7 +313,7 @@ class Trainer:
         result: TrainingResult | None = None
         try:
             if saved is not None:
-                steps.load_state(saved.state)
+                steps.load_state(saved.state_for(self._optimizer))
             result = self._train(steps, journal, batches, data, saved, lowered)
             return result
         finally:
@@ -324,18 +327,17 @@ class Trainer:
         assert self._run_dir is not None
         is_first = self._ranks.is_first
         return newest_save(
-            self._run_dir, lambda reason: warnings.warn(reason, stacklevel=4) if is_first else None
+            self._run_dir,
+            lambda reason: warnings.warn(reason, stacklevel=4) if is_first else None,
+            ranks=self._ranks,
+            maps=self._settings.divides_model,
         )
 
-    def _check_all_found_it(self, saved: Save | None) -> None:
-        """Check that every rank goes on from the same save."""
-        steps = self._ranks.gather(None if saved is None else saved.step)
-        if len(set(steps)) > 1:
-            found = ", ".join(f"rank {rank}: {step or 'none'}" for rank, step in enumerate(steps))
-            raise ResumeError(
-                f"the ranks found different saves in {self._run_dir} (after step: {found}). All of them must "
-                "see the same run directory: put it on a file system that every machine has."
-            )
+    def _saves_of_parts(self) -> Saves | None:
+        """Every rank's own, as each writes what it has of the model and of the optimizer's state."""
+        if self._run_dir is None:
+            return None
+        return Saves(self._run_dir, keep=self._keep_saves, ranks=self._ranks.apart())
 
     def _lowered(self, settings: Settings) -> tuple[Settings, Recovery | None]:
         """The settings to go on with, where memory ran out on one of the ranks of the launch before this."""
@@ -559,7 +561,7 @@ class Trainer:
             "about": self._about,
             "place": place.to_save(),
         }
-        journal.save(self._whole_model(), steps.taken, state)
+        journal.save(self.model, steps.taken, state)
 
     def _is_finite(self) -> bool:
         """Whether no rank has a parameter that is NaN or infinite."""
@@ -569,7 +571,8 @@ class Trainer:
         """The model, or what of it can be saved where each rank has a part; all ranks ask together."""
         if not self._parallel.is_sharded:
             return self.model
-        return WholeModel(self.model, is_kept=self._ranks.is_first)
+        assert self._run_dir is not None
+        return WholeModel(self.model, self._run_dir / SAVES if self._ranks.is_first else None)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         """The batches, until a stop is requested, each with the seconds that were waited for it."""
@@ -617,7 +620,8 @@ class Trainer:
             )
             if record is None:
                 return
-            journal.add_validation(record, self._whole_model())
+            is_saved = self._run_dir is not None and journal.is_best(record)
+            journal.add_validation(record, self._whole_model() if is_saved else self.model)
         for callback in self._callbacks:
             callback.on_validation(self, record)
 
@@ -641,7 +645,8 @@ class Trainer:
             self._save(steps, journal, self._place)  # before the step is told, which a resumed run takes anew
         journal.add_step(record, self._memory_text(steps))
         if self._is_finite():
-            journal.save_weights(self._whole_model(), steps.taken)
+            if self._run_dir is not None:
+                journal.save_weights(self._whole_model(), steps.taken)
             where = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
             return step_not_finite(record, self._settings, f"after step {steps.taken}, {where}")
         return step_not_finite(record, self._settings, _saved_weights(journal))

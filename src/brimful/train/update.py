@@ -38,7 +38,14 @@ _Place = tuple[int, int]
 
 
 class WholeUpdate:
-    """An optimizer's step that is taken whole or ends the run, for parameters that are divided over ranks."""
+    """An optimizer's step that is taken whole or ends the run, for parameters that are divided over ranks.
+
+    Args:
+        way_out: Told that memory ran out; returns what to tell the user of how to go on.
+    """
+
+    def __init__(self, way_out: Callable[[str], str]) -> None:
+        self._way_out = way_out
 
     def run(self, step: Callable[[], object]) -> None:
         """Take it.
@@ -51,8 +58,8 @@ class WholeUpdate:
         """
         if (ran_out := _whether_ran_out(step)) is not None:
             raise HalfUpdatedError(
-                f"memory ran out in the optimizer's update of divided parameters: {ran_out.message}. Resume "
-                "from the last save."
+                f"memory ran out in the optimizer's update of divided parameters: {ran_out.message}.\n"
+                f"  {self._way_out(ran_out.message)}"
             )
 
 

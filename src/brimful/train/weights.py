@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,13 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
         raise UsageError(f"{path} has no weights for this {type(model).__name__}: {error}") from error
 
 
-def distinct_tensors(model: nn.Module, *, copies: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
+def distinct_tensors(
+    state: Mapping[str, Any], *, copies: bool = False
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of a `state_dict` on the host, each once, and which further names it has.
 
     Args:
-        model: Its `state_dict` is read.
+        state: A model's.
         copies: Copy what is on the host already, so that training may go on.
 
     Returns:
@@ -57,7 +60,7 @@ def distinct_tensors(model: nn.Module, *, copies: bool = False) -> tuple[dict[st
     tied: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
     blocks: set[int] = set()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             warnings.warn(
                 f"the model's state {name!r} ({type(tensor).__name__}) is no tensor and is not saved.",

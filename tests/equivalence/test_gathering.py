@@ -1,0 +1,208 @@
+"""What FSDP2 gathers, when and in which type: what that changes of the mathematics, of memory and of time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import brimful as bf
+from brimful.api import resolve_device
+from brimful.capture import capture_step
+from brimful.cost import step_seconds
+from brimful.errors import UsageError
+from brimful.planning import estimate_trace
+from brimful.settings import Parallelism, Precision, Settings
+from brimful.trace import Phase, Trace
+from brimful.train import Trainer
+from brimful.train.lowering import Lowering
+from helpers.ranks import on_ranks
+
+WIDTH, BLOCKS, GLOBAL_BATCH = 64, 6, 8
+GATHERS = "c10d._allgather_base_.default"
+REDUCES = "c10d._reduce_scatter_base_.default"
+
+FSDP2 = Settings(
+    micro_batch_size=GLOBAL_BATCH // 2, ranks=2, parallelism=Parallelism.FSDP2, precision=Precision.BF16
+)
+HOLDING = replace(FSDP2, reshard_after_forward=False)
+HALVES = replace(FSDP2, gathered_dtype="bfloat16")
+WAYS = (FSDP2, HOLDING, HALVES, replace(HOLDING, gathered_dtype="bfloat16"))
+
+
+class Net(nn.Module):
+    """Linear layers alone, of which autocast takes the weights in bf16; or norms and embeddings too."""
+
+    def __init__(self, *, linear: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH) if linear else nn.Embedding(WIDTH, WIDTH)
+        norm = nn.Identity if linear else lambda: nn.LayerNorm(WIDTH)
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(norm(), nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS))
+        )
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.first(x)))
+
+
+def make_job(*, linear: bool) -> bf.Job:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(4 * GLOBAL_BATCH, WIDTH, generator=generator)
+    samples = {"x": x if linear else x.argmax(1), "y": x[:, :4].argmax(1)}
+    return bf.Job(
+        name="net",
+        model=lambda: Net(linear=linear),
+        loss=lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+        batch=samples,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        data=lambda: bf.Data(train=samples, validation=samples),
+    )
+
+
+def trained(ways: tuple[Settings, ...]) -> dict[bool, list[tuple[list[float], int | None]]]:
+    """Losses and peak of each way, by whether there are linear layers alone; a validation is in between."""
+    found: dict[bool, list[tuple[list[float], int | None]]] = {}
+    for linear in (True, False):
+        job = make_job(linear=linear)
+        for how in ways:
+            result = Trainer(job, how, epochs=2, device="cpu", show_progress=False, certifies=False).fit()
+            losses = [step.loss for step in result.steps] + [each.loss for each in result.validations]
+            found.setdefault(linear, []).append((losses, result.measured_peak_allocated_bytes))
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_ranks() -> list[dict[bool, list[tuple[list[float], int | None]]]]:
+    return on_ranks(trained, WAYS)
+
+
+def captured(how: Settings, *, linear: bool = True, steps: int = 1) -> Trace:
+    return capture_step(make_job(linear=linear), how, resolve_device("cpu"), steps=steps)
+
+
+def sent_bytes(trace: Trace, name: str) -> list[int]:
+    return [max(op.read_bytes, op.written_bytes) for op in trace.ops if op.name == name]
+
+
+@pytest.mark.slow  # processes that import torch
+@pytest.mark.parametrize("linear", [True, False])
+def test_holding_gathered_parameters_changes_no_bit(by_ranks: list[Any], linear: bool) -> None:
+    (plain, _), (holding, _), (halves, _), (both, _) = by_ranks[0][linear]
+    assert holding == plain
+    assert both == halves
+
+
+@pytest.mark.slow
+def test_gathering_in_halves_is_autocast_where_layers_are_linear_and_near_it_elsewhere(
+    by_ranks: list[Any],
+) -> None:
+    """Autocast rounds the weights of linear layers alike; it does not round norms, embeddings and what comes
+    into a block. Both are sums of terms rounded to 8 bits, 2**-8 each."""
+    (plain, _), _, (halves, _), _ = by_ranks[0][True]
+    assert halves == plain
+    (plain, _), _, (halves, _), _ = by_ranks[0][False]
+    assert halves != plain
+    assert halves == pytest.approx(plain, rel=0.03)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_the_memory_of_each_way_is_as_predicted(by_ranks: list[Any], way: int, linear: bool) -> None:
+    """More where gloo's threads have not let go of their copies yet: at most those of two gathers of all."""
+    trace = captured(WAYS[way], linear=linear, steps=2)
+    predicted = estimate_trace(trace, resolve_device("cpu")).predicted_peak_allocated_bytes
+    measured = min(ranks[linear][way][1] for ranks in by_ranks)
+    parameters = sum(parameter.nbytes for parameter in Net(linear=linear).parameters())
+    assert 0.97 * predicted <= measured <= predicted + parameters
+
+
+def test_holding_gathers_each_unit_once() -> None:
+    plain, holding = captured(FSDP2), captured(HOLDING)
+    assert len(sent_bytes(plain, GATHERS)) == 1 + 2 * BLOCKS
+    assert len(sent_bytes(holding, GATHERS)) == 1 + BLOCKS
+    assert sent_bytes(holding, REDUCES) == sent_bytes(plain, REDUCES)
+    peaks = [
+        estimate_trace(trace, resolve_device("cpu")).predicted_peak_allocated_bytes
+        for trace in (plain, holding)
+    ]
+    of_a_block = sum(parameter.nbytes for parameter in Net(linear=True).blocks[0].parameters())
+    assert peaks[1] - peaks[0] >= (BLOCKS - 2) * of_a_block
+    assert not any(op.name == GATHERS and op.phase is Phase.BACKWARD for op in holding.ops)
+
+
+def test_halves_are_sent_and_gradients_are_averaged_whole() -> None:
+    plain, halves = captured(FSDP2), captured(HALVES)
+    assert sum(sent_bytes(halves, GATHERS)) * 2 == sum(sent_bytes(plain, GATHERS))
+    assert sent_bytes(halves, REDUCES) == sent_bytes(plain, REDUCES)
+    device = resolve_device("cpu")
+    seconds = [step_seconds(trace, device).communication_seconds for trace in (plain, halves)]
+    sent = [sum(sent_bytes(trace, GATHERS) + sent_bytes(trace, REDUCES)) for trace in (plain, halves)]
+    assert seconds[1] / seconds[0] == pytest.approx(sent[1] / sent[0])
+
+
+def test_what_is_held_is_let_go_of_before_the_micro_batch_gets_smaller() -> None:
+    """Where memory runs out on one of several ranks, which cannot plan anew."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        lower = Lowering(make_job(linear=True), None, torch.device("cpu"))
+        assert lower(HOLDING) == FSDP2
+        assert lower(FSDP2) == FSDP2.with_micro_batch_size(FSDP2.micro_batch_size // 2)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_plan_holds_what_is_gathered_where_there_is_room() -> None:
+    options: dict[str, Any] = {"global_batch_size": 16, "ranks": 2, "parallelism": "fsdp2", "recompute": "none"}
+    options |= {"precision": "bf16", "micro_batch_size": 8}
+    roomy = bf.plan(make_job(linear=True), "A100 40GB SXM", **options)
+    assert not roomy.settings.reshard_after_forward
+    pinned = bf.plan(make_job(linear=True), "A100 40GB SXM", **options, reshard_after_forward=True)
+    assert pinned.settings.reshard_after_forward
+    assert pinned.predicted_step_seconds > roomy.predicted_step_seconds
+    halves = bf.plan(make_job(linear=True), "A100 40GB SXM", **options, gathered_dtype="bfloat16")
+    assert halves.settings.gathered_dtype == "bfloat16"
+    assert any("Parameters are gathered in bfloat16" in note for note in halves.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"reshard_after_forward": False, "parallelism": Parallelism.DDP}, "is for FSDP2, and the parallelism"),
+        ({"gathered_dtype": "bfloat16", "parallelism": Parallelism.DDP}, "is for FSDP2, and the parallelism"),
+        ({"gathered_dtype": "bfloat16", "precision": Precision.FP32}, "under fp32; it can be 'bfloat16' under"),
+        ({"gathered_dtype": "float16"}, "gathered in 'float16' under bf16"),
+    ],
+)
+def test_what_cannot_be_gathered_so_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        replace(FSDP2, **changes)
+    with pytest.raises(UsageError, match="not among the ways to train"):
+        bf.plan(make_job(linear=True), "cpu", global_batch_size=8, gathered_dtype="bfloat16", precision="bf16")
+
+
+def test_batch_norm_is_not_gathered_in_halves() -> None:
+    """Its kernels want parameters and running statistics of one type, and nothing casts the statistics."""
+    normalised = replace(
+        make_job(linear=True), model=lambda: nn.Sequential(nn.Linear(WIDTH, 4), nn.BatchNorm1d(4))
+    )
+    capture_step(normalised, FSDP2, resolve_device("cpu"))
+    with pytest.raises(UsageError, match="1 is a BatchNorm, whose parameters are not gathered"):
+        capture_step(normalised, HALVES, resolve_device("cpu"))
+
+
+def test_adafactor_is_refused_where_parameters_are_divided() -> None:
+    """DTensor would raise in its first step, as FSDP2 itself lets it."""
+    job = replace(make_job(linear=True), optimizer=lambda parameters: torch.optim.Adafactor(parameters))
+    with pytest.raises(UsageError, match="Adafactor is not trained under FSDP2"):
+        capture_step(job, FSDP2, resolve_device("cpu"))
+    options: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4, "recompute": "none", "ranks": 2}
+    found = bf.plan(job, "cpu", **options)
+    assert found.settings.parallelism is Parallelism.DDP
+    assert any("FSDP2 is left out: Adafactor" in note for note in found.notes)
