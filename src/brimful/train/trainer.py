@@ -53,7 +53,6 @@ from brimful.train.ranks import ALONE, check_ranks, device_here, joined_ranks, r
 from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import check_run_directory, clear_begun_run
 from brimful.train.saves import Save, newest_save
-from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
 from brimful.training import Recovery, StepRecord, StopReason, TrainingResult
@@ -259,7 +258,7 @@ class Trainer:
             raise UsageError("ema_decay is not kept under FSDP2. Leave it out, or train by DDP.")
         self._parallel = parallel
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
-        self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
+        self._optimizer = parallel.divided(make_optimizer(self._job, self._model.parameters(), settings))
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
@@ -532,9 +531,7 @@ class Trainer:
 
     def _whole_model(self) -> nn.Module:
         """The model, or what of it can be saved where each rank has a part; all ranks ask together."""
-        if not self._parallel.is_sharded:
-            return self.model
-        return WholeModel(self.model, is_kept=self._ranks.is_first)
+        return self._parallel.whole_model(self.model, is_kept=self._ranks.is_first)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         """The batches, until a stop is requested, each with the seconds that were waited for it."""
