@@ -704,7 +704,7 @@ def _implementation(
 
 def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...]:
     if name == "auto":
-        return tuple(Parallelism) if ranks > 1 else (Parallelism.DDP,)
+        return (Parallelism.DDP, Parallelism.FSDP2) if ranks > 1 else (Parallelism.DDP,)
     try:
         return (Parallelism(name),)
     except ValueError:

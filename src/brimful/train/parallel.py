@@ -168,7 +168,9 @@ class _Zero(DataParallel):
         return self._engine.computed(compute)
 
     def whole_model(self, model: nn.Module, *, is_kept: bool) -> nn.Module:
-        return WholeZeroModel(model, is_kept=is_kept) if self._settings.parallelism is Parallelism.ZERO3 else model
+        return (
+            WholeZeroModel(model, is_kept=is_kept) if self._settings.parallelism is Parallelism.ZERO3 else model
+        )
 
     @property
     def held_bytes(self) -> int:

@@ -300,7 +300,9 @@ def _empty_state(flat: Tensor, saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The state of a flat part, its numbers those of its parameters and all else zero."""
     numbers = [{name: float(each[name]) for name in _NUMBERS if name in each} for each in saved]
     if any(each.keys() != saved[0].keys() for each in saved) or any(each != numbers[0] for each in numbers):
-        raise ValueError("its parameters have taken other numbers of steps each, which DeepSpeed cannot go on with")
+        raise ValueError(
+            "its parameters have taken other numbers of steps each, which DeepSpeed cannot go on with"
+        )
     return {
         name: torch.zeros_like(flat, requires_grad=False) if _is_flat(name, value) else value
         for name, value in saved[0].items()
@@ -343,7 +345,9 @@ def _deepspeed(device: torch.device) -> ModuleType:
         )
     # of use to its inference alone, and compiled by each process that makes a process group on a CPU
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)  # its own calls
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+    )  # its own calls
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it tells of each of its parts
     return deepspeed  # type: ignore[no-any-return]
 
@@ -363,6 +367,7 @@ def _config(model: nn.Module, stage: int) -> dict[str, Any]:
             "stage": stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            "memory_efficient_linear": False,  # it rounds otherwise under autocast, and replaces F.linear for good
             "stage3_prefetch_bucket_size": bucket // 8,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": 0,
