@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from brimful.measuring import (
     measure_step,
     with_kept_calibration,
 )
-from brimful.optimizers import has_implementation, make_optimizer
+from brimful.optimizers import ZERO_OPTIMIZERS, has_implementation, make_optimizer
 from brimful.planning import (
     MARGIN_FRACTION,
     Estimate,
@@ -282,7 +282,8 @@ def plan(
         nodes: Machines among which they are divided.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
         parallelism: "ddp", where each rank has the whole model, "fsdp2", where each has a part of every
-            parameter, gradient and optimizer state, or "auto" for the faster that fits.
+            parameter, gradient and optimizer state, or "auto" for the faster of these that fits. "zero1",
+            "zero2" and "zero3" are DeepSpeed's, which divides optimizer state, gradients too, parameters too.
 
     Returns:
         The plan, replayed within the budget.
@@ -303,6 +304,8 @@ def plan(
     def capture(settings: Settings, steps: int = 1) -> Trace:
         return capture_step(planned, settings, target, steps=steps)
 
+    parallelisms = _parallelisms(parallelism, ranks)
+    _check_zero(job, (optimizer, *_names(allow_optimizers)), parallelisms)
     request = Request(
         job=job.name,
         device=target,
@@ -325,7 +328,7 @@ def plan(
         splits_coupled_batches=split_batch_norm,
         ranks=ranks,
         nodes=nodes,
-        parallelisms=_parallelisms(parallelism, ranks),
+        parallelisms=parallelisms,
     )
     with without_garbage_collection():
         return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
@@ -709,6 +712,17 @@ def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...
         return (Parallelism(name),)
     except ValueError:
         raise UnknownNameError("parallelism", str(name), ["auto", *map(str, Parallelism)]) from None
+
+
+def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Parallelism]) -> None:
+    """Check that named optimizers can be stepped by ZeRO; what a function makes is looked at in training."""
+    own = job.optimizer if isinstance(job.optimizer, str) else None
+    others = sorted({name or own for name in names} - {None, *ZERO_OPTIMIZERS})
+    if others and any(parallelism.is_zero for parallelism in parallelisms):
+        raise UsageError(
+            f"{', '.join(map(str, others))} cannot be trained under DeepSpeed's ZeRO, which steps flat parts "
+            f"of all parameters together. Choose among {', '.join(ZERO_OPTIMIZERS)}, or parallelism='fsdp2'."
+        )
 
 
 def _names(names: str | Sequence[str]) -> Sequence[str]:

@@ -236,8 +236,13 @@ class Settings:
 
     @property
     def divides_model(self) -> bool:
-        """Whether each of several ranks holds a part of every parameter."""
+        """Whether each of several ranks holds a part of every parameter as torch divides it."""
         return self.ranks > 1 and self.parallelism is Parallelism.FSDP2
+
+    @property
+    def divides_state(self) -> bool:
+        """Whether each of several ranks holds a part of the optimizer's state."""
+        return self.ranks > 1 and self.parallelism is not Parallelism.DDP
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -158,17 +158,19 @@ def saved_and_resumed(run_dir: str, how: Settings) -> tuple[list[float], list[fl
 def by_zero(
     run_dir: str, how: Settings, options: dict[str, Any]
 ) -> tuple[list[float], list[float], tuple[list[float], list[float]]]:
-    """Losses and validations of a run that leaves its weights, and of a resumed one beside one that is whole."""
+    """Losses and validations of a run that leaves its weights; of a resumed one and one that is whole."""
     losses, validations, _parts = curve(how, options | {"run_dir": Path(run_dir), "epochs": 1})
     return losses, validations, saved_and_resumed(f"{run_dir}-resumed", how)
 
 
-def by_zero_and_unused(how: Settings, options: dict[str, Any]) -> list[float]:
-    """Losses and gradient norms of a run; then one whose first batch leaves two parameters without a gradient."""
-    losses = curve(how, options)[0]
+def by_zero_with_peaks(
+    how: Settings, options: dict[str, Any], plans: list[Plan]
+) -> tuple[list[float], list[int | None]]:
+    """Losses and gradient norms of a run, peaks of others; then one in which parameters have no gradient."""
+    losses, peaks = curve(how, options)[0], [measured_peak_bytes(plan) for plan in plans]
     with pytest.raises(UsageError, match="2 of 11 trainable parameters had no gradient"):
         trained(how, branches=True)
-    return losses
+    return losses, peaks
 
 
 def measured_peak_bytes(how: Plan) -> int | None:

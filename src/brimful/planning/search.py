@@ -363,6 +363,10 @@ def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list
         f"What is predicted is of each of {settings.ranks} ranks. Gradients are taken to go between them at "
         f"{rate / 1e9:.3g} GB/s; {unseen}."
     ]
+    if settings.parallelism.is_zero:
+        notes.append(
+            "What DeepSpeed takes is computed by its rules, not captured: how-ranks-train.md says how well."
+        )
     if plain.batch_coupled_modules:
         notes.append(
             f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over each rank's own samples, not "

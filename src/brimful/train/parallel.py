@@ -150,8 +150,7 @@ class _Zero(DataParallel):
             with autocast(inner, self._settings.precision):  # DeepSpeed turns off what is around it
                 return self._job.loss(inner, batch)
 
-        value: Tensor = self._engine.engine(compute)
-        return value
+        return self._engine.loss(compute)
 
     def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
         assert self._engine is not None
@@ -209,8 +208,8 @@ def data_parallel(
     engine = "DeepSpeed's ZeRO" if settings.parallelism.is_zero else "FSDP2"
     if settings.precision is Precision.FP16:
         raise UsageError(
-            f"fp16 is not trained under {engine}: its loss scaler would have to look at every rank's gradients. "
-            "Take bf16, or DDP."
+            f"fp16 is not trained under {engine}: its loss scaler would have to look at every rank's "
+            "gradients. Take bf16, or DDP."
         )
     if settings.offloaded or settings.chunked_loss is not None:
         raise UsageError(

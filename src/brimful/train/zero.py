@@ -1,8 +1,9 @@
 """DeepSpeed's ZeRO: ranks divide optimizer state (stage 1), gradients too (2), parameters too (3).
 
 DeepSpeed divides the model and steps the optimizer; the loop, the weights of the micro-batches, clipping by the
-norm of the whole gradient and schedules stay brimful's. Its engine is told of one micro-batch per step, so that
-it divides no loss, and where a step ends is said to it. It averages over ranks, as the weights take for granted.
+norm of the whole gradient and schedules stay brimful's. Its engine is told of one micro-batch per step, so
+that it divides no loss, and where a step ends is said to it. It averages over ranks, which the weights take for
+granted.
 
 It steps the optimizer on flat parts of all parameters, not on the parameters. That is the same for an optimizer
 that treats each number by itself, and only such are taken.
@@ -20,22 +21,21 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from brimful.applying.sharding import Around
 from brimful.errors import UsageError
+from brimful.planning.zero import PREFETCHED_PART, bucket_elements
 from brimful.settings import Parallelism
 
 T = TypeVar("T")
-
-BUCKET_ELEMENTS = 13_107_200
-"""Elements that are reduced together, and gathered: 50 MiB of float32. DeepSpeed's own 500 million are 2 GB."""
 
 STAGES = {Parallelism.ZERO1: 1, Parallelism.ZERO2: 2, Parallelism.ZERO3: 3}
 
@@ -81,11 +81,18 @@ class ZeroEngine:
         self.engine, *_others = self._deepspeed.initialize(
             model=Around(model), optimizer=optimizer, config=_config(model, stage)
         )
+        self._saving = _SavedByName(model) if stage == 3 else nullcontext()
 
     @property
     def zero(self) -> Any:
         """DeepSpeed's own optimizer."""
         return self.engine.optimizer
+
+    def loss(self, compute: Callable[[nn.Module], Tensor]) -> Tensor:
+        """What is computed with the model, for a backward pass."""
+        with self._saving:
+            value: Tensor = self.engine(compute)
+        return value
 
     def computed(self, compute: Callable[[nn.Module], T]) -> T:
         """What is computed with the model, without gradients."""
@@ -102,8 +109,8 @@ class ZeroEngine:
         if missing:
             raise UsageError(
                 f"{missing} of {len(self._trainable)} trainable parameters had no gradient in a micro-batch of "
-                "this rank. Under DeepSpeed's ZeRO each must have one on every rank: else their optimizer state "
-                "would move on without. Freeze them (requires_grad_(False)), or train by DDP."
+                "this rank. Under DeepSpeed's ZeRO each must have one on every rank: it would step them with "
+                "none, by their momentum and decay. Freeze them (requires_grad_(False)), or train by DDP."
             )
 
     def gradient_norm(self) -> Tensor:
@@ -151,7 +158,7 @@ class ZeroEngine:
                     safe_set_local_optimizer_state(parameter, self._part(parameter, value), name)
 
     def _part(self, parameter: Any, value: Tensor) -> Tensor:
-        """This rank's part of a tensor that is divided as a parameter is; the last ones are filled up with 0."""
+        """This rank's part of a tensor that is divided as a parameter is; the last is filled up with 0."""
         elements = parameter.ds_tensor.ds_numel
         filled = torch.zeros(elements * self.engine.dp_world_size, dtype=value.dtype)
         filled[: value.numel()] = value.flatten()
@@ -256,6 +263,54 @@ class ZeroOptimizer(Optimizer):
         return {id(parameter): number for number, parameter in enumerate(parameters)}
 
 
+class _SavedByName(AbstractContextManager[None]):
+    """Within, what autograd saves of a gathered parameter is the parameter, not what it was gathered into.
+
+    A linear layer saves a transposed view of its weight, which would keep what was gathered until backward.
+    There DeepSpeed gathers it again, before the layer's backward, and the view is made anew.
+
+    Args:
+        model: Whose parameters DeepSpeed divides, with its hooks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._by_place: dict[int, Any] = {}
+        for module in model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._note)  # after DeepSpeed's, which gathers
+
+    def __enter__(self) -> None:
+        self._by_place.clear()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def __exit__(self, *_error: object) -> None:
+        self._hooks.__exit__()
+
+    def _note(self, module: nn.Module, _inputs: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            self._by_place[_place(parameter.data)] = parameter
+
+    def _pack(self, saved: Tensor) -> Any:
+        parameter = self._by_place.get(_place(saved))
+        if parameter is None or saved.dtype != parameter.dtype or _place(parameter.data) != _place(saved):
+            return saved  # another is there by now
+        return parameter, saved.shape, saved.stride(), saved.storage_offset() - parameter.data.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        parameter, shape, stride, offset = packed
+        gathered = parameter.data
+        if gathered.numel() != parameter.ds_numel:
+            raise RuntimeError("DeepSpeed has not gathered a parameter that a backward needs; train by FSDP2")
+        return gathered.as_strided(shape, stride, gathered.storage_offset() + offset)
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+
+
 class WholeZeroModel(nn.Module):
     """The parameters and buffers of a model whose parameters DeepSpeed divides, whole and on the host.
 
@@ -357,8 +412,7 @@ def _config(model: nn.Module, stage: int) -> dict[str, Any]:
 
     Parameters of every size are divided and let go of after use, as the memory of a stage is counted on it.
     """
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    bucket = min(BUCKET_ELEMENTS, elements + elements % 2)
+    bucket = bucket_elements(sum(parameter.numel() for parameter in model.parameters()))
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -367,8 +421,9 @@ def _config(model: nn.Module, stage: int) -> dict[str, Any]:
             "stage": stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "memory_efficient_linear": False,  # it rounds otherwise under autocast, and replaces F.linear for good
-            "stage3_prefetch_bucket_size": bucket // 8,
+            # it rounds otherwise under autocast, and replaces F.linear for good; `_SavedByName` spares the same
+            "memory_efficient_linear": False,
+            "stage3_prefetch_bucket_size": bucket // PREFETCHED_PART,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": 0,
             "stage3_max_reuse_distance": 0,
