@@ -717,11 +717,11 @@ def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...
 def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Parallelism]) -> None:
     """Check that named optimizers can be stepped by ZeRO; what a function makes is looked at in training."""
     own = job.optimizer if isinstance(job.optimizer, str) else None
-    others = sorted({name or own for name in names} - {None, *ZERO_OPTIMIZERS})
+    others = {name or own for name in names} - {None, *ZERO_OPTIMIZERS}
     if others and any(parallelism.is_zero for parallelism in parallelisms):
         raise UsageError(
-            f"{', '.join(map(str, others))} cannot be trained under DeepSpeed's ZeRO, which steps flat parts "
-            f"of all parameters together. Choose among {', '.join(ZERO_OPTIMIZERS)}, or parallelism='fsdp2'."
+            f"{', '.join(sorted(map(str, others)))} cannot be trained under DeepSpeed's ZeRO, which steps flat "
+            f"parts of all parameters. Choose among {', '.join(ZERO_OPTIMIZERS)}, or parallelism='fsdp2'."
         )
 
 

@@ -156,7 +156,7 @@ class _Zero(DataParallel):
         assert self._engine is not None
         return self._engine.synchronising(is_last)
 
-    def clip(self, optimizer: Optimizer, max_norm: float | None) -> Tensor:  # type: ignore[override]
+    def clip(self, optimizer: Optimizer, max_norm: float | None) -> Tensor:
         """Leave clipping to DeepSpeed's step, which takes the same norm."""
         assert self._engine is not None
         self._engine.optimizer.max_norm = max_norm

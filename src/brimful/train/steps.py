@@ -110,8 +110,8 @@ class Steps:
         self._hand_over = hand_over
         self._model = model
         self._optimizer = optimizer
-        is_divided = isinstance(optimizer, ZeroOptimizer)
-        self._optimizer_class = type(optimizer.inner if is_divided else optimizer).__name__
+        inner = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
+        self._optimizer_class = type(inner).__name__
         self._scheduler = scheduler
         self._device = device
         self._max_gradient_norm = max_gradient_norm

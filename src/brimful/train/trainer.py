@@ -180,8 +180,8 @@ class Trainer:
     def model(self) -> nn.Module:
         """The model in training, and afterwards the trained one.
 
-        Under FSDP2 each rank has its part of it, and after `fit` has let go of the other ranks the whole is in
-        the run directory's `weights.safetensors` alone.
+        Under FSDP2 and ZeRO's third stage each rank has its part of it, and after `fit` has let go of the other
+        ranks the whole is in the run directory's `weights.safetensors` alone.
 
         Raises:
             UsageError: `fit` has not been called.
@@ -255,7 +255,7 @@ class Trainer:
             seed_all(self._seed, self._ranks.rank)  # dropout is not to be the same on every rank
         parallel = data_parallel(self._job, self._model, settings, self._device, self._ranks)
         if parallel.is_sharded and self._ema_decay is not None:
-            raise UsageError("ema_decay is not kept under FSDP2. Leave it out, or train by DDP.")
+            raise UsageError("ema_decay is not kept under FSDP2 and ZeRO. Leave it out, or train by DDP.")
         self._parallel = parallel
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = parallel.divided(make_optimizer(self._job, self._model.parameters(), settings))

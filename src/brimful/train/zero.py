@@ -219,7 +219,7 @@ class ZeroOptimizer(Optimizer):
         """Leave no gradient."""
         self._engine.forget_gradients()
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """As the optimizer alone would give it; all ranks make it together, and the first has its tensors."""
         numbers = self._numbers()
         return {
@@ -404,7 +404,7 @@ def _deepspeed(device: torch.device) -> ModuleType:
         "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
     )  # its own calls
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it tells of each of its parts
-    return deepspeed  # type: ignore[no-any-return]
+    return deepspeed
 
 
 def _config(model: nn.Module, stage: int) -> dict[str, Any]:
