@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from brimful.measuring import (
     measure_step,
     with_kept_calibration,
 )
-from brimful.optimizers import has_implementation, make_optimizer
+from brimful.optimizers import ZERO_OPTIMIZERS, has_implementation, make_optimizer
 from brimful.planning import (
     MARGIN_FRACTION,
     Estimate,
@@ -284,7 +284,8 @@ def plan(
         nodes: Machines among which they are divided.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
         parallelism: "ddp", where each rank has the whole model, "fsdp2", where each has a part of every
-            parameter, gradient and optimizer state, or "auto" for the faster that fits.
+            parameter, gradient and optimizer state, or "auto" for the faster of these that fits. "zero1",
+            "zero2" and "zero3" are DeepSpeed's, which divides optimizer state, gradients too, parameters too.
         reshard_after_forward: Under FSDP2, pins whether gathered parameters are let go of between forward and
             backward; None takes the faster that fits. The mathematics are the same.
         gathered_dtype: Under FSDP2 and bf16, "bfloat16" gathers parameters in half the bytes, which rounds more
@@ -309,6 +310,8 @@ def plan(
     def capture(settings: Settings, steps: int = 1) -> Trace:
         return capture_step(planned, settings, target, steps=steps)
 
+    parallelisms = _parallelisms(parallelism, ranks)
+    _check_zero(job, (optimizer, *_names(allow_optimizers)), parallelisms)
     request = Request(
         job=job.name,
         device=target,
@@ -331,7 +334,7 @@ def plan(
         splits_coupled_batches=split_batch_norm,
         ranks=ranks,
         nodes=nodes,
-        parallelisms=_parallelisms(parallelism, ranks),
+        parallelisms=parallelisms,
         reshard_after_forward=reshard_after_forward,
         gathered_dtype=gathered_dtype,
     )
@@ -715,11 +718,22 @@ def _implementation(
 
 def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...]:
     if name == "auto":
-        return tuple(Parallelism) if ranks > 1 else (Parallelism.DDP,)
+        return (Parallelism.DDP, Parallelism.FSDP2) if ranks > 1 else (Parallelism.DDP,)
     try:
         return (Parallelism(name),)
     except ValueError:
         raise UnknownNameError("parallelism", str(name), ["auto", *map(str, Parallelism)]) from None
+
+
+def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Parallelism]) -> None:
+    """Check that named optimizers can be stepped by ZeRO; what a function makes is looked at in training."""
+    own = job.optimizer if isinstance(job.optimizer, str) else None
+    others = {name or own for name in names} - {None, *ZERO_OPTIMIZERS}
+    if others and any(parallelism.is_zero for parallelism in parallelisms):
+        raise UsageError(
+            f"{', '.join(sorted(map(str, others)))} cannot be trained under DeepSpeed's ZeRO, which steps flat "
+            f"parts of all parameters. Choose among {', '.join(ZERO_OPTIMIZERS)}, or parallelism='fsdp2'."
+        )
 
 
 def _names(names: str | Sequence[str]) -> Sequence[str]:

@@ -72,7 +72,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def own_part(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor that is divided among ranks; any other tensor is its own."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's
 
 
 def count_samples(batch: Batch) -> int:

@@ -31,6 +31,10 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
 from brimful.settings import OptimizerImplementation, Settings
 
+ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
+"""Those that compute each number from its own gradient and state alone, so that flat parts of all parameters
+can be stepped together. Adagrad is one, but DeepSpeed 0.19 makes another of it, with one parameter group."""
+
 
 def optimizer_names() -> tuple[str, ...]:
     """The names that `make_optimizer` and a job's `optimizer` take."""

@@ -48,6 +48,17 @@ class Parallelism(StrEnum):
     """Each holds all parameters, gradients and optimizer state; gradients are averaged."""
     FSDP2 = "fsdp2"
     """Each holds its part of them; a unit's parameters are gathered while it runs."""
+    ZERO1 = "zero1"
+    """DeepSpeed: each holds all parameters and gradients, and its part of the optimizer state."""
+    ZERO2 = "zero2"
+    """DeepSpeed: each holds its part of the gradients too."""
+    ZERO3 = "zero3"
+    """DeepSpeed: each holds its part of the parameters too."""
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether DeepSpeed divides the model."""
+        return self in (Parallelism.ZERO1, Parallelism.ZERO2, Parallelism.ZERO3)
 
 
 class Action(StrEnum):
@@ -248,8 +259,13 @@ class Settings:
 
     @property
     def divides_model(self) -> bool:
-        """Whether each of several ranks holds a part of every parameter."""
+        """Whether each of several ranks holds a part of every parameter as torch divides it."""
         return self.ranks > 1 and self.parallelism is Parallelism.FSDP2
+
+    @property
+    def divides_state(self) -> bool:
+        """Whether each of several ranks holds a part of the optimizer's state."""
+        return self.ranks > 1 and self.parallelism is not Parallelism.DDP
 
     @property
     def changed(self) -> tuple[str, ...]:

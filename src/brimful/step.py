@@ -61,6 +61,7 @@ def run_step(
     carry_out: CarryOut = lambda action: action(),
     follow_up: CarryOut = lambda action: action(),
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
+    clip: Callable[[Optimizer, float | None], Tensor] | None = None,
 ) -> StepOutcome:
     """Run one optimizer step over the micro-batches of a global batch.
 
@@ -79,6 +80,7 @@ def run_step(
         carry_out: Calls the optimizer's step.
         follow_up: Calls what follows it; each is safe to call again.
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
+        clip: Scales the gradients down to a norm and returns what it was; None takes those of the parameters.
 
     Returns:
         The loss and gradient norm of the global batch.
@@ -100,7 +102,7 @@ def run_step(
     tell(Phase.OPTIMIZER, len(micro_batches) - 1)
     if scaler is not None:
         scaler.unscale_(optimizer)
-    gradient_norm = _clip(optimizer, max_gradient_norm)
+    gradient_norm = (clip or _clip)(optimizer, max_gradient_norm)
     updated = before_update is None or before_update(total, gradient_norm)
     if updated:
         updated = _update(optimizer, scaler, carry_out, follow_up)

@@ -6,12 +6,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.planning import Plan
 from brimful.settings import Action, Parallelism, Settings, UnitAction
@@ -100,7 +102,7 @@ def make_job(*, dropout: float = 0.0, loads: bool = False, branches: bool = True
 
 
 def has_branches(how: Settings) -> bool:
-    """Under FSDP2 every rank must use the same parameters in a step."""
+    """All but DDP want every rank to use the same parameters in a step."""
     return how.parallelism is Parallelism.DDP
 
 
@@ -151,6 +153,24 @@ def saved_and_resumed(run_dir: str, how: Settings) -> tuple[list[float], list[fl
     options |= {"run_dir": Path(run_dir), "save_every": 4}
     trained(how, **options, steps=4)
     return whole, curve(how, {**options, "steps": 8, "resume": True})[0]
+
+
+def by_zero(
+    run_dir: str, how: Settings, options: dict[str, Any]
+) -> tuple[list[float], list[float], tuple[list[float], list[float]]]:
+    """Losses and validations of a run that leaves its weights; of a resumed one and one that is whole."""
+    losses, validations, _parts = curve(how, options | {"run_dir": Path(run_dir), "epochs": 1})
+    return losses, validations, saved_and_resumed(f"{run_dir}-resumed", how)
+
+
+def by_zero_with_peaks(
+    how: Settings, options: dict[str, Any], plans: list[Plan]
+) -> tuple[list[float], list[int | None]]:
+    """Losses and gradient norms of a run, peaks of others; then one in which parameters have no gradient."""
+    losses, peaks = curve(how, options)[0], [measured_peak_bytes(plan) for plan in plans]
+    with pytest.raises(UsageError, match="2 of 11 trainable parameters had no gradient"):
+        trained(how, branches=True)
+    return losses, peaks
 
 
 def measured_peak_bytes(how: Plan) -> int | None:

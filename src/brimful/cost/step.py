@@ -14,7 +14,7 @@ from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_
 from brimful.cost.roofline import Roofline
 from brimful.hardware import Device
 from brimful.module_tree import unit_of_each_op
-from brimful.settings import Action, Parallelism
+from brimful.settings import Action, Parallelism, Settings
 from brimful.timeline import TO_DEVICE, TO_DEVICE_DONE, TO_HOST, TO_HOST_DONE
 from brimful.trace import Category, Phase, Trace
 from brimful.units import MIB
@@ -100,8 +100,9 @@ def _communication_seconds(
     """What ranks' talk takes beyond the work beside which most of it goes on.
 
     DDP's averages of gradients go on beside the last micro-batch's backward, but for the last bucket. FSDP2
-    gathers and reduces units beside the work of others, but for the first. On a CPU the processors that compute
-    also send, so nothing goes on beside them.
+    gathers and reduces units beside the work of others, but for the first; ZeRO's stage 3 is taken to do so
+    too. Stages 1 and 2 speak when nothing else goes on. On a CPU the processors that compute also send, so
+    nothing goes on beside them.
     """
     settings = trace.settings
     if settings.ranks == 1:
@@ -112,6 +113,11 @@ def _communication_seconds(
         sent_bytes = 2 * share * gradient_bytes(trace)  # around a ring twice
         alone_bytes = min(BUCKET_BYTES, sent_bytes)
         beside_seconds = backward_seconds / settings.gradient_accumulation_steps
+    elif settings.parallelism.is_zero:
+        sent_bytes = share * gradient_bytes(trace) * _zero_rounds(settings)
+        is_beside = settings.parallelism is Parallelism.ZERO3
+        alone_bytes = min(BUCKET_BYTES, sent_bytes) if is_beside else sent_bytes
+        beside_seconds = forward_seconds + backward_seconds if is_beside else 0.0
     else:
         amounts = [share * each for each in _collective_bytes(trace)]
         sent_bytes, alone_bytes = sum(amounts), max(amounts, default=0.0)
@@ -119,6 +125,20 @@ def _communication_seconds(
     if device.kind == "cpu":
         return sent_bytes / rate
     return max(sent_bytes / rate - beside_seconds, alone_bytes / rate)
+
+
+def _zero_rounds(settings: Settings) -> int:
+    """How often bytes as many as all gradients go around the ring in a step.
+
+    Stages 1 and 2 sum buckets of gradients with an all-reduce, twice around, the second in each micro-batch,
+    and gather the parameters once; the third gathers them in forward and in backward, and reduces, in each.
+    """
+    micro_batches = settings.gradient_accumulation_steps
+    return {
+        Parallelism.ZERO1: 3,
+        Parallelism.ZERO2: 2 * micro_batches + 1,
+        Parallelism.ZERO3: 3 * micro_batches,
+    }[settings.parallelism]
 
 
 def _collective_bytes(trace: Trace) -> Iterator[float]:

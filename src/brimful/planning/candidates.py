@@ -436,8 +436,8 @@ class CandidateFamily:
             self._units,
             self._request.device,
             micro_batches=kept.captured_micro_batches,
-            # offloading is not tried under FSDP2
-            host_bytes=0 if settings.divides_model else self._request.offload_host_bytes,
+            # offloading is not tried where ranks divide the model
+            host_bytes=0 if settings.divides_state else self._request.offload_host_bytes,
         )
         return Candidate(
             settings=settings,

@@ -1,5 +1,7 @@
 """What a step takes of one rank's memory beside what it takes alone: DDP's buckets of gradients.
 
+FSDP2 is captured as a rank takes it; ZeRO is in `brimful.planning.zero`.
+
 DDP averages gradients in buckets that it makes once. Under `gradient_as_bucket_view` a gradient is a view of
 its bucket from the moment it is averaged, until the gradients are cleared; before that it has memory of its
 own. So with one micro-batch each gradient is there beside its place in the bucket for a moment only, and with
@@ -14,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from brimful.cost.step import BUCKET_BYTES
+from brimful.planning.zero import of_one_zero_rank
 from brimful.settings import Parallelism
 from brimful.trace import Category, Event, EventKind, Phase, Storage, Trace
 from brimful.units import MIB
@@ -31,10 +34,13 @@ def of_one_rank(trace: Trace) -> Trace:
         trace: The step as one process takes it alone; its settings say among how many it is divided.
 
     Returns:
-        The same where it is not divided; else with the buckets that stay, and gradients that end in them.
+        The same where it is not divided, or captured so; under DDP with the buckets that stay, and gradients
+        that end in them.
     """
-    if trace.settings.ranks == 1 or trace.settings.parallelism is not Parallelism.DDP:
+    if trace.settings.ranks == 1 or trace.settings.parallelism is Parallelism.FSDP2:
         return trace
+    if trace.settings.parallelism.is_zero:
+        return of_one_zero_rank(trace)
     gradients = {i for i, storage in enumerate(trace.storages) if storage.category is Category.GRADIENTS}
     # Each step makes them anew, and the buckets are made once; what setup makes the optimizer's state with is
     # not there beside the buckets.

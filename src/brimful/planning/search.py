@@ -372,6 +372,10 @@ def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list
             "comes into each unit, are rounded to it too, which autocast alone does not do. Gradients are "
             "averaged in float32."
         )
+    if settings.parallelism.is_zero:
+        notes.append(
+            "What DeepSpeed takes is computed by its rules, not captured: how-ranks-train.md says how well."
+        )
     if plain.batch_coupled_modules:
         notes.append(
             f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over each rank's own samples, not "

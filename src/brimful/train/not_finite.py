@@ -14,7 +14,7 @@ from brimful.training import StepRecord
 def has_finite_parameters(model: nn.Module) -> bool:
     """Whether no parameter is NaN or infinite, as far as this rank has them. (A buffer may be: an attention
     mask, say.)"""
-    return all(bool(torch.isfinite(own_part(parameter.detach())).all()) for parameter in model.parameters())
+    return all(bool(torch.isfinite(own_part(parameter).detach()).all()) for parameter in model.parameters())
 
 
 def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> NonFiniteError:

@@ -227,8 +227,16 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
                     f"the run cannot be resumed: the saved optimizer has a parameter {index}, and this one "
                     f"{len(parameters)} parameters."
                 )
-            _check_shape(name, parameters[index].shape, shape)
-            targets[name] = torch.empty_like(parameters[index], dtype=dtype, requires_grad=False)
+            parameter = parameters[index]
+            of_deepspeed = getattr(
+                parameter, "ds_shape", None
+            )  # which has a part, and divides whole state itself
+            _check_shape(name, of_deepspeed or parameter.shape, shape)
+            targets[name] = (
+                torch.empty(shape, dtype=dtype)
+                if of_deepspeed is not None
+                else torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            )
     if not targets:
         return dict(state)
     source.fill(targets)

@@ -36,6 +36,7 @@ from brimful.train.randomness import RandomState
 from brimful.train.ranks import ALONE, Ranks
 from brimful.train.sharded_state import divided_state
 from brimful.train.update import SurvivingUpdate, WholeUpdate
+from brimful.train.zero import ZeroOptimizer
 from brimful.training import Recovery, StepRecord
 
 MOST_SKIPPED_STEPS = 32
@@ -110,6 +111,8 @@ class Steps:
         self._hand_over = hand_over
         self._model = model
         self._optimizer = optimizer
+        inner = optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer
+        self._optimizer_class = type(inner).__name__
         self._scheduler = scheduler
         self._device = device
         self._max_gradient_norm = max_gradient_norm
@@ -195,7 +198,7 @@ class Steps:
         containers, of what is divided this rank's parts."""
         return {
             "optimizer": self._optimizer.state_dict(),
-            "optimizer_class": type(self._optimizer).__name__,
+            "optimizer_class": self._optimizer_class,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "average": None if self._average is None else self._average.state(),
@@ -214,10 +217,10 @@ class Steps:
         Raises:
             ResumeError: It is of another optimizer, or a schedule or loss scaler is in one of the runs only.
         """
-        if state["optimizer_class"] != type(self._optimizer).__name__:
+        if state["optimizer_class"] != self._optimizer_class:
             raise ResumeError(
                 f"the saved run has the optimizer {state['optimizer_class']}, and this one "
-                f"{type(self._optimizer).__name__}. Resume it as it was."
+                f"{self._optimizer_class}. Resume it as it was."
             )
         parts = {"scheduler": self._scheduler, "scaler": self._scaler}
         for name, part in parts.items():
@@ -233,7 +236,7 @@ class Steps:
                     part.load_state_dict(state[name])
         except (ValueError, KeyError, RuntimeError) as error:
             raise ResumeError(
-                f"the saved state is not that of this {type(self._optimizer).__name__}: {error}. Resume with "
+                f"the saved state is not that of this {self._optimizer_class}: {error}. Resume with "
                 "the optimizer and schedule that the run was begun with."
             ) from error
         if self.settings.optimizer_implementation is not None:  # that of the saved run came with its groups
@@ -320,6 +323,7 @@ class Steps:
                 carry_out=self._carry_out,
                 follow_up=self._follow_up,
                 synchronising=self._parallel.synchronising,
+                clip=self._parallel.clip,
             )
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

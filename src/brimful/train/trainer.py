@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from brimful.applying.sharding import check_optimizer
 from brimful.batches import count_samples
 from brimful.certificate import Certificate
 from brimful.errors import (
@@ -58,7 +57,6 @@ from brimful.train.relaunch import leave_settings, settings_left
 from brimful.train.run_directory import JOB, check_run_directory, clear_begun_run
 from brimful.train.saves import SAVES, Save, Saves, newest_save
 from brimful.train.schedules import Schedule
-from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.utilisation import Utilisation
 from brimful.train.validation import Validator
@@ -194,8 +192,8 @@ class Trainer:
     def model(self) -> nn.Module:
         """The model in training, and afterwards the trained one.
 
-        Under FSDP2 each rank has its part of it, and after `fit` has let go of the other ranks the whole is in
-        the run directory's `weights.safetensors` alone.
+        Under FSDP2 and ZeRO's third stage each rank has its part of it, and after `fit` has let go of the other
+        ranks the whole is in the run directory's `weights.safetensors` alone.
 
         Raises:
             UsageError: `fit` has not been called.
@@ -273,14 +271,12 @@ class Trainer:
             seed_all(self._seed, self._ranks.rank)  # dropout is not to be the same on every rank
         parallel = data_parallel(self._job, self._model, settings, self._device, self._ranks)
         if parallel.is_sharded and self._ema_decay is not None:
-            raise UsageError("ema_decay is not kept under FSDP2. Leave it out, or train by DDP.")
+            raise UsageError("ema_decay is not kept under FSDP2 and ZeRO. Leave it out, or train by DDP.")
         self._parallel = parallel
         if saved is not None:
             saved.load_model(self._model)
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
-        self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
-        if parallel.is_sharded:
-            check_optimizer(self._optimizer)
+        self._optimizer = parallel.divided(make_optimizer(self._job, self._model.parameters(), settings))
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
@@ -292,7 +288,7 @@ class Trainer:
             ),
             keep_saves=self._keep_saves,
             resumed=saved,
-            saves=self._saves_of_parts() if parallel.is_sharded else None,
+            saves=self._saves_of_parts() if parallel.saves_parts else None,
         )
         steps = Steps(
             job=self._job,
@@ -561,7 +557,8 @@ class Trainer:
             "about": self._about,
             "place": place.to_save(),
         }
-        journal.save(self.model, steps.taken, state)
+        whole = self.model if self._parallel.saves_parts else self._whole_model()
+        journal.save(whole, steps.taken, state)
 
     def _is_finite(self) -> bool:
         """Whether no rank has a parameter that is NaN or infinite."""
@@ -569,10 +566,8 @@ class Trainer:
 
     def _whole_model(self) -> nn.Module:
         """The model, or what of it can be saved where each rank has a part; all ranks ask together."""
-        if not self._parallel.is_sharded:
-            return self.model
-        assert self._run_dir is not None
-        return WholeModel(self.model, self._run_dir / SAVES if self._ranks.is_first else None)
+        folder = self._run_dir / SAVES if self._run_dir is not None and self._ranks.is_first else None
+        return self._parallel.whole_model(self.model, folder)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
         """The batches, until a stop is requested, each with the seconds that were waited for it."""

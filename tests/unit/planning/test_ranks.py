@@ -60,6 +60,32 @@ def test_fsdp2_divides_parameters_gradients_and_state() -> None:
     assert two - eight == pytest.approx(4 * parameter_bytes() * (1 / 2 - 1 / 8), rel=0.25)
 
 
+def test_zero_divides_state_then_gradients_then_parameters() -> None:
+    """What a rank of eight is spared of two's: a half less an eighth of each."""
+    options = {
+        "recompute": "none",
+        "device": "cpu",
+        "micro_batch_size": 4,
+        "optimizer_implementation": "for-loop",
+    }
+    spared = [
+        planned(2, parallelism=name, **options).predicted_peak_allocated_bytes
+        - planned(8, parallelism=name, **options).predicted_peak_allocated_bytes
+        for name in ("zero1", "zero2", "zero3")
+    ]
+    part = parameter_bytes() * (1 / 2 - 1 / 8)
+    # two states of AdamW and the part that is stepped; gradients; with what is gathered, parameters
+    assert spared[0] == pytest.approx(3 * part, rel=0.05)
+    assert spared[1] == pytest.approx(4 * part, rel=0.1)
+    assert spared[2] >= 3.9 * part
+
+
+def test_zero_is_chosen_by_name_alone_and_not_with_every_optimizer() -> None:
+    assert not planned(2).settings.parallelism.is_zero
+    with pytest.raises(UsageError, match="adafactor cannot be trained under DeepSpeed's ZeRO"):
+        planned(2, parallelism="zero2", allow_optimizers="adafactor")
+
+
 def test_where_the_whole_model_does_not_fit_it_is_divided() -> None:
     whole = planned(8, parallelism="ddp", device="cpu").predicted_peak_device_bytes
     chosen = planned(8, device="cpu", budget=int(0.7 * whole))
