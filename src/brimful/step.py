@@ -2,7 +2,7 @@
 
 The order is: for each micro-batch (autocast → loss × weight → scale → backward), then once: unscale, clip,
 check, step, update the scale, clear the gradients. The sum of the weighted losses is the mean over the global
-batch, whatever the micro-batches.
+batch, whatever the micro-batches. A loss that couples the samples takes another way; see `coupled.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from brimful.batches import count_samples, map_tensors
+from brimful.coupled import CoupledLoss, accumulate_coupled
 from brimful.errors import BatchError, LossError
 from brimful.job import Batch
 from brimful.settings import Precision
@@ -61,12 +63,14 @@ def run_step(
     carry_out: CarryOut = lambda action: action(),
     follow_up: CarryOut = lambda action: action(),
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
+    stands_for: int = 1,
 ) -> StepOutcome:
     """Run one optimizer step over the micro-batches of a global batch.
 
     Args:
         model: In training mode, on its device.
-        loss: `loss(model, batch)`, a scalar: the mean over a micro-batch.
+        loss: `loss(model, batch)`, a scalar: the mean over a micro-batch. A `CoupledLoss` is one of the global
+            batch, computed with cached gradients where that is split.
         optimizer: Holds the parameters of `model`; its gradients are clear.
         micro_batches: The global batch in parts.
         weights: Share of each micro-batch in the global mean; they sum to 1, over ranks to their number.
@@ -79,6 +83,8 @@ def run_step(
         carry_out: Calls the optimizer's step.
         follow_up: Calls what follows it; each is safe to call again.
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
+        stands_for: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
+            loss has the embeddings of all of them.
 
     Returns:
         The loss and gradient norm of the global batch.
@@ -87,15 +93,32 @@ def run_step(
         LossError: The loss is no scalar tensor or has no gradient.
     """
     tell = observe or (lambda _phase, _micro_batch: None)
+
+    def backward(value: Tensor) -> None:
+        (scaler.scale(value) if scaler is not None else value).backward()
+
     total: Tensor | None = None
-    for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-        tell(Phase.FORWARD, index)
-        with synchronising(index == len(micro_batches) - 1):
-            part = _forward(model, loss, move(micro_batch), weight, precision)
-            tell(Phase.BACKWARD, index)
-            (scaler.scale(part) if scaler is not None else part).backward()
-        total = part.detach() if total is None else total + part.detach()
-        del part
+    if isinstance(loss, CoupledLoss) and len(micro_batches) > 1:
+        total = accumulate_coupled(
+            model=model,
+            embed=partial(_embed, model, loss, precision),
+            loss=partial(_loss_of_embeddings, model, loss, precision),
+            backward=backward,
+            micro_batches=micro_batches,
+            tell=tell,
+            move=move,
+            synchronising=synchronising,
+            stands_for=stands_for,
+        )
+    else:
+        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+            tell(Phase.FORWARD, index)
+            with synchronising(index == len(micro_batches) - 1):
+                part = _forward(model, loss, move(micro_batch), weight, precision)
+                tell(Phase.BACKWARD, index)
+                backward(part)
+            total = part.detach() if total is None else total + part.detach()
+            del part
     assert total is not None
     tell(Phase.OPTIMIZER, len(micro_batches) - 1)
     if scaler is not None:
@@ -122,6 +145,18 @@ def _forward(
     check_loss(value)
     # A weight of exactly 1 is left out, so that one whole batch runs the plain step, bit for bit.
     return value if weight == 1.0 else value * weight
+
+
+def _embed(model: nn.Module, loss: CoupledLoss, precision: Precision, batch: Batch) -> Any:
+    with autocast(model, precision):
+        return loss.embed(model, batch)
+
+
+def _loss_of_embeddings(model: nn.Module, loss: CoupledLoss, precision: Precision, embeddings: Any) -> Tensor:
+    with autocast(model, precision):
+        value = loss.of_embeddings(embeddings)
+    check_loss(value)
+    return value
 
 
 def loss_weights(count: Callable[[Batch], Tensor | int] | None, micro_batches: Sequence[Batch]) -> list[float]:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from brimful.applying.apply import apply_units
 from brimful.batches import split_batch
+from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
 from brimful.local import set_up_allocator
 from brimful.optimizers import set_implementation
@@ -48,6 +49,7 @@ class PlannedStep:
         *,
         max_gradient_norm: float | None = None,
     ) -> None:
+        check_coupled(job, settings)
         planned = settings.optimizer
         if planned is not None and type(optimizer).__name__.lower() != planned:
             warnings.warn(
@@ -83,7 +85,7 @@ class PlannedStep:
         with matmul_precision(self._settings.precision):
             return run_step(
                 model=self._model,
-                loss=self._job.loss,
+                loss=loss_of(self._job),
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
                 weights=loss_weights(self._job.count, micro_batches),

@@ -531,9 +531,10 @@ class Recorder(TorchDispatchMode):
     def _category(self, index: int, maker: int | None, freed_in: int | None) -> Category:
         if index in self.marked:
             return self.marked[index]
-        if maker is None or self.ops[maker].phase is not Phase.FORWARD:
+        phase = None if maker is None else self.ops[maker].phase
+        if phase is not Phase.FORWARD and phase is not Phase.EMBEDDING:
             return Category.TEMPORARIES
-        if freed_in is None or self.ops[freed_in].phase is not Phase.FORWARD:
+        if freed_in is None or self.ops[freed_in].phase is not phase:
             return Category.SAVED_TENSORS
         return Category.TEMPORARIES
 

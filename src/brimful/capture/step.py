@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from brimful.capture.recorder import Recorder
 from brimful.capture.sharding import fake_ranks, sharding_seen
 from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
+from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
 from brimful.errors import BrimfulError, CaptureError
 from brimful.hardware import Device
 from brimful.job import Batch, Job
@@ -87,6 +89,8 @@ def capture_step(
         for rule in rules:
             rule.begin_step()
 
+    if job.loop is None:
+        check_coupled(job, settings)
     with _told_clearly(job, settings), without_garbage_collection():
         batch = _fake_batch(make_batch(job, settings.micro_batch_size), mode, known)
         model = build_fake_model(job, mode, known)
@@ -143,6 +147,7 @@ def capture_step(
             sizes_depend_on_values=recorder.sizes_depend_on_values,
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            couples_samples=job.embed is not None and job.loop is None,
         )
         applied.remove()
     return trace
@@ -201,7 +206,7 @@ def _prepare(
         recorder.at(Phase.FORWARD, 0, step)
         run_step(
             model=model,
-            loss=job.loss if sharded is None else loss,
+            loss=loss_of(job) if sharded is None else loss,
             optimizer=optimizer,
             micro_batches=[batch] * count,
             weights=[1 / settings.gradient_accumulation_steps] * count,
@@ -209,6 +214,7 @@ def _prepare(
             scaler=scaler,
             observe=observe,
             move=move,
+            stands_for=settings.gradient_accumulation_steps - count + 1,
         )
         mark_state(optimizer, model, recorder)
 
@@ -225,10 +231,18 @@ def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer
 
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
-    """One micro-batch as validation runs it."""
+    """One micro-batch as validation runs it; all of the global batch where the loss couples them."""
+    loss = loss_of(job)
     model.eval()
     with torch.no_grad(), autocast(model, settings.precision):
-        job.loss(model, copy_to_device(batch, recorder))
+        if isinstance(loss, CoupledLoss):
+            embed, move = partial(loss.embed, model), partial(copy_to_device, recorder=recorder)
+            count = settings.gradient_accumulation_steps
+            loss.of_embeddings(
+                gather_embeddings(embed, [batch] * min(count, 2), move, stands_for=max(count - 1, 1))
+            )
+        else:
+            loss(model, copy_to_device(batch, recorder))
     model.train()
 
 

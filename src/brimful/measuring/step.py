@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
 from brimful.batches import make_batch, split_batch
+from brimful.coupled import check_coupled, loss_of
 from brimful.errors import UsageError
 from brimful.job import Job
 from brimful.local import build_model, choose_device, device_name, set_up_allocator
@@ -59,6 +60,7 @@ def measure_step(
     device = choose_device(device, None)
     if steps < 1:
         raise UsageError(f"steps is {steps}; at least 1 must be timed.")
+    check_coupled(job, settings)
     set_up_allocator(settings, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -115,7 +117,7 @@ def repeated_step(
     def run() -> StepOutcome:
         return run_step(
             model=model,
-            loss=job.loss,
+            loss=loss_of(job),
             optimizer=optimizer,
             micro_batches=micro_batches,
             weights=weights,

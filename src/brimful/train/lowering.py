@@ -36,6 +36,9 @@ class Lowering:
         self._job = replace(job, loop=None)
         self._plan = plan
         self._device = device
+        self._least_bytes: int | None = None
+        """What the leanest settings took with which memory ran out, predicted: what is planned next takes less.
+        Else a smaller micro-batch that is predicted to take more could lead back to them."""
 
     def __call__(self, settings: Settings) -> Settings:
         """Settings that take less.
@@ -71,6 +74,7 @@ class Lowering:
             return capture_step(self._job, how, device, steps=steps)
 
         taken = estimate_trace(of_one_rank(capture(settings, 2)), device).predicted_peak_reserved_bytes
+        taken = self._least_bytes = taken if self._least_bytes is None else min(taken, self._least_bytes)
         request = self._request(settings, device, int(taken * LOWERED_FRACTION) + device.context_bytes)
         return search(capture, request).settings
 

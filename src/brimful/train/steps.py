@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
 from brimful.batches import count_samples, take
+from brimful.coupled import loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
@@ -305,7 +306,7 @@ class Steps:
         with measuring as peak, corrected_momentum(self._model, forwards):
             outcome = run_step(
                 model=self._model,
-                loss=self._parallel.loss,
+                loss=self._parallel.loss if self._job.embed is None else loss_of(self._job),
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
                 weights=weights,

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from brimful.batches import count_samples
 from brimful.certificate import Certificate
+from brimful.coupled import check_coupled
 from brimful.errors import (
     BrimfulError,
     CertificateError,
@@ -140,6 +141,7 @@ class Trainer:
         self._job = job
         self._plan = plan if isinstance(plan, Plan) else None
         self._settings = plan.settings if isinstance(plan, Plan) else plan
+        check_coupled(job, self._settings)
         self._data = data
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._resumes = resume
@@ -362,10 +364,7 @@ class Trainer:
             return None
         if not certificate.holds:
             raise CertificateError(
-                f"{certificate}\nNothing was trained. A forward that depends on more than its inputs, its "
-                "random numbers and its buffers cannot be recomputed. Plan without what differs: "
-                "recompute='none', offload=False, chunked_loss=False; or, if the difference is meant, pass "
-                "certifies=False."
+                f"{certificate}\nNothing was trained. If the difference is meant, pass certifies=False."
             )
         return certificate
 
@@ -564,6 +563,7 @@ class Trainer:
             self._job,
             validation,
             micro_batch_size=steps.settings.micro_batch_size,
+            global_batch_size=steps.settings.global_batch_size,
             device=self._device,
             on_recovery=journal.add_recovery,
             ranks=self._ranks,
@@ -629,8 +629,11 @@ class Trainer:
 
     @property
     def _full_samples(self) -> int:
-        """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first."""
-        of_rank = min(self._settings.rank_batch_size, 2 * self._settings.micro_batch_size)
+        """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first; all
+        where the loss couples them."""
+        of_rank = self._settings.rank_batch_size
+        if self._job.embed is None:
+            of_rank = min(of_rank, 2 * self._settings.micro_batch_size)
         return of_rank * self._ranks.count
 
     def _memory_text(self, steps: Steps) -> str:
