@@ -224,10 +224,10 @@ def _prepare(
 def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer:
     """The optimizer; one that looks at values of tables it makes (bitsandbytes) makes them as real tensors."""
     try:
-        return make_optimizer(job, model.parameters(), settings)
+        return make_optimizer(job, model, settings)
     except DataDependentOutputException:
         with _disable_current_modes():
-            return make_optimizer(job, model.parameters(), settings)
+            return make_optimizer(job, model, settings)
 
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:

@@ -65,7 +65,7 @@ def measure_step(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).to(device).train()
-        optimizer = make_optimizer(job, model.parameters(), settings)
+        optimizer = make_optimizer(job, model, settings)
         applied = apply_units(model, settings)
         run = repeated_step(job, settings, model, optimizer, make_scaler(settings.precision, device.type))
         with matmul_precision(settings.precision):

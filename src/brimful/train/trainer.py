@@ -261,7 +261,7 @@ class Trainer:
             raise UsageError("ema_decay is not kept under FSDP2. Leave it out, or train by DDP.")
         self._parallel = parallel
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
-        self._optimizer = make_optimizer(self._job, self._model.parameters(), settings)
+        self._optimizer = make_optimizer(self._job, self._model, settings)
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
