@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 
 from brimful.batches import count_samples, map_tensors
 from brimful.coupled import CoupledLoss, accumulate_coupled
-from brimful.errors import BatchError, LossError
+from brimful.errors import BatchError, LossError, UsageError
 from brimful.job import Batch
 from brimful.settings import Precision
 from brimful.trace import Phase
+from brimful.updating import UpdateInBackward
 
 Observer = Callable[[Phase, int], None]
 """Called with the phase and the micro-batch as each begins."""
@@ -64,6 +65,7 @@ def run_step(
     follow_up: CarryOut = lambda action: action(),
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
     stands_for: int = 1,
+    in_backward: UpdateInBackward | None = None,
 ) -> StepOutcome:
     """Run one optimizer step over the micro-batches of a global batch.
 
@@ -85,14 +87,27 @@ def run_step(
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
         stands_for: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
             loss has the embeddings of all of them.
+        in_backward: Updates each parameter as its gradient is complete; then `before_update` is called before
+            backward, with no gradient norm. Nothing is clipped or scaled.
 
     Returns:
         The loss and gradient norm of the global batch.
 
     Raises:
         LossError: The loss is no scalar tensor or has no gradient.
+        UsageError: The batch is in several parts, and parameters are to be updated in backward.
     """
     tell = observe or (lambda _phase, _micro_batch: None)
+
+    if in_backward is not None:
+        (micro_batch,) = _only_one(micro_batches)
+        tell(Phase.FORWARD, 0)
+        value = _forward(model, loss, move(micro_batch), 1.0, precision)
+        if before_update is not None and not before_update(value.detach(), torch.zeros(())):
+            return StepOutcome(loss=value.detach(), gradient_norm=torch.zeros(()), updated=False)
+        tell(Phase.BACKWARD, 0)
+        norm = in_backward.run(value.backward)
+        return StepOutcome(loss=value.detach(), gradient_norm=norm, updated=in_backward.updates)
 
     def backward(value: Tensor) -> None:
         (scaler.scale(value) if scaler is not None else value).backward()
@@ -131,6 +146,16 @@ def run_step(
     else:
         optimizer.zero_grad()
     return StepOutcome(loss=total, gradient_norm=gradient_norm, updated=updated)
+
+
+def _only_one(micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+    if len(micro_batches) > 1:
+        raise UsageError(
+            f"step_in_backward takes a batch at once, and one of {sum(map(count_samples, micro_batches))} "
+            f"samples is more than the {count_samples(micro_batches[0])} of a micro-batch. Give smaller "
+            "batches, or leave step_in_backward out."
+        )
+    return micro_batches
 
 
 def _forward(

@@ -244,6 +244,12 @@ def test_muon_is_predicted_and_resumes(tmp_path):
     )
 
 
+def test_optimizers_of_torchao_are_refused_for_their_state():
+    kind = type("AdamW4bit", (torch.optim.SGD,), {"__module__": "torchao.optim.adam"})
+    with pytest.raises(UsageError, match=r"torchao's AdamW4bit.*'adamw8bit'"):
+        make_optimizer(job(lambda parameters: kind(parameters)), [matrix()])
+
+
 def test_muon_is_refused_where_nothing_is_hidden():
     with pytest.raises(UsageError, match="hidden matrices, and none of the 2"):
         make_optimizer(job("muon"), nn.Linear(3, 1))

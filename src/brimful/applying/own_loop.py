@@ -23,6 +23,7 @@ from brimful.step import (
     matmul_precision,
     run_step,
 )
+from brimful.updating import UpdateInBackward, clipped_in_backward
 
 
 class PlannedStep:
@@ -57,6 +58,9 @@ class PlannedStep:
                 "What it takes of memory is not what the plan predicts.",
                 stacklevel=3,
             )
+        if settings.step_in_backward and max_gradient_norm is not None:
+            raise clipped_in_backward(max_gradient_norm)
+        self._in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
         if settings.optimizer_implementation is not None:
             set_implementation(optimizer, settings.optimizer_implementation)
         self._settings = settings
@@ -93,6 +97,7 @@ class PlannedStep:
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
                 move=copied_to(device_of(self._model)),
+                in_backward=self._in_backward,
             )
 
     def remove(self) -> None:

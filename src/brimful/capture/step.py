@@ -42,7 +42,8 @@ from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.step import autocast, make_scaler, run_step
-from brimful.trace import Phase, Trace
+from brimful.trace import Category, Phase, Trace
+from brimful.updating import UpdateInBackward
 
 _ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
 DISTINCT_MICRO_BATCHES = 2
@@ -186,7 +187,20 @@ def _prepare(
     mark_model(model, recorder)
     optimizer = _make_optimizer(job, model, settings)
     scaler = make_scaler(settings.precision, "cpu")
-    made_early = _create_optimizer_state(optimizer, model, recorder, among_ranks=settings.ranks > 1)
+    make_state = _create_state_one_by_one if settings.step_in_backward else _create_optimizer_state
+    made_early = make_state(optimizer, model, recorder, among_ranks=settings.ranks > 1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    reached: set[int] = set()
+
+    @contextmanager
+    def around_update(parameter: nn.Parameter) -> Iterator[None]:
+        assert parameter.grad is not None
+        reached.add(id(parameter))
+        recorder.mark([parameter.grad], Category.GRADIENTS, [names[id(parameter)]])
+        with recorder.updating():
+            yield
+
+    in_backward = UpdateInBackward(optimizer, around=around_update) if settings.step_in_backward else None
     count = _captured_micro_batches(settings)
 
     def move(host_batch: Batch) -> Batch:
@@ -195,7 +209,8 @@ def _prepare(
     def observe(phase: Phase, micro_batch: int) -> None:
         if phase is Phase.OPTIMIZER:
             mark_gradients(model, recorder)
-            _drop_state_of_unused(optimizer, made_early, recorder)
+            _drop_state_of_unused(optimizer, [p for p in made_early if p.grad is None], recorder)
+            made_early.clear()
         recorder.at(phase, micro_batch)
 
     def loss(_model: nn.Module, batch: Batch) -> Tensor:
@@ -215,7 +230,11 @@ def _prepare(
             observe=observe,
             move=move,
             stands_for=settings.gradient_accumulation_steps - count + 1,
+            in_backward=in_backward,
         )
+        if in_backward is not None:
+            _drop_state_of_unused(optimizer, [p for p in made_early if id(p) not in reached], recorder)
+            made_early.clear()
         mark_state(optimizer, model, recorder)
 
     return run
@@ -267,13 +286,24 @@ def _create_optimizer_state(
     return [parameter for parameter in parameters if parameter not in there_before]
 
 
-def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter], recorder: Recorder) -> None:
+def _create_state_one_by_one(
+    optimizer: Optimizer, model: nn.Module, recorder: Recorder, *, among_ranks: bool
+) -> list[nn.Parameter]:
+    """The same where there is never more than one gradient."""
+    whole, made = optimizer.param_groups, []
+    for group in whole:
+        for parameter in group["params"]:
+            optimizer.param_groups = [group | {"params": [parameter]}]
+            made += _create_optimizer_state(optimizer, model, recorder, among_ranks=among_ranks)
+    optimizer.param_groups = whole
+    return made
+
+
+def _drop_state_of_unused(optimizer: Optimizer, unused: list[nn.Parameter], recorder: Recorder) -> None:
     """Optimizers pass over parameters without a gradient, so those that no loss reaches never had a state."""
-    for parameter in made_early:
-        if parameter.grad is None:
-            state = optimizer.state.pop(parameter, {})
-            recorder.never_made(value for _name, value in named_tensors(state))
-    made_early.clear()
+    for parameter in unused:
+        state = optimizer.state.pop(parameter, {})
+        recorder.never_made(value for _name, value in named_tensors(state))
 
 
 @contextmanager

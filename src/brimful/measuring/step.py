@@ -29,6 +29,7 @@ from brimful.step import (
     matmul_precision,
     run_step,
 )
+from brimful.updating import UpdateInBackward
 
 _WARM_STEPS = 2
 """The first step makes optimizer state and workspaces, the second finds the allocator as later ones do."""
@@ -113,6 +114,7 @@ def repeated_step(
     device = device_of(model)
     micro_batches = split_batch(make_batch(job, settings.rank_batch_size), settings.micro_batch_size)
     weights = loss_weights(job.count, micro_batches)
+    in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
 
     def run() -> StepOutcome:
         return run_step(
@@ -124,6 +126,7 @@ def repeated_step(
             precision=settings.precision,
             scaler=scaler,
             move=copied_to(device),
+            in_backward=in_backward,
         )
 
     return run

@@ -58,6 +58,7 @@ from brimful.train.sharded_state import WholeModel
 from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.validation import Validator
 from brimful.training import Recovery, StepRecord, StopReason, TrainingResult
+from brimful.updating import clipped_in_backward
 
 MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
@@ -142,6 +143,8 @@ class Trainer:
         self._plan = plan if isinstance(plan, Plan) else None
         self._settings = plan.settings if isinstance(plan, Plan) else plan
         check_coupled(job, self._settings)
+        if self._settings.step_in_backward and max_gradient_norm is not None:
+            raise clipped_in_backward(max_gradient_norm)
         self._data = data
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._resumes = resume
