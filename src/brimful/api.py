@@ -72,6 +72,7 @@ def estimate(
     optimizer: str | None = None,
     optimizer_implementation: str | OptimizerImplementation | None = None,
     recompute: str | Action | None = None,
+    step_in_backward: bool = False,
     budget: str | int | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
     compare_allocators: bool = False,
@@ -93,6 +94,7 @@ def estimate(
         optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
         optimizer_implementation: "for-loop", "foreach" or "fused"; None leaves it to torch.
         recompute: "all" recomputes every unit, "none" keeps everything.
+        step_in_backward: Update each parameter in backward, as soon as its gradient is complete.
         budget: Judge against this size instead of the device's capacity.
         allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
         compare_allocators: Also tell what other settings of the allocator would change.
@@ -112,6 +114,7 @@ def estimate(
     settings = replace(
         _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer),
         optimizer_implementation=_parse_implementation(optimizer_implementation),
+        step_in_backward=step_in_backward,
     )
     capture = partial(
         capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
@@ -245,6 +248,7 @@ def plan(
     offload: bool = True,
     host_memory: str | int | None = None,
     split_batch_norm: bool = False,
+    step_in_backward: bool = False,
     ranks: int = 1,
     nodes: int = 1,
     network: str | int | None = None,
@@ -280,6 +284,9 @@ def plan(
         host_memory: What that may take of the host, pinned: a size ("64GiB"), or None for half of what this
             machine has.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
+        step_in_backward: Update each parameter in backward, as soon as its gradient is complete, which spares
+            the gradients. The batch is then whole, nothing is clipped, and where memory runs out in backward,
+            training resumes from the last save.
         ranks: Devices of this kind that divide the global batch evenly and train together.
         nodes: Machines among which they are divided.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
@@ -332,6 +339,7 @@ def plan(
         weighs_by_count=job.count is not None,
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
+        step_in_backward=step_in_backward,
         ranks=ranks,
         nodes=nodes,
         parallelisms=parallelisms,

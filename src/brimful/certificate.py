@@ -11,7 +11,8 @@ class Comparison:
     """Loss, gradients and buffers of one batch, computed in two ways."""
 
     name: str
-    """"recomputing" or "splitting": what the plan does that plain training does not."""
+    """What the plan does that plain training does not: "recomputing", "computing the loss in chunks",
+    "splitting"; of the last the loss alone: "splitting, in evaluation mode"."""
     is_bitwise: bool = False
     """Whether all of them are equal to the last bit."""
     largest_difference: float = 0.0
@@ -61,7 +62,27 @@ class Certificate:
         if all(comparison.left_out_because for comparison in self.comparisons):
             verdict = "was not compared with plain training"
         lines = [f"{self.job}: the plan {verdict} ({self.samples} samples compared on {self.device})"]
-        return "\n".join([*lines, *(f"  {comparison}" for comparison in self.comparisons)])
+        lines += [f"  {comparison}" for comparison in self.comparisons]
+        return "\n".join([*lines, *([f"  {self.way_out}"] if self.way_out else [])])
+
+    @property
+    def way_out(self) -> str:
+        """What to do where a comparison does not hold; empty where all do."""
+        failed = [comparison.name for comparison in self.comparisons if not comparison.holds]
+        ways = []
+        if any(name.startswith("splitting") for name in failed):
+            ways.append(
+                "The loss of the batch is not the mean of those of its parts. One that compares samples with "
+                "each other, as a contrastive one does, is computed all the same from Job(embed=…, "
+                "loss=lambda embeddings: …); one that is a mean over something else than samples needs "
+                "Job(count=…); any is right with the global batch as micro_batch_size."
+            )
+        if any(not name.startswith("splitting") for name in failed):
+            ways.append(
+                "A forward that depends on more than its inputs, its random numbers and its buffers cannot be "
+                "recomputed. Plan without what differs: recompute='none', offload=False, chunked_loss=False."
+            )
+        return " ".join(ways)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Certificate:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from brimful.errors import UsageError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -65,14 +67,19 @@ class Job:
     weights: Callable[[nn.Module], object] | None = None
     """Gives the model that was built its weights, from a file say, before it is trained. It is not called to
     estimate or plan, for which weights have no values. None leaves those that the model was built with."""
-    loss: Callable[[nn.Module, Batch], Tensor]
-    """`loss(model, batch)`: a scalar, the mean over what `count` counts."""
+    loss: Callable[..., Tensor]
+    """`loss(model, batch)`: a scalar, the mean over what `count` counts. With `embed`, `loss(embeddings)`: a
+    scalar of all samples of the global batch together, however they are split."""
     batch: Callable[[int], Batch] | Batch
     """`batch(n)`: a batch of n samples, for prediction; or one real batch, resized as needed."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | str = "adamw"
     """`optimizer(parameters)`, or the name of an optimizer with its usual defaults."""
     count: Callable[[Batch], Tensor | int] | None = None
     """How many terms the mean in `loss` is over (tokens, say); None means the batch's samples."""
+    embed: Callable[[nn.Module, Batch], Any] | None = None
+    """For a loss that couples the samples of a batch, such as a contrastive one: `embed(model, batch)` is all
+    that the loss is made of, a nest of tensors as a `Batch` is, computed for each sample by itself. Samples are
+    first; a tensor without dimensions (a temperature, a penalty) is a mean over the batch's samples."""
     loop: Callable[[nn.Module, Iterable[Batch]], object] | None = None
     """Your own training loop, `loop(model, batches)`, to estimate it as it is written: what it keeps alive,
     where it clears gradients, how many optimizers it steps. `loss` and `optimizer` are then not used. It is run
@@ -88,3 +95,10 @@ class Job:
     about: Mapping[str, Any] | None = None
     """What is to be known wherever the weights go, such as the names of classes: plain containers, written to
     the run directory as `job.json`. A run is resumed only by a job of which it is the same."""
+
+    def __post_init__(self) -> None:
+        if self.embed is not None and self.count is not None:
+            raise UsageError(
+                f"{self.name!r} has both `embed` and `count`. A loss of all embeddings of the global batch is "
+                "no mean over micro-batches, so nothing is weighted by a count. Leave `count` out."
+            )

@@ -200,6 +200,9 @@ class Settings:
     expandable_segments: bool = False
     """Let PyTorch's CUDA allocator grow its segments, which leaves less memory unused between tensors; as the
     environment variable PYTORCH_ALLOC_CONF=expandable_segments:True does."""
+    step_in_backward: bool = False
+    """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all are
+    never there together. An error in the midst of it cannot be taken back."""
     ranks: int = 1
     """Processes, each with a device of its own, that train one model together."""
     parallelism: Parallelism = Parallelism.DDP
@@ -221,6 +224,7 @@ class Settings:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.ranks % self.nodes:
             raise UsageError(f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes.")
+        self._check_step_in_backward()
         for before, unit in pairwise((None, *self.units)):
             is_linked = before is not None and before.action in (Action.RECOMPUTE, Action.NEST)
             if unit is not None and unit.action is Action.NEST and not is_linked:
@@ -246,6 +250,21 @@ class Settings:
                 f"parameters are to be gathered in {self.gathered_dtype!r} under {self.precision}; it can be "
                 "'bfloat16' under bf16. Leave gathered_dtype out to gather them as they are."
             )
+
+    def _check_step_in_backward(self) -> None:
+        reasons = {
+            f"gradient_accumulation_steps is {self.gradient_accumulation_steps}, and a gradient is whole only "
+            "after the last micro-batch": self.gradient_accumulation_steps > 1,
+            "fp16's loss scaler has to see every gradient before any parameter changes": self.precision
+            is Precision.FP16,
+            f"the gradients of {self.ranks} ranks have to be averaged first": self.ranks > 1,
+        }
+        for reason, holds in reasons.items():
+            if self.step_in_backward and holds:
+                raise UsageError(
+                    f"step_in_backward updates each parameter as soon as its gradient is there, but {reason}. "
+                    "Leave step_in_backward out; recomputing units spares memory, too."
+                )
 
     @property
     def global_batch_size(self) -> int:
@@ -307,6 +326,8 @@ class Settings:
             parts.append(f"loss in {self.chunked_loss.chunks} chunks")
         if self.expandable_segments:
             parts.append("expandable segments")
+        if self.step_in_backward:
+            parts.append("updated in backward")
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
         for action, how in _DONE.items():
@@ -355,7 +376,7 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "nodes": settings.nodes,
         "reshard_after_forward": settings.reshard_after_forward,
         "gathered_dtype": settings.gathered_dtype,
-    }
+    } | ({"step_in_backward": True} if settings.step_in_backward else {})
 
 
 def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
@@ -387,6 +408,7 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         ),
         chunked_loss=(chunked := document.get("chunked_loss")) and ChunkedLoss(**chunked),
         expandable_segments=document.get("expandable_segments", False),
+        step_in_backward=document.get("step_in_backward", False),
         ranks=document.get("ranks", 1),
         parallelism=Parallelism(document.get("parallelism", Parallelism.DDP)),
         nodes=document.get("nodes", 1),

@@ -2,7 +2,7 @@
 
 The order is: for each micro-batch (autocast → loss × weight → scale → backward), then once: unscale, clip,
 check, step, update the scale, clear the gradients. The sum of the weighted losses is the mean over the global
-batch, whatever the micro-batches.
+batch, whatever the micro-batches. A loss that couples the samples takes another way; see `coupled.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -21,10 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from brimful.batches import count_samples, map_tensors
-from brimful.errors import BatchError, LossError
+from brimful.coupled import CoupledLoss, accumulate_coupled
+from brimful.errors import BatchError, LossError, UsageError
 from brimful.job import Batch
 from brimful.settings import Precision
 from brimful.trace import Phase
+from brimful.updating import UpdateInBackward
 
 Observer = Callable[[Phase, int], None]
 """Called with the phase and the micro-batch as each begins."""
@@ -62,12 +65,15 @@ def run_step(
     follow_up: CarryOut = lambda action: action(),
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
     clip: Callable[[Optimizer, float | None], Tensor] | None = None,
+    stands_for: int = 1,
+    in_backward: UpdateInBackward | None = None,
 ) -> StepOutcome:
     """Run one optimizer step over the micro-batches of a global batch.
 
     Args:
         model: In training mode, on its device.
-        loss: `loss(model, batch)`, a scalar: the mean over a micro-batch.
+        loss: `loss(model, batch)`, a scalar: the mean over a micro-batch. A `CoupledLoss` is one of the global
+            batch, computed with cached gradients where that is split.
         optimizer: Holds the parameters of `model`; its gradients are clear.
         micro_batches: The global batch in parts.
         weights: Share of each micro-batch in the global mean; they sum to 1, over ranks to their number.
@@ -81,23 +87,55 @@ def run_step(
         follow_up: Calls what follows it; each is safe to call again.
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
         clip: Scales the gradients down to a norm and returns what it was; None takes those of the parameters.
+        stands_for: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
+            loss has the embeddings of all of them.
+        in_backward: Updates each parameter as its gradient is complete; then `before_update` is called before
+            backward, with no gradient norm. Nothing is clipped or scaled.
 
     Returns:
         The loss and gradient norm of the global batch.
 
     Raises:
         LossError: The loss is no scalar tensor or has no gradient.
+        UsageError: The batch is in several parts, and parameters are to be updated in backward.
     """
     tell = observe or (lambda _phase, _micro_batch: None)
+
+    if in_backward is not None:
+        (micro_batch,) = _only_one(micro_batches)
+        tell(Phase.FORWARD, 0)
+        value = _forward(model, loss, move(micro_batch), 1.0, precision)
+        if before_update is not None and not before_update(value.detach(), torch.zeros(())):
+            return StepOutcome(loss=value.detach(), gradient_norm=torch.zeros(()), updated=False)
+        tell(Phase.BACKWARD, 0)
+        norm = in_backward.run(value.backward)
+        return StepOutcome(loss=value.detach(), gradient_norm=norm, updated=in_backward.updates)
+
+    def backward(value: Tensor) -> None:
+        (scaler.scale(value) if scaler is not None else value).backward()
+
     total: Tensor | None = None
-    for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
-        tell(Phase.FORWARD, index)
-        with synchronising(index == len(micro_batches) - 1):
-            part = _forward(model, loss, move(micro_batch), weight, precision)
-            tell(Phase.BACKWARD, index)
-            (scaler.scale(part) if scaler is not None else part).backward()
-        total = part.detach() if total is None else total + part.detach()
-        del part
+    if isinstance(loss, CoupledLoss) and len(micro_batches) > 1:
+        total = accumulate_coupled(
+            model=model,
+            embed=partial(_embed, model, loss, precision),
+            loss=partial(_loss_of_embeddings, model, loss, precision),
+            backward=backward,
+            micro_batches=micro_batches,
+            tell=tell,
+            move=move,
+            synchronising=synchronising,
+            stands_for=stands_for,
+        )
+    else:
+        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+            tell(Phase.FORWARD, index)
+            with synchronising(index == len(micro_batches) - 1):
+                part = _forward(model, loss, move(micro_batch), weight, precision)
+                tell(Phase.BACKWARD, index)
+                backward(part)
+            total = part.detach() if total is None else total + part.detach()
+            del part
     assert total is not None
     tell(Phase.OPTIMIZER, len(micro_batches) - 1)
     if scaler is not None:
@@ -112,6 +150,16 @@ def run_step(
     return StepOutcome(loss=total, gradient_norm=gradient_norm, updated=updated)
 
 
+def _only_one(micro_batches: Sequence[Batch]) -> Sequence[Batch]:
+    if len(micro_batches) > 1:
+        raise UsageError(
+            f"step_in_backward takes a batch at once, and one of {sum(map(count_samples, micro_batches))} "
+            f"samples is more than the {count_samples(micro_batches[0])} of a micro-batch. Give smaller "
+            "batches, or leave step_in_backward out."
+        )
+    return micro_batches
+
+
 def _forward(
     model: nn.Module,
     loss: Callable[[nn.Module, Batch], Tensor],
@@ -124,6 +172,18 @@ def _forward(
     check_loss(value)
     # A weight of exactly 1 is left out, so that one whole batch runs the plain step, bit for bit.
     return value if weight == 1.0 else value * weight
+
+
+def _embed(model: nn.Module, loss: CoupledLoss, precision: Precision, batch: Batch) -> Any:
+    with autocast(model, precision):
+        return loss.embed(model, batch)
+
+
+def _loss_of_embeddings(model: nn.Module, loss: CoupledLoss, precision: Precision, embeddings: Any) -> Tensor:
+    with autocast(model, precision):
+        value = loss.of_embeddings(embeddings)
+    check_loss(value)
+    return value
 
 
 def loss_weights(count: Callable[[Batch], Tensor | int] | None, micro_batches: Sequence[Batch]) -> list[float]:

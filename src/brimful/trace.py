@@ -27,6 +27,9 @@ class Phase(StrEnum):
 
     SETUP = "setup"
     """Before the first step: parameters, buffers and, where it is created early, optimizer state."""
+    EMBEDDING = "embedding"
+    """Of a loss that couples the micro-batches: their forwards without gradients, and the loss of all
+    embeddings with its gradient."""
     FORWARD = "forward"
     """The model and its loss."""
     BACKWARD = "backward"
@@ -178,11 +181,15 @@ class Trace:
     """Whether values of the batch, such as lengths of sequences, decided sizes: another batch has others."""
     parameter_count: int = 0
     trainable_parameter_count: int = 0
+    couples_samples: bool = False
+    """Whether the loss is one of all samples of the global batch together (`Job.embed`): what it takes is not
+    affine in the micro-batch, and is there however small that is."""
 
     def has_same_shape_as(self, other: Trace) -> bool:
         """Whether both run the same ops and make the same storages, and only the micro-batch decides sizes."""
         return (
             not (self.sizes_depend_on_values or other.sizes_depend_on_values)
+            and not (self.couples_samples or other.couples_samples)
             and len(self.ops) == len(other.ops)
             and len(self.storages) == len(other.storages)
             and self.events == other.events
@@ -301,7 +308,8 @@ class Trace:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Trace:
         """The trace that `to_json` wrote."""
-        values = {field.name: document[field.name] for field in fields(cls)}
+        later = {"couples_samples": False}  # what traces of this version may lack
+        values = {field.name: (later | document)[field.name] for field in fields(cls)}
         for name, row in _TABLES.items():
             values[name] = _from_table(values[name], row)
         values["settings"] = settings_from_json(values["settings"])

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from brimful.applying.apply import apply_units
 from brimful.batches import split_batch
+from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
 from brimful.local import set_up_allocator
 from brimful.optimizers import set_implementation
@@ -22,6 +23,7 @@ from brimful.step import (
     matmul_precision,
     run_step,
 )
+from brimful.updating import UpdateInBackward, clipped_in_backward
 
 
 class PlannedStep:
@@ -48,6 +50,7 @@ class PlannedStep:
         *,
         max_gradient_norm: float | None = None,
     ) -> None:
+        check_coupled(job, settings)
         planned = settings.optimizer
         if planned is not None and type(optimizer).__name__.lower() != planned:
             warnings.warn(
@@ -55,6 +58,9 @@ class PlannedStep:
                 "What it takes of memory is not what the plan predicts.",
                 stacklevel=3,
             )
+        if settings.step_in_backward and max_gradient_norm is not None:
+            raise clipped_in_backward(max_gradient_norm)
+        self._in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
         if settings.optimizer_implementation is not None:
             set_implementation(optimizer, settings.optimizer_implementation)
         self._settings = settings
@@ -83,7 +89,7 @@ class PlannedStep:
         with matmul_precision(self._settings.precision):
             return run_step(
                 model=self._model,
-                loss=self._job.loss,
+                loss=loss_of(self._job),
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
                 weights=loss_weights(self._job.count, micro_batches),
@@ -91,6 +97,7 @@ class PlannedStep:
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
                 move=copied_to(device_of(self._model)),
+                in_backward=self._in_backward,
             )
 
     def remove(self) -> None:

@@ -149,6 +149,8 @@ class Recorder(TorchDispatchMode):
         self._phase = Phase.SETUP
         self._step = 0
         self._micro_batch = 0
+        self._is_updating = False
+        """Whether the optimizer runs in backward."""
         self.ops: list[Op] = []
         self.events: list[tuple[bool, int, int]] = []
         """(is allocation, storage, op)."""
@@ -172,6 +174,15 @@ class Recorder(TorchDispatchMode):
         """Say which part of which step the following ops belong to."""
         self._phase, self._micro_batch = phase, micro_batch
         self._step = self._step if step is None else step
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Within, what runs in backward is the optimizer's."""
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -478,7 +489,7 @@ class Recorder(TorchDispatchMode):
         return line
 
     def _is_in_optimizer(self) -> bool:
-        return self._phase is Phase.OPTIMIZER or self._phase is Phase.SETUP
+        return self._is_updating or self._phase is Phase.OPTIMIZER or self._phase is Phase.SETUP
 
     def _see(self, tensor: Tensor, maker: int | None, label: str) -> int | None:
         try:
@@ -531,9 +542,10 @@ class Recorder(TorchDispatchMode):
     def _category(self, index: int, maker: int | None, freed_in: int | None) -> Category:
         if index in self.marked:
             return self.marked[index]
-        if maker is None or self.ops[maker].phase is not Phase.FORWARD:
+        phase = None if maker is None else self.ops[maker].phase
+        if phase is not Phase.FORWARD and phase is not Phase.EMBEDDING:
             return Category.TEMPORARIES
-        if freed_in is None or self.ops[freed_in].phase is not Phase.FORWARD:
+        if freed_in is None or self.ops[freed_in].phase is not phase:
             return Category.SAVED_TENSORS
         return Category.TEMPORARIES
 

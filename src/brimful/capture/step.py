@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +35,15 @@ from brimful.capture.recorder import Recorder
 from brimful.capture.sharding import fake_ranks, sharding_seen
 from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
+from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
 from brimful.errors import BrimfulError, CaptureError
 from brimful.hardware import Device
 from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.step import autocast, make_scaler, run_step
-from brimful.trace import Phase, Trace
+from brimful.trace import Category, Phase, Trace
+from brimful.updating import UpdateInBackward
 
 _ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
 DISTINCT_MICRO_BATCHES = 2
@@ -87,6 +90,8 @@ def capture_step(
         for rule in rules:
             rule.begin_step()
 
+    if job.loop is None:
+        check_coupled(job, settings)
     with _told_clearly(job, settings), without_garbage_collection():
         batch = _fake_batch(make_batch(job, settings.micro_batch_size), mode, known)
         model = build_fake_model(job, mode, known)
@@ -143,6 +148,7 @@ def capture_step(
             sizes_depend_on_values=recorder.sizes_depend_on_values,
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            couples_samples=job.embed is not None and job.loop is None,
         )
         applied.remove()
     return trace
@@ -183,7 +189,20 @@ def _prepare(
     if sharded is not None:
         check_optimizer(optimizer)
     scaler = make_scaler(settings.precision, "cpu")
-    made_early = _create_optimizer_state(optimizer, model, recorder, among_ranks=settings.ranks > 1)
+    make_state = _create_state_one_by_one if settings.step_in_backward else _create_optimizer_state
+    made_early = make_state(optimizer, model, recorder, among_ranks=settings.ranks > 1)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    reached: set[int] = set()
+
+    @contextmanager
+    def around_update(parameter: nn.Parameter) -> Iterator[None]:
+        assert parameter.grad is not None
+        reached.add(id(parameter))
+        recorder.mark([parameter.grad], Category.GRADIENTS, [names[id(parameter)]])
+        with recorder.updating():
+            yield
+
+    in_backward = UpdateInBackward(optimizer, around=around_update) if settings.step_in_backward else None
     count = _captured_micro_batches(settings)
 
     def move(host_batch: Batch) -> Batch:
@@ -192,7 +211,8 @@ def _prepare(
     def observe(phase: Phase, micro_batch: int) -> None:
         if phase is Phase.OPTIMIZER:
             mark_gradients(model, recorder)
-            _drop_state_of_unused(optimizer, made_early, recorder)
+            _drop_state_of_unused(optimizer, [p for p in made_early if p.grad is None], recorder)
+            made_early.clear()
         recorder.at(phase, micro_batch)
 
     def loss(_model: nn.Module, batch: Batch) -> Tensor:
@@ -203,7 +223,7 @@ def _prepare(
         recorder.at(Phase.FORWARD, 0, step)
         run_step(
             model=model,
-            loss=job.loss if sharded is None else loss,
+            loss=loss_of(job) if sharded is None else loss,
             optimizer=optimizer,
             micro_batches=[batch] * count,
             weights=[1 / settings.gradient_accumulation_steps] * count,
@@ -211,7 +231,12 @@ def _prepare(
             scaler=scaler,
             observe=observe,
             move=move,
+            stands_for=settings.gradient_accumulation_steps - count + 1,
+            in_backward=in_backward,
         )
+        if in_backward is not None:
+            _drop_state_of_unused(optimizer, [p for p in made_early if id(p) not in reached], recorder)
+            made_early.clear()
         mark_state(optimizer, model, recorder)
 
     return run
@@ -220,17 +245,25 @@ def _prepare(
 def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer:
     """The optimizer; one that looks at values of tables it makes (bitsandbytes) makes them as real tensors."""
     try:
-        return make_optimizer(job, model.parameters(), settings)
+        return make_optimizer(job, model, settings)
     except DataDependentOutputException:
         with _disable_current_modes():
-            return make_optimizer(job, model.parameters(), settings)
+            return make_optimizer(job, model, settings)
 
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
-    """One micro-batch as validation runs it."""
+    """One micro-batch as validation runs it; all of the global batch where the loss couples them."""
+    loss = loss_of(job)
     model.eval()
     with torch.no_grad(), autocast(model, settings.precision):
-        job.loss(model, copy_to_device(batch, recorder))
+        if isinstance(loss, CoupledLoss):
+            embed, move = partial(loss.embed, model), partial(copy_to_device, recorder=recorder)
+            count = settings.gradient_accumulation_steps
+            loss.of_embeddings(
+                gather_embeddings(embed, [batch] * min(count, 2), move, stands_for=max(count - 1, 1))
+            )
+        else:
+            loss(model, copy_to_device(batch, recorder))
     model.train()
 
 
@@ -255,13 +288,24 @@ def _create_optimizer_state(
     return [parameter for parameter in parameters if parameter not in there_before]
 
 
-def _drop_state_of_unused(optimizer: Optimizer, made_early: list[nn.Parameter], recorder: Recorder) -> None:
+def _create_state_one_by_one(
+    optimizer: Optimizer, model: nn.Module, recorder: Recorder, *, among_ranks: bool
+) -> list[nn.Parameter]:
+    """The same where there is never more than one gradient."""
+    whole, made = optimizer.param_groups, []
+    for group in whole:
+        for parameter in group["params"]:
+            optimizer.param_groups = [group | {"params": [parameter]}]
+            made += _create_optimizer_state(optimizer, model, recorder, among_ranks=among_ranks)
+    optimizer.param_groups = whole
+    return made
+
+
+def _drop_state_of_unused(optimizer: Optimizer, unused: list[nn.Parameter], recorder: Recorder) -> None:
     """Optimizers pass over parameters without a gradient, so those that no loss reaches never had a state."""
-    for parameter in made_early:
-        if parameter.grad is None:
-            state = optimizer.state.pop(parameter, {})
-            recorder.never_made(value for _name, value in named_tensors(state))
-    made_early.clear()
+    for parameter in unused:
+        state = optimizer.state.pop(parameter, {})
+        recorder.never_made(value for _name, value in named_tensors(state))
 
 
 @contextmanager

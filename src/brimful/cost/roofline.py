@@ -130,7 +130,7 @@ class Roofline:
         """Seconds of the host for one op: launch, autograd and Python by what runs it."""
         if op.name in _COPIES:
             return COPY_SECONDS
-        phase = Phase.FORWARD if op.recomputed else op.phase
+        phase = Phase.FORWARD if op.recomputed or op.phase is Phase.EMBEDDING else op.phase
         return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
 
     def _work_seconds(self, op: Op) -> float:

@@ -56,7 +56,12 @@ _LINK_WAYS = (("to host", True), ("to host", False), ("to device", True), ("to d
 
 _PARTS = 4
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = range(_PARTS)
-_PART_OF_PHASE = {Phase.FORWARD: _FORWARD, Phase.BACKWARD: _BACKWARD, Phase.OPTIMIZER: _OPTIMIZER}
+_PART_OF_PHASE = {
+    Phase.EMBEDDING: _FORWARD,
+    Phase.FORWARD: _FORWARD,
+    Phase.BACKWARD: _BACKWARD,
+    Phase.OPTIMIZER: _OPTIMIZER,
+}
 
 
 def step_seconds(trace: Trace, device: Device) -> StepTime:

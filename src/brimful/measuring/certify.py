@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from brimful.applying import apply_units
 from brimful.batches import make_batch, split_batch
 from brimful.certificate import Certificate, Comparison
+from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
 from brimful.job import Batch, Job
 from brimful.local import build_model, choose_device, device_name
+from brimful.random_state import RandomState
 from brimful.settings import Precision, Settings
-from brimful.step import copied_to, device_of, loss_weights, make_scaler, matmul_precision, run_step
+from brimful.step import autocast, copied_to, device_of, loss_weights, make_scaler, matmul_precision, run_step
 
 _BOUND_IN_ROUNDINGS = 1000
 """A gradient is a sum over samples and tokens, and splitting sums it in another order. Each of n float32 terms
@@ -43,7 +46,8 @@ def certify(
     """Compare loss, gradients and buffers of one global batch under a plan with those of plain training.
 
     Recomputing must change nothing, to the last bit. Splitting the batch sums in another order and may change
-    the last bits; it is compared in float32, where nothing is drawn at random or couples samples.
+    the last bits; it is compared in float32, where nothing is drawn at random or normalised over the batch.
+    Where that is not so, the losses of the batch and of its parts are compared in float32 and evaluation mode.
 
     Args:
         job: Its model is built here, or copied, and stays as it is.
@@ -61,6 +65,7 @@ def certify(
         LossError: The loss is no scalar tensor or has no gradient.
     """
     device = choose_device(device, None)
+    check_coupled(job, settings)
     if is_stand_in:
         settings = _with_few_samples(settings)
     with _random_state_kept(device):
@@ -122,7 +127,10 @@ def _certificate(
         comparisons.append(
             _comparison("computing the loss in chunks", at_once, kept, bound=_rounding(settings.precision))
         )
-    comparisons.append(_splitting(settings, kept, model, compute))
+    splitting = _splitting(settings, kept, model, compute)
+    comparisons.append(splitting)
+    if splitting.left_out_because and settings.gradient_accumulation_steps > 1:
+        comparisons.append(_splitting_in_evaluation(job, settings, model, batch, device, seed))
     return Certificate(
         job=job.name,
         device=device_name(device),
@@ -187,6 +195,58 @@ def _splitting(
     return _comparison("splitting", whole, kept, bound=_rounding(settings.precision))
 
 
+def _splitting_in_evaluation(
+    job: Job, settings: Settings, model: nn.Module, batch: Batch, device: torch.device, seed: int
+) -> Comparison:
+    """The loss alone, where nothing is drawn, rounded or normalised: enough to see that it couples samples."""
+    loss, precision, move = loss_of(job), Precision.FP32, copied_to(device)
+    copied = copy.deepcopy(model).to(device).eval()
+    micro_batches = split_batch(batch, settings.micro_batch_size)
+    name = "splitting, in evaluation mode"
+    with _seeded(seed), matmul_precision(precision), torch.no_grad(), autocast(copied, precision):
+        before = RandomState.now(device).to_save()
+        try:
+            whole = float(loss(copied, move(batch)))
+            if isinstance(loss, CoupledLoss):
+                parts = [
+                    loss.of_embeddings(gather_embeddings(partial(loss.embed, copied), micro_batches, move))
+                ]
+            else:
+                weights = loss_weights(job.count, micro_batches)
+                pairs = zip(micro_batches, weights, strict=True)
+                parts = [loss(copied, move(part)) * weight for part, weight in pairs if weight]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may have no loss in evaluation mode
+            return Comparison(name=name, left_out_because=f"the loss cannot be computed in it: {error}")
+        if not _are_same(before, RandomState.now(device).to_save()):
+            return Comparison(name=name, left_out_because="the model draws random numbers in it, too")
+    split = sum(float(part) for part in parts)
+    if not math.isfinite(whole):
+        return Comparison(name=name, left_out_because="plain training computes NaN or infinite numbers itself")
+    difference = abs(whole - split) / max(abs(whole), abs(split), _SMALL_LOSS)
+    return Comparison(
+        name=name,
+        is_bitwise=difference == 0,
+        largest_difference=difference if math.isfinite(difference) else math.inf,
+        where="the loss" if difference else "",
+        bound=_rounding(precision),
+    )
+
+
+_SMALL_LOSS = 0.01
+"""A loss that is smaller is compared as if it were this: a mean of large terms that cancel is known no better
+than they are. A choice; coupled losses are of the order of 1."""
+
+
+def _are_same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor):
+        return torch.equal(before, after)
+    if isinstance(before, dict):
+        return all(_are_same(value, after[name]) for name, value in before.items())
+    return bool(before == after)
+
+
 def _computed(
     job: Job, model: nn.Module, batch: Batch, device: torch.device, seed: int, settings: Settings
 ) -> _Computed:
@@ -207,7 +267,7 @@ def _computed(
         before = _generator_state(device)
         run_step(
             model=copied,
-            loss=job.loss,
+            loss=loss_of(job),
             optimizer=torch.optim.SGD(copied.parameters()),  # makes no update: `keep` declines
             micro_batches=micro_batches,
             weights=loss_weights(job.count, micro_batches),

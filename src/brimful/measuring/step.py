@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
 from brimful.batches import make_batch, split_batch
+from brimful.coupled import check_coupled, loss_of
 from brimful.errors import UsageError
 from brimful.job import Job
 from brimful.local import build_model, choose_device, device_name, set_up_allocator
@@ -28,6 +29,7 @@ from brimful.step import (
     matmul_precision,
     run_step,
 )
+from brimful.updating import UpdateInBackward
 
 _WARM_STEPS = 2
 """The first step makes optimizer state and workspaces, the second finds the allocator as later ones do."""
@@ -59,11 +61,12 @@ def measure_step(
     device = choose_device(device, None)
     if steps < 1:
         raise UsageError(f"steps is {steps}; at least 1 must be timed.")
+    check_coupled(job, settings)
     set_up_allocator(settings, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).to(device).train()
-        optimizer = make_optimizer(job, model.parameters(), settings)
+        optimizer = make_optimizer(job, model, settings)
         applied = apply_units(model, settings)
         run = repeated_step(job, settings, model, optimizer, make_scaler(settings.precision, device.type))
         with matmul_precision(settings.precision):
@@ -111,17 +114,19 @@ def repeated_step(
     device = device_of(model)
     micro_batches = split_batch(make_batch(job, settings.rank_batch_size), settings.micro_batch_size)
     weights = loss_weights(job.count, micro_batches)
+    in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
 
     def run() -> StepOutcome:
         return run_step(
             model=model,
-            loss=job.loss,
+            loss=loss_of(job),
             optimizer=optimizer,
             micro_batches=micro_batches,
             weights=weights,
             precision=settings.precision,
             scaler=scaler,
             move=copied_to(device),
+            in_backward=in_backward,
         )
 
     return run

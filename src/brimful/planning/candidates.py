@@ -470,9 +470,12 @@ class CandidateFamily:
         if not units:
             return ()
         recomputed = all_units(units, Action.RECOMPUTE)
-        # Of many sizes, this one is captured anyway; but a job may not make batches of just any size.
-        small = replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
-        for settings in (small, kept.settings) if len(self._sizes) > 1 else (kept.settings,):
+        tried = [kept.settings]
+        if len(self._sizes) > 1:
+            # Of many sizes, this one is captured anyway; but a job may not make batches of just any size.
+            small = replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
+            tried.insert(0, small)
+        for settings in tried:
             try:
                 self._capture(replace(settings, units=recomputed))
             except BatchError:

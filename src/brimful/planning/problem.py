@@ -357,6 +357,8 @@ class Steady:
         occurs = np.zeros(len(trace.ops), dtype=bool)
         is_forward = np.zeros(len(trace.ops), dtype=bool)
         occurs[_ops(trace, step, Phase.OPTIMIZER)] = True
+        embedding = _ops(trace, step, Phase.EMBEDDING)  # no unit holds anything without gradients
+        occurs[embedding], owner[embedding] = True, -1
         for micro_batch in range(micro_batches):
             forward, backward = (
                 _ops(trace, step, phase, micro_batch) for phase in (Phase.FORWARD, Phase.BACKWARD)

@@ -41,6 +41,8 @@ class Request:
     """Whether a loss over a large vocabulary may be computed a part of the tokens at a time."""
     permits_expandable_segments: bool = True
     """Whether the CUDA allocator may be told to grow its segments."""
+    step_in_backward: bool = False
+    """Whether parameters are updated in backward, which takes the batch whole."""
     offload_host_bytes: int = 0
     """Pinned host memory that offloaded units may take; 0 permits no offloading."""
     weighs_by_count: bool = False
@@ -93,7 +95,7 @@ class Request:
         Raises:
             UsageError: The pinned one is no divisor.
         """
-        pinned = self.micro_batch_size
+        pinned = self.rank_batch_size if self.step_in_backward else self.micro_batch_size
         if pinned is None:
             return _divisors(self.rank_batch_size)
         if self.rank_batch_size % pinned:
@@ -127,6 +129,7 @@ class Request:
                 precision=precision,
                 optimizer=name,
                 optimizer_implementation=implementation,
+                step_in_backward=self.step_in_backward,
                 ranks=self.ranks,
                 nodes=self.nodes,
                 parallelism=parallelism,

@@ -77,7 +77,8 @@ def search(capture: Capture, request: Request) -> Plan:
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
     notes: list[str] = []
     candidates = _candidates(capture, request, plain_trace, request.bases(), notes)
-    if request.permits_chunked_loss and _is_held_back(candidates, request):
+    can_chunk = request.permits_chunked_loss and not plain_trace.couples_samples
+    if can_chunk and _is_held_back(candidates, request):
         candidates += _with_chunked_loss(capture, request, plain_trace, notes)
     can_grow = request.permits_expandable_segments and request.device.kind == "cuda"
     if can_grow and _is_held_back(candidates, request):
@@ -390,7 +391,12 @@ def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) 
     if settings.gradient_accumulation_steps == 1:
         return []
     changes = []
-    if not request.weighs_by_count:
+    if plain.couples_samples:
+        changes.append(
+            "The loss is that of all samples of the global batch together: each micro-batch's forward runs "
+            "twice, without gradients for its embeddings, then for their gradient."
+        )
+    elif not request.weighs_by_count:
         changes.append(
             "The loss is taken for a mean over samples. If it is one over something else, such as the tokens "
             "that are not ignored, say so by Job(count=...): else micro-batches are weighted wrongly."

@@ -76,12 +76,17 @@ class ScaledTraces:
         key = replace(settings, micro_batch_size=self.sizes[0])
         if key not in self._lines:
             try:
-                small, large = (self._capture(replace(key, micro_batch_size=size)) for size in self.sizes)
+                self._lines[key] = self._captured_line(key)
             except (CaptureError, BatchError):  # a job may not make batches of just any size
                 self._lines[key] = None
-            else:
-                self._lines[key] = TraceLine(small, large) if small.has_same_shape_as(large) else None
         return self._lines[key]
+
+    def _captured_line(self, key: Settings) -> TraceLine | None:
+        small = self._capture(key)
+        if small.couples_samples:  # its loss is not affine in the micro-batch: no need of another
+            return None
+        large = self._capture(replace(key, micro_batch_size=self.sizes[1]))
+        return TraceLine(small, large) if small.has_same_shape_as(large) else None
 
 
 class RoughlyScaledTraces(ScaledTraces):

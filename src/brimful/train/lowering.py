@@ -36,6 +36,9 @@ class Lowering:
         self._job = replace(job, loop=None)
         self._plan = plan
         self._device = device
+        self._least_bytes: int | None = None
+        """What the leanest settings took with which memory ran out, predicted: what is planned next takes less.
+        Else a smaller micro-batch that is predicted to take more could lead back to them."""
 
     def __call__(self, settings: Settings) -> Settings:
         """Settings that take less.
@@ -71,6 +74,7 @@ class Lowering:
             return capture_step(self._job, how, device, steps=steps)
 
         taken = estimate_trace(of_one_rank(capture(settings, 2)), device).predicted_peak_reserved_bytes
+        taken = self._least_bytes = taken if self._least_bytes is None else min(taken, self._least_bytes)
         request = self._request(settings, device, int(taken * LOWERED_FRACTION) + device.context_bytes)
         return search(capture, request).settings
 
@@ -88,6 +92,7 @@ class Lowering:
             permits_expandable_segments=settings.expandable_segments,
             offload_host_bytes=0 if plan is None else plan.predicted_pinned_host_bytes,
             weighs_by_count=self._job.count is not None,
+            step_in_backward=settings.step_in_backward,
             splits_coupled_batches=settings.gradient_accumulation_steps > 1,
             ranks=settings.ranks,
             nodes=settings.nodes,

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
 from brimful.batches import count_samples, take
+from brimful.coupled import loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
@@ -38,6 +39,7 @@ from brimful.train.sharded_state import divided_state
 from brimful.train.update import SurvivingUpdate, WholeUpdate
 from brimful.train.zero import ZeroOptimizer
 from brimful.training import Recovery, StepRecord
+from brimful.updating import UpdateInBackward
 
 MOST_SKIPPED_STEPS = 32
 """Steps in a row that the loss scaler may skip. Each halves the scale, 2**16 at first: it is 2**-16 by then."""
@@ -124,6 +126,9 @@ class Steps:
         self._scaler = make_scaler(settings.precision, device.type)
         self._buffers = BufferSnapshot(model)
         self._update = self._update_of(optimizer)
+        self._in_backward = (
+            UpdateInBackward(optimizer, before_first=self._begin_update) if settings.step_in_backward else None
+        )
         self._finite: tuple[float, float] = (math.nan, math.nan)
         self._terms = 0.0
         self._is_updating = self._is_updated = False
@@ -284,6 +289,11 @@ class Steps:
                 raise
             if not isinstance(found, RanOut):
                 return found
+            if self._is_updated and self._in_backward is not None:
+                raise HalfUpdatedError(
+                    f"memory ran out in backward, where step_in_backward had updated parameters already: "
+                    f"{found.message}. They are not saved. Resume from the last save, with less."
+                )
             if self._is_updated:
                 raise HalfUpdatedError(f"memory ran out after an update, in what follows it: {found.message}.")
             self._take_back(random)
@@ -306,25 +316,32 @@ class Steps:
         micro_batches = self._without_nothing(batch, [part for part, _counts in parts], weights)
         weights = weights if self._ranks.are_several else [weight for weight in weights if weight]
         self._buffers.take()
+        if self._in_backward is not None:
+            self._in_backward.updates = updates
         measuring = self._measuring() if measure_memory else nullcontext()
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
         with measuring as peak, corrected_momentum(self._model, forwards):
             outcome = run_step(
                 model=self._model,
-                loss=self._parallel.loss,
+                loss=self._parallel.loss if self._job.embed is None else loss_of(self._job),
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
                 weights=weights,
                 precision=self.settings.precision,
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
-                before_update=self._may_update if updates else lambda _loss, _norm: False,
+                before_update=self._may_update
+                if updates or self._in_backward is not None
+                else lambda _loss, _norm: False,
                 move=self._move,
                 carry_out=self._carry_out,
                 follow_up=self._follow_up,
                 synchronising=self._parallel.synchronising,
                 clip=self._parallel.clip,
+                in_backward=self._in_backward,
             )
+            if self._in_backward is not None and outcome.updated:
+                self._check_gradients(outcome)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start, outcome, peak
@@ -386,6 +403,20 @@ class Steps:
             seconds=0.0,
         )
         return self._hand_over(after, recovery)
+
+    def _begin_update(self) -> None:
+        """From now on nothing can be taken back."""
+        self._is_updating = self._is_updated = True
+
+    def _check_gradients(self, outcome: StepOutcome) -> None:
+        """Gradients that were used already are looked at now."""
+        self._finite = self._finite[0], float(outcome.gradient_norm)
+        if not math.isfinite(self._finite[1]):
+            raise HalfUpdatedError(
+                f"a gradient is NaN or infinite in step {self.taken + 1}, and step_in_backward has updated "
+                "parameters with it. They are not saved. Resume from the last save, without step_in_backward: "
+                "then such a step is not taken."
+            )
 
     def _carry_out(self, update: Callable[[], object]) -> None:
         self._is_updating = True

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from brimful.batches import count_samples
 from brimful.certificate import Certificate
+from brimful.coupled import check_coupled
 from brimful.errors import (
     BrimfulError,
     CertificateError,
@@ -61,6 +62,7 @@ from brimful.train.steps import MakeSchedule, NotFiniteStep, Steps
 from brimful.train.utilisation import Utilisation
 from brimful.train.validation import Validator
 from brimful.training import DataLoading, Recovery, StepRecord, StopReason, TrainingResult
+from brimful.updating import clipped_in_backward
 
 MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
@@ -149,6 +151,9 @@ class Trainer:
         self._about = _as_read_again(job)
         self._plan = plan if isinstance(plan, Plan) else None
         self._settings = plan.settings if isinstance(plan, Plan) else plan
+        check_coupled(job, self._settings)
+        if self._settings.step_in_backward and max_gradient_norm is not None:
+            raise clipped_in_backward(max_gradient_norm)
         self._data = data
         self._run_dir = None if run_dir is None else Path(run_dir)
         self._resumes = resume
@@ -276,7 +281,7 @@ class Trainer:
         if saved is not None:
             saved.load_model(self._model)
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
-        self._optimizer = parallel.divided(make_optimizer(self._job, self._model.parameters(), settings))
+        self._optimizer = parallel.divided(make_optimizer(self._job, self._model, settings))
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
@@ -391,10 +396,7 @@ class Trainer:
             return None
         if not certificate.holds:
             raise CertificateError(
-                f"{certificate}\nNothing was trained. A forward that depends on more than its inputs, its "
-                "random numbers and its buffers cannot be recomputed. Plan without what differs: "
-                "recompute='none', offload=False, chunked_loss=False; or, if the difference is meant, pass "
-                "certifies=False."
+                f"{certificate}\nNothing was trained. If the difference is meant, pass certifies=False."
             )
         return certificate
 
@@ -597,6 +599,7 @@ class Trainer:
             self._job,
             validation,
             micro_batch_size=steps.settings.micro_batch_size,
+            global_batch_size=steps.settings.global_batch_size,
             device=self._device,
             on_recovery=journal.add_recovery,
             ranks=self._ranks,
@@ -664,8 +667,11 @@ class Trainer:
 
     @property
     def _full_samples(self) -> int:
-        """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first."""
-        of_rank = min(self._settings.rank_batch_size, 2 * self._settings.micro_batch_size)
+        """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first; all
+        where the loss couples them."""
+        of_rank = self._settings.rank_batch_size
+        if self._job.embed is None:
+            of_rank = min(of_rank, 2 * self._settings.micro_batch_size)
         return of_rank * self._ranks.count
 
     def _memory_text(self, steps: Steps) -> str:

@@ -74,7 +74,8 @@ class SurvivingUpdate:
     def __init__(self, optimizer: Optimizer, make_room: Callable[[], None]) -> None:
         self._optimizer = optimizer
         self._make_room = make_room
-        self._is_of_torch = type(optimizer).step.__module__.startswith("torch.optim")
+        # brimful's own is made of torch's
+        self._is_of_torch = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
         self._layout: _Layout | None = None
         self._usual: dict[int, tuple[int, ...]] = {}
         """Changes that a step makes to a parameter and its state, by id; empty until they are known."""

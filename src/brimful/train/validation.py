@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from brimful.batches import count_samples
+from brimful.batches import count_samples, split_batch
+from brimful.coupled import CoupledLoss, gather_embeddings, loss_of
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.job import Batch, Job
 from brimful.settings import Precision
 from brimful.step import autocast, copied_to
-from brimful.train.data import validation_batches
+from brimful.train.data import is_one_batch, validation_batches
 from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.parallel import DataParallel
 from brimful.train.randomness import RandomState
@@ -35,6 +36,7 @@ class Validator:
         job: Its loss, count and metrics.
         validation: One batch with all samples, or an iterable of batches.
         micro_batch_size: Samples that are computed at once, until memory runs out.
+        global_batch_size: Samples of which a coupled loss is one; None takes each batch as it is given.
         device: Where they are copied to.
         on_recovery: Told of each time that memory ran out.
         ranks: Each computes its share of every batch.
@@ -49,6 +51,7 @@ class Validator:
         validation: Batch | Iterable[Batch],
         *,
         micro_batch_size: int,
+        global_batch_size: int | None = None,
         device: torch.device,
         on_recovery: Callable[[Recovery], None],
         ranks: Ranks = ALONE,
@@ -62,6 +65,7 @@ class Validator:
         self._job = job
         self._validation = validation
         self._micro_batch_size = micro_batch_size
+        self._global_batch_size = global_batch_size
         self._device = device
         self._on_recovery = on_recovery
 
@@ -94,6 +98,7 @@ class Validator:
                     precision,
                     self._validation,
                     micro_batch_size=self._micro_batch_size,
+                    global_batch_size=self._global_batch_size,
                     move=copied_to(self._device),
                     step=step,
                     epoch=epoch,
@@ -144,6 +149,7 @@ def validate(
     validation: Batch | Iterable[Batch],
     *,
     micro_batch_size: int,
+    global_batch_size: int | None = None,
     move: Callable[[Batch], Batch],
     step: int,
     epoch: int,
@@ -163,6 +169,7 @@ def validate(
         precision: Of the forward pass.
         validation: One batch with all samples, or an iterable of batches.
         micro_batch_size: Samples that are computed at once.
+        global_batch_size: Samples of which a coupled loss is one; None takes each batch as it is given.
         move: Brings a micro-batch to the device.
         step: Optimizer steps taken.
         epoch: The epoch that ends.
@@ -177,6 +184,20 @@ def validate(
     Raises:
         UsageError: The validation data have no samples, or nothing that the job counts.
     """
+    if job.embed is not None:
+        return _validate_coupled(
+            model,
+            job,
+            precision,
+            validation,
+            global_batch_size=global_batch_size,
+            micro_batch_size=micro_batch_size,
+            move=move,
+            step=step,
+            epoch=epoch,
+            is_stopped=is_stopped,
+            fetching=fetching,
+        )
     start = time.perf_counter()
     parallel = parallel or DataParallel(job)
     samples, terms, loss = 0.0, 0.0, 0.0
@@ -212,6 +233,63 @@ def validate(
         samples=int(samples),
         seconds=time.perf_counter() - start,
     )
+
+
+def _validate_coupled(
+    model: nn.Module,
+    job: Job,
+    precision: Precision,
+    validation: Batch | Iterable[Batch],
+    *,
+    global_batch_size: int | None,
+    micro_batch_size: int,
+    move: Callable[[Batch], Batch],
+    step: int,
+    epoch: int,
+    is_stopped: Callable[[], bool],
+    fetching: Callable[[], AbstractContextManager[None]],
+) -> ValidationRecord | None:
+    """The same of a loss that couples the samples: the mean over batches as large as those trained on."""
+    start = time.perf_counter()
+    loss = loss_of(job)
+    assert isinstance(loss, CoupledLoss)
+    embed, of_embeddings = partial(loss.embed, model), loss.of_embeddings
+    samples, total = 0, 0.0
+    sums: defaultdict[str, float] = defaultdict(float)
+    with _evaluation_mode(model), torch.no_grad():
+        for batch in _fetched(_global_batches(validation, global_batch_size), fetching):
+            if is_stopped():
+                return None
+            parts = split_batch(batch, micro_batch_size)
+            with autocast(model, precision):
+                value = float(of_embeddings(gather_embeddings(embed, parts, move)))
+            samples += count_samples(batch)
+            total += value * count_samples(batch)
+            for part in parts if job.metrics is not None else ():
+                with autocast(model, precision):
+                    metrics = {} if job.metrics is None else job.metrics(model, move(part))
+                for name, metric in metrics.items():
+                    sums[name] += float(metric) * count_samples(part)
+    if is_stopped():
+        return None
+    if not samples:
+        raise UsageError(f"the validation data of {job.name} have no samples.")
+    return ValidationRecord(
+        step=step,
+        epoch=epoch,
+        loss=total / samples,
+        metrics={name: sums[name] / samples for name in sorted(sums)},
+        samples=samples,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _global_batches(validation: Batch | Iterable[Batch], global_batch_size: int | None) -> Iterator[Batch]:
+    """One batch with all samples in parts, or the batches that are given."""
+    if global_batch_size is not None and is_one_batch(validation):
+        yield from split_batch(validation, global_batch_size)
+    else:
+        yield from [validation] if is_one_batch(validation) else validation
 
 
 def _fetched(batches: Iterator[T], fetching: Callable[[], AbstractContextManager[None]]) -> Iterator[T]:

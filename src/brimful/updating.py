@@ -1,0 +1,124 @@
+"""Updating each parameter in backward, as soon as its gradient is complete: gradients are never all there.
+
+A gradient is complete when autograd has added up what every use of its parameter gave; nothing of
+backward reads the parameter after that. torch calls a hook then. The optimizer's step is taken for that one
+parameter alone, which is the same as for all at once where it treats parameters one by one, and its gradient is
+let go of.
+
+It cannot be taken back: where an error comes in the midst of it, some parameters are updated, others are not.
+
+Source: torch.Tensor.register_post_accumulate_grad_hook (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from brimful.errors import HalfUpdatedError, UsageError
+
+
+def clipped_in_backward(max_gradient_norm: float) -> UsageError:
+    """The error where gradients are to be clipped, too.
+
+    Args:
+        max_gradient_norm: To which.
+
+    Returns:
+        The error to raise.
+    """
+    return UsageError(
+        f"max_gradient_norm is {max_gradient_norm}, and the norm of all gradients is known only after "
+        "backward, when step_in_backward has updated every parameter. Leave out one of the two."
+    )
+
+
+class UpdateInBackward:
+    """An optimizer that steps in backward, parameter by parameter.
+
+    Args:
+        optimizer: Of `torch.optim`, or brimful's own.
+        before_first: Called in each step before the first parameter changes.
+        around: Around the update of each parameter; told its gradient.
+
+    Raises:
+        UsageError: The optimizer may look at several parameters together.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        before_first: Callable[[], None] = lambda: None,
+        around: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: nullcontext(),
+    ) -> None:
+        is_known = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
+        if not is_known or isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError(
+                f"step_in_backward updates one parameter after another, and {type(optimizer).__name__} may look "
+                "at all of them together. Take one of torch.optim's others, such as adamw, or leave it out."
+            )
+        self._optimizer = optimizer
+        self._before_first = before_first
+        self._around = around
+        self.updates = True
+        """Whether parameters are updated; else their gradients are only let go of, for a rehearsal."""
+
+    def run(self, backward: Callable[[], Any]) -> Tensor:
+        """Run backward and all updates.
+
+        Args:
+            backward: From the loss.
+
+        Returns:
+            Scalar: the 2-norm of all gradients.
+
+        Raises:
+            HalfUpdatedError: A parameter got its gradient in parts, by several backwards in one.
+        """
+        norms: list[Tensor] = []
+        done: set[int] = set()
+        with ExitStack() as stack:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    hook = self._hook(group, norms, done)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            backward()
+        if not norms:
+            return torch.zeros(())
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+        return norm
+
+    def _hook(self, group: dict[str, Any], norms: list[Tensor], done: set[int]) -> Callable[[Tensor], None]:
+        def update(parameter: Tensor) -> None:
+            assert isinstance(parameter, nn.Parameter)
+            assert parameter.grad is not None
+            if id(parameter) in done:
+                raise HalfUpdatedError(
+                    "a parameter got another part of its gradient after it was updated by the first: reentrant "
+                    "checkpointing (use_reentrant=True) runs a backward of its own for each segment. Train "
+                    "without step_in_backward, or checkpoint with use_reentrant=False."
+                )
+            with torch.no_grad(), self._around(parameter):
+                norms.append(torch.linalg.vector_norm(parameter.grad).float())
+                if self.updates:
+                    if not done:
+                        self._before_first()
+                    self._step(group, parameter)
+                done.add(id(parameter))
+                parameter.grad = None
+
+        return update
+
+    def _step(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        whole = self._optimizer.param_groups
+        self._optimizer.param_groups = [group | {"params": [parameter]}]
+        try:
+            self._optimizer.step()
+        finally:
+            self._optimizer.param_groups = whole
