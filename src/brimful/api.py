@@ -57,7 +57,7 @@ from brimful.planning import (
 from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings, UnitAction
 from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
 from brimful.trace import Trace
-from brimful.train import Schedule, Trainer
+from brimful.train import Callback, Schedule, Trainer
 from brimful.training import StopReason, TrainingResult
 from brimful.units import format_bytes, parse_bytes
 
@@ -483,6 +483,7 @@ def fit(
     ema_decay: float | None = None,
     correct_batch_norm: bool = False,
     patience: int | None = None,
+    callbacks: Sequence[Callback] = (),
     show_progress: bool = True,
 ) -> tuple[TrainingResult, TrainingResult | None]:
     """Train by a plan, and beforehand without it if a comparison is wanted.
@@ -504,6 +505,7 @@ def fit(
         correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
             micro-batch.
         patience: End the run after so many validations without a lower loss; None ends it at no loss.
+        callbacks: Told of each step and each validation of the planned run.
         show_progress: Show how far the run is.
 
     Returns:
@@ -535,6 +537,7 @@ def fit(
             ema_decay=ema_decay,
             correct_batch_norm=correct_batch_norm,
             patience=patience,
+            callbacks=callbacks if which is job else (),
             show_progress=show_progress,
         ).fit()
 

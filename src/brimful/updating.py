@@ -61,7 +61,8 @@ class UpdateInBackward:
         if not is_known or isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
                 f"step_in_backward updates one parameter after another, and {type(optimizer).__name__} may "
-                "look at all of them together. Take one of torch.optim's others, such as adamw, or leave it out."
+                "look at all of them together. Take one of torch.optim's others, such as adamw, or leave it "
+                "out."
             )
         self._optimizer = optimizer
         self._before_first = before_first

@@ -96,6 +96,8 @@ ESTIMATE_KEYS = {
 PLAN_KEYS = {
     "brimful_plan",
     "budget_curve",
+    "model_flops",
+    "peak_flops_per_second",
     "peak_at",
     "status",
     "job",
@@ -341,8 +343,9 @@ def test_calibrate_measures_this_machine_and_estimates_then_use_it(folder: Path)
 TRAIN = (
     "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-    "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--parallelism", "--plan",
-    "--epochs", "--steps", "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
+    "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--step-in-backward",
+    "--parallelism", "--reshard", "--gathered-dtype", "--tensorboard", "--wandb", "--plan", "--epochs",
+    "--steps", "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
     "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
     "--keep-saves", "--compare-plain", "--json",
 )  # fmt: skip
@@ -360,9 +363,9 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--ranks", "--nodes",
-        "--network", "--parallelism", "--seq-len", "--image-size", "--set", "--output", "--check", "--certify",
-        "--json",
+        "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--step-in-backward",
+        "--ranks", "--nodes", "--network", "--parallelism", "--reshard", "--gathered-dtype", "--seq-len",
+        "--image-size", "--set", "--output", "--check", "--certify", "--json",
     ],
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set"],
     "train images": [

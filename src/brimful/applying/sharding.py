@@ -38,8 +38,7 @@ class Sharded:
         settings: Say what is gathered when.
 
     Raises:
-        UsageError: Blocks share parameters, or BatchNorm's would be gathered in another type than its
-            statistics.
+        UsageError: Blocks share parameters, or BatchNorm's would be of another type than its statistics.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:

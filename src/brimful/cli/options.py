@@ -175,14 +175,38 @@ class PlanOptions:
         ),
     ] = None
     split_batch_norm: SplitBatchNorm = False
+    step_in_backward: Annotated[
+        bool,
+        typer.Option(
+            "--step-in-backward",
+            help="Update each parameter in backward and let go of its gradient. A step that fails then cannot "
+            "be taken back; without accumulation, clipping, fp16 and other ranks.",
+        ),
+    ] = False
     parallelism: Annotated[
         str,
         typer.Option(
             "--parallelism",
             help="Several ranks: ddp keeps the model on each, fsdp2 divides it among them, auto takes the "
-            "faster.",
+            "faster; zero1, zero2 and zero3 are DeepSpeed's.",
         ),
     ] = "auto"
+    reshard_after_forward: Annotated[
+        bool | None,
+        typer.Option(
+            "--reshard/--no-reshard",
+            help="Under FSDP2, let go of gathered parameters between forward and backward. Left out: the "
+            "faster that fits.",
+            show_default=False,
+        ),
+    ] = None
+    gathered_dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Under FSDP2 and bf16, bfloat16 gathers parameters in half the bytes, which rounds more than "
+            "autocast does.",
+        ),
+    ] = None
 
     def asked(self) -> dict[str, Any]:
         """As arguments of `api.plan`."""
@@ -261,6 +285,12 @@ class RunOptions:
     ] = None
     run_dir: Annotated[
         Path | None, typer.Option(help="A new directory for weights, records and saves; runs/… if left out.")
+    ] = None
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write TensorBoard's event files, to --run-dir/tensorboard.")
+    ] = False
+    wandb: Annotated[
+        str | None, typer.Option(help="Log to this project of Weights & Biases.", metavar="PROJECT")
     ] = None
     resume: Annotated[
         bool,

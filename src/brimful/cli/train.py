@@ -21,6 +21,7 @@ from brimful.training import StopReason
 if TYPE_CHECKING:
     from brimful.job import Job
     from brimful.planning import Plan
+    from brimful.train import Callback
 
 _OWN_JOB = "job"
 
@@ -258,7 +259,13 @@ def _train(
         if ranks.is_first and not as_json:
             print(chosen, flush=True)
         result, plain = api.fit(
-            job, chosen, run_dir=where, resume=goes_on, show_progress=not as_json, **training.asked()
+            job,
+            chosen,
+            run_dir=where,
+            resume=goes_on,
+            callbacks=_trackers(run, where),
+            show_progress=not as_json,
+            **training.asked(),
         )
     if ranks.is_first:
         text = training_text(result, plain)
@@ -267,6 +274,19 @@ def _train(
     status = {StopReason.INTERRUPTED: INTERRUPTED, StopReason.TERMINATED: TERMINATED}
     if result.stopped_because in status:
         raise typer.Exit(status[result.stopped_because])
+
+
+def _trackers(run: RunOptions, where: Path) -> list[Callback]:
+    """Those that were asked for; the run directory is one of ours, with its files in it."""
+    from brimful.train import TensorBoard, WandB
+    from brimful.train.run_directory import TENSORBOARD
+
+    trackers: list[Callback] = []
+    if run.tensorboard:
+        trackers.append(TensorBoard(where / TENSORBOARD))
+    if run.wandb is not None:
+        trackers.append(WandB(run.wandb, name=where.name))
+    return trackers
 
 
 def _begin(

@@ -10,6 +10,7 @@
 | `average.safetensors` | their moving average, if one is kept |
 | `saves/` | what is needed to resume; see `saves.py` |
 | `lowered.json` | settings to go on with, where memory ran out on one of several ranks |
+| `tensorboard/` | TensorBoard's event files, if they were asked for |
 | `result.json` | the `TrainingResult`, once the run has ended |
 
 `load_weights(model, path)` loads weights again.
@@ -44,6 +45,8 @@ BEST = "best.safetensors"
 AVERAGE = "average.safetensors"
 RESULT = "result.json"
 LOWERED = "lowered.json"
+TENSORBOARD = "tensorboard"
+_FOLDERS = ("saves", TENSORBOARD)
 _NAMES = (PLAN, SETTINGS, JOB, METRICS, WEIGHTS, BEST, AVERAGE, RESULT)
 
 _MOST_ENTRIES_NAMED = 3
@@ -243,12 +246,13 @@ def clear_begun_run(path: Path) -> None:
     if (path / METRICS).is_file():
         with (path / METRICS).open("rb") as metrics:
             _lock(metrics, path)
-    own = {*_NAMES, "report.txt", "saves"}
+    own = {*_NAMES, "report.txt", *_FOLDERS}
     present = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     if present and present <= own | {LOWERED}:
-        for name in present - {"saves", LOWERED}:
+        for name in present - {*_FOLDERS, LOWERED}:
             (path / name).unlink()
-        shutil.rmtree(path / "saves", ignore_errors=True)
+        for name in _FOLDERS:
+            shutil.rmtree(path / name, ignore_errors=True)
 
 
 def check_run_directory(path: Path) -> None:
