@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow  # launches processes that import torch
 
 JOB = """
-    import os, signal
+    import os, signal, time
     from pathlib import Path
 
     import torch
@@ -32,9 +35,24 @@ JOB = """
     samples = {"x": x, "y": x[:, :4].argmax(1)}
     calls = 0
 
+    def loader():
+        from torch.utils.data import DataLoader, TensorDataset
+
+        def collate(items):
+            time.sleep(0.2 * (os.environ["RANK"] == "1"))  # rank 0 waits in a step, rank 1 for its worker
+            return {"x": torch.stack([x for x, _ in items]), "y": torch.stack([y for _, y in items])}
+
+        return DataLoader(
+            TensorDataset(samples["x"].repeat(50, 1), samples["y"].repeat(50)),
+            batch_size=16, num_workers=1, collate_fn=collate,
+        )
+
     def fault():
         global calls
         calls += torch.is_grad_enabled()
+        if WHAT == "workers":
+            Path(__file__).with_name(f"step-{calls}").touch()
+            return
         marker = Path(__file__).with_name("fault-was")
         if WHAT and os.environ.get("RANK") == "1" and calls == AT and not marker.exists():
             marker.touch()
@@ -86,7 +104,7 @@ JOB = """
             loss=loss,
             batch=samples,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-            data=lambda: bf.Data(train=samples),
+            data=lambda: bf.Data(train=loader() if WHAT == "workers" else samples),
         )
 """
 
@@ -164,3 +182,38 @@ def test_sigterm_ends_both_ranks_after_the_same_step_and_saves(tmp_path: Path) -
     again = launched(tmp_path, "ended")
     assert again.returncode == 0, again.stderr
     assert losses(tmp_path / "ended") == losses(tmp_path / "whole")
+
+
+def started_with_workers(folder: Path, rank: int, port: int, *, steps: int) -> subprocess.Popen[str]:
+    """A rank in a session of its own, which its DataLoader's worker is in too."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "brimful", "train", "job.py:job", "--global-batch-size", "16",
+         "--micro-batch-size", "8", "--recompute", "none", "--steps", str(steps), "--device", "cpu",
+         "--run-dir", "ended", "--resume"],
+        cwd=folder, text=True, stderr=subprocess.PIPE, start_new_session=True,
+        env={**os.environ, "FAULT": "workers", "OMP_NUM_THREADS": "1", "RANK": str(rank), "WORLD_SIZE": "2",
+             "LOCAL_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+    )  # fmt: skip
+
+
+def test_sigterm_ends_ranks_after_the_same_step_although_their_workers_get_it_too(tmp_path: Path) -> None:
+    """As torchrun sends it, to each rank's group of processes: one misses its worker, and one waits for it."""
+    (tmp_path / "job.py").write_text(textwrap.dedent(JOB))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    ranks = [started_with_workers(tmp_path, rank, port, steps=150) for rank in range(2)]
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "step-15").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for rank in ranks:
+            os.killpg(rank.pid, signal.SIGTERM)
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [143, 143], errors
+    last = max(losses(tmp_path / "ended"))
+    assert 0 < last < 150
+    assert (tmp_path / "ended" / "saves" / f"step-{last:09d}").exists()

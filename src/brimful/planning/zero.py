@@ -33,6 +33,10 @@ choice; not tried on GPUs."""
 PREFETCHED_PART = 8
 """Stage 3 gathers ahead of use at most this part of a bucket."""
 
+GLOO_HELD_BUCKETS = 4
+"""Buckets that gloo's threads may hold on to at most: 3.1 were measured, a varying number
+(benchmarks/results/train_zero.json). NCCL has no such threads."""
+
 _BYTES = 4
 """Of a float32 number; others are not trained."""
 
@@ -132,6 +136,8 @@ class _Change:
         label: str,
         since: tuple[int, int],
         until: tuple[int, int] | None,
+        *,
+        most_bytes: int | None = None,
     ) -> None:
         """Let something be held from before or after an op until before or after another; None: for good."""
         op, place = since
@@ -142,6 +148,7 @@ class _Change:
                 category=category,
                 op=op if op >= 0 else None,
                 label=f"DeepSpeed's {label}",
+                most_bytes=most_bytes,
             )
         )
         self._added.append((op, place, Event(kind=EventKind.ALLOCATE, storage=storage, op=op)))
@@ -209,6 +216,10 @@ class _Change:
             part = self._part(self._total_bytes)
             for label, size_bytes in (("bucket", self._bucket_bytes), ("part of the gradients", part)):
                 self._holds(size_bytes, Category.GRADIENTS, label, (-1, _AFTER), None)
+        if self._trace.device_kind == "cpu":
+            most = GLOO_HELD_BUCKETS * self._bucket_bytes
+            since = (-1, _AFTER)
+            self._holds(0, Category.TEMPORARIES, "buckets in gloo", since, None, most_bytes=most)
         last_of_step = {each.step: each.number for each in self._micro_batches()}
         for each in self._micro_batches():
             ends = (each.backward[-1], _AFTER)

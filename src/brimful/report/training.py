@@ -14,7 +14,7 @@ from brimful.units import format_bytes, format_rate, format_seconds
 
 _SPARK_CELLS = 40
 _MUCH_SLOWER = 1.25
-"""Measured against predicted: of 95 steps on an idle machine none took so much (benchmarks/plan/measured.py)."""
+"""Measured against predicted: of 95 on an idle machine none took so much (benchmarks/plan/measured.py)."""
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 

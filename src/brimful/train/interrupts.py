@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -16,7 +16,8 @@ def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     """Call `stop` on the first Ctrl-C or SIGTERM, and give both back their own handlers.
 
     Signals that the process ignores stay ignored. Outside the main thread, which alone gets signals, it does
-    nothing.
+    nothing. After the first, processes that end are not told of: a DataLoader's workers get the signal too, and
+    an error in the middle of the step under way would come of it.
 
     Args:
         stop: Called with the signal, in the middle of whatever runs; it should only take a note.
@@ -27,12 +28,13 @@ def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
 
-    def restore() -> None:
-        for number in ours:
+    def restore(numbers: Iterable[int]) -> None:
+        for number in numbers:
             signal.signal(number, before[number])
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        restore()
+        restore(ours)
+        before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         stop(signal.Signals(number))
 
     for number in ours:
@@ -40,4 +42,4 @@ def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        restore()
+        restore(before.keys() & {*ours, signal.SIGCHLD})

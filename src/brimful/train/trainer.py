@@ -572,25 +572,36 @@ class Trainer:
         return self._parallel.whole_model(self.model, folder)
 
     def _loaded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, float]]:
-        """The batches, until a stop is requested, each with the seconds that were waited for it."""
+        """The batches, until a stop is requested, each with the seconds that were waited for it.
+
+        All ranks go on with a batch or none does: a signal reaches a DataLoader's workers too, and then one
+        rank may miss its worker before the others have heard of it.
+        """
         while True:
             start = time.perf_counter()
             self._before_batch = self._data_randomness.state
+            batch, failure = None, None
             try:
                 with self._data_randomness.drawn_from():
-                    batch = next(batches)
-            except StopIteration:
-                return
-            except BrimfulError:
-                raise
+                    batch = next(batches, None)
             except Exception as error:
-                if self._stop_requested:  # Ctrl-C reaches a DataLoader's workers too, and they are missed then
-                    return
-                raise DataError(
-                    f"the training data failed after {_of(self._place)}: {type(error).__name__}: {error}"
-                ) from error
-            if self._stop_requested and not self._ranks.are_several:  # several take the step, then agree
+                failure = error
+            failed, stopped, ended = self._ranks.sum(
+                failure is not None, self._stop_requested, failure is None and batch is None
+            )
+            if stopped or ended == self._ranks.count:
                 return
+            if isinstance(failure, BrimfulError):
+                raise failure
+            if failure is not None:
+                raise DataError(
+                    f"the training data failed after {_of(self._place)}: {type(failure).__name__}: {failure}"
+                ) from failure
+            if failed or ended:
+                raise DataError(
+                    f"after {_of(self._place)} the training data failed on {failed:.0f} of {self._ranks.count} "
+                    f"ranks, and ended on {ended:.0f}. Every rank must read the same batches."
+                )
             yield batch, time.perf_counter() - start
 
     def _validator(self, validation: Any, steps: Steps, journal: Journal) -> Validator:

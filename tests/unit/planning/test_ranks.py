@@ -5,9 +5,12 @@ import torch
 from torch import nn
 
 import brimful as bf
+from brimful.capture import capture_step
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
 from brimful.hardware import find_device
-from brimful.settings import Parallelism
+from brimful.measuring import device_record
+from brimful.planning import estimate_trace, of_one_rank
+from brimful.settings import Parallelism, Settings
 
 WIDTH, BLOCKS = 256, 6
 
@@ -78,6 +81,14 @@ def test_zero_divides_state_then_gradients_then_parameters() -> None:
     assert spared[0] == pytest.approx(3 * part, rel=0.05)
     assert spared[1] == pytest.approx(4 * part, rel=0.1)
     assert spared[2] >= 3.9 * part
+
+
+def test_the_interval_of_zero_on_cpus_has_room_for_what_gloo_holds() -> None:
+    device = device_record(torch.device("cpu"))
+    how = Settings(micro_batch_size=4, ranks=2, parallelism=Parallelism.ZERO3)
+    estimate = estimate_trace(of_one_rank(capture_step(make_job(), how, device, steps=2)), device)
+    least_room = estimate.predicted_device_interval_bytes[1] - estimate.predicted_peak_device_bytes
+    assert least_room >= 4 * parameter_bytes()
 
 
 def test_zero_is_chosen_by_name_alone_and_not_with_every_optimizer() -> None:
