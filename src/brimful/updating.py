@@ -33,8 +33,8 @@ def clipped_in_backward(max_gradient_norm: float) -> UsageError:
         The error to raise.
     """
     return UsageError(
-        f"max_gradient_norm is {max_gradient_norm}, and the norm of all gradients is known only after backward, "
-        "when step_in_backward has updated every parameter. Leave out one of the two."
+        f"max_gradient_norm is {max_gradient_norm}, and the norm of all gradients is known only after "
+        "backward, when step_in_backward has updated every parameter. Leave out one of the two."
     )
 
 
@@ -44,7 +44,7 @@ class UpdateInBackward:
     Args:
         optimizer: Of `torch.optim`, or brimful's own.
         before_first: Called in each step before the first parameter changes.
-        around: Around the update of each parameter; told its gradient.
+        around: Around the update of each parameter; told which.
 
     Raises:
         UsageError: The optimizer may look at several parameters together.
@@ -60,8 +60,8 @@ class UpdateInBackward:
         is_known = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
         if not is_known or isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError(
-                f"step_in_backward updates one parameter after another, and {type(optimizer).__name__} may look at "
-                "all of them together. Take one of torch.optim's others, such as adamw, or leave it out."
+                f"step_in_backward updates one parameter after another, and {type(optimizer).__name__} may "
+                "look at all of them together. Take one of torch.optim's others, such as adamw, or leave it out."
             )
         self._optimizer = optimizer
         self._before_first = before_first

@@ -1,4 +1,4 @@
-"""Updating each parameter in backward is the same training with fewer gradients, or ends with the last save whole."""
+"""Updating each parameter in backward is the same training, or ends with the last save whole."""
 
 from __future__ import annotations
 
@@ -140,6 +140,17 @@ def test_a_plan_with_it_keeps_its_word() -> None:
     assert 0 <= beyond <= NUMBERS_BYTES
 
 
+def test_what_a_plan_with_it_cannot_have_is_refused_or_left_out() -> None:
+    plan = partial(bf.plan, deep_job(), "RTX 3090", global_batch_size=2, step_in_backward=True)
+    assert plan(precision=["fp16", "bf16"], recompute="none").settings.precision is Precision.BF16
+    with pytest.raises(UsageError, match="takes the global batch of 2 at once"):
+        plan(micro_batch_size=1)
+    with pytest.raises(UsageError, match="loss scaler"):
+        plan(precision="fp16")
+    with pytest.raises(UsageError, match="averaged first"):
+        plan(ranks=2)
+
+
 def test_settings_with_it_are_read_again() -> None:
     assert settings_from_json(settings_to_json(IN_BACKWARD)) == IN_BACKWARD
 
@@ -164,7 +175,7 @@ def test_clipping_larger_batches_and_other_optimizers_are_refused() -> None:
         lambda: trained(make_job(), IN_BACKWARD, max_gradient_norm=1.0),
         lambda: bf.apply(IN_BACKWARD, make_job(), model, sgd, max_gradient_norm=1.0),
     ):
-        with pytest.raises(UsageError, match="max_gradient_norm is 1.0"):
+        with pytest.raises(UsageError, match=r"max_gradient_norm is 1\.0"):
             run()
     step = bf.apply(IN_BACKWARD, make_job(), model, sgd)
     with pytest.raises(UsageError, match="one of 50 samples is more than the 8"):
