@@ -44,7 +44,7 @@ class UpdateInBackward:
     Args:
         optimizer: Of `torch.optim`, or brimful's own.
         before_first: Called in each step before the first parameter changes.
-        around: Around the update of each parameter; told its gradient.
+        around: Around the update of each parameter; told which.
 
     Raises:
         UsageError: The optimizer may look at several parameters together.

@@ -1,4 +1,4 @@
-"""Updating each parameter in backward is the same training with fewer gradients, or ends with a whole save."""
+"""Updating each parameter in backward is the same training, or ends with the last save whole."""
 
 from __future__ import annotations
 
@@ -138,6 +138,17 @@ def test_a_plan_with_it_keeps_its_word() -> None:
     assert "updated in backward" in plan.settings.describe()
     beyond = bf.measure(job, plan).measured_peak_allocated_bytes - plan.predicted_peak_allocated_bytes
     assert 0 <= beyond <= NUMBERS_BYTES
+
+
+def test_what_a_plan_with_it_cannot_have_is_refused_or_left_out() -> None:
+    plan = partial(bf.plan, deep_job(), "RTX 3090", global_batch_size=2, step_in_backward=True)
+    assert plan(precision=["fp16", "bf16"], recompute="none").settings.precision is Precision.BF16
+    with pytest.raises(UsageError, match="takes the global batch of 2 at once"):
+        plan(micro_batch_size=1)
+    with pytest.raises(UsageError, match="loss scaler"):
+        plan(precision="fp16")
+    with pytest.raises(UsageError, match="averaged first"):
+        plan(ranks=2)
 
 
 def test_settings_with_it_are_read_again() -> None:

@@ -68,6 +68,11 @@ class Request:
             raise UsageError(
                 f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes; both are at least 1."
             )
+        if self.step_in_backward and self.micro_batch_size not in (None, self.global_batch_size):
+            raise UsageError(
+                f"micro_batch_size is {self.micro_batch_size}, and step_in_backward takes the global batch of "
+                f"{self.global_batch_size} at once. Leave out one of the two."
+            )
         if self.global_batch_size % self.ranks:
             raise UsageError(
                 f"the global batch size {self.global_batch_size} cannot be divided evenly among {self.ranks} "
@@ -140,7 +145,7 @@ class Request:
             for reshards in self._reshards(parallelism)
             for name, implementation in optimizers
             for precision in self.precisions
-            if parallelism is Parallelism.DDP or precision is not Precision.FP16
+            if precision is not Precision.FP16 or not self._leaves_fp16_out(parallelism)
         )
 
     def _gathered_dtype(self, parallelism: Parallelism) -> str | None:
@@ -151,6 +156,11 @@ class Request:
         if parallelism is not Parallelism.FSDP2:
             return (True,)
         return (True, False) if self.reshard_after_forward is None else (self.reshard_after_forward,)
+
+    def _leaves_fp16_out(self, parallelism: Parallelism) -> bool:
+        """Whether fp16, one of several precisions perhaps, cannot be combined with what is asked."""
+        is_choice = len(self.precisions) > 1
+        return parallelism is not Parallelism.DDP or (self.step_in_backward and is_choice)
 
     @property
     def reserved_budget_bytes(self) -> int:
