@@ -360,8 +360,8 @@ class Settings:
 
 
 def settings_to_json(settings: Settings) -> dict[str, Any]:
-    """Settings as a JSON object with the record's own names."""
-    return {
+    """Settings as a JSON object with the record's own names; those of FSDP2 stand there under FSDP2 alone."""
+    document: dict[str, Any] = {
         "precision": str(settings.precision),
         "micro_batch_size": settings.micro_batch_size,
         "gradient_accumulation_steps": settings.gradient_accumulation_steps,
@@ -374,9 +374,13 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "ranks": settings.ranks,
         "parallelism": str(settings.parallelism),
         "nodes": settings.nodes,
-        "reshard_after_forward": settings.reshard_after_forward,
-        "gathered_dtype": settings.gathered_dtype,
-    } | ({"step_in_backward": True} if settings.step_in_backward else {})
+    }
+    if settings.step_in_backward:
+        document["step_in_backward"] = True
+    if settings.parallelism is Parallelism.FSDP2:
+        document["reshard_after_forward"] = settings.reshard_after_forward
+        document["gathered_dtype"] = settings.gathered_dtype
+    return document
 
 
 def _unit_to_json(unit: UnitAction) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from brimful.capture import capture_step
 from brimful.cost import step_seconds
 from brimful.errors import UsageError
 from brimful.planning import estimate_trace
-from brimful.settings import Parallelism, Precision, Settings
+from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
 from brimful.trace import Phase, Trace
 from brimful.train import Trainer
 from brimful.train.lowering import Lowering
@@ -195,6 +196,11 @@ def test_batch_norm_is_not_gathered_in_halves() -> None:
     capture_step(normalised, FSDP2, resolve_device("cpu"))
     with pytest.raises(UsageError, match="1 is a BatchNorm, whose parameters are not gathered"):
         capture_step(normalised, HALVES, resolve_device("cpu"))
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_ways_to_gather_go_into_a_file_and_back(how: Settings) -> None:
+    assert settings_from_json(json.loads(json.dumps(settings_to_json(how)))) == how
 
 
 def test_adafactor_is_refused_where_parameters_are_divided() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,13 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from brimful.applying.sharding import Sharded
 from brimful.errors import ResumeError
-from brimful.train.shards import SavedTensors, Shards, load_model, load_optimizer_state
+from brimful.settings import Parallelism, Settings
+from brimful.train.shards import SavedTensors, Shards, divided_of_model, load_model, load_optimizer_state
+from brimful.train.weights import TIED
 
 WHOLE = {
     "one row": torch.arange(7.0)[None],
@@ -73,8 +78,6 @@ def test_a_rank_writes_no_more_than_its_part(tmp_path: Path) -> None:
 def test_parts_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path) -> None:
     model = nn.Linear(3, 8)
     save(tmp_path / "shards", 4, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
-    from safetensors.torch import save_file
-
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     other = nn.Linear(3, 8)
     load_model(other, tmp_path, "model.safetensors")
@@ -96,3 +99,36 @@ def test_the_state_of_an_optimizer_over_fewer_parameters_is_not_given_to_it(tmp_
     optimizer = torch.optim.Adam(nn.Linear(3, 8).parameters())
     with pytest.raises(ResumeError, match="has a parameter 2, and this one 2 parameters"):
         load_optimizer_state(optimizer, optimizer.state_dict(), tmp_path)
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.register_buffer("scale", torch.full((2,), 7.0))
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_are_written_once_and_come_back_tied_or_not(tmp_path: Path, tied: bool) -> None:
+    model = Tied(tied=True)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    how = Settings(micro_batch_size=1, ranks=2, parallelism=Parallelism.FSDP2)
+    (tmp_path / "shards").mkdir()
+    with as_rank(0, 1) as mesh:
+        Sharded(model, mesh, how)
+        whole, parts, tied_names = divided_of_model(model)
+        assert set(whole) == {"scale"}
+        assert set(parts) == {"model.embedding.weight", "model.head.bias"}
+        assert tied_names == {"head.weight": "embedding.weight"}
+        Shards(parts).write(tmp_path / "shards" / "0.safetensors")
+    kept = {"format": "pt", TIED: json.dumps(tied_names)}
+    save_file(whole, tmp_path / "model.safetensors", metadata=kept)
+    other = Tied(tied=tied)
+    with torch.no_grad():
+        other.scale.zero_()
+    load_model(other, tmp_path, "model.safetensors")
+    assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
+    assert (other.head.weight is other.embedding.weight) is tied
