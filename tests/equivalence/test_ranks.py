@@ -241,7 +241,8 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 def test_ranks_come_to_the_same_end(ends: dict[str, list[Any]], parallelism: Parallelism) -> None:
     """A NaN on one, a patience that ends, random numbers in a validation, running statistics."""
     first, second = ends[parallelism]
-    assert first["told"].startswith("the loss is nan and the gradient norm nan in step")
+    norm = "inf" if parallelism.is_zero else "nan"  # DeepSpeed clamps what is infinite or NaN to infinity
+    assert first["told"].startswith(f"the loss is nan and the gradient norm {norm} in step")
     assert first["told"] == second["told"]
     assert first["stopped"] == second["stopped"]
     assert first["stopped"][0] == "not improving"

@@ -270,7 +270,7 @@ class Trainer:
         seed_all(self._seed)
         set_up_allocator(settings, self._device)
         self._model = build_model(self._job).to(self._device).train()
-        self._certificate = self._certified(self._model) if saved is None and self._ranks.is_first else None
+        self._certificate = self._certified_by_first(self._model) if saved is None else None
         self._data_randomness = RandomStream()
         if self._ranks.rank:
             seed_all(self._seed, self._ranks.rank)  # dropout is not to be the same on every rank
@@ -378,6 +378,19 @@ class Trainer:
                 "changed. Give the same, or begin another run in a new run directory."
             )
         return settings_from_json(saved.state["settings"]) if asked == self._settings else self._settings
+
+    def _certified_by_first(self, model: nn.Module) -> Certificate | None:
+        """What the first rank finds; the others wait for it, and end with it."""
+        certificate, failure = None, None
+        if self._ranks.is_first:
+            try:
+                certificate = self._certified(model)
+            except CertificateError as error:
+                failure = error
+        told = self._ranks.of_first(None if failure is None else str(failure))
+        if told is not None:
+            raise failure or CertificateError(told)
+        return certificate
 
     def _certified(self, model: nn.Module) -> Certificate | None:
         """That the plan is the same training; None if there is nothing to compare."""
@@ -640,6 +653,7 @@ class Trainer:
 
     def _save_weights(self, journal: Journal, steps: Steps) -> None:
         """Save the weights as the last step left them, unless it left NaN or infinity in them."""
+        self._ranks.take_buffers_of_first(self.model)  # the others' are of their own samples
         if not self._is_finite():
             raise update_not_finite(steps.taken, self._settings, _saved_weights(journal))
         if self._run_dir is not None:
@@ -656,9 +670,11 @@ class Trainer:
         if self._is_finite():
             if self._run_dir is not None:
                 journal.save_weights(self._whole_model(), steps.taken)
-            where = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
-            return step_not_finite(record, self._settings, f"after step {steps.taken}, {where}")
-        return step_not_finite(record, self._settings, _saved_weights(journal))
+            written = journal.weights_path or "in the model (Trainer.model); without run_dir nothing is written"
+            where = f"after step {steps.taken}, {written}"
+        else:
+            where = _saved_weights(journal)
+        return step_not_finite(record, self._settings, self._ranks.of_first(where))  # which alone has written
 
     def _total_steps(self, batches: Batches) -> int | None:
         """Steps of the whole run; None if the data do not say."""

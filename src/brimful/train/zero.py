@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -121,7 +120,7 @@ class ZeroEngine:
             norm = combine_grad_norm_groups(self.zero._get_norm_groups())
         else:
             norm = self.zero.scaled_global_norm()
-        return torch.where(norm < 0, math.nan, norm)  # DeepSpeed's sign for infinity or NaN
+        return norm  # infinite where it is NaN
 
     def flat_parts(self) -> Iterator[tuple[Tensor, list[nn.Parameter]]]:
         """What the optimizer steps on this rank, each with the parameters that parts of it are of."""
