@@ -73,6 +73,8 @@ def language_model(
         model=found.build,
         weights=found.weights,
         loss=_loss,
+        count=_count,
+        counted="tokens",
         batch=make_samples,
         optimizer=default_optimizer(found),
         data=lambda: Data(train={"tokens": training}, validation={"tokens": validation}),
@@ -94,6 +96,12 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
     tokens = batch["tokens"].long()  # (B, T); kept as 4 bytes each until here
     loss: Tensor = model(input_ids=tokens, labels=tokens).loss
     return loss
+
+
+def _count(batch: Batch) -> int:
+    """Tokens that the loss is a mean over: all but each row's first."""
+    rows, length = batch["tokens"].shape
+    return int(rows * (length - 1))
 
 
 def _read(paths: Sequence[Path], text_column: str, encoding: str, asked: BadSamples) -> list[list[str]]:
