@@ -192,8 +192,8 @@ def make_optimizer(
     optimizer = _make(job, parameters, None if settings is None else settings.optimizer)
     if type(optimizer).__module__.startswith("torchao."):
         raise UsageError(
-            f"{job.name}: the optimizer is torchao's {type(optimizer).__name__}, whose state is in tensors "
-            "of a class of its own: what they take cannot be predicted, nor can they be copied and saved as "
+            f"{job.name}: the optimizer is torchao's {type(optimizer).__name__}, whose state is in tensors of "
+            "its own class: what they take cannot be predicted, nor can they be copied and saved like "
             "others. Take 'adamw8bit' (of bitsandbytes) or 'adafactor', which take less than 'adamw', too."
         )
     if settings is not None and settings.optimizer_implementation is not None:

@@ -59,10 +59,10 @@ class UpdateInBackward:
     ) -> None:
         is_known = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
         if not is_known or isinstance(optimizer, torch.optim.LBFGS):
+            name = type(optimizer).__name__
             raise UsageError(
-                f"step_in_backward updates one parameter after another, and {type(optimizer).__name__} may "
-                "look at all of them together. Take one of torch.optim's others, such as adamw, or leave it "
-                "out."
+                f"step_in_backward updates one parameter after another, and {name} may look at all of them "
+                "together. Take one of torch.optim's others, such as adamw, or leave it out."
             )
         self._optimizer = optimizer
         self._before_first = before_first
