@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -25,12 +26,13 @@ def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
     ours = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
 
     def restore(numbers: Iterable[int]) -> None:
         for number in numbers:
-            signal.signal(number, before[number])
+            if before[number] is not None:  # else it was not set from Python
+                signal.signal(number, before[number])
 
     def handle(number: int, _frame: FrameType | None) -> None:
         restore(ours)
