@@ -94,8 +94,12 @@ def refused_certificate(parallelism: str) -> str:
     return str(told.value)
 
 
-def done_alike(parallelism: str, folder: str) -> dict[str, Any]:
-    """What happened on this rank."""
+def done_alike(folder: str) -> dict[str, dict[str, Any]]:
+    """What happened on this rank, by parallelism."""
+    return {name: done_alike_by(name, folder) for name in ("ddp", "fsdp2")}
+
+
+def done_alike_by(parallelism: str, folder: str) -> dict[str, Any]:
     _trainer, certified = fitted(parallelism, nn.Tanh(), recomputed=("layers",), steps=2)
     _trainer, patient = fitted(parallelism, validates=True, rate=0.0, epochs=9, patience=2)
     trainer, normed = fitted(parallelism, nn.BatchNorm1d(8), steps=4)

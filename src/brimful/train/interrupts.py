@@ -31,7 +31,8 @@ def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
 
     def restore(numbers: Iterable[int]) -> None:
         for number in numbers:
-            signal.signal(number, before[number])
+            if before[number] is not None:  # else it was not set from Python
+                signal.signal(number, before[number])
 
     def handle(number: int, _frame: FrameType | None) -> None:
         restore(ours)
