@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 
 pytest.importorskip("transformers")
 
@@ -67,6 +69,43 @@ def test_texts_are_classified_and_the_run_goes_on(tmp_path: Path, model: str) ->
     other = brimful(tmp_path, *command, "--run-dir", "parts", "--resume", "--balance-classes")
     assert other.returncode == 1
     assert "files or flags have changed" in other.stderr
+    faster = brimful(tmp_path, *command, "--run-dir", "parts", "--resume", "--learning-rate", "1")
+    assert faster.returncode == 1
+    assert "learning rates" in faster.stderr
+
+
+def test_asking_for_another_adam_does_not_change_the_rate(tmp_path: Path, model: str) -> None:
+    (tmp_path / "one.txt").write_text("to be or not to be " * 40)
+    done = brimful(
+        tmp_path, "language-model", "one.txt", "--model", "llama", "--tokenizer", "bytes", "--seq-len", "32",
+        "--device", "cpu", "--steps", "1", "--global-batch-size", "4", "--optimizer", "adam",
+        "--run-dir", "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "llama from random weights" in done.stdout
+    (save,) = (tmp_path / "run" / "saves").iterdir()
+    state = torch.load(save / "state.pt", weights_only=True)
+    assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [3e-4]
+
+
+def test_images_are_classified_with_every_flag(tmp_path: Path) -> None:
+    for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (40, 40), colour).save(tmp_path / "photos" / name / f"{number}.png")
+    (tmp_path / "photos" / "red" / "broken.png").write_bytes(b"?")
+    done = brimful(
+        tmp_path, "images", "photos", "--model", "resnet18", "--image-size", "33", "--no-augment",
+        "--balance-classes", "--bad-samples", "skip", "--validation-fraction", "0.3", "--workers", "0",
+        "--device", "cpu", "--global-batch-size", "8", "--steps", "1", "--run-dir", "run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "warning: 1 of 13 samples" in done.stderr
+    assert (
+        "photos-resnet18: 8 training images, 4 validation images, 2 classes; resnet18 from random"
+        in done.stdout
+    )
+    assert json.loads((tmp_path / "run" / "job.json").read_text())["classes"] == ["blue", "red"]
 
 
 def test_bad_rows_end_the_command_or_are_left_out(tmp_path: Path, model: str) -> None:
@@ -78,7 +117,7 @@ def test_bad_rows_end_the_command_or_are_left_out(tmp_path: Path, model: str) ->
     )  # fmt: skip
     refused = brimful(tmp_path, *command)
     assert refused.returncode == 1
-    assert "rows.csv:26: an empty 'text'" in refused.stderr
+    assert "rows.csv:26: 'text': empty" in refused.stderr
     assert "--bad-samples skip" in refused.stderr
     skipped = brimful(tmp_path, *command, "--bad-samples", "skip")
     assert skipped.returncode == 0, skipped.stderr

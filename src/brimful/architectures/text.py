@@ -3,13 +3,13 @@
 | names | task | options |
 |---|---|---|
 | `bert-base`, `bert-large`, `xlm-roberta-base`, `xlm-roberta-large` | sequence classification | \
-`sequence_length` 512, `num_labels` 2, `num_hidden_layers`, `vocab_size` |
+`sequence_length` 512, `num_labels` 2, `num_hidden_layers`, `vocab_size`, `pad_token_id` |
 | `gpt2`, `gpt2-medium`, `gpt2-large`, `gpt2-xl` | next token | `sequence_length` 1024, `num_hidden_layers`, \
 `vocab_size` |
 | `llama-3.2-1b`, `llama-3-8b` | next token | `sequence_length` 2048, `num_hidden_layers`, `vocab_size` |
 
 A batch is `input_ids` and `labels`; its sequences are full, without padding or a mask. The loss is the
-model's own and the optimizer AdamW. `num_hidden_layers` and `vocab_size` are as published unless given.
+model's own and the optimizer AdamW. All others are as published unless given.
 
 The classes are those of transformers. Below is every hyper-parameter that sizes a tensor or changes an
 operation, with its source.
@@ -170,13 +170,16 @@ def _classifier_job(
     num_labels: int = 2,
     num_hidden_layers: int | None = None,
     vocab_size: int | None = None,
+    pad_token_id: int | None = None,
 ) -> Job:
     check_range(name, "sequence_length", sequence_length, 1, most_tokens)
     check_range(name, "num_labels", num_labels, 2)
     if num_hidden_layers is not None:
         check_range(name, "num_hidden_layers", num_hidden_layers, 1)
     # ids from behind the padding id, which would say that a sequence is padded
-    least_token = published.config["pad_token_id"] + 1
+    padding = published.config["pad_token_id"] if pad_token_id is None else pad_token_id
+    check_range(name, "pad_token_id", padding, 0)
+    least_token = padding + 1
     tokens = _vocabulary(name, published, vocab_size, least=least_token + 1)
 
     def build() -> nn.Module:
@@ -186,6 +189,7 @@ def _classifier_job(
             num_labels=num_labels,
             num_hidden_layers=num_hidden_layers,
             vocab_size=tokens,
+            pad_token_id=padding,
             problem_type="single_label_classification",  # else the first forward writes it into the config
         )
 
@@ -252,11 +256,15 @@ def _count_predicted_tokens(batch: Batch) -> Tensor:
     return predicted.sum()
 
 
-TEXT_ARCHITECTURES: dict[str, Callable[..., Job]] = {
+TEXT_CLASSIFIERS: dict[str, Callable[..., Job]] = {
     "bert-base": partial(_classifier_job, "bert-base", _bert(_BASE), 512),
     "bert-large": partial(_classifier_job, "bert-large", _bert(_LARGE), 512),
     "xlm-roberta-base": partial(_classifier_job, "xlm-roberta-base", _xlm_roberta(_BASE), 512),
     "xlm-roberta-large": partial(_classifier_job, "xlm-roberta-large", _xlm_roberta(_LARGE), 512),
+}
+"""What makes the job of each model that classifies texts."""
+
+LANGUAGE_MODELS: dict[str, Callable[..., Job]] = {
     "gpt2": partial(_language_model_job, "gpt2", _gpt2(12, 768, 12), sequence_length=1024),
     "gpt2-medium": partial(_language_model_job, "gpt2-medium", _gpt2(24, 1024, 16), sequence_length=1024),
     "gpt2-large": partial(_language_model_job, "gpt2-large", _gpt2(36, 1280, 20), sequence_length=1024),
@@ -264,4 +272,6 @@ TEXT_ARCHITECTURES: dict[str, Callable[..., Job]] = {
     "llama-3.2-1b": partial(_language_model_job, "llama-3.2-1b", _LLAMA_3_2_1B, sequence_length=2048),
     "llama-3-8b": partial(_language_model_job, "llama-3-8b", _LLAMA_3_8B, sequence_length=2048),
 }
-"""What makes each text model's job."""
+"""What makes the job of each model that tells the next token."""
+
+TEXT_ARCHITECTURES = TEXT_CLASSIFIERS | LANGUAGE_MODELS

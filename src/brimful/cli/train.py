@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _OWN_JOB = "job"
 
+_OF_ADAMS_KIND = ("adamw", "adam", "adamw8bit")
+"""Optimizers that are trained at the same learning rates."""
+
 _TASK_BATCH = 32
 """Samples per optimizer step of a ready task: a choice, of the size that fine-tuning is published with."""
 
@@ -112,14 +115,19 @@ def images(
         bool, typer.Option("--check-files/--no-check-files", help="First decode every image once.")
     ] = True,
     workers: Annotated[
-        int | None, typer.Option(help="Processes that read images; all processors, 8 at most.", min=0)
+        int | None,
+        typer.Option(
+            help="Processes that read images to train on, and as many for validation; left out, as many as "
+            "there are processors, 8 at most.",
+            min=0,
+        ),
     ] = None,
     run: RunOptions,
     planning: PlanOptions,
     training: TrainOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Classify the images in a folder of class folders."""
+    """Classify the images in a folder of class folders; 32 a step unless --global-batch-size is said."""
     with errors_told(as_json):
         from brimful.tasks import image_classification
 
@@ -157,7 +165,9 @@ def text_classification(
     pair_column: Annotated[str | None, typer.Option(help="Name of a second text of each row.")] = None,
     label_column: Annotated[str, typer.Option(help="Name of the classes.")] = "label",
     encoding: Encoding = "utf-8",
-    seq_len: Annotated[int, typer.Option("--seq-len", help="Most tokens of a text.", min=8)] = 512,
+    seq_len: Annotated[
+        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
+    ] = 512,
     balance_classes: BalanceClasses = False,
     validation_fraction: ValidationFraction = 0.1,
     bad_samples: BadSamplesOption = "refuse",
@@ -166,7 +176,7 @@ def text_classification(
     training: TrainOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Classify the texts in a table."""
+    """Classify the texts in a table; 32 a step unless --global-batch-size is said."""
     with errors_told(as_json):
         from brimful import tasks
 
@@ -211,7 +221,7 @@ def language_model(
     training: TrainOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Teach a language model the next token of texts."""
+    """Teach a language model the next token of texts; 32 rows a step unless --global-batch-size is said."""
     with errors_told(as_json):
         from brimful import tasks
 
@@ -247,11 +257,16 @@ def _train(
 
     if run.plan_file is None and not run.resume:  # before time is spent on a plan
         choose_device(None, api.resolve_device(run.device).kind)
-    if run.learning_rate is not None or run.weight_decay is not None:
-        job = _with_rates(job, planning.optimizer, run.learning_rate, run.weight_decay)
+    rate = run.learning_rate
+    if rate is None and planning.optimizer in _OF_ADAMS_KIND:
+        rate = _own_rate(job)
+    if rate is not None or run.weight_decay is not None:
+        job = _with_rates(job, planning.optimizer, rate, run.weight_decay)
         planning = replace(planning, optimizer=None)
 
     found = None
+    if rank_here() == 0 and not as_json and usual_batch_size is not None:
+        print(_told(job), flush=True)
     if rank_here() == 0:
         found = _begin(job, context, run, planning, training, usual_batch_size)
     with joined_ranks(device_here(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
@@ -274,6 +289,19 @@ def _train(
     status = {StopReason.INTERRUPTED: INTERRUPTED, StopReason.TERMINATED: TERMINATED}
     if result.stopped_because in status:
         raise typer.Exit(status[result.stopped_because])
+
+
+def _told(job: Job) -> str:
+    """What a ready task found, in a line."""
+    about = dict(job.about or {})
+    counts = [
+        f"{about[name]} {name.replace('_', ' ')}"
+        for name in about
+        if name.startswith(("training_", "validation_"))
+    ]
+    if "classes" in about:
+        counts.append(f"{len(about['classes'])} classes")
+    return f"{job.name}: {', '.join(counts)}; {about['model']} from {about['starts_from']}"
 
 
 def _trackers(run: RunOptions, where: Path) -> list[Callback]:
@@ -332,6 +360,14 @@ def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
     launched: dict[str, Any] = {"ranks": ranks_launched(), "nodes": nodes_launched()}
     with waiting("planning"):
         return api.plan(job, device, global_batch_size=samples, **launched, **planning.asked())
+
+
+def _own_rate(job: Job) -> float | None:
+    """The learning rate that a job gives to an optimizer of Adam's kind; None if it has none of its own."""
+    from brimful.optimizers import NamedOptimizer
+
+    own = job.optimizer
+    return own.learning_rate if isinstance(own, NamedOptimizer) and own.name in _OF_ADAMS_KIND else None
 
 
 def _with_rates(

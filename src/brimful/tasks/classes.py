@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from brimful.job import Batch
 from brimful.train.randomness import generator_of
 
+_MOST_NAMED = 6
+
 LogitsOf = Callable[[nn.Module, Batch], Tensor]
 """What a model says of a batch, (samples, classes)."""
 
@@ -19,7 +22,7 @@ LogitsOf = Callable[[nn.Module, Batch], Tensor]
 def loss(model: nn.Module, batch: Batch, *, logits_of: LogitsOf, class_weights: Tensor | None) -> Tensor:
     """The cross-entropy, a mean over samples, or over what their classes weigh."""
     logits = logits_of(model, batch)
-    weights = None if class_weights is None else class_weights.to(logits.device, logits.dtype)
+    weights = None if class_weights is None else class_weights.to(logits.device)
     return F.cross_entropy(logits, batch["labels"], weight=weights)
 
 
@@ -54,6 +57,23 @@ def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[l
         validation += [indices[place] for place in order[:count]]
         training += [indices[place] for place in order[count:]]
     return sorted(training), sorted(validation)
+
+
+def tell_without_validation(classes: Sequence[str], labels: Sequence[int]) -> None:
+    """Warn of classes that no sample validates.
+
+    Args:
+        classes: Their names.
+        labels: Of the samples to validate with.
+    """
+    without = [name for number, name in enumerate(classes) if number not in set(labels)]
+    if without:
+        what = "nothing is validated" if len(without) == len(classes) else "these are not validated"
+        warnings.warn(
+            f"{len(without)} of {len(classes)} classes have no sample for validation, so {what}: "
+            f"{', '.join(without[:_MOST_NAMED])}{' …' if len(without) > _MOST_NAMED else ''}.",
+            stacklevel=3,
+        )
 
 
 def balanced_weights(labels: Sequence[int], classes: int) -> Tensor:

@@ -3,13 +3,14 @@
 Images are read with Pillow. For training each is cropped at random and flipped as in Szegedy et al. 2014,
 "Going Deeper with Convolutions", section 6 (8 to 100 % of the area, sides from 3:4 to 4:3); for validation its
 middle is taken: 224 of 256 pixels, Krizhevsky et al. 2012. Values are normalized by ImageNet's mean and
-deviation, which published weights expect (torchvision's documentation of its models).
+deviation (torchvision's documentation of its models), of timm's models by those that each was trained with.
 """
 
 from __future__ import annotations
 
 import math
-import os
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,12 +24,22 @@ from torch import Tensor, nn
 
 from brimful.architectures import architecture_names, find_architecture
 from brimful.architectures.vision import VISION_ARCHITECTURES
-from brimful.errors import UnknownNameError, UsageError
+from brimful.errors import DataError, UnknownNameError, UsageError
 from brimful.job import Batch, Data, Job
+from brimful.optimizers import named_optimizer
 from brimful.tasks.bad_samples import BadSample, BadSamples, heed
-from brimful.tasks.classes import accuracy, balanced_weights, count, loss, split_by_class
+from brimful.tasks.checks import check_fraction, digest
+from brimful.tasks.classes import (
+    accuracy,
+    balanced_weights,
+    count,
+    loss,
+    split_by_class,
+    tell_without_validation,
+)
 from brimful.tasks.reading import ReadSamples
 from brimful.tasks.weights import load_matching
+from brimful.train.ranks import processors_here
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -40,6 +51,11 @@ _MOST_RATIO = 4 / 3
 _MIDDLE = 224 / 256
 
 _VALIDATION_FOLDERS = ("val", "valid", "validation", "test")
+
+_MOST_ENDINGS = 6
+
+_RATE_OF_PRETRAINED = 1e-4
+"""Of AdamW, a tenth of torch's own: a choice, of the size that fine-tuning is published with."""
 
 TIMM = "timm/"
 """Before the name of a model of timm."""
@@ -101,12 +117,14 @@ def image_classification(
     _check_pillow()
     directory = Path(directory)
     bad = BadSamples.parse(bad_samples)
-    if not 0 < validation_fraction < 1:
-        raise UsageError(f"validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
-    build = _find_model(model)
+    check_fraction(validation_fraction)
+    if weights is not None and not Path(weights).is_file():
+        raise UsageError(f"there is no file {weights} to start from.")
+    found = _find_model(model, image_size)
     classes, training, validation = _find_images(
         directory, validation_fraction, seed, bad=bad, decodes=check_files
     )
+    tell_without_validation(classes, validation.labels)
     class_weights = balanced_weights(training.labels, len(classes)) if balance_classes else None
 
     def make_samples(samples: int) -> Batch:
@@ -115,19 +133,22 @@ def image_classification(
             "labels": torch.randint(len(classes), (samples,)),
         }
 
+    def reader(images: _Labelled, augments: bool) -> _ImageReader:
+        return _ImageReader(images, augments, image_size, found.mean, found.deviation)
+
     def data() -> Data:
         return Data(
-            train=ReadSamples(_ImageReader(training, augment, image_size), workers=workers),
-            validation=ReadSamples(_ImageReader(validation, False, image_size), workers=workers),
+            train=ReadSamples(reader(training, augment), workers=workers),
+            validation=ReadSamples(reader(validation, False), workers=workers) if validation.paths else None,
         )
 
     return Job(
-        model=partial(build, num_classes=len(classes), image_size=image_size),
+        model=partial(found.build, num_classes=len(classes), image_size=image_size),
         weights=None if weights is None else partial(load_matching, path=Path(weights)),
         loss=partial(loss, logits_of=_logits, class_weights=class_weights),
         count=None if class_weights is None else partial(count, class_weights=class_weights),
         batch=make_samples,
-        optimizer="adamw",
+        optimizer=named_optimizer("adamw", learning_rate=1e-3 if weights is None else _RATE_OF_PRETRAINED),
         data=data,
         metrics=partial(accuracy, logits_of=_logits),
         name=f"{directory.resolve().name}-{model.removeprefix(TIMM)}",
@@ -136,28 +157,42 @@ def image_classification(
             "model": model,
             "classes": list(classes),
             "image_size": image_size,
-            "mean": _MEAN,
-            "deviation": _DEVIATION,
+            "starts_from": "random weights" if weights is None else str(weights),
+            "mean": found.mean,
+            "deviation": found.deviation,
             "augment": augment,
             "balance_classes": balance_classes,
             "training_images": len(training.paths),
             "validation_images": len(validation.paths),
+            "data": digest(_names(directory, training, validation)),
         },
     )
 
 
 # Models
 
+_Channels = tuple[float, float, float]
 
-def _find_model(name: str) -> Callable[..., nn.Module]:
-    """What builds a classifier from `num_classes` and `image_size`."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A classifier, and what its images are normalized by."""
+
+    build: Callable[..., nn.Module]
+    """From `num_classes` and `image_size`."""
+    mean: _Channels = _MEAN
+    deviation: _Channels = _DEVIATION
+
+
+def _find_model(name: str, image_size: int) -> _Found:
     if name.startswith(TIMM):
-        return partial(_build_timm, _checked_timm(name.removeprefix(TIMM)))
+        return _find_timm(name.removeprefix(TIMM))
     classifiers = [known for known in VISION_ARCHITECTURES if known != "unet"]
     if name not in classifiers:
         kind = "image classifier" if name in architecture_names() else "model"
         raise UnknownNameError(kind, name, classifiers, hint=f'Those of timm are named "{TIMM}NAME".')
-    return lambda **sizes: _built(find_architecture(name, **sizes))
+    find_architecture(name, image_size=image_size, num_classes=2)  # it refuses sizes before anything is read
+    return _Found(build=lambda **sizes: _built(find_architecture(name, **sizes)))
 
 
 def _built(job: Job) -> nn.Module:
@@ -167,7 +202,7 @@ def _built(job: Job) -> nn.Module:
     return model
 
 
-def _checked_timm(name: str) -> str:
+def _find_timm(name: str) -> _Found:
     try:
         import timm
     except Exception as error:  # of torchvision too, which timm imports
@@ -177,7 +212,11 @@ def _checked_timm(name: str) -> str:
         ) from error
     if not timm.is_model(name):
         raise UnknownNameError("model of timm", name, timm.list_models())
-    return name
+    build = partial(_build_timm, name)
+    settings = timm.get_pretrained_cfg(name)
+    if settings is None:
+        return _Found(build=build)
+    return _Found(build=build, mean=tuple(settings.mean), deviation=tuple(settings.std))
 
 
 def _build_timm(name: str, *, num_classes: int, image_size: int) -> nn.Module:
@@ -207,22 +246,43 @@ def _find_images(
         raise UsageError(
             f"there is no folder {directory}. Images lie in a folder with a folder for each class."
         )
-    apart = [directory / name for name in _VALIDATION_FOLDERS if (directory / name).is_dir()]
-    if not (directory / "train").is_dir() or not apart:
-        classes, found = _images_of(directory, None, bad=bad, decodes=decodes)
-        training, validation = split_by_class(found.labels, validation_fraction, seed)
-        return classes, found.some(training), found.some(validation)
-    classes, found = _images_of(directory / "train", None, bad=bad, decodes=decodes)
-    _, validation_found = _images_of(apart[0], classes, bad=bad, decodes=decodes)
-    return classes, found, validation_found
+    by_name = {folder.name.lower(): folder for folder in _folders(directory)}
+    training_folder = by_name.get("train")
+    apart = [by_name[name] for name in _VALIDATION_FOLDERS if name in by_name]
+    if training_folder is not None and apart:
+        classes, found = _images_of(training_folder, None, bad=bad, decodes=decodes)
+        _, validation_found = _images_of(apart[0], classes, bad=bad, decodes=decodes)
+        return classes, found, validation_found
+    is_alone = len(by_name) == 1 and training_folder is not None
+    within = training_folder if is_alone and training_folder is not None else directory
+    _check_classes_are_no_parts(within)
+    classes, found = _images_of(within, None, bad=bad, decodes=decodes)
+    training, validation = split_by_class(found.labels, validation_fraction, seed)
+    return classes, found.some(training), found.some(validation)
+
+
+def _check_classes_are_no_parts(directory: Path) -> None:
+    """Refuse folders for training and testing, by whatever names, in place of classes."""
+    within = [{inner.name for inner in _folders(folder)} for folder in _folders(directory)]
+    if len(within) > 1 and len(within[0]) > 1 and all(names == within[0] for names in within):
+        raise UsageError(
+            f"the folders in {directory} all have the same folders in them "
+            f"({', '.join(sorted(within[0])[:4])}), so they are no classes. Call the one to train on "
+            "train, that to validate with val."
+        )
+
+
+def _folders(directory: Path) -> list[Path]:
+    return sorted(entry for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _images_of(
     directory: Path, classes: tuple[str, ...] | None, *, bad: BadSamples, decodes: bool
 ) -> tuple[tuple[str, ...], _Labelled]:
     """The classes, unless they are known, and the images of one folder of class folders."""
-    folders = sorted(entry for entry in directory.iterdir() if entry.is_dir() and not _is_hidden(entry))
-    files = [(path, folder.name) for folder in folders for path in _image_files(folder)]
+    folders = _folders(directory)
+    files = [(path, folder.name) for folder in folders for path in _files(folder)]
+    files = _images_by_name(directory, files)
     broken = list(_broken([path for path, _ in files])) if decodes else []
     left_out = {sample.where for sample in broken}
     files = [(path, name) for path, name in files if str(path) not in left_out]
@@ -250,23 +310,41 @@ def _images_of(
     )
 
 
-def _image_files(folder: Path) -> Iterator[Path]:
-    """Whatever Pillow reads, by its name."""
-    from PIL import Image
-
-    suffixes = Image.registered_extensions()
+def _files(folder: Path) -> Iterator[Path]:
+    """All but what is hidden, at any depth."""
     for path in sorted(folder.rglob("*")):
-        if path.suffix.lower() in suffixes and not _is_hidden(path) and path.is_file():
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if not is_hidden and path.is_file():
             yield path
 
 
-def _is_hidden(path: Path) -> bool:
-    return path.name.startswith(".")
+def _images_by_name(directory: Path, files: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    """Those that Pillow may read; the others are told of by the ends of their names."""
+    from PIL import Image
+
+    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    others = Counter(path.suffix.lower() for path, _ in files if path.suffix.lower() not in endings)
+    if others:
+        told = ", ".join(
+            f"{count} × {ending or 'no ending'}" for ending, count in others.most_common(_MOST_ENDINGS)
+        )
+        warnings.warn(
+            f"{others.total()} files in {directory} are no images by their names and left out: {told}.",
+            stacklevel=4,
+        )
+    return [(path, name) for path, name in files if path.suffix.lower() in endings]
+
+
+def _names(directory: Path, *parts: _Labelled) -> Iterator[str]:
+    """By which the same images are known again."""
+    for part in parts:
+        for path, label in zip(part.paths, part.labels, strict=True):
+            yield f"{path.relative_to(directory)} {label} {path.stat().st_size}"
 
 
 def _broken(paths: Sequence[Path]) -> Iterator[BadSample]:
     """The files that cannot be decoded to their end."""
-    with ThreadPoolExecutor(os.cpu_count()) as threads:  # Pillow decodes without holding the interpreter
+    with ThreadPoolExecutor(processors_here()) as threads:  # Pillow decodes without holding the interpreter
         for path, why in zip(paths, threads.map(_why_broken, paths), strict=True):
             if why is not None:
                 yield BadSample(where=str(path), why=why)
@@ -281,6 +359,8 @@ def _why_broken(path: Path) -> str | None:
         with Image.open(path) as image:
             image.draft("RGB", (1, 1))  # a JPEG is then decoded to an eighth, though read to its end
             image.load()
+            if image.mode == "F":
+                return "pixels in floating point, of which no one says what is white"
     except Exception as error:  # Pillow's readers raise whatever the bytes lead to
         told = str(error).replace(repr(str(path)), "its content")
         return f"{type(error).__name__}: {told}"
@@ -306,15 +386,18 @@ class _ImageReader:
     images: _Labelled
     augments: bool
     image_size: int
+    mean: _Channels
+    deviation: _Channels
 
     def __len__(self) -> int:
         return len(self.images.paths)
 
     def read(self, index: int, random: torch.Generator | None) -> dict[str, Tensor]:
-        from PIL import Image
-
-        with Image.open(self.images.paths[index]) as image:
-            whole = image.convert("RGB")
+        path = self.images.paths[index]
+        try:
+            whole = _opened(path)
+        except Exception as error:  # Pillow's readers raise whatever the bytes lead to
+            raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
         flips = False
         if self.augments and random is not None:
             box = _random_box(whole.width, whole.height, random)
@@ -322,10 +405,23 @@ class _ImageReader:
         else:
             box = _middle_box(whole.width, whole.height)
         pixels = _pixels(whole, box, self.image_size)
+        mean, deviation = torch.tensor(self.mean), torch.tensor(self.deviation)
+        normalized = (pixels - mean[:, None, None]) / deviation[:, None, None]
         return {
-            "images": pixels.flip(-1) if flips else pixels,
+            "images": normalized.flip(-1) if flips else normalized,
             "labels": torch.tensor(self.images.labels[index]),
         }
+
+
+def _opened(path: Path) -> Image:
+    """An image upright, in 8 bits of three colours."""
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+            upright = Image.fromarray((np.asarray(upright).clip(0, 65535) / 257).astype(np.uint8))
+        return upright.convert("RGB")
 
 
 _Box = tuple[float, float, float, float]
@@ -333,13 +429,11 @@ _Box = tuple[float, float, float, float]
 
 
 def _pixels(image: Image, box: _Box, size: int) -> Tensor:
-    """A part of an image at a size, (3, size, size), normalized."""
+    """A part of an image at a size, (3, size, size), from 0 to 1."""
     from PIL.Image import Resampling
 
     resized = image.resize((size, size), Resampling.BILINEAR, box=box)
-    pixels = torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
-    mean, deviation = torch.tensor(_MEAN), torch.tensor(_DEVIATION)
-    return (pixels - mean[:, None, None]) / deviation[:, None, None]
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1).float() / 255
 
 
 def _random_box(width: int, height: int, random: torch.Generator) -> _Box:

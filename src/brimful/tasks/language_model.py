@@ -10,12 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from brimful.errors import UsageError
+from brimful.errors import DataError, UsageError
 from brimful.job import Batch, Data, Job
 from brimful.tasks.bad_samples import BadSample, BadSamples, heed
+from brimful.tasks.checks import check_fraction, digest
 from brimful.tasks.rows import TABLES, Row, read_rows, read_text, undecoded
-from brimful.tasks.text_models import default_optimizer, find_text_model
-from brimful.tasks.tokens import Tokenizer, find_tokenizer
+from brimful.tasks.text_models import find_text_model
+from brimful.tasks.tokens import Tokenizer, Tokens
 
 # B rows, T tokens
 
@@ -57,17 +58,20 @@ def language_model(
     """
     if not files:
         raise UsageError("a language model is trained on files, and none is given.")
-    if not 0 < validation_fraction < 1:
-        raise UsageError(f"validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
+    check_fraction(validation_fraction)
     paths = [Path(file) for file in files]
-    is_own = tokenizer is None and Path(model).is_dir()
-    tokens = find_tokenizer(model if is_own else tokenizer)
-    found = find_text_model(model, causal=True, sequence_length=sequence_length, vocab_size=tokens.vocab_size)
+    found = find_text_model(model, tokenizer, sequence_length=sequence_length)
+    if found.end is None:
+        raise UsageError(
+            f"the tokenizer {found.about['tokenizer']} names no end-of-text token. Give a directory whose "
+            "tokenizer_config.json has an eos_token."
+        )
     texts = _read(paths, text_column, encoding, BadSamples.parse(bad_samples))
-    training, validation = _packed(texts, tokens, sequence_length, validation_fraction)
+    training, validation = _packed(texts, found.tokenizer, found.end, sequence_length, validation_fraction)
+    vocab_size = found.tokenizer.vocab_size
 
     def make_samples(samples: int) -> Batch:
-        return {"tokens": torch.randint(tokens.vocab_size, (samples, sequence_length), dtype=torch.int32)}
+        return {"tokens": torch.randint(vocab_size, (samples, sequence_length), dtype=torch.int32)}
 
     return Job(
         model=found.build,
@@ -76,18 +80,17 @@ def language_model(
         count=_count,
         counted="tokens",
         batch=make_samples,
-        optimizer=default_optimizer(found),
+        optimizer=found.optimizer,
         data=lambda: Data(train={"tokens": training}, validation={"tokens": validation}),
         name=f"{paths[0].stem}-{Path(model).name}",
         about={
             "task": "language-model",
-            "model": str(model),
-            "starts_from": "random weights" if found.weights is None else "pretrained weights",
-            "tokenizer": "bytes" if not is_own and tokenizer is None else str(model if is_own else tokenizer),
+            **found.about,
             "files": [str(path) for path in paths],
             "sequence_length": sequence_length,
             "training_tokens": training.numel(),
             "validation_tokens": validation.numel(),
+            "data": digest(rows.numpy().data for rows in (training, validation)),
         },
     )
 
@@ -113,21 +116,25 @@ def _read(paths: Sequence[Path], text_column: str, encoding: str, asked: BadSamp
 
 
 def _texts_of(path: Path, text_column: str, encoding: str) -> Iterator[Row | BadSample]:
-    if path.suffix.lower() in TABLES:
-        yield from read_rows(path, (text_column,), encoding)
+    try:
+        if path.suffix.lower() in TABLES:
+            yield from read_rows(path, (text_column,), encoding)
+            return
+        text = read_text(path, encoding)
+    except DataError as error:
+        yield BadSample(where=str(path), why=str(error))
         return
-    text = read_text(path, encoding)
     why = undecoded(text) or ("an empty file" if not text.strip() else None)
     yield Row(where=str(path), values=(text,)) if why is None else BadSample(where=str(path), why=why)
 
 
 def _packed(
-    of_files: Sequence[Sequence[str]], tokenizer: Tokenizer, length: int, validation_fraction: float
+    of_files: Sequence[Sequence[str]], tokenizer: Tokenizer, end: int, length: int, validation_fraction: float
 ) -> tuple[Tensor, Tensor]:
     """Rows of tokens to train on and to validate with, (rows, T) each, int32."""
     training, validation = [], []
     for texts in of_files:
-        tokens = _joined(texts, tokenizer)
+        tokens = _joined(texts, tokenizer, end)
         count = round(len(tokens) * validation_fraction)
         training.append(tokens[: len(tokens) - count])
         validation.append(tokens[len(tokens) - count :])
@@ -142,13 +149,14 @@ def _packed(
     return rows
 
 
-def _joined(texts: Sequence[str], tokenizer: Tokenizer) -> np.ndarray:
+def _joined(texts: Sequence[str], tokenizer: Tokenizer, end: int) -> Tokens:
     """The texts of a file one after another, each with its end."""
-    parts = [np.asarray([*tokens, tokenizer.end], dtype=np.int32) for tokens in tokenizer.encode_plain(texts)]
+    after = np.array([end], dtype=np.int32)
+    parts = [part for tokens in tokenizer.encode_plain(texts) for part in (tokens, after)]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
-def _rows(tokens: np.ndarray, length: int) -> Tensor:
+def _rows(tokens: Tokens, length: int) -> Tensor:
     """What fills whole rows; the rest is left out."""
     count = len(tokens) // length
     return torch.from_numpy(tokens[: count * length].reshape(count, length))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,24 @@ from brimful.architectures.checks import check_multiple
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.tasks.bad_samples import BadSample, BadSamples, heed
-from brimful.tasks.classes import accuracy, balanced_weights, count, loss, split_by_class
+from brimful.tasks.checks import check_fraction, digest
+from brimful.tasks.classes import (
+    accuracy,
+    balanced_weights,
+    count,
+    loss,
+    split_by_class,
+    tell_without_validation,
+)
 from brimful.tasks.rows import Row, read_rows
-from brimful.tasks.text_models import default_optimizer, find_text_model
-from brimful.tasks.tokens import Encoded, Tokenizer, find_tokenizer
+from brimful.tasks.text_models import TextModel, find_text_model
+from brimful.tasks.tokens import Encoded
 from brimful.train.padding import LengthBuckets, pad_batch
 
 # B texts, T tokens
 
 _MULTIPLE = 8
+_NUMBER = re.compile(r"-?[0-9]+")
 _VALIDATION_TEXTS = 64
 """In each batch, which is computed in micro-batches."""
 
@@ -59,7 +68,11 @@ class _Texts:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some of the texts, padded to the longest of them."""
-        samples = [self.encoded[index] | {"labels": self.labels[index]} for index in indices]
+        samples = [
+            {name: torch.from_numpy(part).long() for name, part in self.encoded[index].items()}
+            | {"labels": self.labels[index]}
+            for index in indices
+        ]
         values = {"input_ids": self.padding} | ({"token_type_ids": 0} if "token_type_ids" in samples[0] else {})
         return pad_batch(samples, values, multiple_of=_MULTIPLE)
 
@@ -74,7 +87,7 @@ class _Texts:
     @property
     def most_tokens(self) -> int:
         """Of the longest text."""
-        return max(len(entry["input_ids"]) for entry in self.encoded)
+        return max((len(entry["input_ids"]) for entry in self.encoded), default=0)
 
     def _buckets(self, size: int, seed: int) -> LengthBuckets:
         return LengthBuckets([len(entry["input_ids"]) for entry in self.encoded], size, seed=seed)
@@ -125,34 +138,32 @@ def text_classification(
         UsageError: There is no such file, column, model or tokenizer, or a number is out of range.
         DataError: Rows are bad, and they are refused.
     """
-    if not 0 < validation_fraction < 1:
-        raise UsageError(f"validation_fraction is {validation_fraction}; it must lie between 0 and 1.")
+    check_fraction(validation_fraction)
     check_multiple("text classification", "sequence_length", sequence_length, _MULTIPLE)
     bad = BadSamples.parse(bad_samples)
     columns = (text_column, label_column, *(() if pair_column is None else (pair_column,)))
     rows = _good_rows(Path(file), columns, encoding, bad)
-    classes = _classes([row.values[1] for row in rows], file)
-    is_own = tokenizer is None and Path(model).is_dir()
-    tokens = find_tokenizer(model if is_own else tokenizer)
-    sizes = {"sequence_length": sequence_length, "vocab_size": tokens.vocab_size, "num_labels": len(classes)}
-    found = find_text_model(model, causal=False, **sizes)
-    encode = partial(
-        _encode, tokenizer=tokens, classes=classes, most_tokens=sequence_length, padding=_padding(found.config)
-    )
+    classes = _classes([_label(row) for row in rows], file)
+    found = find_text_model(model, tokenizer, sequence_length=sequence_length, num_labels=len(classes))
+    encode = partial(_encode, model=found, classes=classes, most_tokens=sequence_length)
     training = encode(rows)
+    of_validation: list[Row] = []
     if validation_file is None:
         for_training, for_validation = split_by_class(training.labels, validation_fraction, seed)
         validation, training = training.some(for_validation), training.some(for_training)
     else:
-        validation = encode(_known(_good_rows(Path(validation_file), columns, encoding, bad), classes, bad))
+        of_validation = _known(_good_rows(Path(validation_file), columns, encoding, bad), classes, bad)
+        validation = encode(of_validation)
+    tell_without_validation(classes, validation.labels)
     weights = balanced_weights(training.labels, len(classes)) if balance_classes else None
     longest = -(-max(training.most_tokens, validation.most_tokens) // _MULTIPLE) * _MULTIPLE
     has_types = "token_type_ids" in training.encoded[0]
+    vocab_size = found.tokenizer.vocab_size
 
     def make_samples(samples: int) -> Batch:
         shape = (samples, longest)
         batch = {
-            "input_ids": torch.randint(tokens.vocab_size, shape),  # (B, T)
+            "input_ids": torch.randint(vocab_size, shape),  # (B, T)
             "attention_mask": torch.ones(shape, dtype=torch.int64),
             "labels": torch.randint(len(classes), (samples,)),  # (B,)
         }
@@ -164,7 +175,7 @@ def text_classification(
         loss=partial(loss, logits_of=_logits, class_weights=weights),
         count=None if weights is None else partial(count, class_weights=weights),
         batch=make_samples,
-        optimizer=default_optimizer(found),
+        optimizer=found.optimizer,
         data=lambda: Data(
             train=training, validation=validation if len(validation) else None, longest=training.longest
         ),
@@ -172,15 +183,14 @@ def text_classification(
         name=f"{Path(file).stem}-{Path(model).name}",
         about={
             "task": "text-classification",
-            "model": str(model),
-            "starts_from": "random weights" if found.weights is None else "pretrained weights",
-            "tokenizer": "bytes" if not is_own and tokenizer is None else str(model if is_own else tokenizer),
+            **found.about,
             "classes": list(classes),
             "columns": list(columns),
             "sequence_length": sequence_length,
             "balance_classes": balance_classes,
             "training_texts": len(training),
             "validation_texts": len(validation),
+            "data": digest(value for row in (*rows, *of_validation) for value in row.values),
         },
     )
 
@@ -194,6 +204,10 @@ def _good_rows(path: Path, columns: Sequence[str], encoding: str, asked: BadSamp
     return good
 
 
+def _label(row: Row) -> str:
+    return row.values[1].strip()
+
+
 def _classes(labels: Sequence[str], file: Path | str) -> tuple[str, ...]:
     """Names of classes, in the order of their numbers if they are such."""
     names = set(labels)
@@ -201,52 +215,35 @@ def _classes(labels: Sequence[str], file: Path | str) -> tuple[str, ...]:
         raise UsageError(
             f"{file} has labels of one class only, {labels[0]!r}; at least 2 are to be told apart."
         )
-    are_numbers = all(name.lstrip("-").isdecimal() for name in names)
-    return tuple(sorted(names, key=int)) if are_numbers else tuple(sorted(names))
+    are_numbers = all(_NUMBER.fullmatch(name) for name in names)
+    return tuple(sorted(names, key=lambda name: (int(name), name) if are_numbers else (0, name)))
 
 
 def _known(rows: list[Row], classes: tuple[str, ...], asked: BadSamples) -> list[Row]:
     """The rows to validate with, of which none may have a class that is not trained on."""
-    unknown = [row for row in rows if row.values[1] not in classes]
+    unknown = [row for row in rows if _label(row) not in classes]
     heed(
         (
-            BadSample(where=row.where, why=f"class {row.values[1]!r} is not in the training data")
+            BadSample(where=row.where, why=f"class {_label(row)!r} is not in the training data")
             for row in unknown
         ),
         of=len(rows),
         asked=asked,
     )
-    return [row for row in rows if row.values[1] in classes]
+    return [row for row in rows if _label(row) in classes]
 
 
-def _encode(
-    rows: Sequence[Row], *, tokenizer: Tokenizer, classes: Sequence[str], most_tokens: int, padding: int
-) -> _Texts:
-    pairs = [row.values[2] for row in rows] if len(rows[0].values) > 2 else None
-    encoded = tokenizer.encode([row.values[0] for row in rows], pairs)
-    too_long = sum(len(entry["input_ids"]) > most_tokens for entry in encoded)
-    if too_long:
+def _encode(rows: Sequence[Row], *, model: TextModel, classes: Sequence[str], most_tokens: int) -> _Texts:
+    pairs = [row.values[2] for row in rows] if rows and len(rows[0].values) > 2 else None
+    encoded, cut = model.tokenizer.encode([row.values[0] for row in rows], pairs, most_tokens)
+    if cut:
         warnings.warn(
-            f"{too_long} of {len(rows)} texts have more than {most_tokens} tokens; what is beyond is cut off.",
+            f"{cut} of {len(rows)} texts have more than {most_tokens} tokens; what is beyond is cut off"
+            f"{', first of the longer of a pair' if pairs else ''}.",
             stacklevel=3,
         )
     numbers = {name: number for number, name in enumerate(classes)}
-    return _Texts(
-        encoded=[{name: _cut(ids, most_tokens) for name, ids in entry.items()} for entry in encoded],
-        labels=[numbers[row.values[1]] for row in rows],
-        padding=padding,
-    )
-
-
-def _cut(tokens: list[int], most: int) -> list[int]:
-    """The first tokens and the last, which ends the text for a model."""
-    return tokens if len(tokens) <= most else [*tokens[: most - 1], tokens[-1]]
-
-
-def _padding(config: Any) -> int:
-    """What the model itself takes for padding; it is masked in any case."""
-    found = getattr(config, "pad_token_id", None)
-    return 0 if found is None else int(found)
+    return _Texts(encoded=encoded, labels=[numbers[_label(row)] for row in rows], padding=model.padding)
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:

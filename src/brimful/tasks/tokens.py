@@ -6,36 +6,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from brimful.errors import UsageError
 
 _AT_ONCE = 1000
-"""Texts; so many are in memory in every form at once."""
+"""Texts that are tokenized together, and of which there are Python's numbers for that time."""
 
-Encoded = dict[str, list[int]]
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""What published tokenizers call the end of a text; a bare tokenizer.json does not say which token is it."""
+
+Tokens = NDArray[np.int32]
+Encoded = dict[str, Tokens]
 """Of one text: `input_ids`, and `token_type_ids` where two texts are told apart."""
 
 
 class Tokenizer(Protocol):
     """Makes tokens of texts."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int:
+        """Tokens there are."""
 
     @property
-    def end(self) -> int:
-        """The token after a text."""
+    def end(self) -> int | None:
+        """The token after a text; None if it is not known."""
 
-    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Encoded]:
-        """Whole texts, with the special tokens that a classifier expects.
+    @property
+    def padding(self) -> int | None:
+        """The token that stands for none; None if it is not known."""
+
+    def encode(
+        self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
+    ) -> tuple[list[Encoded], int]:
+        """Texts with the special tokens that a classifier expects; what is too long is cut.
 
         Args:
             texts: Any.
             pairs: A second text to each, or None.
+            most_tokens: Of a text, or of a pair.
 
         Returns:
-            Tokens of each.
+            Tokens of each, and how many were cut.
         """
 
-    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """Whole texts without special tokens."""
 
 
@@ -47,19 +63,35 @@ class Bytes:
 
     vocab_size = 264
     end = 1
+    padding = 0
     _FIRST_BYTE = 3
 
-    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Encoded]:
+    def encode(
+        self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
+    ) -> tuple[list[Encoded], int]:
         """Texts, each with an end; see `Tokenizer`."""
-        encoded = [[*tokens, self.end] for tokens in self.encode_plain(texts)]
-        if pairs is not None:
-            second = self.encode_plain(pairs)
-            encoded = [[*one, *other, self.end] for one, other in zip(encoded, second, strict=True)]
-        return [{"input_ids": tokens} for tokens in encoded]
+        of_texts = [self.encode_plain(texts)] + ([] if pairs is None else [self.encode_plain(pairs)])
+        encoded, cut = [], 0
+        for parts in zip(*of_texts, strict=True):
+            shares = _shares([len(part) for part in parts], most_tokens - len(parts))
+            cut += sum(shares) < sum(map(len, parts))
+            with_ends = [np.append(part[:share], self.end) for part, share in zip(parts, shares, strict=True)]
+            encoded.append({"input_ids": np.concatenate(with_ends).astype(np.int32)})
+        return encoded, cut
 
-    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+    def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """The bytes of texts."""
-        return [[byte + self._FIRST_BYTE for byte in text.encode()] for text in texts]
+        found = [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
+        return [part.astype(np.int32) + self._FIRST_BYTE for part in found]
+
+
+def _shares(lengths: Sequence[int], most: int) -> list[int]:
+    """How much is kept of each part: the longest gives way first."""
+    if len(lengths) == 1:
+        return [min(lengths[0], most)]
+    first, second = lengths
+    shorter = min(first, second, most // 2)
+    return [min(first, most - shorter), shorter] if second <= first else [shorter, min(second, most - shorter)]
 
 
 class Pretrained:
@@ -90,39 +122,55 @@ class Pretrained:
                 )
         except Exception as error:  # transformers raises whatever its files lead to
             raise UsageError(f"{path} has no tokenizer that transformers can read: {error}") from error
+        vocabulary = self._tokenizer.get_vocab()
+        own = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
+        ends = (*own, *(vocabulary.get(name) for name in _ENDS))
         self.vocab_size = len(self._tokenizer)
-        ends = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
-        self._end = next((token for token in ends if token is not None), None)
-        self._path = path
+        self.end: int | None = next((token for token in ends if token is not None), None)
+        self.padding: int | None = self._tokenizer.pad_token_id
 
-    @property
-    def end(self) -> int:
-        """The token after a text."""
-        if self._end is None:
-            raise UsageError(
-                f"the tokenizer {self._path} names no end-of-text token; set eos_token in its directory's "
-                "tokenizer_config.json."
-            )
-        return self._end
-
-    def encode(self, texts: Sequence[str], pairs: Sequence[str] | None = None) -> list[Encoded]:
+    def encode(
+        self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
+    ) -> tuple[list[Encoded], int]:
         """Texts with special tokens; see `Tokenizer`."""
-        names = ("input_ids",) if pairs is None else ("input_ids", "token_type_ids")
         encoded: list[Encoded] = []
+        too_long: list[int] = []
         for start in range(0, len(texts), _AT_ONCE):
             some = slice(start, start + _AT_ONCE)
-            found = self._tokenizer(
-                list(texts[some]), None if pairs is None else list(pairs[some]), verbose=False
+            found = self._encoded(texts[some], None if pairs is None else pairs[some])
+            too_long += [
+                start + place for place, entry in enumerate(found) if len(entry["input_ids"]) > most_tokens
+            ]
+            encoded += found
+        for start in range(0, len(too_long), _AT_ONCE):
+            some_long = too_long[start : start + _AT_ONCE]
+            again = self._encoded(
+                [texts[place] for place in some_long],
+                None if pairs is None else [pairs[place] for place in some_long],
+                truncation="longest_first",
+                max_length=most_tokens,
             )
-            columns = {name: found[name] for name in names if name in found}
-            encoded += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return encoded
+            for place, entry in zip(some_long, again, strict=True):
+                encoded[place] = entry
+        return encoded, len(too_long)
 
-    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encoded(self, texts: Sequence[str], pairs: Sequence[str] | None, **options: Any) -> list[Encoded]:
+        names = ("input_ids",) if pairs is None else ("input_ids", "token_type_ids")
+        found = self._tokenizer(list(texts), None if pairs is None else list(pairs), verbose=False, **options)
+        columns = {name: found[name] for name in names if name in found}
+        return [
+            {name: np.asarray(part, dtype=np.int32) for name, part in zip(columns, row, strict=True)}
+            for row in zip(*columns.values(), strict=True)
+        ]
+
+    def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """Texts without special tokens; see `Tokenizer`."""
-        found = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        tokens: list[list[int]] = found["input_ids"]
-        return tokens
+        encoded: list[Tokens] = []
+        for start in range(0, len(texts), _AT_ONCE):
+            some = list(texts[start : start + _AT_ONCE])
+            found = self._tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+            encoded += [np.asarray(part, dtype=np.int32) for part in found]
+        return encoded
 
 
 def find_tokenizer(name: Path | str | None) -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -30,18 +31,33 @@ def load_matching(model: nn.Module, *, path: Path) -> None:
     tensors = _read(path)
     own = model.state_dict()
     fitting = {name: tensor for name, tensor in tensors.items() if _fits(tensor, own.get(name))}
-    parameters = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones once
-    new = [name for name in (*parameters, *dict(model.named_buffers())) if name in own and name not in fitting]
-    loaded = sum(size for name, size in parameters.items() if name in fitting)
-    if loaded * 2 < sum(parameters.values()):
-        raise UsageError(
-            f"{path} is of another model: {len(fitting)} of its {len(tensors)} tensors have the name and shape "
-            f"of one of this {type(model).__name__}'s {len(own)}. The file has {_few(list(tensors))}; the "
-            f"model {_few(list(own))}."
-        )
+    everything = (*dict(model.named_parameters()), *dict(model.named_buffers()))  # tied ones once
+    new = [name for name in everything if name in own and name not in fitting]
+    check_most_is_loaded(model, path, fitting)
     model.load_state_dict(fitting, strict=False)
     if new:
         tell_new(path, new)
+
+
+def check_most_is_loaded(model: nn.Module, path: Path, fitting: Collection[str]) -> None:
+    """Refuse weights that are of another model.
+
+    Args:
+        model: Whose parameters they are for.
+        path: Where they come from.
+        fitting: Names of the model's that are there in its shapes.
+
+    Raises:
+        UsageError: They are less than half of the model's parameters.
+    """
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones once
+    loaded = sum(size for name, size in sizes.items() if name in fitting)
+    if loaded * 2 < sum(sizes.values()):
+        raise UsageError(
+            f"{path} is of another model than this {type(model).__name__}: it has the name and shape of "
+            f"{len(fitting)} of {len(model.state_dict())} tensors, {loaded / sum(sizes.values()):.0%} of the "
+            f"parameters. The model has {_few(list(sizes))}."
+        )
 
 
 def tell_new(path: Path, names: list[str]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -86,6 +87,15 @@ class Batches:
         self._device = device
         self._reads_ahead = device.type == "cuda" and is_on_host
 
+    def tell_small(self) -> None:
+        """Warn if no batch can be a whole global batch."""
+        if self._samples is not None and self._samples < self._global_batch_size:
+            warnings.warn(
+                f"there are {self._samples} samples to train on, fewer than a global batch of "
+                f"{self._global_batch_size}: each epoch is one smaller step. Take a smaller global batch.",
+                stacklevel=4,
+            )
+
     @property
     def steps_per_epoch(self) -> int | None:
         """Global batches in an epoch; None if the data do not say."""
@@ -107,10 +117,10 @@ class Batches:
         Raises:
             UsageError: The data give no batch.
         """
-        if isinstance(self._train, Samples):
+        if _are_samples(self._train):
             return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
         if self._samples is None:
-            return self._of_iterable(self._train, epoch, skip)
+            return self._of_iterable(cast("Iterable[Batch]", self._train), epoch, skip)
         order = torch.randperm(self._samples, generator=generator_of(self._seed, epoch))
         parts = order.split(self._global_batch_size)[skip:]
         if self._reads_ahead:
@@ -177,29 +187,34 @@ def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
     Returns:
         None if they are one batch, or samples that are in memory.
     """
-    if is_one_batch(train) or (isinstance(train, Samples) and not hasattr(train, "workers")):
+    if is_one_batch(train) or (_are_samples(train) and not hasattr(train, "workers")):
         return None
     loader = train if isinstance(train, DataLoader) else None
     return DataLoading(
         workers=getattr(train, "workers", None) if loader is None else loader.num_workers,
         persistent_workers=loader is None or loader.persistent_workers,
-        pins_memory=loader is None or loader.pin_memory,
+        pins_memory=loader is None or loader.pin_memory,  # nothing else can be asked to
         processors=processors_here(),
     )
 
 
 def is_one_batch(data: Batch | Iterable[Batch]) -> bool:
     """Whether `data` is one batch with all samples, rather than an iterable of batches."""
-    if isinstance(data, Samples):
+    if _are_samples(data):
         return False
     if isinstance(data, list):
         return any(isinstance(entry, Tensor) for entry in data)
     return isinstance(data, Tensor | Mapping | tuple) or dataclasses.is_dataclass(data)
 
 
+def _are_samples(data: object) -> TypeGuard[Samples]:
+    """Whether data make their batches themselves; a loader may have a list that is called `batches`."""
+    return isinstance(data, Samples) and callable(data.batches)
+
+
 def _count_if_known(train: Batch | Iterable[Batch] | Samples) -> int | None:
     """Samples in an epoch; None of an iterable, whose batches are as they come."""
-    if not isinstance(train, Samples):
+    if not _are_samples(train):
         return _check_some(train) if is_one_batch(train) else None
     if len(train) == 0:
         raise UsageError(f"the training data ({type(train).__name__}) have no samples.")
@@ -212,7 +227,7 @@ def _check_data(name: str, data: Any) -> None:
             f"Data({name}=…) is a {type(data).__name__}, which gives single samples. "
             "Wrap it: DataLoader(dataset, batch_size=…, shuffle=…) gives batches."
         )
-    if name == "train" and isinstance(data, Samples):
+    if name == "train" and _are_samples(data):
         return
     sampler = getattr(data, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

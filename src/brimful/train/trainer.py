@@ -190,6 +190,7 @@ class Trainer:
         self._data_randomness = RandomStream()
         self._utilisation = Utilisation(None, job)
         self._data_loading: DataLoading | None = None
+        self._asked_rates: list[Any] = []
         self._before_batch: RandomState | None = None
         """Random numbers of the data before the batch was read that is not trained on yet."""
 
@@ -267,9 +268,12 @@ class Trainer:
             check_validation(data.validation)
         self._utilisation = Utilisation(self._plan, self._job)
         self._data_loading = data_loading(data.train)
+        if self._ranks.is_first:
+            batches.tell_small()
         seed_all(self._seed)
         set_up_allocator(settings, self._device)
-        self._model = build_model(self._job).to(self._device).train()
+        built_from = self._job if saved is None else replace(self._job, weights=None)
+        self._model = build_model(built_from).to(self._device).train()
         self._certificate = self._certified_by_first(self._model) if saved is None else None
         self._data_randomness = RandomStream()
         if self._ranks.rank:
@@ -282,6 +286,9 @@ class Trainer:
             saved.load_model(self._model)
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = parallel.divided(make_optimizer(self._job, self._model, settings))
+        self._asked_rates = _rates(self._optimizer, self._schedule)
+        if saved is not None:
+            self._check_rates(saved)
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
@@ -378,6 +385,16 @@ class Trainer:
                 "changed. Give the same, or begin another run in a new run directory."
             )
         return settings_from_json(saved.state["settings"]) if asked == self._settings else self._settings
+
+    def _check_rates(self, saved: Save) -> None:
+        """The optimizer's rates are those that were saved; others that are asked for now would not be taken."""
+        before, now = saved.state["asked_rates"], self._asked_rates
+        if before != now:
+            raise ResumeError(
+                f"the run in {self._run_dir} was begun with learning rates and weight decays {before[0]} and "
+                f"schedule {before[1]}, and is to go on with {now[0]} and {now[1]}: it would not be the same "
+                "run. Resume it as it was begun, or begin another in a new run directory."
+            )
 
     def _certified_by_first(self, model: nn.Module) -> Certificate | None:
         """What the first rank finds; the others wait for it, and end with it."""
@@ -570,6 +587,7 @@ class Trainer:
             "asked_settings": settings_to_json(self._settings),
             "seed": self._seed,
             "about": self._about,
+            "asked_rates": self._asked_rates,
             "place": place.to_save(),
         }
         whole = self.model if self._parallel.saves_parts else self._whole_model()
@@ -791,6 +809,15 @@ def _as_read_again(job: Job) -> Any:
         return json.loads(json.dumps(job.about))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{job.name}: `about` cannot be written as JSON: {error}.") from error
+
+
+def _rates(optimizer: Optimizer, schedule: Schedule | MakeSchedule | None) -> list[Any]:
+    """What was asked of the learning rate and the decay, before a schedule changes it."""
+    of_groups = [
+        [float(group[name]) for name in ("lr", "weight_decay") if group.get(name) is not None]
+        for group in optimizer.param_groups
+    ]
+    return [of_groups, str(schedule) if isinstance(schedule, Schedule) else None]
 
 
 def _longest(longest: Batch | Callable[[int], Batch], samples: int) -> Batch:

@@ -14,6 +14,8 @@ import brimful as bf
 from brimful.errors import DataError, UnknownNameError, UsageError
 from brimful.job import Data
 from brimful.tasks import language_model, text_classification
+from brimful.tasks.bad_samples import BadSample
+from brimful.tasks.rows import Row, read_rows
 from brimful.tasks.tokens import Bytes
 
 transformers = pytest.importorskip("transformers")
@@ -117,6 +119,11 @@ def test_padding_changes_neither_loss_nor_gradients(tmp_path: Path, bert: Path) 
     alone = job.loss(model, texts.batch([short]))  # type: ignore[union-attr]
     other = job.loss(model, texts.batch([long]))  # type: ignore[union-attr]
     both = job.loss(model, texts.batch([short, long]))  # type: ignore[union-attr]
+    weights = list(model.parameters())
+    apart = torch.autograd.grad((alone + other) / 2, weights)
+    together = torch.autograd.grad(both, weights)
+    for one, two in zip(apart, together, strict=True):
+        assert torch.allclose(one, two, atol=1e-6)
     assert both.item() == pytest.approx((alone.item() + other.item()) / 2, rel=1e-5)
 
 
@@ -157,7 +164,7 @@ def test_long_texts_are_cut_and_that_is_said(tmp_path: Path, bert: Path) -> None
 
 def test_bad_rows_are_listed_by_line(tmp_path: Path, bert: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    rows = [json.dumps({"text": "a good film", "label": number % 2}) for number in range(8)]
+    rows = [json.dumps({"text": "a good film", "label": number % 2}) for number in range(16)]
     rows[1] = '{"text": "a bad'
     rows[2] = json.dumps({"text": "", "label": 1})
     rows[3] = json.dumps({"text": "a film"})
@@ -165,17 +172,147 @@ def test_bad_rows_are_listed_by_line(tmp_path: Path, bert: Path) -> None:
     file.write_text("\n".join(rows))
     with pytest.raises(DataError) as refused:
         classify(file, bert)
-    for part in (":2: no JSON", ":3: an empty 'text'", ":4: no 'label'", ":6: no JSON object", "4 of 8"):
+    for part in (
+        ":2: no JSON",
+        ":3: 'text': empty",
+        ":4: 'label': there is none",
+        ":6: no JSON object",
+        "4 of 16",
+    ):
         assert part in str(refused.value)
-    with pytest.warns(UserWarning, match="4 of 8"):
+    with pytest.warns(UserWarning, match="4 of 16"):
         job = classify(file, bert, bad_samples="skip")
     assert job.about is not None
     assert job.about["classes"] == ["0", "1"]
 
 
+def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
+    """Quotes with ends of lines in them, empty lines, characters that other programs take for ends of lines."""
+    file = tmp_path / "table.csv"
+    file.write_bytes(
+        b'text,label\r\n"one\ntwo ""three""",a\r\n\r\nfour\xe2\x80\xa8five,b\r\nsix, seven,a\r\n"'
+        + b"x" * 200000
+        + b'",b\r\n'
+    )
+    rows = list(read_rows(file, ("text", "label"), "utf-8"))
+    assert [row.values for row in rows if isinstance(row, Row)][:2] == [
+        ('one\ntwo "three"', "a"),
+        ("four\u2028five", "b"),
+    ]
+    assert [(bad.where, bad.why) for bad in rows if isinstance(bad, BadSample)] == [
+        (f"{file}:6", "3 fields, and the header has 2")
+    ]
+    assert len(rows[-1].values[0]) == 200000  # type: ignore[union-attr]
+
+
+def test_lone_surrogates_and_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "half.jsonl").write_text('{"text": "\\ud83d"}\n{"text": "whole"}')
+    first, second = read_rows(tmp_path / "half.jsonl", ("text",), "utf-8")
+    assert isinstance(first, BadSample)
+    assert "half of a pair" in first.why
+    assert isinstance(second, Row)
+    (tmp_path / "twice.csv").write_text("text,text,label\na,b,c\n")
+    with pytest.raises(UsageError, match="several columns text"):
+        list(read_rows(tmp_path / "twice.csv", ("text", "label"), "utf-8"))
+
+
+def test_classes_are_numbered_alike_in_every_process(tmp_path: Path, bert: Path) -> None:
+    file = tmp_path / "numbers.csv"
+    labels = ["1", "01", "10", "2", "--1"]
+    file.write_text("text,label\n" + "".join(f"a film,{label}\n" for label in labels * 4))
+    job = classify(file, bert)
+    assert job.about is not None
+    assert job.about["classes"] == ["--1", "01", "1", "10", "2"]
+    file.write_text("text,label\n" + "".join(f"a film, {label}\n" for label in labels[:-1] * 4))
+    job = classify(file, bert)
+    assert job.about is not None
+    assert job.about["classes"] == ["01", "1", "2", "10"]
+
+
+def test_of_two_texts_the_longer_is_cut_and_none_is_lost(tmp_path: Path, bert: Path) -> None:
+    file = tmp_path / "pairs.csv"
+    row = f"{'very ' * 30},a good film,0\n"
+    file.write_text("text,other,label\n" + (row + "a film,bad,1\n") * 4)
+    with pytest.warns(UserWarning, match="4 of 8 texts have more than 16 tokens"):
+        texts = data_of(classify(file, bert, pair_column="other")).train
+    longest = max(texts.encoded, key=lambda entry: len(entry["input_ids"]))["input_ids"]  # type: ignore[union-attr]
+    assert [WORDS[token] for token in longest[-5:]] == ["[SEP]", "a", "good", "film", "[SEP]"]
+    assert len(longest) == 16
+    encoded, cut = Bytes().encode(["a" * 30, "ab"], ["bcd", "c" * 20], 16)
+    assert cut == 2
+    assert [len(entry["input_ids"]) for entry in encoded] == [16, 16]
+    assert bytes(token - 3 for token in encoded[0]["input_ids"] if token > 2) == b"a" * 11 + b"bcd"
+
+
+def test_an_identifier_for_a_label_leaves_nothing_to_validate_and_that_is_said(
+    tmp_path: Path, bert: Path
+) -> None:
+    file = tmp_path / "ids.csv"
+    file.write_text("text,label\na film,1\na good film,2\n")
+    with pytest.warns(UserWarning, match="2 of 2 classes have no sample for validation"):
+        assert data_of(classify(file, bert)).validation is None
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_a_language_model_of_a_directory_is_the_one_that_transformers_makes(
+    tmp_path: Path, window: int | None
+) -> None:
+    """Also where its layers see a few tokens behind alone, which plain causal attention would not heed."""
+    config = transformers.MistralConfig(
+        vocab_size=264,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        sliding_window=window,
+    )
+    theirs = transformers.MistralForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("to be or not to be " * 40)
+    job = language_model(tmp_path / "a.txt", model=tmp_path / "model", tokenizer="bytes", sequence_length=32)
+    ours = job.model().eval()  # type: ignore[operator]
+    assert job.weights is not None
+    job.weights(ours)
+    ids = job.batch(2)["tokens"].long()  # type: ignore[operator]
+    with torch.no_grad():
+        assert torch.allclose(ours(ids).logits, theirs(ids).logits, atol=1e-5)
+
+
+def test_an_encoder_is_not_taught_the_next_token(tmp_path: Path, bert: Path) -> None:
+    (tmp_path / "a.txt").write_text("a good film " * 100)
+    with pytest.raises(UsageError, match="is an encoder"):
+        language_model(tmp_path / "a.txt", model=bert, sequence_length=16)
+
+
+def test_a_directory_that_is_called_as_a_built_in_model_is_asked_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "a.txt").write_text("a good film " * 100)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"Write \./gpt2"):
+        language_model("a.txt", model="gpt2", sequence_length=16)
+
+
+def test_a_classifier_of_a_decoder_that_has_no_padding_is_given_one(tmp_path: Path) -> None:
+    config = transformers.GPT2Config(vocab_size=264, n_embd=16, n_layer=1, n_head=2, n_positions=64)
+    config.save_pretrained(tmp_path / "gpt2")
+    with pytest.warns(UserWarning, match="has no weights"):
+        job = text_classification(
+            write_reviews(tmp_path / "reviews.csv"),
+            model=tmp_path / "gpt2",
+            tokenizer="bytes",
+            sequence_length=64,
+        )
+    model = job.model()  # type: ignore[operator]
+    assert torch.isfinite(job.loss(model, data_of(job).longest(4)))  # type: ignore[misc, operator]
+
+
 def test_a_wrong_encoding_is_told_with_the_line(tmp_path: Path, bert: Path) -> None:
     file = tmp_path / "latin.csv"
-    file.write_bytes("text,label\ncafé,0\nthé,1\nfilm,1\n".encode("latin-1"))
+    file.write_bytes("text,label\ncafé,0\nthé,1\nfilm,1\nfilm,0\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"latin\.csv:2: 'text': byte 0xE9 is no UTF-8"):
         classify(file, bert)
     job = classify(file, bert, encoding="latin-1")
