@@ -34,6 +34,9 @@ class Samples(Protocol):
             seed: Decides the order, with the epoch.
             epoch: At least 1.
             skip: Batches to leave out at the start.
+
+        Returns:
+            Nests of tensors, samples first.
         """
 
 
