@@ -141,3 +141,6 @@ def test_a_task_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
     done = brimful(tmp_path, "images", "nowhere")
     assert done.returncode == 2
     assert "no folder nowhere" in done.stderr
+    done = brimful(tmp_path, "image", "nowhere")
+    assert done.returncode == 2
+    assert "Meant is perhaps 'images'" in done.stderr

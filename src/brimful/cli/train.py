@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +39,9 @@ class _TasksOrJob(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put in the name of the command that is meant where none is named."""
         if args and args[0] not in self.commands and args[0] != "--help":
+            near = get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
+            if near:
+                ctx.fail(f"no task or job is called {args[0]!r}. Meant is perhaps {near[0]!r}.")
             args = [_OWN_JOB, *args]
         return super().parse_args(ctx, args)
 
