@@ -210,7 +210,7 @@ class PlanOptions:
 
     def asked(self) -> dict[str, Any]:
         """As arguments of `api.plan`."""
-        return _arguments(self) | {"allow_optimizers": self.allow_optimizers or ()}
+        return arguments(self) | {"allow_optimizers": self.allow_optimizers or ()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,10 +258,9 @@ class TrainOptions:
         """As arguments of `api.fit`."""
         from brimful.train.schedules import Schedule
 
-        arguments = _arguments(self)
-        asked = Schedule(arguments["schedule"], arguments.pop("warmup"))
-        arguments["schedule"] = None if asked == Schedule() else asked
-        return arguments
+        asked = arguments(self)
+        schedule = Schedule(asked["schedule"], asked.pop("warmup"))
+        return asked | {"schedule": None if schedule == Schedule() else schedule}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,5 +299,90 @@ class RunOptions:
     ] = False
 
 
-def _arguments(record: Any) -> dict[str, Any]:
+BadSamplesOption = Annotated[
+    str,
+    typer.Option(
+        "--bad-samples", help="refuse files or rows that cannot be used, or skip them; both list them."
+    ),
+]
+BalanceClasses = Annotated[
+    bool,
+    typer.Option("--balance-classes", help="Weigh samples so that each class weighs the same."),
+]
+ValidationFraction = Annotated[float, typer.Option(help="Part of the samples to validate with.")]
+TokenizerOption = Annotated[
+    Path | None,
+    typer.Option(help="A local directory or tokenizer.json, or bytes; that of the model if left out."),
+]
+Encoding = Annotated[str, typer.Option(help="Of the files.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOptions:
+    """What is asked of `tasks.image_classification`, by its names."""
+
+    model: Annotated[str, typer.Option(help="A built-in classifier: resnet18, vit-base, …; or timm/NAME.")] = (
+        "resnet50"
+    )
+    weights: Annotated[
+        Path | None, typer.Option(help="Start from the tensors of this file, .safetensors or of torch.save.")
+    ] = None
+    image_size: Annotated[int, typer.Option(help="Pixels per side.", min=1)] = 224
+    augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Crop and flip at random.")] = True
+    balance_classes: BalanceClasses = False
+    validation_fraction: ValidationFraction = 0.1
+    bad_samples: BadSamplesOption = "refuse"
+    check_files: Annotated[
+        bool, typer.Option("--check-files/--no-check-files", help="First decode every image once.")
+    ] = True
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that read images to train on, and as many for validation; left out, as many as "
+            "there are processors, 8 at most.",
+            min=0,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextClassificationOptions:
+    """What is asked of `tasks.text_classification`, by its names."""
+
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
+    ] = "bert-base"
+    tokenizer: TokenizerOption = None
+    validation_file: Annotated[
+        Path | None, typer.Option(help="Another such file to validate with; a part of the first if left out.")
+    ] = None
+    text_column: Annotated[str, typer.Option(help="Name of the texts.")] = "text"
+    pair_column: Annotated[str | None, typer.Option(help="Name of a second text of each row.")] = None
+    label_column: Annotated[str, typer.Option(help="Name of the classes.")] = "label"
+    encoding: Encoding = "utf-8"
+    sequence_length: Annotated[
+        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
+    ] = 512
+    balance_classes: BalanceClasses = False
+    validation_fraction: ValidationFraction = 0.1
+    bad_samples: BadSamplesOption = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelOptions:
+    """What is asked of `tasks.language_model`, by its names."""
+
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: gpt2, …")
+    ] = "gpt2"
+    tokenizer: TokenizerOption = None
+    text_column: Annotated[str, typer.Option(help="Name of the texts in tables.")] = "text"
+    encoding: Encoding = "utf-8"
+    sequence_length: Annotated[int, typer.Option("--seq-len", help="Tokens of each row.", min=2)] = 1024
+    validation_fraction: ValidationFraction = 0.05
+    bad_samples: BadSamplesOption = "refuse"
+
+
+def arguments(record: Any) -> dict[str, Any]:
+    """A record's fields, by name."""
     return {field.name: getattr(record, field.name) for field in fields(record)}

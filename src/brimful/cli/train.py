@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from brimful.cli.options import AsJson, Model, ModelOptions, PlanOptions, RunOptions, TrainOptions, flattened
+from brimful.cli.options import (
+    AsJson,
+    ImageOptions,
+    LanguageModelOptions,
+    Model,
+    ModelOptions,
+    PlanOptions,
+    RunOptions,
+    TextClassificationOptions,
+    TrainOptions,
+    arguments,
+    flattened,
+)
 from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, errors_told, show, waiting
 from brimful.cli.sources import find_job
 from brimful.errors import UsageError
@@ -78,54 +90,14 @@ def own_job(
         _train(job, context, run, planning, training, as_json)
 
 
-BadSamplesOption = Annotated[
-    str,
-    typer.Option(
-        "--bad-samples", help="refuse files or rows that cannot be used, or skip them; both list them."
-    ),
-]
-BalanceClasses = Annotated[
-    bool,
-    typer.Option("--balance-classes", help="Weigh samples so that each class weighs the same."),
-]
-ValidationFraction = Annotated[float, typer.Option(help="Part of the samples to validate with.")]
-TokenizerOption = Annotated[
-    Path | None,
-    typer.Option(help="A local directory or tokenizer.json, or bytes; that of the model if left out."),
-]
-Encoding = Annotated[str, typer.Option(help="Of the files.")]
-
-
 @train_app.command("images")
 @flattened
 def images(
     context: typer.Context,
-    *,
     directory: Annotated[
         Path, typer.Argument(help="A folder with a folder for each class, or with train and val that have.")
     ],
-    model: Annotated[str, typer.Option(help="A built-in classifier: resnet18, vit-base, …; or timm/NAME.")] = (
-        "resnet50"
-    ),
-    weights: Annotated[
-        Path | None, typer.Option(help="Start from the tensors of this file, .safetensors or of torch.save.")
-    ] = None,
-    image_size: Annotated[int, typer.Option(help="Pixels per side.", min=1)] = 224,
-    augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Crop and flip at random.")] = True,
-    balance_classes: BalanceClasses = False,
-    validation_fraction: ValidationFraction = 0.1,
-    bad_samples: BadSamplesOption = "refuse",
-    check_files: Annotated[
-        bool, typer.Option("--check-files/--no-check-files", help="First decode every image once.")
-    ] = True,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes that read images to train on, and as many for validation; left out, as many as "
-            "there are processors, 8 at most.",
-            min=0,
-        ),
-    ] = None,
+    options: ImageOptions,
     run: RunOptions,
     planning: PlanOptions,
     training: TrainOptions,
@@ -133,22 +105,10 @@ def images(
 ) -> None:
     """Classify the images in a folder of class folders; 32 a step unless --global-batch-size is said."""
     with errors_told(as_json):
-        from brimful.tasks import image_classification
+        from brimful import tasks
 
         with waiting("looking at the images"):
-            job = image_classification(
-                directory,
-                model=model,
-                weights=weights,
-                image_size=image_size,
-                augment=augment,
-                balance_classes=balance_classes,
-                validation_fraction=validation_fraction,
-                bad_samples=bad_samples,
-                check_files=check_files,
-                workers=workers,
-                seed=training.seed,
-            )
+            job = tasks.image_classification(directory, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
 
@@ -156,25 +116,8 @@ def images(
 @flattened
 def text_classification(
     context: typer.Context,
-    *,
     file: Annotated[Path, typer.Argument(help="A .csv or .tsv file with a header, or a .jsonl file.")],
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
-    ] = "bert-base",
-    tokenizer: TokenizerOption = None,
-    validation_file: Annotated[
-        Path | None, typer.Option(help="Another such file to validate with; a part of the first if left out.")
-    ] = None,
-    text_column: Annotated[str, typer.Option(help="Name of the texts.")] = "text",
-    pair_column: Annotated[str | None, typer.Option(help="Name of a second text of each row.")] = None,
-    label_column: Annotated[str, typer.Option(help="Name of the classes.")] = "label",
-    encoding: Encoding = "utf-8",
-    seq_len: Annotated[
-        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
-    ] = 512,
-    balance_classes: BalanceClasses = False,
-    validation_fraction: ValidationFraction = 0.1,
-    bad_samples: BadSamplesOption = "refuse",
+    options: TextClassificationOptions,
     run: RunOptions,
     planning: PlanOptions,
     training: TrainOptions,
@@ -185,21 +128,7 @@ def text_classification(
         from brimful import tasks
 
         with waiting("reading the texts"):
-            job = tasks.text_classification(
-                file,
-                model=model,
-                tokenizer=tokenizer,
-                validation_file=validation_file,
-                text_column=text_column,
-                pair_column=pair_column,
-                label_column=label_column,
-                encoding=encoding,
-                sequence_length=seq_len,
-                balance_classes=balance_classes,
-                validation_fraction=validation_fraction,
-                bad_samples=bad_samples,
-                seed=training.seed,
-            )
+            job = tasks.text_classification(file, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
 
@@ -207,19 +136,10 @@ def text_classification(
 @flattened
 def language_model(
     context: typer.Context,
-    *,
     files: Annotated[
         list[Path], typer.Argument(help="Files of text; .jsonl, .csv and .tsv have a text in each row.")
     ],
-    model: Annotated[
-        str, typer.Option(help="A local directory of transformers, or a built-in one: gpt2, …")
-    ] = "gpt2",
-    tokenizer: TokenizerOption = None,
-    text_column: Annotated[str, typer.Option(help="Name of the texts in tables.")] = "text",
-    encoding: Encoding = "utf-8",
-    seq_len: Annotated[int, typer.Option("--seq-len", help="Tokens of each row.", min=2)] = 1024,
-    validation_fraction: ValidationFraction = 0.05,
-    bad_samples: BadSamplesOption = "refuse",
+    options: LanguageModelOptions,
     run: RunOptions,
     planning: PlanOptions,
     training: TrainOptions,
@@ -230,16 +150,7 @@ def language_model(
         from brimful import tasks
 
         with waiting("reading the texts"):
-            job = tasks.language_model(
-                *files,
-                model=model,
-                tokenizer=tokenizer,
-                text_column=text_column,
-                encoding=encoding,
-                sequence_length=seq_len,
-                validation_fraction=validation_fraction,
-                bad_samples=bad_samples,
-            )
+            job = tasks.language_model(*files, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
 
