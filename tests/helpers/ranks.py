@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -55,3 +56,4 @@ def _run(rank: int, count: int, folder: str, work: Callable[..., Any], arguments
         torch.save(work(*arguments), Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
+        gc.collect()  # as `joined_ranks` does

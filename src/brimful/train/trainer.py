@@ -287,8 +287,6 @@ class Trainer:
         self._average = None if self._ema_decay is None else MovingAverage(self._model, self._ema_decay)
         self._optimizer = parallel.divided(make_optimizer(self._job, self._model, settings))
         self._asked_rates = _rates(self._optimizer, self._schedule)
-        if saved is not None:
-            self._check_rates(saved)
         self._stop_requested = self._is_stopping = self._terminate_requested = self._is_terminated = False
         self._place = self._before_batch = None
         journal = Journal(
@@ -322,6 +320,7 @@ class Trainer:
         try:
             if saved is not None:
                 steps.load_state(saved.state_for(self._optimizer))
+                self._check_rates(saved)
             result = self._train(steps, journal, batches, data, saved, lowered)
             return result
         finally:
