@@ -175,8 +175,8 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     finally:
         if is_own:
             dist.destroy_process_group()
-            # What is left of it in cycles goes now, not with the interpreter: a thread that asks for that once it
-            # ends is ended itself, and C++ then ends the process by SIGABRT (seen once under FSDP2, torch 2.13).
+            # What is left of it in cycles goes now, not with the interpreter: there a thread that asks for the
+            # interpreter is ended, and C++ then ends the process by SIGABRT (seen once under FSDP2, torch 2.13).
             gc.collect()
 
 
