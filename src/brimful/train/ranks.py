@@ -176,7 +176,7 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
         if is_own:
             dist.destroy_process_group()
             # What is left of it in cycles goes now, not with the interpreter: there a thread that asks for the
-            # interpreter is ended, and C++ then ends the process by SIGABRT (seen once under FSDP2, torch 2.13).
+            # interpreter is ended, and C++ ends the process by SIGABRT (seen once under FSDP2, torch 2.13).
             gc.collect()
 
 
