@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from brimful.training import WAITING_FRACTION, DataLoading, StepRecord, steady_steps, waiting_fraction
 
 
-def waiting_lines(steps: Sequence[StepRecord], loading: DataLoading | None, *, on_gpu: bool) -> Iterator[str]:
+def feeding_lines(
+    steps: Sequence[StepRecord], loading: DataLoading | None, *, on_gpu: bool
+) -> Iterator[tuple[str, str]]:
     """What there is to say of the data of a run.
 
     Args:
@@ -16,13 +18,14 @@ def waiting_lines(steps: Sequence[StepRecord], loading: DataLoading | None, *, o
         on_gpu: Whether they are copied to a GPU.
 
     Yields:
-        How much of the time was waited and what to do, in a line each; nothing if there is nothing to do.
+        A label and a line each: how much of the time was waited, and what would help. Nothing if it is well.
     """
     waited = waiting_fraction(steps)
     if waited >= WAITING_FRACTION:
-        yield f"{waited:.0%} of the time" + ("" if loading is None else f": {_what_helps(steps, loading)}")
+        help_text = "" if loading is None else f": {_what_helps(steps, loading)}"
+        yield "waited for data", f"{waited:.0%} of the time{help_text}"
     if loading is not None and loading.workers is not None and on_gpu and not loading.pins_memory:
-        yield "DataLoader(pin_memory=True) would let the copies to the GPU go on beside other work"
+        yield "copies of data", "DataLoader(pin_memory=True) would let them go on beside other work"
 
 
 def _what_helps(steps: Sequence[StepRecord], loading: DataLoading) -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
 from typing import Any
 
 from brimful.measurement import predicted_beside_measured
-from brimful.report.feeding import waiting_lines
+from brimful.report.feeding import feeding_lines
 from brimful.training import StopReason, TrainingResult
 from brimful.units import format_bytes, format_rate, format_seconds
 
@@ -72,7 +71,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _budget(result)
     yield from _throughput(result)
     yield from _recoveries(result)
-    yield from _waiting(result)
+    yield from _feeding(result)
     yield from _plain_rows(result, plain)
     yield from _curves(result, plain)
     yield from _validation(result, plain)
@@ -108,11 +107,10 @@ def _recoveries(result: TrainingResult) -> Iterator[str]:
     yield f"  memory ran out      {times} time{'s' if times > 1 else ''}, {lost} lost, no step{how}"
 
 
-def _waiting(result: TrainingResult) -> Iterator[str]:
+def _feeding(result: TrainingResult) -> Iterator[str]:
     """How much of the time training waited for its data and what would help, if that is worth a word."""
-    lines = waiting_lines(result.steps, result.data_loading, on_gpu=result.device != "cpu")
-    for name, line in zip(chain(["waited for data"], repeat("")), lines, strict=False):
-        yield f"  {name:<20}{line}"
+    lines = feeding_lines(result.steps, result.data_loading, on_gpu=result.device != "cpu")
+    yield from (f"  {label:<20}{line}" for label, line in lines)
 
 
 def _throughput(result: TrainingResult) -> Iterator[str]:

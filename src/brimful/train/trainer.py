@@ -38,7 +38,7 @@ from brimful.local import build_model, choose_device, device_name, set_up_alloca
 from brimful.measuring import certify_model
 from brimful.optimizers import make_optimizer
 from brimful.planning import Plan
-from brimful.report.feeding import waiting_lines
+from brimful.report.feeding import feeding_lines
 from brimful.settings import Settings, settings_from_json, settings_to_json
 from brimful.step import matmul_precision
 from brimful.train.averaging import MovingAverage
@@ -729,8 +729,9 @@ class Trainer:
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
     def _advise_on_data(self, journal: Journal) -> None:
-        for line in waiting_lines(journal.steps, self._data_loading, on_gpu=self._device.type == "cuda"):
-            journal.note(f"waiting for data: {line}")
+        on_gpu = self._device.type == "cuda"
+        for label, line in feeding_lines(journal.steps, self._data_loading, on_gpu=on_gpu):
+            journal.note(f"{label}  {line}")
 
     @property
     def _counted(self) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from brimful.job import Data
-from brimful.report.feeding import waiting_lines
+from brimful.report.feeding import feeding_lines
 from brimful.train import trainer as trainer_module
 from brimful.train.data import data_loading
 from brimful.training import DataLoading, StepRecord
@@ -58,15 +58,15 @@ def test_workers_are_needed_for_as_long_as_one_reads_in_the_time_of_a_step(
     ],
 )
 def test_what_would_help_is_told(records, how, said):
-    (line,) = waiting_lines(records, how, on_gpu=False)
+    ((_label, line),) = feeding_lines(records, how, on_gpu=False)
     assert said in line
 
 
 def test_nothing_is_told_of_data_that_are_there_but_that_a_gpu_could_copy_them_itself():
-    assert list(waiting_lines(steps(0.1, 0.001), loading(0), on_gpu=False)) == []
-    (line,) = waiting_lines(steps(0.1, 0.001), loading(0), on_gpu=True)
+    assert list(feeding_lines(steps(0.1, 0.001), loading(0), on_gpu=False)) == []
+    ((_label, line),) = feeding_lines(steps(0.1, 0.001), loading(0), on_gpu=True)
     assert "pin_memory=True" in line
-    assert list(waiting_lines(steps(0.1, 0.001), loading(0, pins_memory=True), on_gpu=True)) == []
+    assert list(feeding_lines(steps(0.1, 0.001), loading(0, pins_memory=True), on_gpu=True)) == []
 
 
 def test_how_data_are_loaded_is_seen(samples):
@@ -95,4 +95,4 @@ def test_a_run_tells_early_and_at_the_end_that_it_waits(job_with, trained, sampl
     _, result = trained(job, 8, show_progress=True)
     assert result.needed_workers >= 1
     assert result.data_loading.workers == 0
-    assert capsys.readouterr().err.count("waiting for data: ") == 1
+    assert capsys.readouterr().err.count("waited for data  ") == 1
