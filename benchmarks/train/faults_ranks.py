@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import load_file
 
 from machine import keep
-from train.faults import JOB, ROOT, SAVE_EVERY, finish, losses
+from train.faults import JOB, ROOT, SAVE_EVERY, losses
 
-KILLS = 8
-STEPS = 400
+KILLS = 5
+STEPS = 200
 RESTARTS = 30
 
 
@@ -57,6 +57,11 @@ def start(where: Path, run_dir: str, parallelism: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=600)
+    return process.returncode, said
 
 
 def killed(where: Path, parallelism: str) -> dict[str, Any]:
