@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from machine import keep
 from train.faults import JOB, ROOT, SAVE_EVERY, losses
 
-KILLS = 5
-STEPS = 200
+KILLS = 6
+STEPS = 1000
 RESTARTS = 30
 
 
