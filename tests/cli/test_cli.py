@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from brimful.measuring import calibrate
 from helpers.calibrated import CALIBRATION
+from helpers.command_line import brimful
 
 JOB = """
 import torch
@@ -52,18 +52,6 @@ def ragged_batch():
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(JOB)
     return tmp_path
-
-
-def brimful(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "brimful", *arguments],
-        cwd=folder,
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 ESTIMATE_KEYS = {

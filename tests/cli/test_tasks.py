@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
 
+from helpers.command_line import brimful
+
 pytest.importorskip("transformers")
-
-
-def brimful(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "brimful", "train", *arguments],
-        cwd=folder,
-        env={**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def steps_of(run: Path) -> list[float]:
@@ -57,19 +44,19 @@ def test_texts_are_classified_and_the_run_goes_on(tmp_path: Path, model: str) ->
         "text-classification", "reviews.jsonl", "--model", "bert", "--tokenizer", "bytes", "--seq-len", "16",
         "--device", "cpu", "--global-batch-size", "8", "--epochs", "2",
     )  # fmt: skip
-    whole = brimful(tmp_path, *command, "--run-dir", "whole")
+    whole = brimful(tmp_path, "train", *command, "--run-dir", "whole")
     assert whole.returncode == 0, whole.stderr
     assert "accuracy" in whole.stdout
     assert json.loads((tmp_path / "whole" / "job.json").read_text())["classes"] == ["0", "1"]
-    begun = brimful(tmp_path, *command, "--run-dir", "parts", "--steps", "3")
+    begun = brimful(tmp_path, "train", *command, "--run-dir", "parts", "--steps", "3")
     assert begun.returncode == 0, begun.stderr
-    resumed = brimful(tmp_path, *command, "--run-dir", "parts", "--resume")
+    resumed = brimful(tmp_path, "train", *command, "--run-dir", "parts", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     assert steps_of(tmp_path / "parts") == steps_of(tmp_path / "whole")
-    other = brimful(tmp_path, *command, "--run-dir", "parts", "--resume", "--balance-classes")
+    other = brimful(tmp_path, "train", *command, "--run-dir", "parts", "--resume", "--balance-classes")
     assert other.returncode == 1
     assert "files or flags have changed" in other.stderr
-    faster = brimful(tmp_path, *command, "--run-dir", "parts", "--resume", "--learning-rate", "1")
+    faster = brimful(tmp_path, "train", *command, "--run-dir", "parts", "--resume", "--learning-rate", "1")
     assert faster.returncode == 1
     assert "learning rates" in faster.stderr
 
@@ -77,8 +64,8 @@ def test_texts_are_classified_and_the_run_goes_on(tmp_path: Path, model: str) ->
 def test_asking_for_another_adam_does_not_change_the_rate(tmp_path: Path, model: str) -> None:
     (tmp_path / "one.txt").write_text("to be or not to be " * 40)
     done = brimful(
-        tmp_path, "language-model", "one.txt", "--model", "llama", "--tokenizer", "bytes", "--seq-len", "32",
-        "--device", "cpu", "--steps", "1", "--global-batch-size", "4", "--optimizer", "adam",
+        tmp_path, "train", "language-model", "one.txt", "--model", "llama", "--tokenizer", "bytes",
+        "--seq-len", "32", "--device", "cpu", "--steps", "1", "--global-batch-size", "4", "--optimizer", "adam",
         "--run-dir", "run",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -95,7 +82,7 @@ def test_images_are_classified_with_every_flag(tmp_path: Path) -> None:
             Image.new("RGB", (40, 40), colour).save(tmp_path / "photos" / name / f"{number}.png")
     (tmp_path / "photos" / "red" / "broken.png").write_bytes(b"?")
     done = brimful(
-        tmp_path, "images", "photos", "--model", "resnet18", "--image-size", "33", "--no-augment",
+        tmp_path, "train", "images", "photos", "--model", "resnet18", "--image-size", "33", "--no-augment",
         "--balance-classes", "--bad-samples", "skip", "--validation-fraction", "0.3", "--workers", "0",
         "--device", "cpu", "--global-batch-size", "8", "--steps", "1", "--run-dir", "run",
     )  # fmt: skip
@@ -115,11 +102,11 @@ def test_bad_rows_end_the_command_or_are_left_out(tmp_path: Path, model: str) ->
         "text-classification", "rows.csv", "--model", "bert", "--tokenizer", "bytes", "--seq-len", "16",
         "--device", "cpu", "--steps", "1", "--run-dir", "run",
     )  # fmt: skip
-    refused = brimful(tmp_path, *command)
+    refused = brimful(tmp_path, "train", *command)
     assert refused.returncode == 1
     assert "rows.csv:26: 'text': empty" in refused.stderr
     assert "--bad-samples skip" in refused.stderr
-    skipped = brimful(tmp_path, *command, "--bad-samples", "skip")
+    skipped = brimful(tmp_path, "train", *command, "--bad-samples", "skip")
     assert skipped.returncode == 0, skipped.stderr
     assert "warning: 1 of 25 samples" in skipped.stderr
 
@@ -128,7 +115,7 @@ def test_a_language_model_is_trained_on_several_files(tmp_path: Path, model: str
     (tmp_path / "one.txt").write_text("to be or not to be " * 40)
     (tmp_path / "two.md").write_text("that is the question " * 40)
     done = brimful(
-        tmp_path, "language-model", "one.txt", "two.md", "--model", "llama", "--tokenizer", "bytes",
+        tmp_path, "train", "language-model", "one.txt", "two.md", "--model", "llama", "--tokenizer", "bytes",
         "--seq-len", "32", "--device", "cpu", "--global-batch-size", "4", "--budget", "90%", "--run-dir", "run",
         "--json",
     )  # fmt: skip
@@ -138,9 +125,9 @@ def test_a_language_model_is_trained_on_several_files(tmp_path: Path, model: str
 
 
 def test_a_task_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
-    done = brimful(tmp_path, "images", "nowhere")
+    done = brimful(tmp_path, "train", "images", "nowhere")
     assert done.returncode == 2
     assert "no folder nowhere" in done.stderr
-    done = brimful(tmp_path, "image", "nowhere")
+    done = brimful(tmp_path, "train", "image", "nowhere")
     assert done.returncode == 2
     assert "Meant is perhaps 'images'" in done.stderr

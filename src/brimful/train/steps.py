@@ -393,14 +393,17 @@ class Steps:
             of_torch and has_implementation(self._optimizer, for_loop)
         ):
             return "Resume from the last save, on more ranks or with an optimizer that has less state."
-        after = replace(before, optimizer_implementation=for_loop)
+        return self._left("update", message, replace(before, optimizer_implementation=for_loop))
+
+    def _left(self, during: str, message: str, after: Settings, seconds: float = 0.0) -> str:
+        """What to tell once the next launch is left what to go on with, memory having run out on this rank."""
         recovery = Recovery(
             step=self.taken + 1,
-            during=f"update on rank {self._ranks.rank}",
+            during=f"{during} on rank {self._ranks.rank}",
             message=message,
-            before=before.describe(),
+            before=self.settings.describe(),
             after=after.describe(),
-            seconds=0.0,
+            seconds=seconds,
         )
         return self._hand_over(after, recovery)
 
@@ -462,20 +465,12 @@ class Steps:
 
     def _ended_on_one_rank(self, during: str, message: str, since: float) -> OutOfMemoryError:
         """Leave to the next launch what to go on with."""
-        before = self.settings
-        after = self._lower(before)
-        recovery = Recovery(
-            step=self.taken + 1,
-            during=f"{during} on rank {self._ranks.rank}",
-            message=message,
-            before=before.describe(),
-            after=after.describe(),
-            seconds=time.perf_counter() - since,
-        )
+        after = self._lower(self.settings)
+        left = self._left(during, message, after, time.perf_counter() - since)
         return OutOfMemoryError(
             f"memory ran out on rank {self._ranks.rank} of {self._ranks.count} in step {self.taken + 1}: "
             f"{message}.\n  The other ranks wait for its gradients and cannot take the step back, so this "
-            f"launch ends.\n  {self._hand_over(after, recovery)}"
+            f"launch ends.\n  {left}"
         )
 
     def _heed_thrashing(self, random: RandomState) -> None:
