@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -88,6 +89,12 @@ class Span:
 
     def __str__(self) -> str:
         return f"{self.parent}[{self.first}..{self.last}]"
+
+    @classmethod
+    def of(cls, children: Sequence[str]) -> Span:
+        """The run of children of one parent, given their paths in order."""
+        parent, _, first = children[0].rpartition(".")
+        return cls(parent=parent, first=first, last=children[-1].rpartition(".")[2])
 
     @classmethod
     def parse(cls, fqn: str) -> Span | None:

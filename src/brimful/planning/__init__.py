@@ -8,7 +8,7 @@ from brimful.planning.records import Alternative, JobSource, Plan, PlanStatus
 from brimful.planning.request import OptimizerChoice, Request
 from brimful.planning.search import search
 from brimful.planning.sizes import Capture, Estimator
-from brimful.planning.units import find_units
+from brimful.planning.units import divide_unit, find_units
 
 __all__ = [
     "MARGIN_FRACTION",
@@ -26,6 +26,7 @@ __all__ = [
     "Request",
     "Verdict",
     "check_trace",
+    "divide_unit",
     "estimate_trace",
     "find_units",
     "of_one_rank",

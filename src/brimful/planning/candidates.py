@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError
 from brimful.module_tree import unit_of_each_op
@@ -23,7 +25,7 @@ from brimful.planning.segment_solver import SegmentProblem, smallest_segment_pea
 from brimful.planning.sizes import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
-from brimful.planning.units import find_units
+from brimful.planning.units import divide_unit, find_units
 from brimful.settings import Action, Settings, UnitAction
 from brimful.timeline import live_profile, replay_allocations, rounding_bytes_of
 from brimful.trace import Trace
@@ -35,6 +37,9 @@ be worse than the best by what one step of the ladder is worth."""
 NESTED_RUNGS = 8
 """Budgets from the smallest peak of nested segments up to that of anything else; few, because each that is
 tried is captured."""
+
+LEAST_SPARED = 0.02
+"""Part of the peak of recomputing everything that dividing a unit must spare: each division takes a capture."""
 
 MOST_RESERVED_FRACTION = 0.3
 """A choice whose allocated peak leaves this much of itself free is taken to fit; only what is taken in the end
@@ -150,13 +155,7 @@ class Candidate:
         Returns:
             The capture; None if none is within the budget, or it cannot be made, of which a note is left.
         """
-        try:
-            while rung >= 0 and self.replay(self.ladder()[rung]).predicted_peak_reserved_bytes > budget_bytes:
-                rung -= 1
-            return self.replay(self.ladder()[rung]) if rung >= 0 else None
-        except (CaptureError, BatchError) as error:
-            self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
-            return None
+        return self._highest_captured(self.ladder()[: rung + 1], budget_bytes)
 
     def fastest_nested_within(self, budget_bytes: int) -> Estimate | None:
         """The fastest nested segments within the budget, for where nothing else fits; all tried are captured.
@@ -170,10 +169,10 @@ class Candidate:
         ladder = self.nested_ladder()
         try:
             rung = self._highest_expected(ladder, budget_bytes)
-            return self.replay(ladder[rung]) if rung >= 0 else None
         except (CaptureError, BatchError) as error:
-            self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
+            self._leave_out(error)
             return None
+        return self._highest_captured(ladder[: rung + 1], budget_bytes)
 
     def ladder(self) -> tuple[int, ...]:
         """Budgets at which the candidate is solved without nested segments, rising."""
@@ -243,10 +242,20 @@ class Candidate:
             try:
                 found += [self.replay(rung_bytes) for rung_bytes in ladder[:1]]
             except (CaptureError, BatchError) as error:
-                self._say(f"{self.settings.describe()} is left out at small budgets: {error}")
+                self._leave_out(error)
         return tuple(found)
 
-    def _say(self, note: str) -> None:
+    def _highest_captured(self, rungs: Sequence[int], budget_bytes: int) -> Estimate | None:
+        """A capture of the highest of some rungs that is truly within the budget; None if none can be."""
+        try:
+            captured = (self.replay(rung_bytes) for rung_bytes in reversed(rungs))
+            return next((each for each in captured if each.predicted_peak_reserved_bytes <= budget_bytes), None)
+        except (CaptureError, BatchError) as error:
+            self._leave_out(error)
+            return None
+
+    def _leave_out(self, error: CaptureError | BatchError) -> None:
+        note = f"{self.settings.describe()} is left out at small budgets: {error}"
         if note not in self._notes:
             self._notes.append(note)
 
@@ -377,6 +386,16 @@ def _peak_allocated_bytes(trace: Trace) -> int:
     return profile.peak_bytes_in_step(profile.last_step)
 
 
+def _outstanding(recomputed: Trace, units: tuple[str, ...]) -> str | None:
+    """The unit that alone makes the peak of a step that recomputes all units; None if others come near it."""
+    profile = live_profile(recomputed, rounding_bytes_of(recomputed.device_kind))
+    owner = np.array([*unit_of_each_op(recomputed, units), -1], dtype=np.int64)[profile.ops]
+    highest = owner[profile.peak_position]
+    elsewhere_bytes = int(profile.live_bytes[owner != highest].max(initial=0))
+    stands_out = elsewhere_bytes <= profile.peak_bytes * (1 - LEAST_SPARED)
+    return units[highest] if highest >= 0 and stands_out else None
+
+
 class CandidateFamily:
     """All micro-batches under settings that are otherwise the same.
 
@@ -456,10 +475,33 @@ class CandidateFamily:
         """The step with everything kept and with everything recomputed."""
         kept = self._trace(settings)
         if self._units is None:
-            self._units = self._find_units(kept)
+            self._units = self._divided(self._find_units(kept), kept, settings)
         if not self._units:
             return kept, kept
-        return kept, self._trace(replace(settings, units=all_units(self._units, Action.RECOMPUTE)))
+        return kept, self._all_recomputed(settings, self._units)
+
+    def _divided(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
+        """The units, of which one that alone makes the peak is divided as long as that lowers it."""
+        while units and self._request.recompute is None:
+            recomputed = self._all_recomputed(settings, units)
+            outstanding = _outstanding(recomputed, units)
+            if outstanding is None:
+                break
+            place = units.index(outstanding)
+            finer = (*units[:place], *divide_unit(kept, outstanding), *units[place + 1 :])
+            if finer == units:
+                break
+            try:
+                finer_bytes = _peak_allocated_bytes(self._all_recomputed(settings, finer))
+            except CaptureError:
+                break
+            if finer_bytes > _peak_allocated_bytes(recomputed) * (1 - LEAST_SPARED):
+                break
+            units = finer
+        return units
+
+    def _all_recomputed(self, settings: Settings, units: tuple[str, ...]) -> Trace:
+        return self._trace(replace(settings, units=all_units(units, Action.RECOMPUTE)))
 
     def _trace(self, settings: Settings) -> Trace:
         return of_one_rank(self._scaled.at(settings) if len(self._sizes) > 1 else self._capture(settings))

@@ -7,7 +7,7 @@ names of its first and last child.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from brimful.module_tree import ancestors, children_of, paths_of
 from brimful.settings import Span
@@ -40,6 +40,22 @@ def find_units(trace: Trace) -> tuple[str, ...]:
     return tuple(sorted(units, key=tree.first_op))
 
 
+def divide_unit(trace: Trace, unit: str) -> tuple[str, ...]:
+    """Parts that can take the place of a unit: children of it or deeper, or two runs of a Sequential's.
+
+    Args:
+        trace: A capture without recomputation.
+        unit: Path of a module or a run.
+
+    Returns:
+        In the order in which their forwards begin, parts of which at least two free an eighth of the unit or
+        more when they are recomputed; the unit alone if it has none such. A part that frees nothing may be
+        among them: if it is nested, its input is let go.
+    """
+    tree = _Tree(trace)
+    return tuple(sorted(tree.parts(unit), key=tree.first_op)) or (unit,)
+
+
 class _Tree:
     """The modules of a trace with what each saves in the first micro-batch."""
 
@@ -51,6 +67,8 @@ class _Tree:
         self._first: dict[str, int] = {}
         self._result: dict[str, Storage] = {}
         """By path, the first storage that its last op to make any has made."""
+        self._made_bytes: dict[int, list[int]] = defaultdict(list)
+        """By op, the sizes of the storages that it makes."""
         self.total_bytes = 0
         for index, op in enumerate(trace.ops):
             if _is_of_first_forward(op):
@@ -59,6 +77,7 @@ class _Tree:
         for storage in trace.storages:
             if storage.op is None or not _is_of_first_forward(trace.ops[storage.op]):
                 continue
+            self._made_bytes[storage.op].append(storage.size_bytes)
             is_saved = storage.category is Category.SAVED_TENSORS
             self.total_bytes += storage.size_bytes * is_saved
             for path in ancestors(trace.ops[storage.op].module):
@@ -68,11 +87,11 @@ class _Tree:
 
     def saved_by(self, unit: str) -> int:
         """Bytes that a unit saves."""
-        return sum(self._saved[path] for path in paths_of(unit, self._children))
+        return self._saved_by(self._paths(unit))
 
     def first_op(self, unit: str) -> int:
         """Index of the first forward op of a unit."""
-        return min(self._first[path] for path in paths_of(unit, self._children) if path in self._first)
+        return min(self._first[path] for path in self._paths(unit) if path in self._first)
 
     def divide(self, path: str) -> Iterator[str]:
         """The units in `path`; itself, if it is not to be divided."""
@@ -91,6 +110,45 @@ class _Tree:
                     yield child
                 else:
                     yield from self.divide(child)
+
+    def parts(self, unit: str) -> list[str]:
+        """Parts of a unit of which two free much of it; none if there are no such parts."""
+        needed_bytes = LARGEST_SHARE * self.saved_by(unit)
+        if Span.parse(unit) is not None or self._classes.get(unit) == "Sequential":
+            return self._halves(unit, needed_bytes)
+        children = [child for child in self._called_children(unit) if self._can_begin(child)]
+        freeing = [child for child in children if self._freed_by([child]) >= needed_bytes]
+        if len(freeing) != 1:
+            return children if freeing else []
+        inside = self.parts(freeing[0])
+        return [child for child in children if child not in freeing] + inside if inside else []
+
+    def _halves(self, unit: str, needed_bytes: float) -> list[str]:
+        """Two runs of the children of a Sequential, or of a run of them, that save as much as each other."""
+        children = self._children[unit] if Span.parse(unit) is None else list(self._paths(unit))
+        halves = [
+            (children[:cut], children[cut:])
+            for cut in range(1, len(children))
+            if self._can_begin(children[cut])
+            and min(self._freed_by(children[:cut]), self._freed_by(children[cut:])) >= needed_bytes
+        ]
+        best = min(halves, key=lambda runs: max(map(self._saved_by, runs)), default=())
+        return [str(Span.of(run)) if len(run) > 1 else run[0] for run in best]
+
+    def _called_children(self, path: str) -> list[str]:
+        """Children that run in the forward; of those that are never called, theirs."""
+        return [
+            called
+            for child in self._children[path]
+            if child in self._first
+            for called in ([child] if self._is_called(child) else self._called_children(child))
+        ]
+
+    def _paths(self, unit: str) -> tuple[str, ...]:
+        return paths_of(unit, self._children)
+
+    def _saved_by(self, paths: Iterable[str]) -> int:
+        return sum(self._saved[path] for path in paths)
 
     def _repeated(self, children: list[str]) -> frozenset[str]:
         """Children that have a sibling of the same class, and children of their own."""
@@ -115,17 +173,17 @@ class _Tree:
             "ModuleDict",
         ):  # what is never called is no unit
             return False
-        return 2 * sum(map(self._freed_by, children)) < self._freed_by(path)
+        return 2 * sum(self._freed_by([child]) for child in children) < self._freed_by([path])
 
     def _is_called(self, path: str) -> bool:
         """Whether a part has a forward; containers of modules have none."""
         return self._classes.get(path) not in ("ModuleList", "ModuleDict")
 
-    def _freed_by(self, path: str) -> int:
-        """Bytes that recomputing frees: what a part saves less what it hands on."""
-        result = self._result.get(path)
+    def _freed_by(self, run: Sequence[str]) -> int:
+        """Bytes that recomputing frees: what a run of parts saves less what it hands on."""
+        result = next((self._result[path] for path in reversed(run) if path in self._result), None)
         is_saved = result is not None and result.category is Category.SAVED_TENSORS
-        return self._saved[path] - (result.size_bytes if result is not None and is_saved else 0)
+        return self._saved_by(run) - (result.size_bytes if result is not None and is_saved else 0)
 
     def _is_run(self, path: str, children: list[str]) -> bool:
         """Whether `path` is a plain Sequential whose children have nothing inside that could be divided."""
@@ -158,15 +216,15 @@ class _Tree:
                     first, saved_bytes, result = index + 1, 0, None
         if len(runs) > 1 and saved_bytes < needed_bytes:  # the rest is too little for a run of its own
             runs[-2:] = [(runs[-2][0], runs[-1][1])]
-        names = [child.rpartition(".")[2] for child in children]
         for first, last in runs:
             is_whole = (first, last) == (0, len(children) - 1)
-            yield path if is_whole else str(Span(parent=path, first=names[first], last=names[last]))
+            yield path if is_whole else str(Span.of(children[first : last + 1]))
 
     def _can_begin(self, path: str) -> bool:
         """Whether a unit can begin with `path`: not if the first thing it does is to write over its input.
 
-        What is written over is not recorded; taken for the input is a block as large as the op before wrote.
+        What is written over is not recorded; taken for the input is a block as large as one that the op before
+        made, or wrote.
         """
         first = self._first.get(path, 0)
         if first == 0:
@@ -176,8 +234,9 @@ class _Tree:
         if not self._children[module]:  # in-place dropout draws its mask first
             while end < len(self._ops) and self._ops[end].module == module:
                 end += 1
-        input_bytes = self._ops[first - 1].written_bytes
-        return not any(_is_in_place(op) and op.written_bytes == input_bytes for op in self._ops[first:end])
+        before = first - 1
+        sizes_bytes = self._made_bytes.get(before, ()) or (self._ops[before].written_bytes,)
+        return not any(_is_in_place(op) and op.written_bytes in sizes_bytes for op in self._ops[first:end])
 
 
 def _is_of_first_forward(op: Op) -> bool:

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.api import certify
 from brimful.architectures import find_architecture
 from brimful.capture import capture_step
 from brimful.errors import InfeasibleError
@@ -240,3 +241,27 @@ def test_segments_grow_where_fixed_ones_leave_too_much_unused() -> None:
     assert check_trace(run(plan.settings), plan, device, growing_bytes).fits
     roomy = search(run, replace(asked, budget_bytes=8 << 30))
     assert not roomy.settings.expandable_segments
+
+
+def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() -> None:
+    """The last block of a U-Net, at the image's own size. What is asked to be recomputed is not divided."""
+    job = find_architecture("unet", image_size=128)
+    device = find_device("RTX 3090")
+    run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
+    asked = Request(
+        job="unet",
+        device=device,
+        budget_bytes=1 << 40,
+        global_batch_size=32,
+        precisions=(Precision.BF16,),
+        permits_expandable_segments=False,
+    )
+    by_hand = search(run, replace(asked, recompute=Action.RECOMPUTE))
+    budget_bytes = int(0.95 * by_hand.predicted_peak_device_bytes)
+    plan = search(run, replace(asked, budget_bytes=budget_bytes))
+    assert plan.predicted_peak_device_bytes <= budget_bytes
+    parts = ("up.3.up", "up.3.convolutions[0..2]", "up.3.convolutions[3..5]")
+    assert tuple(unit.fqn for unit in plan.settings.units)[-3:] == parts
+    small = find_architecture("unet", image_size=32)
+    settings = replace(plan.settings, micro_batch_size=2, precision=Precision.FP32)
+    assert certify(small, settings, "cpu").comparisons[0].is_bitwise

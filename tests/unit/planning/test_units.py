@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from brimful.capture import capture_step
 from brimful.hardware import find_device
 from brimful.job import Job
-from brimful.planning import find_units
+from brimful.planning import divide_unit, find_units
 from brimful.settings import Settings
+from brimful.trace import Trace
 
 # B batch, C channels, H × W image
 
@@ -41,9 +42,13 @@ class Pyramid(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def units_of(model: type[nn.Module], batch) -> tuple[str, ...]:
+def trace_of(model: type[nn.Module], batch) -> Trace:
     job = Job(model=model, loss=lambda m, b: m(b["x"]).square().mean(), batch=batch)
-    return find_units(capture_step(job, Settings(micro_batch_size=4), find_device("A100 80GB SXM")))
+    return capture_step(job, Settings(micro_batch_size=4), find_device("A100 80GB SXM"))
+
+
+def units_of(model: type[nn.Module], batch) -> tuple[str, ...]:
+    return find_units(trace_of(model, batch))
 
 
 def test_a_large_part_of_layers_is_a_unit_and_not_each_layer() -> None:
@@ -70,3 +75,56 @@ class Stack(nn.Module):
 def test_a_list_of_layers_is_never_a_unit() -> None:
     units = units_of(Stack, lambda n: {"x": torch.randn(n, 32, 16)})
     assert units == ("layers.0", "layers.1", "layers.2")
+
+
+class Joined(nn.Module):
+    """Two convolutions, each with BatchNorm and ReLU in place, behind another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv2d(3, 8, 1)
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+        )
+        self.block = Twice(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.convolutions(self.up(x)))
+
+
+def test_a_unit_is_divided_where_both_parts_free_something() -> None:
+    """Not before a ReLU in place, which writes over what it would be recomputed from."""
+    trace = trace_of(Joined, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    halves = ("convolutions[0..2]", "convolutions[3..5]")
+    assert divide_unit(trace, "convolutions") == halves
+    assert divide_unit(trace, "convolutions[1..5]") == ("convolutions[1..5]",)
+    assert divide_unit(trace, halves[0]) == (halves[0],)
+    assert divide_unit(trace, "") == ("up", "convolutions", "block")
+
+
+def test_layers_that_free_nothing_alone_are_not_divided() -> None:
+    trace = trace_of(Joined, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    assert divide_unit(trace, "block") == ("block",)
+
+
+def test_a_part_that_saves_most_is_divided_in_its_turn() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.joined = JoinedAlone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.joined(x)
+
+    class JoinedAlone(Joined):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.convolutions(self.up(x))
+
+    trace = trace_of(Outer, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    halves = ("joined.convolutions[0..2]", "joined.convolutions[3..5]")
+    assert divide_unit(trace, "joined") == ("joined.up", *halves)
