@@ -75,6 +75,19 @@ def test_asking_for_another_adam_does_not_change_the_rate(tmp_path: Path, model:
     assert [group["lr"] for group in state["optimizer"]["param_groups"]] == [3e-4]
 
 
+def test_a_task_is_planned_for_a_gpu_that_is_not_here(tmp_path: Path, model: str) -> None:
+    (tmp_path / "one.txt").write_text("to be or not to be " * 40)
+    asked = "train language-model one.txt --model llama --tokenizer bytes --seq-len 32 --plan-only"
+    planned = brimful(tmp_path, *asked.split(), "--device", "RTX 3090", "--budget", "4GiB", "--json")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert (plan["device"], plan["settings"]["micro_batch_size"]) == ("RTX 3090", 32)
+    assert not (tmp_path / "runs").exists()
+    contradicted = brimful(tmp_path, *asked.split(), "--resume", "--run-dir", "runs")
+    assert contradicted.returncode == 2
+    assert "--plan-only searches for a plan" in contradicted.stderr
+
+
 def test_images_are_classified_with_every_flag(tmp_path: Path) -> None:
     for name, colour in (("red", (200, 0, 0)), ("blue", (0, 0, 200))):
         (tmp_path / "photos" / name).mkdir(parents=True)

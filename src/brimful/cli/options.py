@@ -69,7 +69,13 @@ DeviceName = Annotated[
     str,
     typer.Option("--device", help='A GPU by name, such as "RTX 3090"; cuda or cpu of this machine; auto.'),
 ]
-LocalDevice = Annotated[str, typer.Option("--device", help="cuda, cpu, or auto: the GPU if there is one.")]
+LocalDevice = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        help="cuda, cpu, or auto: the GPU if there is one; --plan-only also takes any by name.",
+    ),
+]
 OnePrecision = Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")]
 OptimizerName = Annotated[
     str | None, typer.Option("--optimizer", help="Replaces the job's own: adamw, sgd, adafactor, …")
@@ -275,6 +281,10 @@ class RunOptions:
     plan_file: Annotated[
         Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
     ] = None
+    plan_only: Annotated[
+        bool,
+        typer.Option("--plan-only", help="Show the plan and end; its --json is what --plan takes."),
+    ] = False
     learning_rate: Annotated[
         float | None, typer.Option(help="Of the optimizer, which must be one by name.", min=0)
     ] = None

@@ -170,7 +170,9 @@ def _train(
     from brimful.report import training_document, training_text
     from brimful.train.ranks import device_here, joined_ranks, rank_here
 
-    if run.plan_file is None and not run.resume:  # before time is spent on a plan
+    if run.plan_only and (run.plan_file is not None or run.resume):
+        raise UsageError("--plan-only searches for a plan, and --plan and --resume bring one.")
+    if run.plan_file is None and not run.resume and not run.plan_only:  # before time is spent on a plan
         choose_device(None, api.resolve_device(run.device).kind)
     rate = run.learning_rate
     if rate is None and planning.optimizer in _OF_ADAMS_KIND:
@@ -184,6 +186,10 @@ def _train(
         print(_told(job), flush=True)
     if rank_here() == 0:
         found = _begin(job, context, run, planning, training, usual_batch_size)
+    if run.plan_only:
+        if found is not None:
+            show(found[0], found[0].to_json, as_json)
+        return
     with joined_ranks(device_here(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
         chosen, goes_on, where = ranks.of_first(found)  # FSDP2 is planned for before ranks are joined
         if ranks.is_first and not as_json:
