@@ -1,8 +1,8 @@
 """Two processes on this machine that talk over gloo.
 
-Its threads finish a collective after the process that waited for it, and until then hold what the collective
-needed; how much of it at the peak is chance. NCCL has no such threads. So memory is measured both as it runs and
-with a pause after each collective, in which they let go.
+Its threads finish a collective after the process that waited for it, and until then hold what it needed; how
+much of it at the peak is chance. NCCL has no such threads. So memory is measured as it runs, and with a pause
+after each collective, in which they let go.
 """
 
 from __future__ import annotations
