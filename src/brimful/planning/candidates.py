@@ -231,6 +231,10 @@ class Candidate:
         """Least allocated bytes that any permitted choice takes without nested segments."""
         return self.ladder()[0]
 
+    def smallest_nested_peak_bytes(self) -> int:
+        """The same with them."""
+        return (*self.nested_ladder(), *self.ladder())[0]
+
     def leanest(self) -> tuple[Estimate, ...]:
         """Captures of what takes least: without nested segments, and with them where they take less still.
 
@@ -420,24 +424,24 @@ class CandidateFamily:
         self._sizes = micro_batch_sizes
         self._notes = notes
         self._base = base
-        self._units: tuple[str, ...] | None = None
+        self._divisions: tuple[tuple[str, ...], ...] = ()
         self._scaled = RoughlyScaledTraces(capture)
 
     def candidates(self) -> list[Candidate]:
         """Those micro-batches that the job can be trained with; what cannot be captured is noted.
 
         Returns:
-            A candidate for each that can be captured.
+            A candidate for each that can be captured, and another where a unit is divided.
 
         Raises:
             CaptureError: None can.
             BatchError: None can.
         """
-        found = []
+        found: list[Candidate] = []
         failed: CaptureError | BatchError | None = None
         for size in self._sizes:
             try:
-                found.append(self._candidate(size))
+                found += self._of_size(size)
             except (CaptureError, BatchError) as error:
                 failed = error
                 self._notes.append(f"Micro-batches of {size} are left out: {error}")
@@ -445,14 +449,19 @@ class CandidateFamily:
             raise failed
         return found
 
-    def _candidate(self, micro_batch_size: int) -> Candidate:
+    def _of_size(self, micro_batch_size: int) -> list[Candidate]:
         settings = self._base.with_micro_batch_size(micro_batch_size)
-        kept, recomputed = self._traces(settings)
-        assert self._units is not None
+        kept = self._trace(settings)
+        if not self._divisions:
+            self._divisions = self._ways_to_divide(kept, settings)
+        return [self._candidate(settings, kept, units) for units in self._divisions]
+
+    def _candidate(self, settings: Settings, kept: Trace, units: tuple[str, ...]) -> Candidate:
+        recomputed = self._all_recomputed(settings, units) if units else kept
         posed = build_problem(
             kept,
             recomputed,
-            self._units,
+            units,
             self._request.device,
             micro_batches=kept.captured_micro_batches,
             # offloading is not tried where ranks divide the model
@@ -460,7 +469,7 @@ class CandidateFamily:
         )
         return Candidate(
             settings=settings,
-            units=self._units,
+            units=units,
             posed=posed,
             kept=kept,
             recomputed=recomputed,
@@ -471,14 +480,11 @@ class CandidateFamily:
             _notes=self._notes,
         )
 
-    def _traces(self, settings: Settings) -> tuple[Trace, Trace]:
-        """The step with everything kept and with everything recomputed."""
-        kept = self._trace(settings)
-        if self._units is None:
-            self._units = self._divided(self._find_units(kept), kept, settings)
-        if not self._units:
-            return kept, kept
-        return kept, self._all_recomputed(settings, self._units)
+    def _ways_to_divide(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
+        """The model's units, and where dividing one of them lowers the peak, those after that."""
+        units = self._find_units(kept)
+        finer = self._divided(units, kept, settings)
+        return (units,) if finer == units else (units, finer)
 
     def _divided(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
         """The units, of which one that alone makes the peak is divided as long as that lowers it."""

@@ -160,7 +160,7 @@ def _leanest(candidates: list[Candidate]) -> tuple[Estimate, ...]:
     """
     growing_first = [*candidates]
     growing_first.reverse()  # of two that take the same, the one with growing segments reserves less
-    for candidate in sorted(growing_first, key=Candidate.smallest_peak_bytes):
+    for candidate in sorted(growing_first, key=Candidate.smallest_nested_peak_bytes):
         if found := candidate.leanest():
             return found
     raise CaptureError("none of the ways to train that would take least can be captured.")
@@ -261,7 +261,9 @@ def _alternatives(
         for each in looked_at
         if each is not None and each.settings not in known
     ]
-    others = sorted([*captured, *expected], key=_step_seconds)[:MOST_ALTERNATIVES]
+    by_label = {each.label: each for each in sorted([*captured, *expected], key=_step_seconds, reverse=True)}
+    by_label.pop(best.settings.describe(), None)  # keeping everything is the same however units are divided
+    others = sorted(by_label.values(), key=_step_seconds)[:MOST_ALTERNATIVES]
     own = [candidate for candidate in candidates if _is_plain_otherwise(candidate.settings, request)]
     for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
         by_hand = _largest_by_hand(own, action, f"{how}, largest micro-batch")
