@@ -80,8 +80,8 @@ class _OfNumPy:
     """NumPy's global generator, whose state is read and set in Python, number by number: each time 35 µs.
 
     Most steps draw nothing from it, and that its bytes tell in 1 µs. They do so with one exception: `randn`
-    makes two numbers at once and keeps the second, elsewhere. A state with such a number is read each time. (One
-    that somebody sets, with a second number beside the very numbers that were seen here without, goes unseen.)
+    makes two numbers at once and keeps the second, elsewhere. A state with such a number is read each time.
+    One that somebody sets, with a second number beside the very numbers seen here without one, goes unnoticed.
     """
 
     def __init__(self) -> None:

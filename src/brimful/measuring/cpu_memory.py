@@ -1,11 +1,17 @@
 """Every allocation on the CPU, as torch's profiler sees it.
 
-Private torch APIs used here: the profiler's event tree, as `torch.profiler._memory_profiler` reads it, and
-`torch._C._dispatch_has_kernel_for_dispatch_key` (checked: torch 2.13).
+The profiler is of one thread: a block that another releases would stay in its sum until the end. gloo's threads
+do that with what a collective needed, where they finish after the thread that waited for it. The allocator can
+count what all threads hold, and then says it with each event.
+
+Private torch APIs used here: the profiler's event tree, as `torch.profiler._memory_profiler` reads it,
+`torch._C._dispatch_has_kernel_for_dispatch_key`, and the variable `FLAGS_caffe2_report_cpu_memory_usage` of the
+library c10 (CPUAllocator.cpp, ProfiledCPUMemoryReporter) (checked: torch 2.13).
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections import defaultdict
@@ -13,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +38,8 @@ class CpuPeak:
     """What the recorded code held at its peak, above what was there before; filled in when it has ended."""
 
     peak_bytes: int = 0
-    """The most bytes live of those allocated since recording began. The profiler does not see it where a block
-    from before is released (CPUAllocator.cpp, ProfiledCPUMemoryReporter)."""
+    """The most bytes live of those that the thread allocated since recording began, or others for it. It is not
+    seen where a block from before is released (CPUAllocator.cpp, ProfiledCPUMemoryReporter)."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
 
 
@@ -44,6 +51,8 @@ class CpuEvent:
     address: int
     size_bytes: int
     """Negative for a release."""
+    all_threads_bytes: int
+    """Live afterwards of what all threads allocated, above some constant."""
     ops: tuple[tuple[int, str], ...]
     """(number of the call, name) of the ops that were running, outermost first."""
 
@@ -54,12 +63,39 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     peak = CpuPeak()
     gc.collect()  # else cycles that earlier code left might be freed inside
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    with profile(profile_memory=True) as profiler:
+    with _all_threads_counted(), profile(profile_memory=True) as profiler:
         yield peak
     results: Any = profiler.kineto_results
     events = sorted(_memory_events(results.experimental_event_tree()), key=lambda event: event.time_ns)
     peak.peak_bytes, position = _peak(events)
     peak.temporaries_at_peak = _temporaries_at(events, position)
+
+
+@contextmanager
+def _all_threads_counted() -> Iterator[None]:
+    """Within, the allocator counts what any thread allocates and releases, not the profiled one alone."""
+    flag = _count_flag()
+    if flag is None:
+        yield
+        return
+    before, flag.value = flag.value, True
+    try:
+        yield
+    finally:
+        flag.value = before
+
+
+@cache
+def _count_flag() -> ctypes.c_bool | None:
+    """The allocator's flag; None where torch has been built otherwise, and releases elsewhere stay unseen."""
+    for name in ("libc10.so", "libc10.dylib", "c10.dll"):
+        library = Path(torch.__file__).parent / "lib" / name
+        if library.exists():
+            try:
+                return ctypes.c_bool.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_report_cpu_memory_usage")
+            except (OSError, ValueError):
+                return None
+    return None
 
 
 def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
@@ -71,7 +107,11 @@ def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
         tag, fields = event.tag, event.extra_fields
         if tag == _EventType.Allocation and fields.device.type == "cpu":
             yield CpuEvent(
-                time_ns=event.start_time_ns, address=fields.ptr, size_bytes=fields.alloc_size, ops=ops
+                time_ns=event.start_time_ns,
+                address=fields.ptr,
+                size_bytes=fields.alloc_size,
+                all_threads_bytes=fields.total_allocated,
+                ops=ops,
             )
         elif tag == _EventType.TorchOp and _is_op(event.name):
             calls += 1
@@ -80,11 +120,17 @@ def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
 
 
 def _peak(events: list[CpuEvent]) -> tuple[int, int]:
-    """The most bytes live and the index of the event that reached it; 0 and -1 if nothing was ever added."""
-    live = most = 0
+    """The most bytes live and the index of the event that reached it; 0 and -1 if nothing was ever added.
+
+    What the events add up to is too much by what other threads released of it, and what all threads hold by
+    what others, such as one that reads batches ahead, allocated: the lesser is the nearer.
+    """
+    added = most = 0
     position = -1
+    before = events[0].all_threads_bytes - events[0].size_bytes if events else 0
     for index, event in enumerate(events):
-        live += event.size_bytes
+        added += event.size_bytes
+        live = min(added, event.all_threads_bytes - before)
         if live > most:
             most, position = live, index
     return most, position

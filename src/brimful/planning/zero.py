@@ -33,8 +33,9 @@ choice; not tried on GPUs."""
 PREFETCHED_PART = 8
 """Stage 3 gathers ahead of use at most this part of a bucket."""
 
-GLOO_HELD_BUCKETS = 4
-"""Buckets that gloo's threads may hold on to at most: 3.1 were measured, a varying number
+GLOO_HELD_BUCKETS = 2
+"""Buckets that gloo's threads may hold on to at most: there are two, and each has one collective at a time
+(ProcessGroupGloo.cpp, runLoop; torch 2.13). Six tenths of a bucket were measured
 (benchmarks/results/train_zero.json). NCCL has no such threads."""
 
 _BYTES = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -162,6 +163,33 @@ def test_a_release_of_what_was_there_before_is_not_seen() -> None:
         made = torch.empty(600, dtype=torch.uint8)
     del made
     assert peak.allocated_bytes == 4 * 20 + 600
+
+
+def test_a_release_by_another_thread_is_seen() -> None:
+    """As by gloo's, which may be the last that hold the tensors of a collective."""
+    model = nn.Linear(4, 4)
+    with peak_memory(model, torch.optim.SGD(model.parameters()), "cpu") as peak:
+        made = [torch.empty(1000, dtype=torch.uint8)]
+        _in_a_thread(made.clear)
+        made.append(torch.empty(600, dtype=torch.uint8))
+    assert peak.allocated_bytes == 4 * 20 + 1000
+
+
+def test_what_another_thread_makes_is_not_counted() -> None:
+    """As a batch that is read ahead."""
+    model = nn.Linear(4, 4)
+    ahead: list[torch.Tensor] = []
+    with peak_memory(model, torch.optim.SGD(model.parameters()), "cpu") as peak:
+        _in_a_thread(lambda: ahead.append(torch.empty(1000, dtype=torch.uint8)))
+        made = torch.empty(600, dtype=torch.uint8)
+    del made
+    assert peak.allocated_bytes == 4 * 20 + 600
+
+
+def _in_a_thread(run: Callable[[], None]) -> None:
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
 
 
 def test_memory_cannot_be_measured_on_a_device_of_another_kind() -> None:
