@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from brimful.training import StepRecord, TrainingResult, ValidationRecord
@@ -24,3 +25,31 @@ class Callback:
 
     def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
         """After the run; the result is None if an error ended it."""
+
+
+class Callbacks:
+    """The callbacks of one trainer, told one after the other.
+
+    Args:
+        trainer: What they are given.
+        callbacks: In their order.
+    """
+
+    def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
+        self._trainer = trainer
+        self._callbacks = tuple(callbacks)
+
+    def on_step(self, record: StepRecord) -> None:
+        """Tell them of a step."""
+        for callback in self._callbacks:
+            callback.on_step(self._trainer, record)
+
+    def on_validation(self, record: ValidationRecord) -> None:
+        """Tell them of a validation."""
+        for callback in self._callbacks:
+            callback.on_validation(self._trainer, record)
+
+    def on_end(self, result: TrainingResult | None) -> None:
+        """Tell them that the run has ended."""
+        for callback in self._callbacks:
+            callback.on_end(self._trainer, result)

@@ -93,7 +93,7 @@ class Batches:
             warnings.warn(
                 f"there are {self._samples} samples to train on, fewer than a global batch of "
                 f"{self._global_batch_size}: each epoch is one smaller step. Take a smaller global batch.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run cleanly the first time, and at once the second."""
+"""What ends a run early: a request of its user, Ctrl-C or SIGTERM; the second of these ends it at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,48 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from brimful.train.ranks import Ranks
+from brimful.training import StopReason
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop:
+    """What a run is asked: to end after the step under way. It may come at any moment, on one rank alone."""
+
+    def __init__(self) -> None:
+        self._is_requested = self._is_terminated = False
+
+    def clear(self) -> None:
+        """Ask nothing of a run that begins."""
+        self._is_requested = self._is_terminated = False
+
+    def request(self) -> None:
+        """Ask for the end of the run."""
+        self._is_requested = True
+
+    def heed(self, number: signal.Signals) -> None:
+        """Ask for it as a signal does."""
+        self._is_terminated = number is signal.SIGTERM
+        self.request()
+
+    def is_requested(self) -> bool:
+        """Whether this rank is asked, which the others may not know yet."""
+        return self._is_requested
+
+    def agreed(self, ranks: Ranks) -> StopReason | None:
+        """Why all ranks stop, at the same point: where any of them is asked to.
+
+        Args:
+            ranks: All of them; they agree together.
+
+        Returns:
+            None if none of them is.
+        """
+        asked, terminated = ranks.sum(self._is_requested, self._is_terminated)
+        if not asked:
+            return None
+        return StopReason.TERMINATED if terminated else StopReason.INTERRUPTED
 
 
 @contextmanager

@@ -19,6 +19,9 @@ class Place:
     random: RandomState
     """As the epoch began: a DataLoader draws the order of its samples then."""
 
+    def __str__(self) -> str:
+        return f"{self.batches} batches of epoch {self.epoch}"
+
     def to_save(self) -> dict[str, Any]:
         """The place in plain containers."""
         return {"epoch": self.epoch, "batches": self.batches, "random": self.random.to_save()}

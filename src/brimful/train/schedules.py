@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from brimful.errors import UnknownNameError, UsageError
+
+MakeSchedule = Callable[[Optimizer], LRScheduler]
+"""Makes the learning rate's schedule; it is stepped after each update, so its unit is the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +72,35 @@ _FALLS: dict[str, Callable[[float], float]] = {
     "cosine": lambda part: (1.0 + math.cos(math.pi * part)) / 2,
 }
 """By which part of the way is gone."""
+
+
+def make_scheduler(
+    schedule: Schedule | MakeSchedule | None, optimizer: Optimizer, total_steps: int | None
+) -> LRScheduler | None:
+    """The schedule of an optimizer over a run.
+
+    Args:
+        schedule: What was asked for.
+        optimizer: Its rates are the highest.
+        total_steps: Of the whole run; None if that is not known.
+
+    Returns:
+        None leaves the rates.
+
+    Raises:
+        UsageError: It needs to know the steps, or a metric.
+    """
+    if isinstance(schedule, Schedule):
+        if total_steps is None:
+            raise UsageError(
+                f"the schedule {schedule.name!r} is over the steps of the run, and the data do not say how "
+                "many batches an epoch has. Say `steps`."
+            )
+        return schedule.make(optimizer, total_steps)
+    scheduler = None if schedule is None else schedule(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "ReduceLROnPlateau is stepped with a metric, not once per optimizer step. "
+            "Step it yourself in a Callback's on_validation."
+        )
+    return scheduler

@@ -511,7 +511,3 @@ def _allocator_retries(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-
-
-MakeSchedule = Callable[[Optimizer], LRScheduler]
-"""Makes the learning rate's schedule; it is stepped after each update, so its unit is the optimizer step."""

@@ -64,7 +64,7 @@ def ahead(monkeypatch):
             self._reads_ahead = self._samples is not None
 
     def use():
-        monkeypatch.setattr("brimful.train.trainer.Batches", ReadsAhead)
+        monkeypatch.setattr("brimful.train.beginning.Batches", ReadsAhead)
 
     return use
 

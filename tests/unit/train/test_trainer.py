@@ -1,7 +1,9 @@
+import gc
 import json
 import math
 import time
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -135,7 +137,7 @@ def test_a_short_run_measures_its_second_step_or_nothing(job_with, trained, step
 
 def test_measuring_does_not_change_the_losses(job_with, trained, monkeypatch):
     _, measured = trained(job_with(), steps=6)
-    monkeypatch.setattr("brimful.train.trainer.MEASURED_UPDATE", 6)
+    monkeypatch.setattr("brimful.train.run.MEASURED_UPDATE", 6)
     _, later = trained(job_with(), steps=6)
     assert measured.losses == later.losses
 
@@ -542,3 +544,26 @@ def test_waiting_for_data_is_measured_and_told(job_with, trained, samples):
     _, result = trained(job_with(data=lambda: Data(train=Slow([samples] * 3))), 50)
     assert all(step.data_seconds >= 0.05 for step in result.steps)
     assert "waited for data" in training_text(result, None)
+
+
+def test_the_model_is_gone_with_its_trainer_and_the_data_with_the_run(job_with, trained, samples):
+    class Held(dict):  # unlike a dict, it can be referred to weakly
+        pass
+
+    kept = []
+
+    def data():
+        train = Held(samples)
+        kept.append(weakref.ref(train))
+        return Data(train=train)
+
+    gc.collect()
+    gc.disable()  # what is in a cycle would keep a GPU's memory until the next collection
+    try:
+        trainer, _ = trained(job_with(data=data), callbacks=[Callback()])
+        of_data, of_model = kept[0](), weakref.ref(trainer.model)
+        del trainer
+        assert of_data is None
+        assert of_model() is None
+    finally:
+        gc.enable()

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from brimful.job import Data
 from brimful.report.feeding import feeding_lines
-from brimful.train import trainer as trainer_module
+from brimful.train import run as run_module
 from brimful.train.data import data_loading
 from brimful.training import DataLoading, StepRecord
 
@@ -90,7 +90,7 @@ class Slow(Dataset):
 
 
 def test_a_run_tells_early_and_at_the_end_that_it_waits(job_with, trained, samples, monkeypatch, capsys):
-    monkeypatch.setattr(trainer_module, "STEPS_BEFORE_ADVICE", 4)
+    monkeypatch.setattr(run_module, "STEPS_BEFORE_ADVICE", 4)
     job = job_with(data=lambda: Data(train=DataLoader(Slow(samples), batch_size=8)))
     _, result = trained(job, 8, show_progress=True)
     assert result.needed_workers >= 1

@@ -1,0 +1,111 @@
+"""What learns in a run: the model on its device, how ranks share it, and what updates it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.errors import UsageError
+from brimful.local import build_model, set_up_allocator
+from brimful.optimizers import make_optimizer
+from brimful.train.averaging import MovingAverage
+from brimful.train.not_finite import has_finite_parameters
+from brimful.train.options import Options
+from brimful.train.parallel import DataParallel, data_parallel
+from brimful.train.randomness import seed_all
+from brimful.train.ranks import Ranks
+from brimful.train.resuming import Start
+from brimful.train.saves import SAVES
+from brimful.train.schedules import Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learner:
+    """A model in training. What is not a question of this rank is asked of all ranks at once."""
+
+    model: nn.Module
+    ranks: Ranks
+    parallel: DataParallel
+    """How the ranks share the model."""
+    average: MovingAverage | None
+    optimizer: Optimizer
+    rates: list[Any]
+    """Learning rates and weight decays that were asked for, and the schedule."""
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within, the model has the average for its parameters, if one is kept."""
+        return nullcontext() if self.average is None else self.average.in_place()
+
+    def is_finite(self) -> bool:
+        """Whether no rank has a parameter that is NaN or infinite."""
+        return not self.ranks.any(not has_finite_parameters(self.model))
+
+    def take_buffers_of_first(self) -> None:
+        """Give every rank the first one's buffers; the others' are of their own samples."""
+        self.ranks.take_buffers_of_first(self.model)
+
+    def whole_model(self, run_dir: Path | None) -> nn.Module:
+        """The model, or what of it can be written to `run_dir` where each rank has a part."""
+        folder = run_dir / SAVES if run_dir is not None and self.ranks.is_first else None
+        return self.parallel.whole_model(self.model, folder)
+
+
+def seeded_model(options: Options, start: Start) -> nn.Module:
+    """The model as the seed has it, on the device, in training mode; one to be loaded has no weights yet.
+
+    Every rank's is the same, and so are its random numbers.
+    """
+    seed_all(options.seed)
+    set_up_allocator(start.settings, options.device)
+    job = options.job if start.saved is None else replace(options.job, weights=None)
+    return build_model(job).to(options.device).train()
+
+
+def make_learner(model: nn.Module, options: Options, start: Start, ranks: Ranks) -> Learner:
+    """Share a model among the ranks, give it what was saved, and make its optimizer.
+
+    Args:
+        model: On the device, the same on each rank; its parameters may become parts of themselves.
+        options: What was asked.
+        start: From where; the optimizer's saved state is left to the steps.
+        ranks: All of them. Each draws random numbers of its own from here on.
+
+    Returns:
+        What the steps are taken with.
+
+    Raises:
+        UsageError: The options do not go together.
+        ResumeError: The save is of another model.
+    """
+    if ranks.rank:
+        seed_all(options.seed, ranks.rank)  # dropout is not to be the same on every rank
+    decay = options.updating.ema_decay
+    parallel = data_parallel(options.job, model, start.settings, options.device, ranks)
+    if parallel.is_sharded and decay is not None:
+        raise UsageError("ema_decay is not kept under FSDP2 and ZeRO. Leave it out, or train by DDP.")
+    if start.saved is not None:
+        start.saved.load_model(model)
+    average = None if decay is None else MovingAverage(model, decay)
+    optimizer = parallel.divided(make_optimizer(options.job, model, start.settings))
+    return Learner(
+        model=model,
+        ranks=ranks,
+        parallel=parallel,
+        average=average,
+        optimizer=optimizer,
+        rates=_rates(optimizer, options.updating.schedule),
+    )
+
+
+def _rates(optimizer: Optimizer, schedule: object) -> list[Any]:
+    """What was asked of the learning rate and the decay, before a schedule changes it."""
+    of_groups = [
+        [float(group[name]) for name in ("lr", "weight_decay") if group.get(name) is not None]
+        for group in optimizer.param_groups
+    ]
+    return [of_groups, str(schedule) if isinstance(schedule, Schedule) else None]
