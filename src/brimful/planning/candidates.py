@@ -454,10 +454,15 @@ class CandidateFamily:
         kept = self._trace(settings)
         if not self._divisions:
             self._divisions = self._ways_to_divide(kept, settings)
-        return [self._candidate(settings, kept, units) for units in self._divisions]
+        traces = [self._all_recomputed(settings, units) if units else kept for units in self._divisions]
+        return [
+            self._candidate(settings, units, kept, recomputed, priced_by=traces[0])
+            for units, recomputed in zip(self._divisions, traces, strict=True)
+        ]
 
-    def _candidate(self, settings: Settings, kept: Trace, units: tuple[str, ...]) -> Candidate:
-        recomputed = self._all_recomputed(settings, units) if units else kept
+    def _candidate(
+        self, settings: Settings, units: tuple[str, ...], kept: Trace, recomputed: Trace, priced_by: Trace
+    ) -> Candidate:
         posed = build_problem(
             kept,
             recomputed,
@@ -466,6 +471,7 @@ class CandidateFamily:
             micro_batches=kept.captured_micro_batches,
             # offloading is not tried where ranks divide the model
             host_bytes=0 if settings.divides_state else self._request.offload_host_bytes,
+            priced_by=priced_by,  # else ways to divide would seem to differ in what their host takes
         )
         return Candidate(
             settings=settings,

@@ -84,6 +84,7 @@ def build_problem(
     *,
     micro_batches: int,
     host_bytes: int = 0,
+    priced_by: Trace | None = None,
 ) -> PosedProblem:
     """The problem of choosing between keeping, recomputing, saving some, and offloading of each unit.
 
@@ -95,6 +96,8 @@ def build_problem(
         micro_batches: How many of the captured micro-batches occur: 1 without accumulation.
         host_bytes: Pinned host memory permitted for what is offloaded. Where it is too little for all units,
             the first ones may be: theirs is away the longest.
+        priced_by: A capture that recomputes other units of the same step, all of them, by which recomputation
+            is priced; None takes `recomputed`.
 
     Returns:
         For each unit an option that keeps it, one that recomputes it, and others not worse than both.
@@ -110,7 +113,7 @@ def build_problem(
     _, gaps_recomputed = r.peaks(levels_recomputed)
 
     retained, put_by = np.diff(kept_before[_BACKWARD_BEGINS]), np.diff(put_by_before)
-    prices = RecomputePrices(kept, recomputed, device)
+    prices = RecomputePrices(kept, priced_by or recomputed, device)
     all_ops = unit_ops(
         recomputed,
         unit_of_each_op(recomputed, units),
