@@ -136,6 +136,11 @@ NCCL_EFFICIENCY = 0.8
 """Part of a link's peak that a large all-reduce comes to. nccl-tests on eight A100 SXM, as published: 230 to
 240 of 300 GB/s. Not measured by this project."""
 
+MEASURED_BUSY = (
+    "measured on this machine while other work kept it busy; `brimful calibrate --force` measures again"
+)
+"""The source of times that may be far off."""
+
 GLOO_BYTES_PER_SECOND = 1.1e9
 """Two processes of one CPU machine; an all-reduce of 1 to 64 MiB over gloo's loopback came to 0.87 to 1.13 GB/s
 (AMD EPYC, 2 cores, torch 2.13)."""
@@ -194,6 +199,11 @@ class Device:
     """Where the row is from."""
     confidence: str
     """"high", "medium" or "low"."""
+
+    @property
+    def was_measured_busy(self) -> bool:
+        """Whether its times were measured while other work kept it busy, and may be far off."""
+        return MEASURED_BUSY in self.source
 
     def peer_bytes_per_second(self, ranks: int, nodes: int) -> float:
         """At what rate each rank sends to the next while all of them reduce together.

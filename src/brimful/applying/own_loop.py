@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.applying.apply import apply_units
-from brimful.batches import split_batch
+from brimful.batches import count_samples, split_batch
 from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
 from brimful.local import set_up_allocator
@@ -73,7 +73,7 @@ class PlannedStep:
         self._applied = apply_units(model, settings)
 
     def __call__(self, global_batch: Batch) -> StepOutcome:
-        """Train on one global batch, of any number of samples.
+        """Train on one global batch; of one with more samples than are planned for, a warning tells.
 
         Args:
             global_batch: On the host; each micro-batch is copied to the model's device as it is used.
@@ -85,6 +85,13 @@ class PlannedStep:
             BatchError: The batch cannot be split.
             LossError: The loss is no scalar tensor or has no gradient.
         """
+        if (samples := count_samples(global_batch)) > self._settings.rank_batch_size:
+            warnings.warn(
+                f"a batch has {samples} samples, and the plan is for {self._settings.rank_batch_size}: it is "
+                f"split into micro-batches of {self._settings.micro_batch_size} all the same, but the step may "
+                "take more memory than is predicted.",
+                stacklevel=2,
+            )
         micro_batches = split_batch(global_batch, self._settings.micro_batch_size)
         with matmul_precision(self._settings.precision):
             return run_step(

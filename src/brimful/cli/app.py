@@ -235,9 +235,11 @@ def plan(
                 raise typer.Exit(1)
             return
         source = find_source(model, options)
-        if source is None or global_batch_size is None:
-            raise UsageError("a plan needs a model and --global-batch-size; --check FILE needs neither.")
+        if source is None:
+            raise UsageError("a plan needs a model; only --check FILE does without.")
         job = job_of(source)
+        if global_batch_size is None:
+            raise UsageError("say --global-batch-size, the samples in an optimizer step.")
         with waiting("planning"):
             result = api.plan(
                 job,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from brimful.curves import RateCurve
-from brimful.hardware import Device, Dispatch, find_device
+from brimful.hardware import MEASURED_BUSY, Device, Dispatch, find_device
 from brimful.measuring.dispatch import measure_dispatch
 from brimful.measuring.probes import Pool, Probe, probes
 from brimful.measuring.timing import Typical, host_timed, typical, typical_seconds
@@ -53,17 +53,19 @@ another program has its turn."""
 _LARGEST_DISTURBED_RUN_SECONDS = 50e-3
 """The same if most rounds were disturbed. A small op then takes a time slice of another program, 10 ms or so:
 to stop there and go on at its rate would make large ones take minutes."""
+_LEAST_SIZES = 4
+"""That many are tried where a time slice may have been measured: a curve of one point tells all other amounts
+by its rate."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_ROUNDS = 30
 _LINK_BYTES = 256 * MIB
 
 _BUSY_FRACTION = 0.5
+_BUSY_FOR_SECONDS = 3600.0
+"""After which what was measured on a busy machine is measured again, as it may be quiet by then: a choice."""
 
 MEASURED = "measured on this machine"
-MEASURED_BUSY = (
-    "measured on this machine while other work kept it busy; `brimful calibrate --force` measures again"
-)
 
 Progress = Callable[[str], None]
 """Is told what is measured next."""
@@ -126,6 +128,11 @@ class Calibration:
     def was_busy(self) -> bool:
         """Whether other work disturbed most of the measurement, so that its figures are too slow."""
         return self.disturbed_fraction > _BUSY_FRACTION
+
+    def is_poor(self, *, at_best: bool) -> bool:
+        """Whether it should be made anew: it was made on a busy machine, an hour ago or `at_best`."""
+        is_old = time.time() - self.measured_at_seconds > _BUSY_FOR_SECONDS
+        return self.was_busy and (at_best or is_old)
 
     @property
     def source(self) -> str:
@@ -294,7 +301,8 @@ def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
             runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
             found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
             is_disturbed = found.disturbed_fraction > _BUSY_FRACTION
-            if found.seconds > (_LARGEST_DISTURBED_RUN_SECONDS if is_disturbed else _LARGEST_RUN_SECONDS):
+            most_seconds = _LARGEST_DISTURBED_RUN_SECONDS if is_disturbed else _LARGEST_RUN_SECONDS
+            if found.seconds > most_seconds and (len(measured) >= _LEAST_SIZES or not is_disturbed):
                 break
     return measured
 
@@ -403,8 +411,8 @@ def _calibrated(
 ) -> Device:
     key, kept = _cache_key(device), _read(device)
     calibration = None if remeasure else kept.get(key)
-    is_asked_for = sweeps >= THOROUGH_SWEEPS  # a prediction makes do with what a busy machine gave
-    if calibration is None or calibration.sweeps < sweeps or (calibration.was_busy and is_asked_for):
+    is_asked_for = sweeps >= THOROUGH_SWEEPS  # a prediction makes do for an hour with what a busy machine gave
+    if calibration is None or calibration.sweeps < sweeps or calibration.is_poor(at_best=is_asked_for):
         calibration = measure_device(device, where, sweeps=sweeps, progress=progress)
         file_name, section = _CACHES[device.kind]
         write_kept(file_name, section, kept | {key: calibration}, what=f"the measured rates of {device.name}")

@@ -231,6 +231,10 @@ class Candidate:
         """Least allocated bytes that any permitted choice takes without nested segments."""
         return self.ladder()[0]
 
+    def reserved_at_smallest_peak(self) -> int:
+        """What the allocator is expected to reserve there."""
+        return self._expected_reserved_bytes(self._solution(self.ladder()[0]), self.ladder()[0])
+
     def smallest_nested_peak_bytes(self) -> int:
         """The same with them."""
         return (*self.nested_ladder(), *self.ladder())[0]

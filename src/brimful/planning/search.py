@@ -47,6 +47,11 @@ _EXPANDABLE_NOTE = (
     "elsewhere set PYTORCH_ALLOC_CONF=expandable_segments:True."
 )
 
+_BUSY_NOTE = (
+    "Times are told by what was measured of this device while other work kept it busy, and may be far off; "
+    "`brimful calibrate --force` measures again."
+)
+
 ROUGHNESS = 0.001
 """Part by which times of captures and of what is derived from them may differ."""
 
@@ -111,6 +116,7 @@ def search(capture: Capture, request: Request) -> Plan:
         budget_curve=tuple(_budget_curve(request, candidates, best, plain)),
         notes=(
             *dict.fromkeys(notes),
+            *([_BUSY_NOTE] if request.device.was_measured_busy else []),
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
@@ -298,13 +304,15 @@ def _budget_curve(
 ) -> Iterator[BudgetPoint]:
     """Times at budgets from the smallest that holds anything to that of plain training, and with one GiB more.
 
-    Segments are taken to hold as much more than is allocated as they do in the plan. As that is rough, no
-    smaller budget is told to be faster than the plan, and no larger one slower.
+    Segments are taken to hold as much more than is allocated as they do in the plan, and at the least as they
+    do there. As that is rough, no smaller budget is told to be faster than the plan, and no larger one slower.
     """
     context_bytes = request.device.context_bytes
     held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
-    least_bytes = min(candidate.smallest_peak_bytes() for candidate in candidates)
-    first = int(least_bytes / held_fraction) + 1 + context_bytes
+    leanest = min(candidates, key=Candidate.smallest_peak_bytes)
+    held_bytes = int(leanest.smallest_peak_bytes() / held_fraction) + 1
+    reserved_bytes = min(leanest.reserved_at_smallest_peak(), request.reserved_budget_bytes)
+    first = max(held_bytes, reserved_bytes) + context_bytes
     last = max(plain.predicted_peak_reserved_bytes + context_bytes, first)
     budgets = {first + (last - first) * i // (CURVE_POINTS - 1) for i in range(CURVE_POINTS)}
     one_more = request.budget_bytes + GIB

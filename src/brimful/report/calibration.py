@@ -54,7 +54,8 @@ def calibration_text(device: Device, path: str) -> str:
 
 
 def _lines(device: Device, path: str) -> Iterator[str]:
-    yield f"{device.name}: {device.source}; `brimful calibrate --force` measures anew"
+    again = "" if device.was_measured_busy else "; `brimful calibrate --force` measures anew"
+    yield f"{device.name}: {device.source}{again}"
     for curve in device.curves:
         kind, _, dtype = curve.kind.partition(":")
         if dtype:

@@ -191,7 +191,7 @@ class _Lines:
 
 def _validation_line(record: ValidationRecord) -> str:
     metrics = "".join(f"  {name} {value:.4g}" for name, value in record.metrics.items())
-    return f"epoch {record.epoch}  validation loss {record.loss:.4g}{metrics}"
+    return f"epoch {record.epoch}, step {record.step}  validation loss {record.loss:.4g}{metrics}"
 
 
 def recovery_text(recovery: Recovery) -> str:

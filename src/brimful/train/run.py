@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,8 +29,21 @@ from brimful.training import StepRecord, StopReason, TrainingResult
 MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
 
+_COPIES_NOTE = (
+    "the run is too short for a steady step to be measured: in this one, as in the first two of every launch, "
+    "parameters and optimizer state are on the host a second time"
+)
+
 STEPS_BEFORE_ADVICE = 50
 """After which is told, once, how much training waits for its data: late enough to know, early enough to act."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Counts:
+    """How far a run was when it was launched."""
+
+    taken: int = 0
+    updates: int = 0
 
 
 class Run:
@@ -51,6 +64,7 @@ class Run:
         self._stop = stop
         self._callbacks = callbacks
         self._data_loading = data_loading(begun.data.train)
+        self._start = _Counts()
         self._journal = make_journal(begun)
         self._steps = make_steps(begun, self._journal)
         self._keeper = Keeper(
@@ -84,6 +98,7 @@ class Run:
         if saved is not None:
             self._steps.load_state(saved.state_for(self._learner.optimizer))
             check_rates(self._options, self._learner.rates, saved)
+            self._start = _Counts(taken=self._steps.taken, updates=self._steps.updates)
 
     def _trained(self) -> TrainingResult:
         precision = self._steps.settings.precision
@@ -181,12 +196,15 @@ class Run:
     def _taken(self, batch: Batch, data_seconds: float) -> StepRecord:
         """Take a step, and move on in the data if it was taken, even where an error comes after it."""
         before = self._steps.taken
+        is_measured = self._is_to_be_measured(batch)
+        if is_measured and self._holds_copies():
+            self._journal.note(_COPIES_NOTE)
         try:
             record = self._steps.take(
                 batch,
                 epoch=self._feed.place.epoch,
                 data_seconds=data_seconds,
-                measure_memory=self._is_to_be_measured(batch),
+                measure_memory=is_measured,
             )
             return replace(record, mfu=self._begun.utilisation.of(record, batch))
         finally:
@@ -201,11 +219,22 @@ class Run:
         return every is not None and self._steps.taken % every == 0
 
     def _is_to_be_measured(self, batch: Batch) -> bool:
-        """Whether the memory of the next step is measured: once, in a steady step on a full batch."""
-        total_steps = self._begun.total_steps
-        measured_update = MEASURED_UPDATE if total_steps is None else min(MEASURED_UPDATE, total_steps)
-        is_steady = self._steps.updates >= max(measured_update - 1, 1)
+        """Whether the memory of the next step is measured: once, in a steady step on a full batch.
+
+        A resumed run counts anew: what its first updates hold on the host besides is not what a step takes.
+        """
+        total_steps, before = self._begun.total_steps, self._start
+        measured_update = MEASURED_UPDATE
+        if total_steps is not None:
+            measured_update = min(MEASURED_UPDATE, total_steps - before.taken)
+        is_steady = self._steps.updates - before.updates >= max(measured_update - 1, 1)
         return self._steps.peak is None and is_steady and count_samples(batch) >= self._full_samples
+
+    def _holds_copies(self) -> bool:
+        """Whether copies on the host, by which an update can be taken back, are in the memory of the device."""
+        is_early = self._steps.updates - self._start.updates < MEASURED_UPDATE - 1
+        shares_memory = self._options.device.type == "cpu" and not self._learner.parallel.is_sharded
+        return is_early and shares_memory
 
     @property
     def _full_samples(self) -> int:

@@ -1,6 +1,7 @@
 """Calibration: what it measures, how it is kept, and what a device has of it."""
 
 import json
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -109,11 +110,27 @@ def test_what_a_busy_machine_gave_is_measured_again_when_asked_and_else_made_do_
     api.calibrate()
     document = json.loads(cache_path().read_text())
     for values in document["cpus"].values():
-        values["disturbed_fraction"] = 0.9
+        values |= {"disturbed_fraction": 0.9, "measured_at_seconds": time.time()}
     cache_path().write_text(json.dumps(document))
     api.resolve_device("cpu")
     assert len(measured) == 1
     api.calibrate()
+    assert len(measured) == 2
+
+
+def test_what_a_busy_machine_gave_an_hour_ago_is_measured_again(measured: list[Calibration]) -> None:
+    api.resolve_device("cpu")
+    document = json.loads(cache_path().read_text())
+    for values in document["cpus"].values():
+        values["disturbed_fraction"] = 0.9
+        values["measured_at_seconds"] = time.time() - 3000
+    cache_path().write_text(json.dumps(document))
+    assert api.resolve_device("cpu").was_measured_busy
+    assert len(measured) == 1
+    for values in document["cpus"].values():
+        values["measured_at_seconds"] -= 1000
+    cache_path().write_text(json.dumps(document))
+    api.resolve_device("cpu")
     assert len(measured) == 2
 
 
@@ -255,14 +272,16 @@ def test_a_probe_runs_at_its_smallest_sizes_and_its_work_grows(probe: Probe) -> 
     assert min(measured) > 0
 
 
-@pytest.mark.parametrize(("seconds", "disturbed", "sizes"), [(8e-3, 0.0, 1), (8e-3, 0.9, 3), (80e-3, 0.9, 1)])
+@pytest.mark.parametrize(("seconds", "disturbed", "sizes"), [(8e-3, 0.0, 1), (8e-3, 0.9, 6), (80e-3, 0.9, 4)])
 def test_sizes_go_on_after_a_time_slice_of_other_work_but_not_after_a_long_run(
     seconds: float, disturbed: float, sizes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But after a time slice always as many as a curve needs: else one of them would tell all other sizes."""
     found = Typical(seconds=seconds, disturbed_fraction=disturbed)
     monkeypatch.setattr(calibrate, "typical_seconds", lambda *_args, **_kwargs: found)
     probe = next(probe for probe in probes.probes(CPU) if probe.kind == "elementwise")
-    assert len(measure_probe(replace(probe, sizes=(64, 128, 256)), Pool(CPU, torch.float32, 1 << 16))) == sizes
+    probe = replace(probe, sizes=(64, 128, 256, 512, 1024, 2048))
+    assert len(measure_probe(probe, Pool(CPU, torch.float32, 1 << 16))) == sizes
 
 
 def test_a_pool_hands_out_other_memory_each_time_until_it_is_used_up() -> None:

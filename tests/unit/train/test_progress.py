@@ -54,8 +54,8 @@ def test_a_validation_is_a_line_after_that_of_its_step():
         display.show_validation(VALIDATION)
 
     lines = shown(None, show).splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "epoch 1"]
-    assert lines[2] == "epoch 1  validation loss 0.5  accuracy[top] 0.9"
+    assert [line.split("  ")[0] for line in lines] == ["step 1", "step 2", "epoch 1, step 2"]
+    assert lines[2] == "epoch 1, step 2  validation loss 0.5  accuracy[top] 0.9"
 
 
 def test_a_terminal_gets_a_bar_and_validations_above_it():

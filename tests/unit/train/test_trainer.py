@@ -135,6 +135,16 @@ def test_a_short_run_measures_its_second_step_or_nothing(job_with, trained, step
     assert (result.measured_peak_allocated_bytes is None) == (not measured)
 
 
+def test_a_resumed_run_measures_a_steady_step_too(job_with, trained, tmp_path):
+    """Not one of its first two, which hold copies of parameters and state on the host: a CPU's own memory."""
+    run = {"run_dir": tmp_path / "run", "save_every": 4}
+    trained(job_with(), steps=4, **run)
+    _, resumed = trained(job_with(), steps=8, resume=True, **run)
+    _, whole = trained(job_with(), steps=8)
+    assert [step.step for step in resumed.steps if step.memory_measured] == [3, 7]
+    assert resumed.measured_peak_allocated_bytes == whole.measured_peak_allocated_bytes
+
+
 def test_measuring_does_not_change_the_losses(job_with, trained, monkeypatch):
     _, measured = trained(job_with(), steps=6)
     monkeypatch.setattr("brimful.train.run.MEASURED_UPDATE", 6)
