@@ -201,6 +201,16 @@ def test_settings_for_another_optimizer_warn() -> None:
     step.remove()
 
 
+def test_a_batch_of_more_samples_than_are_planned_for_warns() -> None:
+    model = Stack()
+    step = bf.apply(
+        bf.Settings(micro_batch_size=2), stack_job(), model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with pytest.warns(UserWarning, match="has 3 samples, and the plan is for 2"):
+        step(torch.randn(3, 256, 64))
+    step.remove()
+
+
 def test_a_plan_file_is_read_back_equal(tmp_path: Path) -> None:
     plan = bf.plan(stack_job(), DEVICE, global_batch_size=8)
     plan.save(tmp_path / "plan.json")
