@@ -48,7 +48,7 @@ from brimful.train import Trainer
 from machine import keep
 from train.ranks import LENGTH, VOCABULARY, Decoder, next_token
 
-STEPS, SKIPPED, BATCH = 400, 20, 3
+STEPS, SKIPPED, BATCH = 400, 20, 1
 RATE, NORM = 1e-3, 1.0
 DRAWN = 2000
 KEEPS_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
