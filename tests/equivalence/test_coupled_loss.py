@@ -303,7 +303,7 @@ def test_in_a_loop_of_ones_own(tmp_path: Any) -> None:
     whole = TwoTowers(dropout=0.0)
     split, batch = copy.deepcopy(whole), pairs(SAMPLES)
     for model, size in ((whole, SAMPLES), (split, 5)):
-        settings = Settings(micro_batch_size=size)
+        settings = Settings(micro_batch_size=size, gradient_accumulation_steps=-(-SAMPLES // size))
         step = bf.apply(settings, coupled_job(), model, make_optimizer(coupled_job(), model.parameters()))
         outcome = step(batch)
         step.remove()

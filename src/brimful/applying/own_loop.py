@@ -85,7 +85,8 @@ class PlannedStep:
             BatchError: The batch cannot be split.
             LossError: The loss is no scalar tensor or has no gradient.
         """
-        if (samples := count_samples(global_batch)) > self._settings.rank_batch_size:
+        samples = count_samples(global_batch)
+        if samples > self._settings.rank_batch_size and self._in_backward is None:  # that refuses it
             warnings.warn(
                 f"a batch has {samples} samples, and the plan is for {self._settings.rank_batch_size}: it is "
                 f"split into micro-batches of {self._settings.micro_batch_size} all the same, but the step may "
