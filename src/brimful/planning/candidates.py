@@ -232,8 +232,13 @@ class Candidate:
         return self.ladder()[0]
 
     def reserved_at_smallest_peak(self) -> int:
-        """What the allocator is expected to reserve there."""
-        return self._expected_reserved_bytes(self._solution(self.ladder()[0]), self.ladder()[0])
+        """What the allocator is expected to reserve there; where that cannot be told, what is allocated."""
+        least = self.ladder()[0]
+        try:
+            return self._expected_reserved_bytes(self._solution(least), least)
+        except (CaptureError, BatchError) as error:
+            self._leave_out(error)
+            return least
 
     def smallest_nested_peak_bytes(self) -> int:
         """The same with them."""
@@ -498,23 +503,28 @@ class CandidateFamily:
 
     def _divided(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
         """The units, of which one that alone makes the peak is divided as long as that lowers it."""
-        while units and self._request.recompute is None:
-            recomputed = self._all_recomputed(settings, units)
-            outstanding = _outstanding(recomputed, units)
-            if outstanding is None:
-                break
-            place = units.index(outstanding)
-            finer = (*units[:place], *divide_unit(kept, outstanding), *units[place + 1 :])
-            if finer == units:
-                break
-            try:
-                finer_bytes = _peak_allocated_bytes(self._all_recomputed(settings, finer))
-            except CaptureError:
-                break
-            if finer_bytes > _peak_allocated_bytes(recomputed) * (1 - LEAST_SPARED):
-                break
+        if not units or self._request.recompute is not None:
+            return units
+        while (finer := self._finer(units, kept, settings)) is not None:
             units = finer
         return units
+
+    def _finer(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...] | None:
+        """The units with one of them divided; None if that does not lower the peak, or cannot be captured."""
+        recomputed = self._all_recomputed(settings, units)
+        outstanding = _outstanding(recomputed, units)
+        if outstanding is None:
+            return None
+        place = units.index(outstanding)
+        finer = (*units[:place], *divide_unit(kept, outstanding), *units[place + 1 :])
+        if finer == units:
+            return None
+        try:
+            finer_bytes = _peak_allocated_bytes(self._all_recomputed(settings, finer))
+        except CaptureError:
+            return None
+        most_bytes = _peak_allocated_bytes(recomputed) * (1 - LEAST_SPARED)
+        return finer if finer_bytes <= most_bytes else None
 
     def _all_recomputed(self, settings: Settings, units: tuple[str, ...]) -> Trace:
         return self._trace(replace(settings, units=all_units(units, Action.RECOMPUTE)))

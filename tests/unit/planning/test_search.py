@@ -62,8 +62,8 @@ def test_a_plan_is_within_its_budget_and_more_budget_is_never_slower(name: str) 
     least = smallest_budget(name)
     most = planned(name, 1 << 40).plain.predicted_peak_reserved_bytes
     seconds = []
-    for i in range(13):
-        budget_bytes = least + (most - least) * i // 12
+    for i in range(25):
+        budget_bytes = least + (most - least) * i // 24
         plan = planned(name, budget_bytes)
         assert plan.predicted_peak_device_bytes <= budget_bytes
         assert plan.predicted_step_seconds <= plan.plain.predicted_step_seconds * 2
