@@ -73,6 +73,7 @@ def estimate(
     optimizer_implementation: str | OptimizerImplementation | None = None,
     recompute: str | Action | None = None,
     step_in_backward: bool = False,
+    optimizer_on_host: bool = False,
     budget: str | int | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
     compare_allocators: bool = False,
@@ -95,6 +96,7 @@ def estimate(
         optimizer_implementation: "for-loop", "foreach" or "fused"; None leaves it to torch.
         recompute: "all" recomputes every unit, "none" keeps everything.
         step_in_backward: Update each parameter in backward, as soon as its gradient is complete.
+        optimizer_on_host: Keep the optimizer's state in the host's memory and update there.
         budget: Judge against this size instead of the device's capacity.
         allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
         compare_allocators: Also tell what other settings of the allocator would change.
@@ -115,6 +117,7 @@ def estimate(
         _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer),
         optimizer_implementation=_parse_implementation(optimizer_implementation),
         step_in_backward=step_in_backward,
+        optimizer_on_host=optimizer_on_host,
     )
     capture = partial(
         capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
@@ -249,6 +252,7 @@ def plan(
     host_memory: str | int | None = None,
     split_batch_norm: bool = False,
     step_in_backward: bool = False,
+    optimizer_on_host: bool | None = None,
     ranks: int = 1,
     nodes: int = 1,
     network: str | int | None = None,
@@ -281,12 +285,15 @@ def plan(
             memory unused.
         offload: Permit holding what units save for backward in the host's memory meanwhile; the same
             mathematics. Nothing to a CPU, whose memory is the host's.
-        host_memory: What that may take of the host, pinned: a size ("64GiB"), or None for half of what this
-            machine has.
+        host_memory: What that and an optimizer on the host may take there: a size ("64GiB"), or None for half
+            of what this machine has.
         split_batch_norm: Permit splitting a batch that BatchNorm couples.
         step_in_backward: Update each parameter in backward, as soon as its gradient is complete, which spares
             the gradients. The batch is then whole, nothing is clipped, and where memory runs out in backward,
             training resumes from the last save.
+        optimizer_on_host: Pins whether the optimizer's state is in the host's memory and the update is computed
+            there, in the host's rounding. None lets the plan choose, for one GPU and where offloading is
+            permitted.
         ranks: Devices of this kind that divide the global batch evenly and train together.
         nodes: Machines among which they are divided.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
@@ -340,6 +347,7 @@ def plan(
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
         step_in_backward=step_in_backward,
+        optimizer_on_host=optimizer_on_host,
         ranks=ranks,
         nodes=nodes,
         parallelisms=parallelisms,

@@ -62,6 +62,11 @@ CPU_LAUNCH_SECONDS = 7e-6
 """Default for a CPU nobody calibrated: one small op with autograd took 6.8 µs in pytorch #41383."""
 
 
+HOST_UPDATE_BYTES_PER_SECOND = 25.6e9
+"""At which a GPU's host reads and writes its memory in an optimizer's update, where nobody measured it.
+
+Half the peak of two channels of DDR4-3200, which a desktop has; assumed, not measured."""
+
 CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
 """8.125 MiB: ":4096:2:16:8". Source: torch CublasHandlePool.cpp, parseChosenWorkspaceSize; 8,519,680 B stand
 in public memory snapshots of Ampere cards (pytorch issue 95668)."""
@@ -175,6 +180,8 @@ class Device:
     bf16_flops_per_second: float | None
     host_link_bytes_per_second: float | None
     """Realistic rate between host and device, one way; None on a CPU."""
+    host_update_bytes_per_second: float = HOST_UPDATE_BYTES_PER_SECOND
+    """Realistic rate at which the host of a GPU reads and writes its memory in an optimizer's update."""
     nvlink_bytes_per_second: float | None = None
     """Peak rate to other GPUs of the machine, one way; None without NVLink, and on a CPU."""
     nvlink_joins_all: bool = False

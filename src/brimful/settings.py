@@ -210,6 +210,9 @@ class Settings:
     step_in_backward: bool = False
     """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all are
     never there together. An error in the midst of it cannot be taken back."""
+    optimizer_on_host: bool = False
+    """Keep the optimizer's state in the host's memory and compute the update there, for some parameters at a
+    time, whose gradients go there."""
     ranks: int = 1
     """Processes, each with a device of its own, that train one model together."""
     parallelism: Parallelism = Parallelism.DDP
@@ -232,6 +235,11 @@ class Settings:
         if self.ranks % self.nodes:
             raise UsageError(f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes.")
         self._check_step_in_backward()
+        if self.optimizer_on_host and self.parallelism.is_zero and self.ranks > 1:
+            raise UsageError(
+                f"optimizer_on_host is for an optimizer that brimful steps, and under {self.parallelism} "
+                "DeepSpeed does. Take fsdp2, or leave it out."
+            )
         for before, unit in pairwise((None, *self.units)):
             is_linked = before is not None and before.action in (Action.RECOMPUTE, Action.NEST)
             if unit is not None and unit.action is Action.NEST and not is_linked:
@@ -265,6 +273,7 @@ class Settings:
             "fp16's loss scaler has to see every gradient before any parameter changes": self.precision
             is Precision.FP16,
             f"the gradients of {self.ranks} ranks have to be averaged first": self.ranks > 1,
+            "optimizer_on_host updates all of them after backward": self.optimizer_on_host,
         }
         for reason, holds in reasons.items():
             if self.step_in_backward and holds:
@@ -335,6 +344,8 @@ class Settings:
             parts.append("expandable segments")
         if self.step_in_backward:
             parts.append("updated in backward")
+        if self.optimizer_on_host:
+            parts.append("optimizer on the host")
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
         for action, how in _DONE.items():
@@ -384,6 +395,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
     }
     if settings.step_in_backward:
         document["step_in_backward"] = True
+    if settings.optimizer_on_host:
+        document["optimizer_on_host"] = True
     if settings.parallelism is Parallelism.FSDP2:
         document["reshard_after_forward"] = settings.reshard_after_forward
         document["gathered_dtype"] = settings.gathered_dtype
@@ -420,6 +433,7 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         chunked_loss=(chunked := document.get("chunked_loss")) and ChunkedLoss(**chunked),
         expandable_segments=document.get("expandable_segments", False),
         step_in_backward=document.get("step_in_backward", False),
+        optimizer_on_host=document.get("optimizer_on_host", False),
         ranks=document.get("ranks", 1),
         parallelism=Parallelism(document.get("parallelism", Parallelism.DDP)),
         nodes=document.get("nodes", 1),

@@ -36,6 +36,11 @@ CarryOut = Callable[[Callable[[], object]], object]
 """Calls what it is given."""
 
 
+def at_once(action: Callable[[], object]) -> object:
+    """Call what is given: the plain way to carry something out."""
+    return action()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """What one optimizer step came to."""
@@ -61,8 +66,8 @@ def run_step(
     before_update: Callable[[Tensor, Tensor], bool] | None = None,
     observe: Observer | None = None,
     move: Callable[[Batch], Batch] = lambda batch: batch,
-    carry_out: CarryOut = lambda action: action(),
-    follow_up: CarryOut = lambda action: action(),
+    carry_out: CarryOut = at_once,
+    follow_up: CarryOut = at_once,
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
     clip: Callable[[Optimizer, float | None], Tensor] | None = None,
     stands_for: int = 1,

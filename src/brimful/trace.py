@@ -81,6 +81,8 @@ class Op:
     made_ops_ago: int = 0
     """Of an op in place, in forward or backward: how many ops before it the one was that made what it writes
     over; 0 if none made it, as no op made a parameter."""
+    on_host: bool = False
+    """Runs on the host, in its memory, where the device is another."""
     line: str = ""
     """Where in the user's or a library's Python code it is called, as "file.py:12", for ops that make large
     tensors; for those of backward, where the forward op was called."""
@@ -101,6 +103,7 @@ class Op:
             random=self.random,
             weight_bytes=self.weight_bytes,
             made_ops_ago=self.made_ops_ago,
+            on_host=self.on_host,
             line=self.line,
         )
 
@@ -184,6 +187,11 @@ class Trace:
     couples_samples: bool = False
     """Whether the loss is one of all samples of the global batch together (`Job.embed`): what it takes is not
     affine in the micro-batch, and is there however small that is."""
+
+    host_state_bytes: int = 0
+    """Optimizer state that is in the host's memory, where the device is another."""
+    host_staging_bytes: int = 0
+    """Memory of the host that gradients and parameters pass through on their way to and from there."""
 
     def has_same_shape_as(self, other: Trace) -> bool:
         """Whether both run the same ops and make the same storages, and only the micro-batch decides sizes."""
@@ -308,7 +316,8 @@ class Trace:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Trace:
         """The trace that `to_json` wrote."""
-        later = {"couples_samples": False}  # what traces of this version may lack
+        later = {"couples_samples": False, "host_state_bytes": 0, "host_staging_bytes": 0}
+        # what traces of this version may lack
         values = {field.name: (later | document)[field.name] for field in fields(cls)}
         for name, row in _TABLES.items():
             values[name] = _from_table(values[name], row)

@@ -38,6 +38,12 @@ def clipped_in_backward(max_gradient_norm: float) -> UsageError:
     )
 
 
+def steps_one_by_one(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to update each parameter by its own gradient and state alone."""
+    is_known = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
+    return is_known and not isinstance(optimizer, torch.optim.LBFGS)
+
+
 class UpdateInBackward:
     """An optimizer that steps in backward, parameter by parameter.
 
@@ -57,8 +63,7 @@ class UpdateInBackward:
         before_first: Callable[[], None] = lambda: None,
         around: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: nullcontext(),
     ) -> None:
-        is_known = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
-        if not is_known or isinstance(optimizer, torch.optim.LBFGS):
+        if not steps_one_by_one(optimizer):
             name = type(optimizer).__name__
             raise UsageError(
                 f"step_in_backward updates one parameter after another, and {name} may look at all of them "

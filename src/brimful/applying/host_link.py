@@ -5,6 +5,10 @@
     to_device(hosted, device)   a copy back on the device
     to_device_done(copies)      what follows on the device waits for all copies back issued so far
 
+    send_to_host(sources, hosted)       copies into the host's memory, after all that leave it
+    arrived_on_host(sources)            the host waits for all copies to it issued so far
+    send_to_device(hosted, targets)     copies into tensors of the device
+
 On CUDA each direction has a stream of its own, so copies overlap with the computation that was issued after
 them, and those of one direction follow one another. Memory is the computation's: a copy back is allocated from
 its pool, and begins when all that was issued before it has ended. Who drops a source, or a copy back, before
@@ -30,11 +34,17 @@ _library.define("to_host(Tensor source) -> Tensor")
 _library.define("to_host_done(Tensor[] sources) -> ()")
 _library.define("to_device(Tensor hosted, Device device) -> Tensor")
 _library.define("to_device_done(Tensor[] copies) -> ()")
+_library.define("send_to_host(Tensor[] sources, Tensor(a!)[] hosted) -> ()")
+_library.define("arrived_on_host(Tensor[] sources) -> ()")
+_library.define("send_to_device(Tensor[] hosted, Tensor(a!)[] targets) -> ()")
 
 to_host = torch.ops.brimful.to_host.default
 to_host_done = torch.ops.brimful.to_host_done.default
 to_device = torch.ops.brimful.to_device.default
 to_device_done = torch.ops.brimful.to_device_done.default
+send_to_host = torch.ops.brimful.send_to_host.default
+arrived_on_host = torch.ops.brimful.arrived_on_host.default
+send_to_device = torch.ops.brimful.send_to_device.default
 
 
 def give_back(hosted: Tensor) -> None:
@@ -116,6 +126,32 @@ def _to_device_done_cuda(copies: Sequence[Tensor]) -> None:
     torch.cuda.current_stream(device).wait_stream(_streams(device).to_device)
 
 
+def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _send_to_host_cuda(sources: Sequence[Tensor], hosted: Sequence[Tensor]) -> None:
+    device = sources[0].device
+    streams = _streams(device)
+    streams.to_host.wait_stream(torch.cuda.current_stream(device))
+    streams.to_host.wait_stream(streams.to_device)
+    with torch.cuda.stream(streams.to_host):
+        _copy(sources, hosted)
+
+
+def _arrived_on_host_cuda(sources: Sequence[Tensor]) -> None:
+    _streams(sources[0].device).to_host.synchronize()
+
+
+def _send_to_device_cuda(hosted: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    device = targets[0].device
+    stream = _streams(device).to_device
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        _copy(hosted, targets)
+
+
 for _name, _key, _implementation in (
     ("to_host", "CPU", torch.clone),
     ("to_host", "CUDA", _to_host_cuda),
@@ -128,5 +164,14 @@ for _name, _key, _implementation in (
     ("to_device_done", "CPU", lambda _copies: None),
     ("to_device_done", "CUDA", _to_device_done_cuda),
     ("to_device_done", "Meta", lambda _copies: None),
+    ("send_to_host", "CPU", _copy),
+    ("send_to_host", "CUDA", _send_to_host_cuda),
+    ("send_to_host", "Meta", lambda _sources, _hosted: None),
+    ("arrived_on_host", "CPU", lambda _sources: None),
+    ("arrived_on_host", "CUDA", _arrived_on_host_cuda),
+    ("arrived_on_host", "Meta", lambda _sources: None),
+    ("send_to_device", "CPU", _copy),
+    ("send_to_device", "CUDA", _send_to_device_cuda),
+    ("send_to_device", "Meta", lambda _hosted, _targets: None),
 ):
     _library.impl(_name, _implementation, _key)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.applying.apply import apply_units
+from brimful.applying.host_update import UpdateOnHost
 from brimful.batches import count_samples, split_batch
 from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
@@ -16,6 +17,7 @@ from brimful.optimizers import set_implementation
 from brimful.settings import Settings
 from brimful.step import (
     StepOutcome,
+    at_once,
     copied_to,
     device_of,
     loss_weights,
@@ -61,6 +63,7 @@ class PlannedStep:
         if settings.step_in_backward and max_gradient_norm is not None:
             raise clipped_in_backward(max_gradient_norm)
         self._in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
+        self._carry_out = UpdateOnHost(optimizer).run if settings.optimizer_on_host else at_once
         if settings.optimizer_implementation is not None:
             set_implementation(optimizer, settings.optimizer_implementation)
         self._settings = settings
@@ -105,6 +108,7 @@ class PlannedStep:
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
                 move=copied_to(device_of(self._model)),
+                carry_out=self._carry_out,
                 in_backward=self._in_backward,
             )
 

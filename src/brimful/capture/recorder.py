@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):
         host_is_device: bool = False,
     ) -> None:
         super().__init__()
+        self.host_is_device = host_is_device
+        self._is_on_host = False
         self._elsewhere = frozenset() if host_is_device else frozenset({to_host})
         """Ops whose results are not in the device's memory."""
         self._modules = modules
@@ -165,6 +167,10 @@ class Recorder(TorchDispatchMode):
         self._temporaries: list[tuple[int, str, int | None, Kernel | None]] = []
         """Of the op that is being recorded."""
         self.uncertain: dict[str, None] = {}
+        self.host_state_bytes = 0
+        """Of optimizer state in the host's memory."""
+        self.host_staging_bytes = 0
+        """Of the host's memory on the way to and from there."""
         self.sizes_depend_on_values = False
         """Whether values of the batch decided the size of anything, so that another batch may have others."""
         self._lines: dict[int, str] = {}
@@ -183,6 +189,15 @@ class Recorder(TorchDispatchMode):
             yield
         finally:
             self._is_updating = False
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Within, what runs is the host's work, and what it makes is in the host's memory."""
+        before, self._is_on_host = self._is_on_host, not self.host_is_device
+        try:
+            yield
+        finally:
+            self._is_on_host = before
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -386,7 +401,7 @@ class Recorder(TorchDispatchMode):
                 remembered.about = work
         made_ops_ago = self._made_ops_ago(args[0]) if info.writes_over else 0
         self.ops.append(self._op(info, work, made_ops_ago))
-        for tensor in () if func in self._elsewhere else outputs:
+        for tensor in () if self._is_on_host or func in self._elsewhere else outputs:
             self._see(tensor, len(self.ops) - 1, info.name)
         self._record_temporaries()
 
@@ -464,6 +479,7 @@ class Recorder(TorchDispatchMode):
             random=info.is_random,
             weight_bytes=work.weight_bytes,
             made_ops_ago=made_ops_ago,
+            on_host=self._is_on_host,
             line=self._line() if work.written_bytes >= _LOCATED_BYTES else "",
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
 from brimful.applying import apply_units
+from brimful.applying.host_update import UpdateOnHost
 from brimful.applying.sharding import Sharded, check_optimizer
 from brimful.batches import make_batch, map_tensors, named_tensors
 from brimful.capture.corrections import CorrectedFunctions, rules_for
@@ -41,7 +43,7 @@ from brimful.hardware import Device
 from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
-from brimful.step import autocast, make_scaler, run_step
+from brimful.step import CarryOut, at_once, autocast, make_scaler, run_step
 from brimful.trace import Category, Phase, Trace
 from brimful.updating import UpdateInBackward
 
@@ -149,6 +151,8 @@ def capture_step(
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
             couples_samples=job.embed is not None and job.loop is None,
+            host_state_bytes=recorder.host_state_bytes,
+            host_staging_bytes=0 if recorder.host_is_device else recorder.host_staging_bytes,
         )
         applied.remove()
     return trace
@@ -190,7 +194,22 @@ def _prepare(
         check_optimizer(optimizer)
     scaler = make_scaler(settings.precision, "cpu")
     make_state = _create_state_one_by_one if settings.step_in_backward else _create_optimizer_state
-    made_early = make_state(optimizer, model, recorder, among_ranks=settings.ranks > 1)
+    on_host = UpdateOnHost(optimizer, around_host=recorder.on_host) if settings.optimizer_on_host else None
+    carry_out: CarryOut = at_once if on_host is None else on_host.run
+
+    def mark() -> None:
+        if on_host is None or recorder.host_is_device:
+            mark_state(optimizer, model, recorder)
+        else:
+            recorder.host_state_bytes = on_host.state_bytes
+
+    if on_host is not None:
+        recorder.host_staging_bytes = on_host.staging_bytes
+        if recorder.host_is_device:
+            recorder.mark(on_host.staging, Category.OPTIMIZER_STATE, ["on the way to the host"] * 2)
+    made_early = make_state(
+        optimizer, model, recorder, among_ranks=settings.ranks > 1, carry_out=carry_out, mark=mark
+    )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reached: set[int] = set()
 
@@ -231,13 +250,14 @@ def _prepare(
             scaler=scaler,
             observe=observe,
             move=move,
+            carry_out=carry_out,
             stands_for=settings.gradient_accumulation_steps - count + 1,
             in_backward=in_backward,
         )
         if in_backward is not None:
             _drop_state_of_unused(optimizer, [p for p in made_early if id(p) not in reached], recorder)
             made_early.clear()
-        mark_state(optimizer, model, recorder)
+        mark()
 
     return run
 
@@ -268,11 +288,18 @@ def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, reco
 
 
 def _create_optimizer_state(
-    optimizer: Optimizer, model: nn.Module, recorder: Recorder, *, among_ranks: bool
+    optimizer: Optimizer,
+    model: nn.Module,
+    recorder: Recorder,
+    *,
+    among_ranks: bool,
+    carry_out: CarryOut,
+    mark: Callable[[], None],
 ) -> list[nn.Parameter]:
     """Let the optimizer make its state by one step with gradients that are never written; whose it made.
 
-    Among ranks those gradients are told as such: in training they are in DDP's buckets then.
+    Among ranks those gradients are told as such: in training they are in DDP's buckets then. `mark` is called
+    once the state is there.
     """
     recorder.at(Phase.SETUP, 0)
     there_before = set(optimizer.state)
@@ -281,22 +308,22 @@ def _create_optimizer_state(
             parameter.grad = torch.empty_like(parameter)
     if among_ranks:
         mark_gradients(model, recorder)
-    optimizer.step()
+    carry_out(optimizer.step)
     optimizer.zero_grad(set_to_none=True)
-    mark_state(optimizer, model, recorder)
+    mark()
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [parameter for parameter in parameters if parameter not in there_before]
 
 
 def _create_state_one_by_one(
-    optimizer: Optimizer, model: nn.Module, recorder: Recorder, *, among_ranks: bool
+    optimizer: Optimizer, model: nn.Module, recorder: Recorder, **how: Any
 ) -> list[nn.Parameter]:
     """The same where there is never more than one gradient."""
     whole, made = optimizer.param_groups, []
     for group in whole:
         for parameter in group["params"]:
             optimizer.param_groups = [group | {"params": [parameter]}]
-            made += _create_optimizer_state(optimizer, model, recorder, among_ranks=among_ranks)
+            made += _create_optimizer_state(optimizer, model, recorder, **how)
     optimizer.param_groups = whole
     return made
 

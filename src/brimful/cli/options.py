@@ -176,8 +176,8 @@ class PlanOptions:
         str | None,
         typer.Option(
             "--host-memory",
-            help="What offloading may take of the host, pinned: 64GiB. Left out: half of what this machine "
-            "has.",
+            help="What offloading and an optimizer on the host may take there: 64GiB. Left out: half of what "
+            "this machine has.",
         ),
     ] = None
     split_batch_norm: SplitBatchNorm = False
@@ -189,6 +189,15 @@ class PlanOptions:
             "be taken back; without accumulation, clipping, fp16 and other ranks.",
         ),
     ] = False
+    optimizer_on_host: Annotated[
+        bool | None,
+        typer.Option(
+            "--optimizer-on-host/--no-optimizer-on-host",
+            help="Keep the optimizer's state in the host's memory and update there. Left out: where it makes "
+            "the step faster, or nothing else fits, on one GPU.",
+            show_default=False,
+        ),
+    ] = None
     parallelism: Annotated[
         str,
         typer.Option(

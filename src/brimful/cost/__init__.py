@@ -8,12 +8,13 @@ from brimful.cost.model_flops import model_flops
 from brimful.cost.recomputing import RecomputePrices
 from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline, op_seconds
-from brimful.cost.step import StepTime, step_seconds
+from brimful.cost.step import StepTime, least_host_update_seconds, step_seconds
 
 __all__ = [
     "RecomputePrices",
     "Roofline",
     "StepTime",
+    "least_host_update_seconds",
     "model_flops",
     "op_seconds",
     "region_seconds",

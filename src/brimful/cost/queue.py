@@ -18,6 +18,10 @@ class LinkOp(NamedTuple):
     """Which of the directions; the copies of each follow one another."""
     copy_seconds: float | None
     """Of the copy that it begins; None if it waits for all that have begun in this direction."""
+    follows: str | None = None
+    """Another direction, whose copies so far end before the one that it begins."""
+    host_waits: bool = False
+    """Whether the host waits, and submits nothing meanwhile; else it lets the device wait."""
 
 
 def finish_seconds(
@@ -31,7 +35,8 @@ def finish_seconds(
         end(k) = max over j ≤ k of S(j) + work(j) + … + work(k) = W(k) + max over j ≤ k of (S(j) − W(j − 1))
 
     A copy starts when its op has ended and the copy before it in its direction; the device does not wait for
-    it. An op that waits starts no earlier than the copies have ended, as if it had been submitted then.
+    it. An op that waits starts no earlier than the copies have ended, as if it had been submitted then; where
+    the host itself waits, all that follows is submitted later.
 
     Args:
         host_seconds: What the host needs to submit each op, (N,).
@@ -50,12 +55,18 @@ def finish_seconds(
     copied: dict[str, float] = {}
     waited = -np.inf
     """The lead of the waits so far."""
-    for position, way, copy_seconds in link_ops:
-        if copy_seconds is None:
+    late = 0.0
+    """What the host has waited itself."""
+    for position, way, copy_seconds, follows, host_waits in link_ops:
+        if host_waits:
+            more = max(copied.get(way, 0.0) - submitted[position] - late, 0.0)
+            leads[position:] += more
+            late += more
+        elif copy_seconds is None:
             before = worked[position] - work_seconds[position]
             waited = max(waited, copied.get(way, 0.0) - before)
             leads[position] = max(leads[position], waited)
         else:
-            begins = max(ends[position], worked[position] + waited, copied.get(way, 0.0))
-            copied[way] = begins + copy_seconds
+            issued = max(ends[position], leads[position] + worked[position], worked[position] + waited)
+            copied[way] = max(issued, copied.get(way, 0.0), copied.get(follows or way, 0.0)) + copy_seconds
     return worked + np.maximum.accumulate(leads)

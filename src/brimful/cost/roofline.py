@@ -7,7 +7,15 @@ from brimful.cost.regions import COPY_SECONDS
 from brimful.curves import RateCurve
 from brimful.hardware import Device
 from brimful.settings import Precision
-from brimful.timeline import TO_DEVICE, TO_DEVICE_DONE, TO_HOST, TO_HOST_DONE
+from brimful.timeline import (
+    ARRIVED_ON_HOST,
+    SEND_TO_DEVICE,
+    SEND_TO_HOST,
+    TO_DEVICE,
+    TO_DEVICE_DONE,
+    TO_HOST,
+    TO_HOST_DONE,
+)
 from brimful.trace import Op, Phase
 
 COMPUTE_EFFICIENCY = 0.75
@@ -44,9 +52,9 @@ CUDA", parallelized reductions. At which length is assumed, not measured.
 _BYTES_PER_ELEMENT = {"float64": 8, "float16": 2, "bfloat16": 2}
 """Of a result; 4 elsewhere."""
 
-_COPIES = frozenset({TO_HOST, TO_DEVICE})
-_WAITS = frozenset({TO_HOST_DONE, TO_DEVICE_DONE})
-"""Ops of offloading that begin a copy, and that wait for those begun."""
+_COPIES = frozenset({TO_HOST, TO_DEVICE, SEND_TO_HOST, SEND_TO_DEVICE})
+_WAITS = frozenset({TO_HOST_DONE, TO_DEVICE_DONE, ARRIVED_ON_HOST})
+"""Ops that begin copies between host and device, and that wait for those begun."""
 
 _STANDS_IN = {"attention": "matmul", "recurrent": "matmul", "convolution": "matmul"}
 """Arithmetic kinds whose curve may be missing for a type, and the kind that is measured for most."""
@@ -85,6 +93,7 @@ class Roofline:
         self._compute_efficiency = COMPUTE_EFFICIENCY if on_gpu else 1.0
         bandwidth_efficiency = BANDWIDTH_EFFICIENCY if on_gpu else 1.0
         self._seconds_per_byte = 1 / (device.memory_bandwidth_bytes_per_second * bandwidth_efficiency)
+        self._host_seconds_per_byte = 1 / device.host_update_bytes_per_second
         self._seconds_per_flop: dict[str, float] = {}
         self._unrated: set[str] = set()
         self._known: dict[tuple[str, int, int, int, int, str], float] = {}
@@ -116,6 +125,8 @@ class Roofline:
         On a CPU and in a measured curve at least a bare launch. The rates of a CPU are achieved ones, so its
         efficiencies are 1. Its convolutions first lay their operands out anew: there the two are added.
         """
+        if op.on_host:
+            return 0.0
         key = (op.name, op.flops, op.read_bytes, op.written_bytes, op.weight_bytes, op.dtype)
         seconds = self._known.get(key)
         if seconds is None:
@@ -127,9 +138,12 @@ class Roofline:
         return size_bytes * self._seconds_per_byte
 
     def host_seconds(self, op: Op) -> float:
-        """Seconds of the host for one op: launch, autograd and Python by what runs it."""
+        """Seconds of the host for one op: launch, autograd and Python by what runs it; of its own, the work."""
         if op.name in _COPIES:
             return COPY_SECONDS
+        if op.on_host:
+            moved_bytes = op.read_bytes + op.written_bytes
+            return self._device.launch_seconds + moved_bytes * self._host_seconds_per_byte
         phase = Phase.FORWARD if op.recomputed or op.phase is Phase.EMBEDDING else op.phase
         return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
 

@@ -15,12 +15,35 @@ from brimful.cost.roofline import Roofline
 from brimful.hardware import Device
 from brimful.module_tree import unit_of_each_op
 from brimful.settings import Action, Parallelism, Settings
-from brimful.timeline import TO_DEVICE, TO_DEVICE_DONE, TO_HOST, TO_HOST_DONE
+from brimful.timeline import (
+    ARRIVED_ON_HOST,
+    SEND_TO_DEVICE,
+    SEND_TO_HOST,
+    TO_DEVICE,
+    TO_DEVICE_DONE,
+    TO_HOST,
+    TO_HOST_DONE,
+    most_held_bytes,
+)
 from brimful.trace import Category, Phase, Trace
 from brimful.units import MIB
 
 BUCKET_BYTES = 25 * MIB
 """Of gradients that DDP averages at once: DistributedDataParallel's bucket_cap_mb."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkWay:
+    """What an op has to do with copies between device and host."""
+
+    way: str
+    """The direction."""
+    begins: bool = False
+    """Whether a copy begins; else it waits for those that have."""
+    follows: str | None = None
+    """Another direction, whose copies the one that begins comes after."""
+    host_waits: bool = False
+    """Whether the host waits itself; else it lets the device wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +73,17 @@ class StepTime:
         )
 
 
-_LINK_OF = {TO_HOST: 0, TO_HOST_DONE: 1, TO_DEVICE: 2, TO_DEVICE_DONE: 3}
-_LINK_WAYS = (("to host", True), ("to host", False), ("to device", True), ("to device", False))
-"""Of these ops: the direction, and whether a copy begins."""
+_LINK_WAYS = {
+    TO_HOST: _LinkWay(way="to host", begins=True),
+    TO_HOST_DONE: _LinkWay(way="to host"),
+    TO_DEVICE: _LinkWay(way="to device", begins=True),
+    TO_DEVICE_DONE: _LinkWay(way="to device"),
+    SEND_TO_HOST: _LinkWay(way="to host", begins=True, follows="to device"),
+    ARRIVED_ON_HOST: _LinkWay(way="to host", host_waits=True),
+    SEND_TO_DEVICE: _LinkWay(way="to device", begins=True),
+}
+_LINK_NAMES = tuple(_LINK_WAYS)
+_LINK_OF = {name: index for index, name in enumerate(_LINK_NAMES)}
 
 _PARTS = 4
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = range(_PARTS)
@@ -97,6 +128,22 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
         communication_seconds=_communication_seconds(trace, device, forward, backward + recompute),
         dtypes_at_fp32_rate=roofline.dtypes_at_fp32_rate,
     )
+
+
+def least_host_update_seconds(trace: Trace, device: Device) -> float:
+    """The least by which a step is longer if its optimizer computes on the host.
+
+    Args:
+        trace: Of one rank, its optimizer on the device.
+        device: With the rate of its host's memory.
+
+    Returns:
+        Seconds: state is read and written once, as are parameters, and gradients are read.
+    """
+    state_bytes = most_held_bytes(trace, Category.OPTIMIZER_STATE)
+    moved_bytes = 2 * state_bytes + 3 * gradient_bytes(trace)
+    on_device = step_seconds(trace, device).optimizer_seconds
+    return moved_bytes / device.host_update_bytes_per_second - on_device
 
 
 def _communication_seconds(
@@ -196,7 +243,7 @@ class _Step:
     work_seconds: NDArray[np.float64]
     """(N,); none where a recomputation begins."""
     link: NDArray[np.int64]
-    """An index into `_LINK_WAYS` where an op begins copies or waits for them, else -1, (N,)."""
+    """An index into `_LINK_NAMES` where an op begins copies or waits for them, else -1, (N,)."""
     link_seconds: NDArray[np.float64]
     """Of the copy that an op begins, (N,)."""
     repeated_micro_batch: int
@@ -246,9 +293,17 @@ class _Step:
         link = self.link[order]
         found = []
         for position in np.flatnonzero(link >= 0).tolist():
-            way, begins = _LINK_WAYS[link[position]]
-            seconds = float(self.link_seconds[order[position]]) if begins else None
-            found.append(LinkOp(position=position, way=way, copy_seconds=seconds))
+            link_way = _LINK_WAYS[_LINK_NAMES[link[position]]]
+            seconds = float(self.link_seconds[order[position]]) if link_way.begins else None
+            found.append(
+                LinkOp(
+                    position=position,
+                    way=link_way.way,
+                    copy_seconds=seconds,
+                    follows=link_way.follows,
+                    host_waits=link_way.host_waits,
+                )
+            )
         return found
 
     @property

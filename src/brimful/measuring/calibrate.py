@@ -60,6 +60,10 @@ _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_ROUNDS = 30
 _LINK_BYTES = 256 * MIB
+_UPDATED_BYTES = 64 * MIB
+"""Of parameters: with their gradients and state beyond any cache."""
+_ADAMW_TRAFFIC = 7
+"""Reads parameter, gradient and two of state, and writes all but the gradient."""
 
 _BUSY_FRACTION = 0.5
 _BUSY_FOR_SECONDS = 3600.0
@@ -86,6 +90,9 @@ class Calibration:
     to_device_bytes_per_second: float | None
     """From pinned memory; None on a CPU."""
     to_host_bytes_per_second: float | None
+    host_update_bytes_per_second: float | None = None
+    """At which the host reads and writes memory in AdamW's update; None on a CPU, or where an earlier version
+    measured."""
     dispatch: Dispatch
     curves: tuple[RateCurve, ...]
     sweeps: int
@@ -112,6 +119,9 @@ class Calibration:
             return replace(
                 common,
                 host_link_bytes_per_second=slower,
+                host_update_bytes_per_second=(
+                    self.host_update_bytes_per_second or device.host_update_bytes_per_second
+                ),
                 source=f"{device.source}; times {self.source}",
             )
         return replace(
@@ -230,10 +240,12 @@ def measure_device(
     tell("Python and autograd")
     curved = replace(device, curves=curves, launch_seconds=launch_seconds)
     dispatch = measure_dispatch(curved, where)
-    to_device = to_host = None
+    to_device = to_host = on_host = None
     if where.type == "cuda":
         tell("host link")
         to_device, to_host = link_bytes_per_second(where)
+        tell("optimizer on the host")
+        on_host = host_update_bytes_per_second()
     return Calibration(
         fp32_flops_per_second=_end_rate(by_kind["matmul:float32"]),
         fp16_flops_per_second=_end_rate(by_kind["matmul:float16"]),
@@ -243,6 +255,7 @@ def measure_device(
         page_fault_seconds_per_byte=fault_seconds,
         to_device_bytes_per_second=to_device,
         to_host_bytes_per_second=to_host,
+        host_update_bytes_per_second=on_host,
         dispatch=dispatch,
         curves=curves,
         sweeps=sweeps,
@@ -333,6 +346,16 @@ def link_bytes_per_second(where: torch.device) -> tuple[float, float]:
         return _LINK_BYTES / typical_seconds([copy], where, most_seconds=0.5).seconds
 
     return rate(on_device, on_host), rate(on_host, on_device)
+
+
+def host_update_bytes_per_second() -> float:
+    """At which this machine's processors read and write memory in a fused AdamW's update."""
+    parameter = torch.nn.Parameter(torch.zeros(_UPDATED_BYTES // 4))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()  # makes its state
+    seconds = typical_seconds([optimizer.step], torch.device("cpu"), most_seconds=0.5).seconds
+    return _ADAMW_TRAFFIC * _UPDATED_BYTES / seconds
 
 
 def cache_path(device_kind: str = "cpu") -> Path:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
+from brimful.applying.host_update import UpdateOnHost
 from brimful.batches import make_batch, split_batch
 from brimful.coupled import check_coupled, loss_of
 from brimful.errors import UsageError
@@ -21,7 +22,9 @@ from brimful.measuring.peak import peak_memory
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.step import (
+    CarryOut,
     StepOutcome,
+    at_once,
     copied_to,
     device_of,
     loss_weights,
@@ -68,12 +71,21 @@ def measure_step(
         model = build_model(job, is_copied=True).to(device).train()
         optimizer = make_optimizer(job, model, settings)
         applied = apply_units(model, settings)
-        run = repeated_step(job, settings, model, optimizer, make_scaler(settings.precision, device.type))
+        on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
+        run = repeated_step(
+            job,
+            settings,
+            model,
+            optimizer,
+            make_scaler(settings.precision, device.type),
+            at_once if on_host is None else on_host.run,
+        )
         with matmul_precision(settings.precision):
             first = run()
             for _ in range(_WARM_STEPS - 1):
                 run()
-            with peak_memory(model, optimizer, device) as peak:
+            staging_bytes = 0 if on_host is None else on_host.staging_bytes
+            with peak_memory(model, optimizer, device, held_besides_bytes=staging_bytes) as peak:
                 run()
             seconds = [_seconds(run, device) for _ in range(steps)]
         applied.remove()
@@ -95,6 +107,7 @@ def repeated_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
+    carry_out: CarryOut = at_once,
 ) -> Callable[[], StepOutcome]:
     """One optimizer step on one global batch, to be run again and again.
 
@@ -104,6 +117,7 @@ def repeated_step(
         model: Is trained where it is.
         optimizer: Of the model's parameters.
         scaler: For float16; None without.
+        carry_out: Calls the optimizer's step.
 
     Returns:
         Runs the step.
@@ -126,6 +140,7 @@ def repeated_step(
             precision=settings.precision,
             scaler=scaler,
             move=copied_to(device),
+            carry_out=carry_out,
             in_backward=in_backward,
         )
 

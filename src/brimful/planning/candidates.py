@@ -27,7 +27,7 @@ from brimful.planning.solver import Solution, smallest_peak_bytes, solve
 from brimful.planning.splice import Splicer
 from brimful.planning.units import divide_unit, find_units
 from brimful.settings import Action, Settings, UnitAction
-from brimful.timeline import live_profile, replay_allocations, rounding_bytes_of
+from brimful.timeline import live_profile, pinned_host_bytes, replay_allocations, rounding_bytes_of
 from brimful.trace import Trace
 
 RUNGS = 64
@@ -478,8 +478,7 @@ class CandidateFamily:
             units,
             self._request.device,
             micro_batches=kept.captured_micro_batches,
-            # offloading is not tried where ranks divide the model
-            host_bytes=0 if settings.divides_state else self._request.offload_host_bytes,
+            host_bytes=self._host_bytes(settings, kept),
             priced_by=priced_by,  # else ways to divide would seem to differ in what their host takes
         )
         return Candidate(
@@ -494,6 +493,13 @@ class CandidateFamily:
             _request=self._request,
             _notes=self._notes,
         )
+
+    def _host_bytes(self, settings: Settings, kept: Trace) -> int:
+        """What offloaded units may take of the host; where ranks divide the model, offloading is not tried."""
+        if settings.divides_state:
+            return 0
+        of_optimizer = pinned_host_bytes(kept) + kept.host_state_bytes
+        return max(self._request.offload_host_bytes - of_optimizer, 0)
 
     def _ways_to_divide(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
         """The model's units, and where dividing one of them lowers the peak, those after that."""

@@ -94,7 +94,10 @@ class Estimate:
     """What the allocator cannot do without, less than it reserves where there is room; context not included.
     None where it was not sought, as in a plan; the interval then begins at what is allocated."""
     predicted_pinned_host_bytes: int
-    """What offloaded units take of the host's memory; it stays pinned to the end of training."""
+    """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
+    training."""
+    predicted_host_state_bytes: int
+    """Optimizer state in the host's memory."""
     predicted_step_seconds: float
     step_time: StepTime
     capacity_bytes: int
@@ -192,6 +195,7 @@ def estimate_trace(
         predicted_device_interval_bytes=_interval(trace, device, memory, surviving),
         smallest_surviving_capacity_bytes=surviving,
         predicted_pinned_host_bytes=pinned_host_bytes(trace),
+        predicted_host_state_bytes=0 if device.kind == "cpu" else trace.host_state_bytes,
         predicted_step_seconds=time.total_seconds,
         step_time=time,
         capacity_bytes=capacity,

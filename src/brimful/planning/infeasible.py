@@ -73,6 +73,8 @@ def _what_was_asked(request: Request) -> Iterator[str]:
         yield "no expandable segments"
     if request.device.kind == "cuda" and not request.offload_host_bytes:
         yield "no offload"
+    elif request.device.kind == "cuda" and request.optimizer_on_host is False:
+        yield "no optimizer on the host"
 
 
 def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:

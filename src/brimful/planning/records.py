@@ -79,7 +79,10 @@ class Plan:
     budget_curve: tuple[BudgetPoint, ...] = ()
     """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
     predicted_pinned_host_bytes: int = 0
-    """What offloaded units take of the host's memory; it stays pinned to the end of training."""
+    """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
+    training."""
+    predicted_host_state_bytes: int = 0
+    """Optimizer state in the host's memory."""
     model_flops: int | None = None
     """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
     peak_flops_per_second: float | None = None
@@ -105,6 +108,11 @@ class Plan:
         return self.model_flops / self.predicted_step_seconds / self.peak_flops_per_second
 
     @property
+    def predicted_host_bytes(self) -> int:
+        """What training takes of the host's memory for what a GPU does not hold, pinned or not."""
+        return self.predicted_pinned_host_bytes + self.predicted_host_state_bytes
+
+    @property
     def headroom_bytes(self) -> int:
         """What the budget leaves over."""
         return self.budget_bytes - self.predicted_peak_device_bytes
@@ -123,6 +131,7 @@ class Plan:
             "predicted_peak_reserved_bytes": self.predicted_peak_reserved_bytes,
             "predicted_peak_device_bytes": self.predicted_peak_device_bytes,
             "predicted_pinned_host_bytes": self.predicted_pinned_host_bytes,
+            "predicted_host_state_bytes": self.predicted_host_state_bytes,
             "predicted_step_seconds": self.predicted_step_seconds,
             "model_flops": self.model_flops,
             "peak_flops_per_second": self.peak_flops_per_second,
@@ -164,6 +173,7 @@ class Plan:
                 alternatives=tuple(map(_alternative_from_json, document["alternatives"])),
                 budget_curve=tuple(BudgetPoint(**point) for point in document["budget_curve"]),
                 predicted_pinned_host_bytes=document.get("predicted_pinned_host_bytes", 0),
+                predicted_host_state_bytes=document.get("predicted_host_state_bytes", 0),
                 model_flops=document.get("model_flops"),
                 peak_flops_per_second=document.get("peak_flops_per_second"),
                 notes=tuple(document["notes"]),

@@ -44,7 +44,10 @@ class Request:
     step_in_backward: bool = False
     """Whether parameters are updated in backward, which takes the batch whole."""
     offload_host_bytes: int = 0
-    """Pinned host memory that offloaded units may take; 0 permits no offloading."""
+    """Host memory that offloaded units and an optimizer on the host may take; where it is 0, no plan chooses
+    either."""
+    optimizer_on_host: bool | None = False
+    """None lets the plan choose."""
     weighs_by_count: bool = False
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False
@@ -135,6 +138,7 @@ class Request:
                 optimizer=name,
                 optimizer_implementation=implementation,
                 step_in_backward=self.step_in_backward,
+                optimizer_on_host=bool(self.optimizer_on_host),
                 ranks=self.ranks,
                 nodes=self.nodes,
                 parallelism=parallelism,
@@ -161,6 +165,12 @@ class Request:
         """Whether fp16, one of several precisions perhaps, cannot be combined with what is asked."""
         is_choice = len(self.precisions) > 1
         return parallelism is not Parallelism.DDP or (self.step_in_backward and is_choice)
+
+    @property
+    def may_put_optimizer_on_host(self) -> bool:
+        """Whether a plan may choose so: several ranks of a machine would share its processors."""
+        is_apart = self.device.kind == "cuda" and self.ranks == 1 and not self.step_in_backward
+        return is_apart and self.optimizer_on_host is None and self.offload_host_bytes > 0
 
     @property
     def reserved_budget_bytes(self) -> int:

@@ -14,7 +14,7 @@ from heapq import heappop, heappush
 from itertools import count
 from operator import itemgetter
 
-from brimful.cost import model_flops
+from brimful.cost import least_host_update_seconds, model_flops
 from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, Expected, alternative
 from brimful.planning.estimate import NO_LIMIT_BYTES, Estimate
@@ -25,7 +25,8 @@ from brimful.planning.records import Alternative, BudgetPoint, Plan, PlanStatus
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Parallelism, Settings
-from brimful.trace import Trace
+from brimful.timeline import most_held_bytes
+from brimful.trace import Category, Trace
 from brimful.units import GIB, format_bytes
 
 _OWN_LOOP_NOTE = (
@@ -88,6 +89,8 @@ def search(capture: Capture, request: Request) -> Plan:
     can_grow = request.permits_expandable_segments and request.device.kind == "cuda"
     if can_grow and _is_held_back(candidates, request):
         candidates += [candidate.with_expandable_segments() for candidate in candidates]
+    if request.may_put_optimizer_on_host and _may_gain_on_host(candidates, request, plain_trace):
+        candidates += _with_optimizer_on_host(capture, request, plain_trace, candidates, notes)
     found = _fastest(candidates, request.reserved_budget_bytes)
     if not found:
         leanest = _leanest(candidates)
@@ -107,6 +110,7 @@ def search(capture: Capture, request: Request) -> Plan:
         predicted_peak_reserved_bytes=best.predicted_peak_reserved_bytes,
         predicted_peak_device_bytes=best.predicted_peak_device_bytes,
         predicted_pinned_host_bytes=best.predicted_pinned_host_bytes,
+        predicted_host_state_bytes=best.predicted_host_state_bytes,
         predicted_step_seconds=best.predicted_step_seconds,
         model_flops=model_flops(plain_trace),
         peak_flops_per_second=request.device.peak_flops_per_second(best.settings.precision),
@@ -121,6 +125,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
             *_what_offloading_takes(best, request),
+            *_what_an_optimizer_on_host_takes(best, request),
             *_what_ranks_take(best.settings, plain_trace, request),
             *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
@@ -187,6 +192,38 @@ def _is_held_back(candidates: list[Candidate], request: Request) -> bool:
         return True
     found = _fastest(candidates, request.reserved_budget_bytes)
     return not found or found[0].predicted_step_seconds > fast_enough
+
+
+def _may_gain_on_host(candidates: list[Candidate], request: Request, plain: Trace) -> bool:
+    """Whether nothing fits, or the host's update takes less than what sparing memory costs now."""
+    found = _fastest(candidates, request.reserved_budget_bytes)
+    if not found:
+        return True
+    fastest_ever = min(filter(None, (candidate.seconds_at_best(NO_LIMIT_BYTES) for candidate in candidates)))
+    most_spared = found[0].predicted_step_seconds - fastest_ever
+    return most_spared > least_host_update_seconds(plain, request.device)
+
+
+def _with_optimizer_on_host(
+    capture: Capture, request: Request, plain: Trace, candidates: list[Candidate], notes: list[str]
+) -> list[Candidate]:
+    """The same ways to train with the optimizer on the host; none where it has no room there or that fails."""
+    state_bytes = most_held_bytes(plain, Category.OPTIMIZER_STATE)
+    if state_bytes > request.offload_host_bytes:
+        notes.append(
+            f"The optimizer stays on the device: its state takes {format_bytes(state_bytes)}, and of the host "
+            f"{format_bytes(request.offload_host_bytes)} are permitted."
+        )
+        return []
+    whole = (candidate.settings.with_micro_batch_size(request.rank_batch_size) for candidate in candidates)
+    bases = dict.fromkeys(replace(each, expandable_segments=False, optimizer_on_host=True) for each in whole)
+    try:
+        found = _candidates(capture, request, plain, bases, notes)
+    except (CaptureError, UsageError) as error:
+        notes.append(f"The optimizer stays on the device: {error}")
+        return []
+    can_grow = any(candidate.settings.expandable_segments for candidate in candidates)
+    return found + [candidate.with_expandable_segments() for candidate in found if can_grow]
 
 
 def _with_chunked_loss(capture: Capture, request: Request, plain: Trace, notes: list[str]) -> list[Candidate]:
@@ -360,6 +397,18 @@ def _what_offloading_takes(best: Estimate, request: Request) -> list[str]:
         f"{format_bytes(request.offload_host_bytes)} permitted. Its copies are timed at "
         f"{request.device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; `brimful calibrate` measures "
         "the link of a GPU in this machine."
+    ]
+
+
+def _what_an_optimizer_on_host_takes(best: Estimate, request: Request) -> list[str]:
+    """Of the host, and what its time was told by."""
+    if not best.settings.optimizer_on_host or request.device.kind == "cpu":
+        return []
+    return [
+        f"The optimizer's state, {format_bytes(best.predicted_host_state_bytes)}, is in the host's memory, and "
+        "updates are rounded as the host's kernels round. They are timed as if the host read and wrote "
+        f"{request.device.host_update_bytes_per_second / 1e9:.3g} GB/s; `brimful calibrate` measures it where "
+        "the GPU is in this machine."
     ]
 
 

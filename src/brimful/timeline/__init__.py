@@ -8,7 +8,10 @@ from brimful.timeline.capacity import (
     smallest_surviving_capacity_bytes,
 )
 from brimful.timeline.host import (
+    ARRIVED_ON_HOST,
     LEAST_OFFLOADED_BYTES,
+    SEND_TO_DEVICE,
+    SEND_TO_HOST,
     TO_DEVICE,
     TO_DEVICE_DONE,
     TO_HOST,
@@ -31,8 +34,11 @@ from brimful.timeline.memory import (
 )
 
 __all__ = [
+    "ARRIVED_ON_HOST",
     "DEFAULT_ALLOCATOR",
     "LEAST_OFFLOADED_BYTES",
+    "SEND_TO_DEVICE",
+    "SEND_TO_HOST",
     "TO_DEVICE",
     "TO_DEVICE_DONE",
     "TO_HOST",

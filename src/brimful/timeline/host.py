@@ -17,6 +17,14 @@ TO_DEVICE_DONE = "brimful.to_device_done.default"
 """The device goes on when all copies back that have begun are done."""
 
 
+SEND_TO_HOST = "brimful.send_to_host.default"
+"""Begins copies to the host, after all copies to the device that have begun."""
+ARRIVED_ON_HOST = "brimful.arrived_on_host.default"
+"""The host goes on when all copies to it that have begun are done."""
+SEND_TO_DEVICE = "brimful.send_to_device.default"
+"""Begins copies into tensors of the device."""
+
+
 LEAST_OFFLOADED_BYTES = 64 * 1024
 """Smaller storages stay on the device: all of a model's together are little, and each would take a copy."""
 
@@ -52,10 +60,11 @@ def pinned_host_bytes(trace: Trace) -> int:
     """Bytes of pinned host memory that a step takes.
 
     All copies of a micro-batch are there when its backward begins. The memory is used again by the next one,
-    and stays pinned to the end of training.
+    and stays pinned to the end of training. So does what an optimizer on the host sends through.
     """
     of_micro_batch: Counter[tuple[int, int]] = Counter()
     for op in trace.ops:
         if op.name == TO_HOST:
             of_micro_batch[op.step, op.micro_batch] += pinned_bytes(op.written_bytes)
-    return max(of_micro_batch.values(), default=0)
+    staging_bytes = 2 * pinned_bytes(trace.host_staging_bytes // 2) if trace.host_staging_bytes else 0
+    return max(of_micro_batch.values(), default=0) + staging_bytes

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
+from brimful.applying.host_update import UpdateOnHost
 from brimful.batches import count_samples, take
 from brimful.coupled import loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
@@ -27,7 +28,7 @@ from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
 from brimful.optimizers import has_implementation, set_implementation
 from brimful.settings import OptimizerImplementation, Settings, settings_to_json
-from brimful.step import StepOutcome, copied_to, loss_counts, make_scaler, run_step, shares_of
+from brimful.step import StepOutcome, at_once, copied_to, loss_counts, make_scaler, run_step, shares_of
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
 from brimful.train.buffers import BufferSnapshot
@@ -125,6 +126,7 @@ class Steps:
         self._move = copied_to(device)
         self._scaler = make_scaler(settings.precision, device.type)
         self._buffers = BufferSnapshot(model)
+        self._on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
         self._update = self._update_of(optimizer)
         self._in_backward = (
             UpdateInBackward(optimizer, before_first=self._begin_update) if settings.step_in_backward else None
@@ -235,7 +237,8 @@ class Steps:
                     f"the saved run had {had} {name}, and this one has {has}. Resume it as it was."
                 )
         try:
-            self._optimizer.load_state_dict(divided_state(self._optimizer, state["optimizer"]))
+            load = at_once if self._on_host is None else self._on_host.load
+            load(lambda: self._optimizer.load_state_dict(divided_state(self._optimizer, state["optimizer"])))
             for name, part in parts.items():
                 if part is not None:
                     part.load_state_dict(state[name])
@@ -363,7 +366,7 @@ class Steps:
         return [part if weight else counting for part, weight in zip(micro_batches, weights, strict=True)]
 
     def _measuring(self) -> AbstractContextManager[PeakMemory]:
-        held_bytes = self._parallel.held_bytes
+        held_bytes = self._parallel.held_bytes + (0 if self._on_host is None else self._on_host.staging_bytes)
         return peak_memory(self._model, self._optimizer, self._device, held_besides_bytes=held_bytes)
 
     def _weights(self, parts: list[tuple[Batch, bool]]) -> list[float]:
@@ -380,8 +383,11 @@ class Steps:
         return math.isfinite(self._finite[0]) and (self._scaler is not None or math.isfinite(self._finite[1]))
 
     def _update_of(self, optimizer: Optimizer) -> SurvivingUpdate | WholeUpdate:
+        if self._on_host is not None:  # which takes no memory of the device
+            way_out = "Resume from the last save, on a host with more memory."
+            return WholeUpdate("parameters on the host", lambda _message: way_out)
         if self._parallel.is_sharded:
-            return WholeUpdate(self._out_of_an_update)
+            return WholeUpdate("divided parameters", self._out_of_an_update)
         return SurvivingUpdate(optimizer, partial(make_room, self._device))
 
     def _out_of_an_update(self, message: str) -> str:
@@ -423,7 +429,7 @@ class Steps:
 
     def _carry_out(self, update: Callable[[], object]) -> None:
         self._is_updating = True
-        self._update.run(update)
+        self._update.run(update if self._on_host is None else partial(self._on_host.run, update))
         self._is_updated = True
 
     def _follow_up(self, action: Callable[[], object]) -> None:

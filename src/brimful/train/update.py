@@ -38,13 +38,17 @@ _Place = tuple[int, int]
 
 
 class WholeUpdate:
-    """An optimizer's step that is taken whole or ends the run, for parameters that are divided over ranks.
+    """An optimizer's step that is taken whole or ends the run.
+
+    For parameters that are divided over ranks, and for updates on the host, which take nothing of the device.
 
     Args:
+        what: Is updated.
         way_out: Told that memory ran out; returns what to tell the user of how to go on.
     """
 
-    def __init__(self, way_out: Callable[[str], str]) -> None:
+    def __init__(self, what: str, way_out: Callable[[str], str]) -> None:
+        self._what = what
         self._way_out = way_out
 
     def run(self, step: Callable[[], object]) -> None:
@@ -58,7 +62,7 @@ class WholeUpdate:
         """
         if (ran_out := _whether_ran_out(step)) is not None:
             raise HalfUpdatedError(
-                f"memory ran out in the optimizer's update of divided parameters: {ran_out.message}.\n"
+                f"memory ran out in the optimizer's update of {self._what}: {ran_out.message}.\n"
                 f"  {self._way_out(ran_out.message)}"
             )
 

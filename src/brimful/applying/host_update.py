@@ -1,0 +1,280 @@
+"""An optimizer whose state is in the host's memory and which computes there.
+
+In a step, gradients and parameters go to the host some at a time, the optimizer updates the parameters there,
+and they go back:
+
+    to the host     | 1 | 2 | 3 |   |
+    on the host         | 1 | 2 | 3 |
+    to the device           | 1 | 2 | 3 |
+
+Parameters on the device are those that count: the host holds none between steps, so whatever changes them on
+the device, a save that is loaded or an average, needs to say nothing here. The optimizer is the user's own,
+with its groups and its state by parameter; only while it steps, it is given the host's copies of parameters.
+
+It computes what it would compute on the device, rounded as the host's kernels round.
+
+Private torch API used here: `DTensor._spec`, by which FSDP2 makes parts on the host, too (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from brimful.applying.host_link import arrived_on_host, send_to_device, send_to_host, to_device_done
+from brimful.batches import map_tensors, own_part
+from brimful.errors import UsageError
+from brimful.units import MIB, format_bytes
+from brimful.updating import steps_one_by_one
+
+BUCKET_BYTES = 64 * MIB
+"""Of gradients and parameters that go to the host at once, unless a single one is larger: a copy of some MiB
+comes to the rate of the link. A choice; twice this is pinned."""
+
+_ALIGNMENT = 64
+"""Bytes, of a line of a processor's cache."""
+
+
+class UpdateOnHost:
+    """An optimizer that steps on the host, with its state there.
+
+    Args:
+        optimizer: Of `torch.optim`, or brimful's own; stays what its user knows.
+        around_host: Around what runs on the host in the host's memory.
+
+    Raises:
+        UsageError: The optimizer may look at several parameters together, or there is not enough memory that
+            can be pinned.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        around_host: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        if not steps_one_by_one(optimizer):
+            raise UsageError(
+                f"optimizer_on_host updates some parameters after others, and {type(optimizer).__name__} may "
+                "look at all of them together. Take one of torch.optim's others, such as adamw, or leave it "
+                "out."
+            )
+        self._optimizer = optimizer
+        self._around_host = around_host
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        is_pinned = any(own_part(parameter).is_cuda for parameter in parameters)
+        capacity = max([BUCKET_BYTES, *(_room(parameter) for parameter in parameters)])
+        with around_host():
+            self.staging = [_memory(capacity, is_pinned=is_pinned) for _ in range(2)]
+        """What is on its way, in turns: a row of bytes each."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory of the host that gradients and parameters pass through."""
+        return sum(each.nbytes for each in self.staging)
+
+    @property
+    def state_bytes(self) -> int:
+        """Optimizer state, of which a step count counts too."""
+        tensors = (value for state in self._optimizer.state.values() for value in state.values())
+        return sum(own_part(value).nbytes for value in tensors if isinstance(value, Tensor))
+
+    @torch.no_grad()
+    def run(self, step: Callable[[], object]) -> None:
+        """Carry out a step.
+
+        Args:
+            step: The optimizer's own; it is called for some parameters after others.
+
+        Raises:
+            UsageError: A gradient is sparse.
+        """
+        if _found_inf(self._optimizer):
+            return
+        buckets = list(self._buckets())  # all are looked at before the first is updated
+        sent = map(self._send, buckets, cycle(self.staging))  # begun one by one
+        here = next(sent, None)
+        while here is not None:
+            arrived_on_host(here.parameters)
+            following = next(sent, None)
+            with self._around_host(), _without_found_inf(self._optimizer):
+                self._step_with(here.copies, step)
+            send_to_device(here.copied, here.parameters)
+            increment_version(here.parameters)
+            to_device_done(here.parameters)
+            here = following
+
+    def load(self, load: Callable[[], object]) -> None:
+        """Let the optimizer load a state, which comes into the host's memory.
+
+        Args:
+            load: Loads it into the optimizer.
+        """
+        copies = {
+            parameter: _as_part(parameter, torch.empty_like(own_part(parameter), device="cpu"))
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+        }
+        groups = [[*group["params"]] for group in self._optimizer.param_groups]
+        for group in self._optimizer.param_groups:
+            group["params"] = [copies[parameter] for parameter in group["params"]]
+        try:
+            load()
+        finally:
+            of_copies = self._optimizer.state
+            self._optimizer.state = defaultdict(
+                dict, {p: of_copies[copy] for p, copy in copies.items() if copy in of_copies}
+            )
+            for group, parameters in zip(self._optimizer.param_groups, groups, strict=True):
+                group["params"] = parameters
+
+    def _buckets(self) -> Iterator[list[nn.Parameter]]:
+        """The parameters that have gradients, in order, so many at a time as there is room for."""
+        bucket: list[nn.Parameter] = []
+        room = self.staging[0].nbytes
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.layout is not torch.strided:
+                    raise UsageError(
+                        f"a gradient is {parameter.grad.layout}, and optimizer_on_host takes dense ones. Make "
+                        "embeddings with sparse=False, or leave optimizer_on_host out."
+                    )
+                taken = _room(parameter)
+                if bucket and taken > room:
+                    yield bucket
+                    bucket, room = [], self.staging[0].nbytes
+                bucket.append(parameter)
+                room -= taken
+        if bucket:
+            yield bucket
+
+    def _send(self, bucket: Sequence[nn.Parameter], memory: Tensor) -> _Sent:
+        """Begin the copies of some parameters and their gradients."""
+        sources: list[Tensor] = []
+        for parameter in bucket:
+            assert parameter.grad is not None
+            sources += [own_part(parameter.detach()), own_part(parameter.grad)]
+        copied: list[Tensor] = []
+        begin = 0
+        for source in sources:
+            copied.append(_like(source, memory[begin : begin + source.nbytes]))
+            begin += _aligned(source.nbytes)
+        send_to_host(sources, copied)
+        return _Sent(
+            parameters=sources[::2],
+            copied=copied[::2],
+            copies={
+                parameter: _with_gradient(parameter, *copied[2 * i : 2 * i + 2])
+                for i, parameter in enumerate(bucket)
+            },
+        )
+
+    def _step_with(self, copies: dict[nn.Parameter, nn.Parameter], step: Callable[[], object]) -> None:
+        """Let the optimizer step with the host's copies of some of its parameters."""
+        optimizer = self._optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        of_copies = [
+            group | {"params": [copies[p] for p in group["params"] if p in copies]} for group in groups
+        ]
+        optimizer.param_groups = [group for group in of_copies if group["params"]]
+        optimizer.state = defaultdict(
+            dict, {copy: map_tensors(state[p], _on_host) for p, copy in copies.items() if p in state}
+        )
+        try:
+            step()
+        finally:
+            state.update({p: optimizer.state[copy] for p, copy in copies.items() if copy in optimizer.state})
+            optimizer.param_groups, optimizer.state = groups, state
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Some parameters that are on their way to the host."""
+
+    parameters: list[Tensor]
+    """On the device; of divided ones this rank's parts."""
+    copied: list[Tensor]
+    """On the host."""
+    copies: dict[nn.Parameter, nn.Parameter]
+    """Of each parameter the host's, with its gradient."""
+
+
+def _room(parameter: Tensor) -> int:
+    """What a parameter and its gradient take of what is on its way."""
+    return 2 * _aligned(own_part(parameter).nbytes)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _memory(size_bytes: int, *, is_pinned: bool) -> Tensor:
+    try:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+    except RuntimeError as error:
+        raise UsageError(
+            f"optimizer_on_host cannot pin {format_bytes(size_bytes)} of the host's memory, which the largest "
+            f"parameter takes with its gradient: {error}. Leave it out, or raise the limit (ulimit -l)."
+        ) from error
+
+
+def _like(tensor: Tensor, memory: Tensor) -> Tensor:
+    """A tensor of the same shape and type in some memory; laid out alike where it lies without gaps."""
+    flat = memory.view(tensor.dtype)
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != expected:
+            return flat.view(tensor.size())
+        expected *= size
+    return flat.as_strided(tensor.size(), tensor.stride())
+
+
+def _with_gradient(parameter: nn.Parameter, copied: Tensor, gradient: Tensor) -> nn.Parameter:
+    copy = _as_part(parameter, copied)
+    copy.grad = _as_part(parameter, gradient).detach()
+    return copy
+
+
+def _as_part(parameter: Tensor, own: Tensor) -> nn.Parameter:
+    """What a rank has, as what it is a part of."""
+    if isinstance(parameter, DTensor):
+        own = DTensor(own, parameter._spec, requires_grad=False)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """State that is somewhere else, such as one made before."""
+    own = own_part(tensor)
+    if own.device.type == "cpu":
+        return tensor
+    return own.cpu() if own is tensor else _as_part(tensor, own.cpu()).detach()
+
+
+def _found_inf(optimizer: Optimizer) -> bool:
+    """Whether a loss scaler tells a fused optimizer to skip the step."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
+@contextmanager
+def _without_found_inf(optimizer: Optimizer) -> Iterator[None]:
+    """Within, a fused optimizer does not look for what the scaler found, which is on the device."""
+    if getattr(optimizer, "found_inf", None) is None:
+        yield
+        return
+    found, optimizer.found_inf = optimizer.found_inf, None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        optimizer.found_inf = found  # type: ignore[attr-defined]
