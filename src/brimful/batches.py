@@ -74,7 +74,18 @@ def own_part(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor that is divided among ranks; any other tensor is its own."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
-    return getattr(tensor, "ds_tensor", tensor)  # DeepSpeed's
+    part: Any = getattr(tensor, "ds_tensor", None)  # DeepSpeed's
+    return tensor if part is None else _without_padding(tensor, part)
+
+
+def _without_padding(parameter: Any, part: Any) -> Tensor:
+    """A rank's part of what DeepSpeed divides, without what fills it up, which has any values at all.
+
+    Source: partition_parameters.py, `ds_tensor`, `ds_numel`, `ds_zero_partition_rank` (checked: DeepSpeed 0.19.8).
+    """
+    begin = parameter.ds_zero_partition_rank * part.ds_numel
+    own: Tensor = part.narrow(0, 0, min(max(parameter.ds_numel - begin, 0), part.ds_numel))
+    return own
 
 
 def count_samples(batch: Batch) -> int:
