@@ -81,7 +81,7 @@ def own_part(tensor: Tensor) -> Tensor:
 def _without_padding(parameter: Any, part: Any) -> Tensor:
     """A rank's part of what DeepSpeed divides, without what fills it up, which has any values at all.
 
-    Source: partition_parameters.py, `ds_tensor`, `ds_numel`, `ds_zero_partition_rank` (checked: DeepSpeed 0.19.8).
+    Source: partition_parameters.py, `ds_tensor`, `ds_numel`, `ds_zero_partition_rank` (checked: 0.19.8).
     """
     begin = parameter.ds_zero_partition_rank * part.ds_numel
     own: Tensor = part.narrow(0, 0, min(max(parameter.ds_numel - begin, 0), part.ds_numel))
