@@ -225,8 +225,10 @@ def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
         implementation: Takes the place of what was chosen.
 
     Raises:
-        UsageError: The optimizer has no such implementation.
+        UsageError: The optimizer has no such implementation, or it would be wrong about a parameter.
     """
+    if implementation is OptimizerImplementation.FUSED:
+        _check_gaps(optimizer)
     flags = _flags(implementation)
     missing = [name for name, value in flags.items() if value and name not in optimizer.defaults]
     if missing:
@@ -237,6 +239,28 @@ def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
         for parameter, state in optimizer.state.items():
             if isinstance(state.get("step"), Tensor):  # a fused kernel reads the step count on its device
                 state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether there is memory between a tensor's numbers that is not its own, as in a slice of columns."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != expected:
+            return True
+        expected *= size
+    return False
+
+
+def _check_gaps(optimizer: Optimizer) -> None:
+    """On a CPU torch's fused kernels take a parameter's memory for a row, and update others' too (2.13)."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if has_gaps(parameter):
+                raise UsageError(
+                    f"a parameter of shape {tuple(parameter.shape)} is a part of a larger tensor, with gaps "
+                    "between its numbers: torch's fused kernels would update others in its place. Make it of a "
+                    "copy, nn.Parameter(part.clone()), or leave the implementation to torch."
+                )
 
 
 def _flags(implementation: OptimizerImplementation) -> dict[str, bool]:

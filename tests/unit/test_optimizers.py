@@ -326,3 +326,12 @@ def test_options_of_a_named_optimizer_are_checked():
         named_optimizer("adamx")
     with pytest.raises(UsageError, match=r"learning_rate is -1"):
         named_optimizer("adamw", learning_rate=-1)
+
+
+def test_a_fused_kernel_is_not_given_a_parameter_with_gaps_which_it_would_be_wrong_about() -> None:
+    whole = torch.zeros(4, 6)
+    optimizer = torch.optim.AdamW([nn.Parameter(whole[:, :3]), nn.Parameter(torch.zeros(3, 4).t())])
+    with pytest.raises(UsageError, match=r"shape \(4, 3\) is a part of a larger tensor"):
+        set_implementation(optimizer, OptimizerImplementation.FUSED)
+    assert not optimizer.param_groups[0]["fused"]
+    set_implementation(optimizer, OptimizerImplementation.FOREACH)

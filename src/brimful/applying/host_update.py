@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from brimful.applying.host_link import arrived_on_host, send_to_device, send_to_host, to_device_done
 from brimful.batches import map_tensors, own_part
 from brimful.errors import UsageError
+from brimful.optimizers import has_gaps
 from brimful.units import MIB, format_bytes
 from brimful.updating import steps_one_by_one
 
@@ -232,12 +233,7 @@ def _memory(size_bytes: int, *, is_pinned: bool) -> Tensor:
 def _like(tensor: Tensor, memory: Tensor) -> Tensor:
     """A tensor of the same shape and type in some memory; laid out alike where it lies without gaps."""
     flat = memory.view(tensor.dtype)
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size > 1 and stride != expected:
-            return flat.view(tensor.size())
-        expected *= size
-    return flat.as_strided(tensor.size(), tensor.stride())
+    return flat.view(tensor.size()) if has_gaps(tensor) else flat.as_strided(tensor.size(), tensor.stride())
 
 
 def _with_gradient(parameter: nn.Parameter, copied: Tensor, gradient: Tensor) -> nn.Parameter:

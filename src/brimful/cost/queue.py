@@ -49,24 +49,24 @@ def finish_seconds(
     submitted = np.cumsum(host_seconds)
     worked = np.cumsum(work_seconds)
     leads = submitted - (worked - work_seconds)
-    ends: NDArray[np.float64] = worked + np.maximum.accumulate(leads)
-    if not link_ops:
-        return ends
     copied: dict[str, float] = {}
-    waited = -np.inf
-    """The lead of the waits so far."""
     late = 0.0
     """What the host has waited itself."""
+    lead = -np.inf
+    """The largest of the ops before `looked_at`."""
+    looked_at = 0
     for position, way, copy_seconds, follows, host_waits in link_ops:
+        lead = max(lead, leads[looked_at:position].max(initial=-np.inf))
+        looked_at = position
         if host_waits:
             more = max(copied.get(way, 0.0) - submitted[position] - late, 0.0)
             leads[position:] += more
             late += more
         elif copy_seconds is None:
             before = worked[position] - work_seconds[position]
-            waited = max(waited, copied.get(way, 0.0) - before)
-            leads[position] = max(leads[position], waited)
+            leads[position] = max(leads[position], copied.get(way, 0.0) - before)
         else:
-            issued = max(ends[position], leads[position] + worked[position], worked[position] + waited)
-            copied[way] = max(issued, copied.get(way, 0.0), copied.get(follows or way, 0.0)) + copy_seconds
-    return worked + np.maximum.accumulate(leads)
+            ended = worked[position] + max(lead, leads[position])
+            copied[way] = max(ended, copied.get(way, 0.0), copied.get(follows or way, 0.0)) + copy_seconds
+    ends: NDArray[np.float64] = worked + np.maximum.accumulate(leads)
+    return ends

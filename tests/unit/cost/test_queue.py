@@ -52,11 +52,15 @@ def simulated_with_copies(host: list[float], work: list[float], link_ops: list[L
         submitted += host_seconds
         ended = max(submitted, ended)
         op = at.get(position)
-        if op is not None and op.copy_seconds is None:
+        if op is not None and op.host_waits:
+            submitted = max(submitted, copied[op.way])
+            ended = max(ended, submitted)
+        elif op is not None and op.copy_seconds is None:
             ended = max(ended, copied[op.way])
         ended += work_seconds
         if op is not None and op.copy_seconds is not None:
-            copied[op.way] = max(ended, copied[op.way]) + op.copy_seconds
+            begins = max(ended, copied[op.way], copied[op.follows or op.way])
+            copied[op.way] = begins + op.copy_seconds
         ends.append(ended)
     return ends
 
@@ -83,18 +87,30 @@ def test_copies_of_one_direction_follow_one_another_and_those_of_two_do_not() ->
     assert finish_seconds(np.zeros(4), work, other)[-1] == pytest.approx(3)
 
 
+def random_link_op(position: int, rng: np.random.Generator) -> LinkOp:
+    """A copy, one that follows those of the other direction, or a wait of the device or of the host."""
+    way = "out" if rng.random() < 0.5 else "back"
+    if rng.random() < 0.4:
+        return LinkOp(position, way, None, host_waits=rng.random() < 0.5)
+    return LinkOp(position, way, float(rng.exponential(4)), follows="back" if rng.random() < 0.3 else None)
+
+
+def test_what_the_host_waits_for_itself_delays_all_that_follows() -> None:
+    copy, wait = LinkOp(0, "out", 3.0), LinkOp(1, "out", None, host_waits=True)
+    ends = finish_seconds(np.array([1.0, 0.0, 2.0]), np.array([1.0, 0.0, 1.0]), [copy, wait])
+    assert ends.tolist() == pytest.approx([2, 5, 5 + 2 + 1])
+
+
+def test_a_copy_may_follow_those_of_the_other_direction() -> None:
+    back, out = LinkOp(0, "back", 3.0), LinkOp(1, "out", 4.0, follows="back")
+    assert finish_seconds(np.zeros(3), np.zeros(3), [back, out, LinkOp(2, "out", None)])[-1] == 7
+
+
 def test_random_queues_with_copies_end_as_simulated_step_by_step() -> None:
     rng = np.random.default_rng(1)
     for _ in range(100):
         host, work = rng.exponential(size=(2, 40))
-        link_ops = [
-            LinkOp(
-                int(position),
-                "out" if rng.random() < 0.5 else "back",
-                float(rng.exponential(4)) if rng.random() < 0.6 else None,
-            )
-            for position in np.flatnonzero(rng.random(40) < 0.4)
-        ]
+        link_ops = [random_link_op(int(position), rng) for position in np.flatnonzero(rng.random(40) < 0.4)]
         ends = finish_seconds(host, work, link_ops)
         assert ends == pytest.approx(simulated_with_copies(host.tolist(), work.tolist(), link_ops))
 

@@ -1,0 +1,273 @@
+"""An optimizer on the host is the same training: on a CPU to the last bit, as its kernels are the host's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.faults import OutOfMemoryAt
+from tests.helpers.tiny_jobs import Net, all_samples, make_job
+from torch import Tensor, nn
+
+import brimful as bf
+from brimful.applying import host_update
+from brimful.applying.host_update import UpdateOnHost
+from brimful.capture import capture_step
+from brimful.errors import HalfUpdatedError, UsageError
+from brimful.hardware import find_device
+from brimful.measuring import measure_step
+from brimful.optimizers import named_optimizer
+from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
+from brimful.timeline import most_held_bytes
+from brimful.trace import Category, Phase
+from brimful.train import Trainer
+
+ON_HOST = Settings(micro_batch_size=8, gradient_accumulation_steps=2, optimizer_on_host=True)
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+    "adamw foreach": partial(torch.optim.AdamW, lr=1e-2, foreach=True),
+    "adamw fused": partial(torch.optim.AdamW, lr=1e-2, fused=True),
+    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-2),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "muon": named_optimizer("muon", learning_rate=1e-2),
+    "no decay on vectors": named_optimizer("adamw", learning_rate=1e-2, weight_decay=0.1),
+}
+
+
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small that every model takes several, and the largest parameters are alone in one."""
+    monkeypatch.setattr(host_update, "BUCKET_BYTES", 1024)
+
+
+def trained(settings: Settings, **options: Any) -> tuple[Trainer, Any]:
+    job = make_job(optimizer=options.pop("optimizer", OPTIMIZERS["adamw"]))
+    trainer = Trainer(job, settings, device="cpu", **{"show_progress": False, "steps": 4} | options)
+    return trainer, trainer.fit()
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+
+
+class Layouts(nn.Module):
+    """Parameters of several layouts and types, one that is frozen, one that no loss reaches, one of no numbers.
+
+    Torch's fused kernel on a CPU is wrong about one with gaps: it takes the memory for a row (torch 2.13).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(5, 8).t())
+        self.gap = nn.Parameter(torch.randn(8, 6)[:, :3])
+        self.precise = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(700))
+        self.empty = nn.Parameter(torch.randn(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.convolution(x).mean((2, 3)) @ self.transposed
+        return (
+            made.sum() * self.scale + (self.gap * self.frozen * self.precise.float()).sum() + self.empty.sum()
+        )
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"adafactor", "muon", "adamw fused"}))
+def test_any_layout_type_and_parameter_without_gradient_is_updated_alike(optimizer: str) -> None:
+    torch.manual_seed(0)
+    expected = Layouts()
+    model = copy.deepcopy(expected)
+    theirs, ours = OPTIMIZERS[optimizer](expected.parameters()), OPTIMIZERS[optimizer](model.parameters())
+    on_host = UpdateOnHost(ours)
+    for _ in range(3):
+        x = torch.randn(2, 3, 8, 8)
+        for each in (expected, model):
+            each.zero_grad()
+            each(x).backward()
+        theirs.step()
+        on_host.run(ours.step)
+    assert_same(model, expected)
+    states, expected_states = ours.state_dict()["state"], theirs.state_dict()["state"]
+    assert states.keys() == expected_states.keys()
+    for index, state in expected_states.items():
+        for name, value in state.items():
+            assert torch.equal(states[index][name], value), (index, name)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_makes_the_same_parameters_to_the_last_bit(optimizer: str) -> None:
+    options: dict[str, Any] = {
+        "optimizer": OPTIMIZERS[optimizer],
+        "schedule": lambda of: torch.optim.lr_scheduler.StepLR(of, 1, gamma=0.5),
+        "max_gradient_norm": 0.5,
+        "ema_decay": 0.9,
+    }
+    plain, expected = trained(replace(ON_HOST, optimizer_on_host=False), **options)
+    trainer, result = trained(ON_HOST, **options)
+    assert_same(trainer.model, plain.model)
+    assert result.losses == expected.losses
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_saved_run_goes_on_bit_for_bit_on_the_host_or_not(tmp_path: Path) -> None:
+    whole, expected = trained(ON_HOST, steps=6)
+    trained(ON_HOST, steps=3, run_dir=tmp_path / "run")
+    trainer, result = trained(ON_HOST, steps=6, run_dir=tmp_path / "run", resume=True)
+    assert_same(trainer.model, whole.model)
+    assert result.losses == expected.losses
+
+
+def test_a_state_is_loaded_on_the_host_with_its_parameters_left_alone() -> None:
+    model, other = Net(), Net()
+    optimizer, saved = (torch.optim.AdamW(each.parameters()) for each in (model, other))
+    for parameter in other.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    saved.step()
+    before = [group["params"] for group in optimizer.param_groups]
+    UpdateOnHost(optimizer).load(lambda: optimizer.load_state_dict(saved.state_dict()))
+    assert [group["params"] for group in optimizer.param_groups] == before
+    assert set(optimizer.state) == set(model.parameters())
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[ours]["exp_avg"], saved.state[theirs]["exp_avg"])
+
+
+def test_a_step_that_the_loss_scaler_skips_changes_nothing() -> None:
+    """It tells a fused kernel by `found_inf`, and all others by not calling them."""
+    model = Net()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
+    on_host = UpdateOnHost(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    before = copy.deepcopy(model)
+    optimizer.found_inf = torch.ones(1)
+    on_host.run(optimizer.step)
+    assert_same(model, before)
+    assert not optimizer.state
+    optimizer.found_inf = torch.zeros(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    on_host.run(optimizer.step)
+    assert not torch.equal(next(model.parameters()), next(before.parameters()))
+    assert optimizer.found_inf is not None
+
+
+def test_under_fp16_the_curve_is_that_of_plain_training() -> None:
+    fused = {"optimizer": OPTIMIZERS["adamw fused"]}
+    fp16 = replace(ON_HOST, precision=Precision.FP16)
+    _, expected = trained(replace(fp16, optimizer_on_host=False), **fused)
+    _, result = trained(fp16, **fused)
+    assert result.losses == expected.losses
+
+
+class Deep(nn.Module):
+    """So many weights that they are most of what a step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.layers(x)
+        return made
+
+
+def deep_job(**changes: Any) -> bf.Job:
+    values: dict[str, Any] = {
+        "model": Deep,
+        "loss": lambda model, x: model(x).square().mean(),
+        "batch": lambda n: torch.randn(n, 64),
+        "optimizer": "adamw",
+    }
+    return bf.Job(**values | changes)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw foreach", "adamw fused", "sgd"])
+def test_what_it_takes_on_a_cpu_is_predicted(optimizer: str) -> None:
+    """There the host's memory is the device's, so that everything counts, but for tensors of one number."""
+    job = deep_job(optimizer=OPTIMIZERS[optimizer])
+    predicted = bf.estimate(job, "cpu", micro_batch_size=2, optimizer_on_host=True)
+    measured = measure_step(job, replace(ON_HOST, micro_batch_size=2, gradient_accumulation_steps=1), steps=1)
+    beyond = measured.measured_peak_allocated_bytes - predicted.predicted_peak_allocated_bytes
+    assert 0 <= beyond <= 64
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw foreach"])
+def test_on_a_gpu_neither_state_nor_what_updates_make_is_counted(optimizer: str) -> None:
+    """`foreach` makes temporaries as large as all parameters, which are the host's then."""
+    job = deep_job(optimizer=OPTIMIZERS[optimizer])
+    capture = partial(capture_step, job, device=find_device("RTX 3090"))
+    trace = capture(replace(ON_HOST, micro_batch_size=2))
+    plain = capture(replace(ON_HOST, micro_batch_size=2, optimizer_on_host=False))
+    parameters = 8 * (64 * 64 + 64) * 4
+    assert most_held_bytes(plain, Category.OPTIMIZER_STATE) >= 2 * parameters
+    assert most_held_bytes(trace, Category.OPTIMIZER_STATE) == 0
+    assert trace.host_state_bytes >= 2 * parameters
+    assert trace.host_staging_bytes == 2 * 2 * 64 * 64 * 4  # the largest parameter and its gradient, twice
+    made_in_update = [
+        storage.size_bytes
+        for storage in trace.storages
+        if storage.op is not None and trace.ops[storage.op].phase is Phase.OPTIMIZER
+    ]
+    assert sum(made_in_update) < parameters / 100  # norms
+    assert any(op.on_host for op in trace.ops)
+    assert not any(op.on_host for op in plain.ops)
+
+
+def test_memory_that_runs_out_in_the_update_ends_the_run() -> None:
+    def fails(name: str, _args: Any) -> bool:
+        return name.startswith("aten.addcdiv_")
+
+    with OutOfMemoryAt(fails=fails), pytest.raises(HalfUpdatedError, match="update of parameters on the host"):
+        trained(ON_HOST)
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
+    model = nn.Sequential(nn.Embedding(300, 4, sparse=True), nn.Linear(4, 300))
+    before = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(reversed([*model.parameters()]))
+    on_host = UpdateOnHost(optimizer)
+    model(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(UsageError, match="sparse=False"):
+        on_host.run(optimizer.step)
+    assert_same(model, before)
+
+
+def test_what_it_cannot_go_with_is_refused_with_the_reason() -> None:
+    with pytest.raises(UsageError, match="DeepSpeed does"):
+        replace(ON_HOST, ranks=2, parallelism=Parallelism.ZERO1)
+    with pytest.raises(UsageError, match="after backward"):
+        Settings(micro_batch_size=8, step_in_backward=True, optimizer_on_host=True)
+    with pytest.raises(UsageError, match="LBFGS may look at all of them"):
+        UpdateOnHost(torch.optim.LBFGS(Net().parameters()))
+
+
+def test_it_is_in_force_in_a_loop_of_ones_own_and_in_what_is_kept_of_settings() -> None:
+    torch.manual_seed(0)
+    expected = Net()
+    model = copy.deepcopy(expected)
+    for each, settings in ((expected, replace(ON_HOST, optimizer_on_host=False)), (model, ON_HOST)):
+        torch.manual_seed(1)  # of dropout
+        step = bf.apply(settings, make_job(), each, torch.optim.AdamW(each.parameters(), lr=0.1))
+        step(bf.batches.take(all_samples(), torch.arange(16)))
+        step.remove()
+    assert_same(model, expected)
+    assert settings_from_json(settings_to_json(ON_HOST)) == ON_HOST
+    assert "optimizer on the host" in ON_HOST.describe()
