@@ -33,7 +33,8 @@ FSDP2 = Settings(
 )
 HOLDING = replace(FSDP2, reshard_after_forward=False)
 HALVES = replace(FSDP2, gathered_dtype="bfloat16")
-WAYS = (FSDP2, HOLDING, HALVES, replace(HOLDING, gathered_dtype="bfloat16"))
+ON_HOST = replace(FSDP2, optimizer_on_host=True)
+WAYS = (FSDP2, HOLDING, HALVES, replace(HOLDING, gathered_dtype="bfloat16"), ON_HOST)
 
 
 class Net(nn.Module):
@@ -94,9 +95,16 @@ def sent_bytes(trace: Trace, name: str) -> list[int]:
 @pytest.mark.slow  # processes that import torch
 @pytest.mark.parametrize("linear", [True, False])
 def test_holding_gathered_parameters_changes_no_bit(by_ranks: list[Any], linear: bool) -> None:
-    (plain, _), (holding, _), (halves, _), (both, _) = by_ranks[0][linear]
+    (plain, _), (holding, _), (halves, _), (both, _), _ = by_ranks[0][linear]
     assert holding == plain
     assert both == halves
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("linear", [True, False])
+def test_updating_each_ranks_part_on_the_host_changes_no_bit(by_ranks: list[Any], linear: bool) -> None:
+    (plain, _), *_, (on_host, _) = by_ranks[0][linear]
+    assert on_host == plain
 
 
 @pytest.mark.slow
@@ -105,9 +113,9 @@ def test_gathering_in_halves_is_autocast_where_layers_are_linear_and_near_it_els
 ) -> None:
     """Autocast rounds the weights of linear layers alike; it does not round norms, embeddings and what comes
     into a block. Both are sums of terms rounded to 8 bits, 2**-8 each."""
-    (plain, _), _, (halves, _), _ = by_ranks[0][True]
+    (plain, _), _, (halves, _), *_ = by_ranks[0][True]
     assert halves == plain
-    (plain, _), _, (halves, _), _ = by_ranks[0][False]
+    (plain, _), _, (halves, _), *_ = by_ranks[0][False]
     assert halves != plain
     assert halves == pytest.approx(plain, rel=0.03)
 

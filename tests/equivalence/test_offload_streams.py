@@ -6,54 +6,18 @@ that was, computes something else than plain training.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.applying import apply_units, host_link, offload
 from brimful.settings import Action, Settings, UnitAction
 from brimful.timeline import host, pinned_bytes
+from helpers.late_streams import garbage, stand_in_for_streams
 from helpers.models import GPT, ResNet
 from helpers.trained_alike import Loss, assert_identical, mean_square, train
-
-
-class LateStream:
-    """Makes its copies when another stream waits for it; the compute stream's work is done at once."""
-
-    def __init__(self, device: object = None) -> None:
-        self.late: list[Callable[[], object]] = []
-
-    def wait_stream(self, other: "LateStream") -> None:
-        for make in other.late:
-            make()
-        other.late.clear()
-
-
-class _Postponed(TorchDispatchMode):
-    def __init__(self, stream: LateStream) -> None:
-        super().__init__()
-        self.stream = stream
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default:
-            self.stream.late.append(lambda: func(*args))
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _on(stream: LateStream) -> Iterator[None]:
-    with _Postponed(stream):
-        yield
-
-
-def _garbage(memory: Tensor) -> Tensor:
-    """Memory as an allocator hands it out: with what somebody left in it."""
-    return memory.fill_(float("nan") if memory.is_floating_point() else 77)
 
 
 def _overwriting(release: Callable[[offload._Item], None]) -> Callable[[offload._Item], None]:
@@ -63,7 +27,7 @@ def _overwriting(release: Callable[[offload._Item], None]) -> Callable[[offload.
         source = item.source
         release(item)
         if source is not None and item._hosted is not None:
-            _garbage(source.data)
+            garbage(source.data)
 
     return release_and_reuse
 
@@ -72,20 +36,16 @@ def _overwriting(release: Callable[[offload._Item], None]) -> Callable[[offload.
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Puts the stand-in in force; what is pinned anew is listed by bytes."""
     pinned: list[int] = []
-    compute, link = LateStream(), host_link._Streams.__new__(host_link._Streams)
-    link.to_host, link.to_device = LateStream(), LateStream()
 
     def new_pinned(size_bytes: int) -> Tensor:
         pinned.append(size_bytes)
-        return _garbage(torch.empty(size_bytes, dtype=torch.uint8))
+        return garbage(torch.empty(size_bytes, dtype=torch.uint8))
 
     empty_like = torch.empty_like
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: compute)
-    monkeypatch.setattr(torch.cuda, "stream", _on)
-    monkeypatch.setattr(torch, "empty_like", lambda like, **kwargs: _garbage(empty_like(like, **kwargs)))
+    stand_in_for_streams(monkeypatch)
+    monkeypatch.setattr(torch, "empty_like", lambda like, **kwargs: garbage(empty_like(like, **kwargs)))
     monkeypatch.setattr(host_link, "_new_pinned", new_pinned)
     monkeypatch.setattr(host_link, "_idle", type(host_link._idle)(list))
-    monkeypatch.setattr(host_link, "_streams", lambda device: link)
     for name in ("to_host", "to_host_done", "to_device", "to_device_done"):
         monkeypatch.setattr(offload, name, getattr(host_link, f"_{name}_cuda"))
     monkeypatch.setattr(offload._Item, "release", _overwriting(offload._Item.release))

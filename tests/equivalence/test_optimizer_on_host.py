@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.faults import OutOfMemoryAt
+from tests.helpers.late_streams import garbage, stand_in_for_streams
 from tests.helpers.tiny_jobs import Net, all_samples, make_job
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.applying import host_update
+from brimful.applying import host_link, host_update
 from brimful.applying.host_update import UpdateOnHost
 from brimful.capture import capture_step
 from brimful.errors import HalfUpdatedError, UsageError
@@ -228,6 +229,45 @@ def test_on_a_gpu_neither_state_nor_what_updates_make_is_counted(optimizer: str)
     assert sum(made_in_update) < parameters / 100  # norms
     assert any(op.on_host for op in trace.ops)
     assert not any(op.on_host for op in plain.ops)
+
+
+COPIES = ("send_to_host", "arrived_on_host", "send_to_device", "to_device_done")
+
+
+def updated_over_late_streams(monkeypatch: pytest.MonkeyPatch, left_out: str | None = None) -> None:
+    """Three steps as on CUDA, each copy as late as what waits for it permits, beside three plain ones."""
+    stand_in_for_streams(monkeypatch)
+    for name in COPIES:
+        as_on_cuda = getattr(host_link, f"_{name}_cuda")
+        monkeypatch.setattr(host_update, name, (lambda *_: None) if name == left_out else as_on_cuda)
+    torch.manual_seed(0)
+    expected = Deep()
+    model = copy.deepcopy(expected)
+    theirs, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (expected, model))
+    on_host = UpdateOnHost(ours)
+    for memory in on_host.staging:
+        garbage(memory)
+    for _ in range(3):
+        x = torch.randn(4, 64)
+        for each in (expected, model):
+            each.zero_grad()
+            each(x).square().mean().backward()
+        theirs.step()
+        on_host.run(ours.step)
+        assert_same(model, expected)
+
+
+@pytest.mark.usefixtures("small_buckets")
+def test_updates_are_the_same_however_late_copies_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    updated_over_late_streams(monkeypatch)
+
+
+@pytest.mark.usefixtures("small_buckets")
+@pytest.mark.parametrize("left_out", ["arrived_on_host", "to_device_done"])
+def test_without_a_wait_the_stand_in_shows_it(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test above can fail."""
+    with pytest.raises(AssertionError):
+        updated_over_late_streams(monkeypatch, left_out)
 
 
 def test_memory_that_runs_out_in_the_update_ends_the_run() -> None:
