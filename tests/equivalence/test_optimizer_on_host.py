@@ -140,7 +140,9 @@ def test_a_state_is_loaded_on_the_host_with_its_parameters_left_alone() -> None:
         parameter.grad = torch.randn_like(parameter)
     saved.step()
     before = [group["params"] for group in optimizer.param_groups]
-    UpdateOnHost(optimizer).load(lambda: optimizer.load_state_dict(saved.state_dict()))
+    with UpdateOnHost(optimizer).loading():
+        assert not any(parameter in set(before[0]) for parameter in optimizer.param_groups[0]["params"])
+        optimizer.load_state_dict(saved.state_dict())
     assert [group["params"] for group in optimizer.param_groups] == before
     assert set(optimizer.state) == set(model.parameters())
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):

@@ -114,12 +114,9 @@ class UpdateOnHost:
             to_device_done(here.parameters)
             here = following
 
-    def load(self, load: Callable[[], object]) -> None:
-        """Let the optimizer load a state, which comes into the host's memory.
-
-        Args:
-            load: Loads it into the optimizer.
-        """
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Within, the optimizer's parameters are on the host, and so is a state that it loads."""
         copies = {
             parameter: _as_part(parameter, torch.empty_like(own_part(parameter), device="cpu"))
             for group in self._optimizer.param_groups
@@ -129,7 +126,7 @@ class UpdateOnHost:
         for group in self._optimizer.param_groups:
             group["params"] = [copies[parameter] for parameter in group["params"]]
         try:
-            load()
+            yield
         finally:
             of_copies = self._optimizer.state
             self._optimizer.state = defaultdict(

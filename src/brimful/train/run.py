@@ -96,7 +96,8 @@ class Run:
     def _load_state(self) -> None:
         saved = self._begun.start.saved
         if saved is not None:
-            self._steps.load_state(saved.state_for(self._learner.optimizer))
+            with self._steps.loading():
+                self._steps.load_state(saved.state_for(self._learner.optimizer))
             check_rates(self._options, self._learner.rates, saved)
             self._start = _Counts(taken=self._steps.taken, updates=self._steps.updates)
 

@@ -28,7 +28,7 @@ from brimful.job import Batch, Job
 from brimful.measuring import PeakMemory, peak_memory
 from brimful.optimizers import has_implementation, set_implementation
 from brimful.settings import OptimizerImplementation, Settings, settings_to_json
-from brimful.step import StepOutcome, at_once, copied_to, loss_counts, make_scaler, run_step, shares_of
+from brimful.step import StepOutcome, copied_to, loss_counts, make_scaler, run_step, shares_of
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
 from brimful.train.buffers import BufferSnapshot
@@ -215,6 +215,10 @@ class Steps:
             "skipped_in_a_row": self._skipped_in_a_row,
         }
 
+    def loading(self) -> AbstractContextManager[object]:
+        """Within, what the optimizer loads comes where its state belongs."""
+        return nullcontext() if self._on_host is None else self._on_host.loading()
+
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from what `state` gave; random numbers are the caller's to restore.
 
@@ -237,8 +241,7 @@ class Steps:
                     f"the saved run had {had} {name}, and this one has {has}. Resume it as it was."
                 )
         try:
-            load = at_once if self._on_host is None else self._on_host.load
-            load(lambda: self._optimizer.load_state_dict(divided_state(self._optimizer, state["optimizer"])))
+            self._optimizer.load_state_dict(divided_state(self._optimizer, state["optimizer"]))
             for name, part in parts.items():
                 if part is not None:
                     part.load_state_dict(state[name])
