@@ -253,6 +253,7 @@ def plan(
     split_batch_norm: bool = False,
     step_in_backward: bool = False,
     optimizer_on_host: bool | None = None,
+    copies_ahead: bool = False,
     ranks: int = 1,
     nodes: int = 1,
     network: str | int | None = None,
@@ -294,6 +295,8 @@ def plan(
         optimizer_on_host: Pins whether the optimizer's state is in the host's memory and the update is computed
             there, in the host's rounding. None lets the plan choose, for one GPU and where offloading is
             permitted.
+        copies_ahead: Copy the next micro-batch of a step to the GPU while one is computed, for the memory of
+            one more; of use from pinned memory. Not for losses that compare samples.
         ranks: Devices of this kind that divide the global batch evenly and train together.
         nodes: Machines among which they are divided.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
@@ -348,6 +351,7 @@ def plan(
         splits_coupled_batches=split_batch_norm,
         step_in_backward=step_in_backward,
         optimizer_on_host=optimizer_on_host,
+        copies_ahead=copies_ahead,
         ranks=ranks,
         nodes=nodes,
         parallelisms=parallelisms,

@@ -210,6 +210,8 @@ class Settings:
     step_in_backward: bool = False
     """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all are
     never there together. An error in the midst of it cannot be taken back."""
+    copies_ahead: bool = False
+    """Copy the next micro-batch of a step to the device while one is computed."""
     optimizer_on_host: bool = False
     """Keep the optimizer's state in the host's memory and compute the update there, for some parameters at a
     time, whose gradients go there."""
@@ -346,6 +348,8 @@ class Settings:
             parts.append("updated in backward")
         if self.optimizer_on_host:
             parts.append("optimizer on the host")
+        if self.copies_ahead:
+            parts.append("micro-batches copied ahead")
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
         for action, how in _DONE.items():
@@ -395,8 +399,9 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
     }
     if settings.step_in_backward:
         document["step_in_backward"] = True
-    if settings.optimizer_on_host:
-        document["optimizer_on_host"] = True
+    for name in ("optimizer_on_host", "copies_ahead"):
+        if getattr(settings, name):
+            document[name] = True
     if settings.parallelism is Parallelism.FSDP2:
         document["reshard_after_forward"] = settings.reshard_after_forward
         document["gathered_dtype"] = settings.gathered_dtype
@@ -434,6 +439,7 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         expandable_segments=document.get("expandable_segments", False),
         step_in_backward=document.get("step_in_backward", False),
         optimizer_on_host=document.get("optimizer_on_host", False),
+        copies_ahead=document.get("copies_ahead", False),
         ranks=document.get("ranks", 1),
         parallelism=Parallelism(document.get("parallelism", Parallelism.DDP)),
         nodes=document.get("nodes", 1),

@@ -66,6 +66,7 @@ def run_step(
     before_update: Callable[[Tensor, Tensor], bool] | None = None,
     observe: Observer | None = None,
     move: Callable[[Batch], Batch] = lambda batch: batch,
+    begin_move: Callable[[Batch], Callable[[], Batch]] | None = None,
     carry_out: CarryOut = at_once,
     follow_up: CarryOut = at_once,
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
@@ -88,12 +89,14 @@ def run_step(
         before_update: Called with loss and gradient norm; returning False leaves the parameters as they are.
         observe: Told of each phase.
         move: Brings a micro-batch to the device just before it is used.
+        begin_move: Takes its place where a batch is split: begins to bring one there while the one before it is
+            computed, and returns what waits until it is there. Not for a `CoupledLoss`.
         carry_out: Calls the optimizer's step.
         follow_up: Calls what follows it; each is safe to call again.
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
         clip: Scales the gradients down to a norm and returns what it was; None takes those of the parameters.
         stands_for: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
-            loss has the embeddings of all of them.
+            loss has the embeddings of all of them, and beside it the next is on its way.
         in_backward: Updates each parameter as its gradient is complete; then `before_update` is called before
             backward, with no gradient norm. Nothing is clipped or scaled.
 
@@ -133,14 +136,18 @@ def run_step(
             stands_for=stands_for,
         )
     else:
-        for index, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True)):
+        moved: Iterator[Batch] = map(move, micro_batches)
+        if begin_move is not None:
+            moved = _moved_ahead(begin_move, micro_batches, stands_for)
+        for index, weight in enumerate(weights):
             tell(Phase.FORWARD, index)
             with synchronising(index == len(micro_batches) - 1):
-                part = _forward(model, loss, move(micro_batch), weight, precision)
+                part = _forward(model, loss, next(moved), weight, precision)
                 tell(Phase.BACKWARD, index)
                 backward(part)
             total = part.detach() if total is None else total + part.detach()
             del part
+        del moved  # and what it began to move
     assert total is not None
     tell(Phase.OPTIMIZER, len(micro_batches) - 1)
     if scaler is not None:
@@ -153,6 +160,18 @@ def run_step(
     else:
         optimizer.zero_grad()
     return StepOutcome(loss=total, gradient_norm=gradient_norm, updated=updated)
+
+
+def _moved_ahead(
+    begin_move: Callable[[Batch], Callable[[], Batch]], micro_batches: Sequence[Batch], stands_for: int
+) -> Iterator[Batch]:
+    """Micro-batches on the device, of which nothing is held here; the next of each is on its way."""
+    coming: Callable[[], Batch] | None = begin_move(micro_batches[0])
+    for following in (*micro_batches[1:], micro_batches[-1] if stands_for > 1 else None):
+        assert coming is not None
+        here = [coming()]
+        coming = None if following is None else begin_move(following)
+        yield here.pop()
 
 
 def _only_one(micro_batches: Sequence[Batch]) -> Sequence[Batch]:

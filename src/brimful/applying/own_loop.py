@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from brimful.applying.apply import apply_units
 from brimful.applying.host_update import UpdateOnHost
+from brimful.applying.input_copies import copied_ahead_to
 from brimful.batches import count_samples, split_batch
 from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
@@ -108,6 +109,7 @@ class PlannedStep:
                 scaler=self._scaler,
                 max_gradient_norm=self._max_gradient_norm,
                 move=copied_to(device_of(self._model)),
+                begin_move=copied_ahead_to(device_of(self._model)) if self._settings.copies_ahead else None,
                 carry_out=self._carry_out,
                 in_backward=self._in_backward,
             )

@@ -227,6 +227,10 @@ def _prepare(
     def move(host_batch: Batch) -> Batch:
         return copy_to_device(host_batch, recorder)
 
+    def begin_move(host_batch: Batch) -> Callable[[], Batch]:
+        coming = [move(host_batch)]
+        return coming.pop
+
     def observe(phase: Phase, micro_batch: int) -> None:
         if phase is Phase.OPTIMIZER:
             mark_gradients(model, recorder)
@@ -250,6 +254,7 @@ def _prepare(
             scaler=scaler,
             observe=observe,
             move=move,
+            begin_move=begin_move if settings.copies_ahead else None,
             carry_out=carry_out,
             stands_for=settings.gradient_accumulation_steps - count + 1,
             in_backward=in_backward,

@@ -198,6 +198,14 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
+    copies_ahead: Annotated[
+        bool,
+        typer.Option(
+            "--copies-ahead",
+            help="Copy the next micro-batch of a step to the GPU while one is computed, for the memory of one "
+            "more.",
+        ),
+    ] = False
     parallelism: Annotated[
         str,
         typer.Option(

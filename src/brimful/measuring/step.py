@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
 from brimful.applying.host_update import UpdateOnHost
+from brimful.applying.input_copies import copied_ahead_to
 from brimful.batches import make_batch, split_batch
 from brimful.coupled import check_coupled, loss_of
 from brimful.errors import UsageError
@@ -140,6 +141,7 @@ def repeated_step(
             precision=settings.precision,
             scaler=scaler,
             move=copied_to(device),
+            begin_move=copied_ahead_to(device) if settings.copies_ahead else None,
             carry_out=carry_out,
             in_backward=in_backward,
         )

@@ -46,6 +46,8 @@ class Request:
     offload_host_bytes: int = 0
     """Host memory that offloaded units and an optimizer on the host may take; where it is 0, no plan chooses
     either."""
+    copies_ahead: bool = False
+    """Whether the next micro-batch is copied to the device while one is computed."""
     optimizer_on_host: bool | None = False
     """None lets the plan choose."""
     weighs_by_count: bool = False
@@ -139,6 +141,7 @@ class Request:
                 optimizer_implementation=implementation,
                 step_in_backward=self.step_in_backward,
                 optimizer_on_host=bool(self.optimizer_on_host),
+                copies_ahead=self.copies_ahead,
                 ranks=self.ranks,
                 nodes=self.nodes,
                 parallelism=parallelism,

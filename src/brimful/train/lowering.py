@@ -92,6 +92,7 @@ class Lowering:
             permits_expandable_segments=settings.expandable_segments,
             offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
             optimizer_on_host=settings.optimizer_on_host,
+            copies_ahead=settings.copies_ahead,
             weighs_by_count=self._job.count is not None,
             step_in_backward=settings.step_in_backward,
             splits_coupled_batches=settings.gradient_accumulation_steps > 1,

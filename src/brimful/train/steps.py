@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
 from brimful.applying.host_update import UpdateOnHost
+from brimful.applying.input_copies import copied_ahead_to
 from brimful.batches import count_samples, take
 from brimful.coupled import loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
@@ -124,6 +125,7 @@ class Steps:
         self._lower = lower
         self._on_recovery = on_recovery
         self._move = copied_to(device)
+        self._begin_move = copied_ahead_to(device) if settings.copies_ahead else None
         self._scaler = make_scaler(settings.precision, device.type)
         self._buffers = BufferSnapshot(model)
         self._on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
@@ -340,6 +342,7 @@ class Steps:
                 if updates or self._in_backward is not None
                 else lambda _loss, _norm: False,
                 move=self._move,
+                begin_move=self._begin_move,
                 carry_out=self._carry_out,
                 follow_up=self._follow_up,
                 synchronising=self._parallel.synchronising,
