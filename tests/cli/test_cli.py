@@ -333,9 +333,9 @@ TRAIN = (
     "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
     "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--step-in-backward",
-    "--optimizer-on-host", "--copies-ahead", "--parallelism", "--reshard", "--gathered-dtype", "--tensorboard", "--wandb",
-    "--plan", "--plan-only", "--epochs",
-    "--steps", "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
+    "--optimizer-on-host", "--copies-ahead", "--parallelism", "--reshard", "--gathered-dtype",
+    "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs", "--steps",
+    "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
     "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
     "--keep-saves", "--compare-plain", "--json",
 )  # fmt: skip
