@@ -438,7 +438,8 @@ def apply(
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
 
     Returns:
-        `step(global_batch)` makes one optimizer step; `step.remove()` leaves the model as it was.
+        `step(global_batch)` makes one optimizer step; `step.remove()` leaves the model as it was. Within
+        `step.loading()`, `optimizer.load_state_dict` brings its state to where the plan has it.
 
     Raises:
         UnknownNameError: The plan names a unit that the model does not have.

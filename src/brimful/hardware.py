@@ -180,8 +180,8 @@ class Device:
     bf16_flops_per_second: float | None
     host_link_bytes_per_second: float | None
     """Realistic rate between host and device, one way; None on a CPU."""
-    host_update_bytes_per_second: float = HOST_UPDATE_BYTES_PER_SECOND
-    """Realistic rate at which the host of a GPU reads and writes its memory in an optimizer's update."""
+    measured_host_update_bytes_per_second: float | None = None
+    """At which the host of a GPU reads and writes its memory in an optimizer's update; None if not known."""
     nvlink_bytes_per_second: float | None = None
     """Peak rate to other GPUs of the machine, one way; None without NVLink, and on a CPU."""
     nvlink_joins_all: bool = False
@@ -229,6 +229,11 @@ class Device:
             of_machine = self.nvlink_bytes_per_second
         of_machine *= NCCL_EFFICIENCY
         return of_machine if nodes == 1 else min(of_machine, self.network_bytes_per_second)
+
+    @property
+    def host_update_bytes_per_second(self) -> float:
+        """The same, or what it is assumed to be."""
+        return self.measured_host_update_bytes_per_second or HOST_UPDATE_BYTES_PER_SECOND
 
     @property
     def threads_per_multiprocessor(self) -> int | None:

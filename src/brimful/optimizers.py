@@ -198,6 +198,7 @@ def make_optimizer(
         )
     if settings is not None and settings.optimizer_implementation is not None:
         set_implementation(optimizer, settings.optimizer_implementation)
+    check_gaps(optimizer)
     return optimizer
 
 
@@ -214,7 +215,8 @@ def has_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
     has_choice = all(name in optimizer.defaults for name in _flags(implementation))
     is_open = all(not group.get(name) for group in optimizer.param_groups for name in ("foreach", "fused"))
     is_explicit = any(group.get("foreach") is False for group in optimizer.param_groups)
-    return has_choice and is_open and not is_explicit
+    is_right = implementation is not OptimizerImplementation.FUSED or not _with_gaps(optimizer)
+    return has_choice and is_open and not is_explicit and is_right
 
 
 def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> None:
@@ -228,7 +230,7 @@ def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
         UsageError: The optimizer has no such implementation, or it would be wrong about a parameter.
     """
     if implementation is OptimizerImplementation.FUSED:
-        _check_gaps(optimizer)
+        _refuse_gaps(optimizer)
     flags = _flags(implementation)
     missing = [name for name, value in flags.items() if value and name not in optimizer.defaults]
     if missing:
@@ -251,16 +253,32 @@ def has_gaps(tensor: Tensor) -> bool:
     return False
 
 
-def _check_gaps(optimizer: Optimizer) -> None:
-    """On a CPU torch's fused kernels take a parameter's memory for a row, and update others' too (2.13)."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if has_gaps(parameter):
-                raise UsageError(
-                    f"a parameter of shape {tuple(parameter.shape)} is a part of a larger tensor, with gaps "
-                    "between its numbers: torch's fused kernels would update others in its place. Make it of a "
-                    "copy, nn.Parameter(part.clone()), or leave the implementation to torch."
-                )
+def _with_gaps(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if has_gaps(p)]
+
+
+def check_gaps(optimizer: Optimizer) -> None:
+    """Check that no fused kernel is given a parameter with gaps.
+
+    On a CPU it takes a parameter's memory for a row and updates what is between its numbers (torch 2.13).
+
+    Args:
+        optimizer: Any.
+
+    Raises:
+        UsageError: One is.
+    """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _refuse_gaps(optimizer)
+
+
+def _refuse_gaps(optimizer: Optimizer) -> None:
+    for parameter in _with_gaps(optimizer):
+        raise UsageError(
+            f"a parameter of shape {tuple(parameter.shape)} is a part of a larger tensor, with gaps between "
+            "its numbers: torch's fused kernels (on a CPU; on a GPU it was not tried) update others in its "
+            "place. Make it of a copy, nn.Parameter(part.clone()), or take another optimizer_implementation."
+        )
 
 
 def _flags(implementation: OptimizerImplementation) -> dict[str, bool]:

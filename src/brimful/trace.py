@@ -316,8 +316,8 @@ class Trace:
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Trace:
         """The trace that `to_json` wrote."""
-        later = {"couples_samples": False, "host_state_bytes": 0, "host_staging_bytes": 0}
         # what traces of this version may lack
+        later = {"couples_samples": False, "host_state_bytes": 0, "host_staging_bytes": 0}
         values = {field.name: (later | document)[field.name] for field in fields(cls)}
         for name, row in _TABLES.items():
             values[name] = _from_table(values[name], row)

@@ -3,9 +3,11 @@
 In a step, gradients and parameters go to the host some at a time, the optimizer updates the parameters there,
 and they go back:
 
-    to the host     | 1 | 2 | 3 |   |
-    on the host         | 1 | 2 | 3 |
-    to the device           | 1 | 2 | 3 |
+    to the host      1   2       3       4
+    on the host          1 . . . 2 . . . 3 . . . 4 . . .
+    to the device                1       2       3       4
+
+They pass through two rows of memory in turns, so what comes third waits until the first has left.
 
 Parameters on the device are those that count: the host holds none between steps, so whatever changes them on
 the device, a save that is loaded or an average, needs to say nothing here. The optimizer is the user's own,
@@ -34,12 +36,13 @@ from brimful.applying.host_link import arrived_on_host, send_to_device, send_to_
 from brimful.batches import map_tensors, own_part
 from brimful.errors import UsageError
 from brimful.optimizers import has_gaps
+from brimful.timeline import pinned_bytes
 from brimful.units import MIB, format_bytes
 from brimful.updating import steps_one_by_one
 
 BUCKET_BYTES = 64 * MIB
 """Of gradients and parameters that go to the host at once, unless a single one is larger: a copy of some MiB
-comes to the rate of the link. A choice; twice this is pinned."""
+comes to the rate of the link. A choice."""
 
 _ALIGNMENT = 64
 """Bytes, of a line of a processor's cache."""
@@ -53,8 +56,8 @@ class UpdateOnHost:
         around_host: Around what runs on the host in the host's memory.
 
     Raises:
-        UsageError: The optimizer may look at several parameters together, or there is not enough memory that
-            can be pinned.
+        UsageError: The optimizer may look at several parameters together, it is one for a GPU alone
+            (`capturable`), or there is not enough memory for what is on its way.
     """
 
     def __init__(
@@ -69,6 +72,11 @@ class UpdateOnHost:
                 "look at all of them together. Take one of torch.optim's others, such as adamw, or leave it "
                 "out."
             )
+        if any(group.get("capturable") for group in optimizer.param_groups):
+            raise UsageError(
+                f"this {type(optimizer).__name__} is capturable, which kernels on the host are not. Make it "
+                "without capturable=True, or leave optimizer_on_host out."
+            )
         self._optimizer = optimizer
         self._around_host = around_host
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -76,7 +84,9 @@ class UpdateOnHost:
         capacity = max([BUCKET_BYTES, *(_room(parameter) for parameter in parameters)])
         with around_host():
             self.staging = [_memory(capacity, is_pinned=is_pinned) for _ in range(2)]
-        """What is on its way, in turns: a row of bytes each."""
+            """What is on its way, in turns: a row of bytes each."""
+            for parameter, state in optimizer.state.items():
+                optimizer.state[parameter] = map_tensors(state, _on_host)
 
     @property
     def staging_bytes(self) -> int:
@@ -103,16 +113,21 @@ class UpdateOnHost:
             return
         buckets = list(self._buckets())  # all are looked at before the first is updated
         sent = map(self._send, buckets, cycle(self.staging))  # begun one by one
+        back: list[Tensor] = []
         here = next(sent, None)
-        while here is not None:
-            arrived_on_host(here.parameters)
-            following = next(sent, None)
-            with self._around_host(), _without_found_inf(self._optimizer):
-                self._step_with(here.copies, step)
-            send_to_device(here.copied, here.parameters)
-            increment_version(here.parameters)
-            to_device_done(here.parameters)
-            here = following
+        try:
+            while here is not None:
+                arrived_on_host(here.parameters)
+                following = next(sent, None)
+                with self._around_host(), _without_found_inf(self._optimizer):
+                    self._step_with(here.copies, step)
+                send_to_device(here.copied, here.parameters)
+                back += here.parameters
+                here = following
+        finally:
+            if back:
+                increment_version(back)
+                to_device_done(back)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -138,7 +153,7 @@ class UpdateOnHost:
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
         """The parameters that have gradients, in order, so many at a time as there is room for."""
         bucket: list[nn.Parameter] = []
-        room = self.staging[0].nbytes
+        room = BUCKET_BYTES
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -151,7 +166,7 @@ class UpdateOnHost:
                 taken = _room(parameter)
                 if bucket and taken > room:
                     yield bucket
-                    bucket, room = [], self.staging[0].nbytes
+                    bucket, room = [], BUCKET_BYTES
                 bucket.append(parameter)
                 room -= taken
         if bucket:
@@ -183,7 +198,9 @@ class UpdateOnHost:
         optimizer = self._optimizer
         groups, state = optimizer.param_groups, optimizer.state
         of_copies = [
-            group | {"params": [copies[p] for p in group["params"] if p in copies]} for group in groups
+            {name: _on_host(value) if isinstance(value, Tensor) else value for name, value in group.items()}
+            | {"params": [copies[p] for p in group["params"] if p in copies]}
+            for group in groups
         ]
         optimizer.param_groups = [group for group in of_copies if group["params"]]
         optimizer.state = defaultdict(
@@ -221,9 +238,11 @@ def _memory(size_bytes: int, *, is_pinned: bool) -> Tensor:
     try:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
     except RuntimeError as error:
+        taken = pinned_bytes(size_bytes) if is_pinned else size_bytes
+        how = f"{'pin' if is_pinned else 'take'} {format_bytes(taken)}"
         raise UsageError(
-            f"optimizer_on_host cannot pin {format_bytes(size_bytes)} of the host's memory, which the largest "
-            f"parameter takes with its gradient: {error}. Leave it out, or raise the limit (ulimit -l)."
+            f"optimizer_on_host cannot {how} of the host's memory, twice, for gradients and parameters on "
+            f"their way: {error}. Leave optimizer_on_host out."
         ) from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,7 +15,7 @@ from brimful.batches import count_samples, split_batch
 from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
 from brimful.local import set_up_allocator
-from brimful.optimizers import set_implementation
+from brimful.optimizers import check_gaps, set_implementation
 from brimful.settings import Settings
 from brimful.step import (
     StepOutcome,
@@ -64,9 +65,10 @@ class PlannedStep:
         if settings.step_in_backward and max_gradient_norm is not None:
             raise clipped_in_backward(max_gradient_norm)
         self._in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
-        self._carry_out = UpdateOnHost(optimizer).run if settings.optimizer_on_host else at_once
+        self._on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
         if settings.optimizer_implementation is not None:
             set_implementation(optimizer, settings.optimizer_implementation)
+        check_gaps(optimizer)
         self._settings = settings
         self._job = job
         self._model = model
@@ -110,9 +112,13 @@ class PlannedStep:
                 max_gradient_norm=self._max_gradient_norm,
                 move=copied_to(device_of(self._model)),
                 begin_move=copied_ahead_to(device_of(self._model)) if self._settings.copies_ahead else None,
-                carry_out=self._carry_out,
+                carry_out=at_once if self._on_host is None else self._on_host.run,
                 in_backward=self._in_backward,
             )
+
+    def loading(self) -> AbstractContextManager[object]:
+        """Within, a state that the optimizer loads comes where the plan has it, on the host perhaps."""
+        return nullcontext() if self._on_host is None else self._on_host.loading()
 
     def remove(self) -> None:
         """Leave the model as it was before; calling it again does nothing."""

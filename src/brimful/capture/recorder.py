@@ -134,7 +134,8 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.host_is_device = host_is_device
-        self._is_on_host = False
+        self.is_on_host = False
+        """Whether what runs is the host's work, where the device is another."""
         self._elsewhere = frozenset() if host_is_device else frozenset({to_host})
         """Ops whose results are not in the device's memory."""
         self._modules = modules
@@ -193,11 +194,11 @@ class Recorder(TorchDispatchMode):
     @contextmanager
     def on_host(self) -> Iterator[None]:
         """Within, what runs is the host's work, and what it makes is in the host's memory."""
-        before, self._is_on_host = self._is_on_host, not self.host_is_device
+        before, self.is_on_host = self.is_on_host, not self.host_is_device
         try:
             yield
         finally:
-            self._is_on_host = before
+            self.is_on_host = before
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -401,7 +402,7 @@ class Recorder(TorchDispatchMode):
                 remembered.about = work
         made_ops_ago = self._made_ops_ago(args[0]) if info.writes_over else 0
         self.ops.append(self._op(info, work, made_ops_ago))
-        for tensor in () if self._is_on_host or func in self._elsewhere else outputs:
+        for tensor in () if self.is_on_host or func in self._elsewhere else outputs:
             self._see(tensor, len(self.ops) - 1, info.name)
         self._record_temporaries()
 
@@ -479,7 +480,7 @@ class Recorder(TorchDispatchMode):
             random=info.is_random,
             weight_bytes=work.weight_bytes,
             made_ops_ago=made_ops_ago,
-            on_host=self._is_on_host,
+            on_host=self.is_on_host,
             line=self._line() if work.written_bytes >= _LOCATED_BYTES else "",
         )
 

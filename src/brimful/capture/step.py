@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -189,7 +189,8 @@ def _prepare(
 ) -> Callable[[int], None]:
     """Record what is there before training; what it returns runs and records the step of a number."""
     mark_model(model, recorder)
-    optimizer = _make_optimizer(job, model, settings)
+    with recorder.on_host() if settings.optimizer_on_host else nullcontext():  # some make state at once
+        optimizer = _make_optimizer(job, model, settings)
     if sharded is not None:
         check_optimizer(optimizer)
     scaler = make_scaler(settings.precision, "cpu")

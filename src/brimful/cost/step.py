@@ -23,7 +23,6 @@ from brimful.timeline import (
     TO_DEVICE_DONE,
     TO_HOST,
     TO_HOST_DONE,
-    most_held_bytes,
 )
 from brimful.trace import Category, Phase, Trace
 from brimful.units import MIB
@@ -130,17 +129,17 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
     )
 
 
-def least_host_update_seconds(trace: Trace, device: Device) -> float:
+def least_host_update_seconds(trace: Trace, device: Device, state_bytes: int) -> float:
     """The least by which a step is longer if its optimizer computes on the host.
 
     Args:
         trace: Of one rank, its optimizer on the device.
         device: With the rate of its host's memory.
+        state_bytes: The least that an optimizer which may be chosen keeps.
 
     Returns:
         Seconds: state is read and written once, as are parameters, and gradients are read.
     """
-    state_bytes = most_held_bytes(trace, Category.OPTIMIZER_STATE)
     moved_bytes = 2 * state_bytes + 3 * gradient_bytes(trace)
     on_device = step_seconds(trace, device).optimizer_seconds
     return moved_bytes / device.host_update_bytes_per_second - on_device

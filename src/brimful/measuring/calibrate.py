@@ -60,8 +60,8 @@ _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_ROUNDS = 30
 _LINK_BYTES = 256 * MIB
-_UPDATED_BYTES = 64 * MIB
-"""Of parameters: with their gradients and state beyond any cache."""
+_UPDATED_BYTES = 256 * MIB
+"""Of parameters: with their gradients and state 1 GiB, beyond nearly all caches."""
 _ADAMW_TRAFFIC = 7
 """Reads parameter, gradient and two of state, and writes all but the gradient."""
 
@@ -119,9 +119,7 @@ class Calibration:
             return replace(
                 common,
                 host_link_bytes_per_second=slower,
-                host_update_bytes_per_second=(
-                    self.host_update_bytes_per_second or device.host_update_bytes_per_second
-                ),
+                measured_host_update_bytes_per_second=self.host_update_bytes_per_second,
                 source=f"{device.source}; times {self.source}",
             )
         return replace(

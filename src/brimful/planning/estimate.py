@@ -195,7 +195,7 @@ def estimate_trace(
         predicted_device_interval_bytes=_interval(trace, device, memory, surviving),
         smallest_surviving_capacity_bytes=surviving,
         predicted_pinned_host_bytes=pinned_host_bytes(trace),
-        predicted_host_state_bytes=0 if device.kind == "cpu" else trace.host_state_bytes,
+        predicted_host_state_bytes=trace.host_state_bytes,
         predicted_step_seconds=time.total_seconds,
         step_time=time,
         capacity_bytes=capacity,

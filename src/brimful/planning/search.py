@@ -25,7 +25,7 @@ from brimful.planning.records import Alternative, BudgetPoint, Plan, PlanStatus
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Parallelism, Settings
-from brimful.timeline import most_held_bytes
+from brimful.timeline import most_held_bytes, pinned_host_bytes
 from brimful.trace import Category, Trace
 from brimful.units import GIB, format_bytes
 
@@ -124,8 +124,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
-            *_what_offloading_takes(best, request),
-            *_what_an_optimizer_on_host_takes(best, request),
+            *_what_the_host_gives(best, request),
             *_what_ranks_take(best.settings, plain_trace, request),
             *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
@@ -201,29 +200,43 @@ def _may_gain_on_host(candidates: list[Candidate], request: Request, plain: Trac
         return True
     fastest_ever = min(filter(None, (candidate.seconds_at_best(NO_LIMIT_BYTES) for candidate in candidates)))
     most_spared = found[0].predicted_step_seconds - fastest_ever
-    return most_spared > least_host_update_seconds(plain, request.device)
+    state_bytes = 0 if request.other_optimizers else most_held_bytes(plain, Category.OPTIMIZER_STATE)
+    return most_spared > least_host_update_seconds(plain, request.device, state_bytes)
 
 
 def _with_optimizer_on_host(
     capture: Capture, request: Request, plain: Trace, candidates: list[Candidate], notes: list[str]
 ) -> list[Candidate]:
-    """The same ways to train with the optimizer on the host; none where it has no room there or that fails."""
-    state_bytes = most_held_bytes(plain, Category.OPTIMIZER_STATE)
-    if state_bytes > request.offload_host_bytes:
-        notes.append(
-            f"The optimizer stays on the device: its state takes {format_bytes(state_bytes)}, and of the host "
-            f"{format_bytes(request.offload_host_bytes)} are permitted."
-        )
-        return []
+    """The same ways to train with the optimizer on the host, but for those that fail or have no room there."""
     whole = (candidate.settings.with_micro_batch_size(request.rank_batch_size) for candidate in candidates)
     bases = dict.fromkeys(replace(each, expandable_segments=False, optimizer_on_host=True) for each in whole)
-    try:
-        found = _candidates(capture, request, plain, bases, notes)
-    except (CaptureError, UsageError) as error:
-        notes.append(f"The optimizer stays on the device: {error}")
-        return []
+    found: list[Candidate] = []
+    for base in bases:
+        try:
+            tried = _candidates(capture, request, plain, [base], notes)
+        except (CaptureError, UsageError) as error:
+            notes.append(f"{base.optimizer or 'The optimizer'} stays on the device: {error}")
+            continue
+        reason = _why_not_on_host(tried[0].kept, request)
+        if reason is None:
+            found += tried
+        else:
+            notes.append(f"{base.optimizer or 'The optimizer'} stays on the device: {reason}")
     can_grow = any(candidate.settings.expandable_segments for candidate in candidates)
     return found + [candidate.with_expandable_segments() for candidate in found if can_grow]
+
+
+def _why_not_on_host(kept: Trace, request: Request) -> str | None:
+    """Why no plan may choose the host for an optimizer; None if it may."""
+    taken_bytes = kept.host_state_bytes + pinned_host_bytes(kept)
+    if taken_bytes > request.offload_host_bytes:
+        return (
+            f"on the host it takes {format_bytes(taken_bytes)}, of which "
+            f"{format_bytes(request.offload_host_bytes)} are permitted."
+        )
+    if any(op.on_host and op.flops for op in kept.ops):
+        return "its update multiplies matrices, and how fast the host does that is not known."
+    return None
 
 
 def _with_chunked_loss(capture: Capture, request: Request, plain: Trace, notes: list[str]) -> list[Candidate]:
@@ -387,29 +400,32 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
     ]
 
 
-def _what_offloading_takes(best: Estimate, request: Request) -> list[str]:
-    """Of the host, if anything is offloaded, and what its time was told by."""
-    if not best.settings.offloaded:
-        return []
-    assert request.device.host_link_bytes_per_second is not None
-    return [
-        f"Offloading pins {format_bytes(best.predicted_pinned_host_bytes)} of the host's memory, of "
-        f"{format_bytes(request.offload_host_bytes)} permitted. Its copies are timed at "
-        f"{request.device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; `brimful calibrate` measures "
-        "the link of a GPU in this machine."
-    ]
-
-
-def _what_an_optimizer_on_host_takes(best: Estimate, request: Request) -> list[str]:
-    """Of the host, and what its time was told by."""
-    if not best.settings.optimizer_on_host or request.device.kind == "cpu":
-        return []
-    return [
-        f"The optimizer's state, {format_bytes(best.predicted_host_state_bytes)}, is in the host's memory, and "
-        "updates are rounded as the host's kernels round. They are timed as if the host read and wrote "
-        f"{request.device.host_update_bytes_per_second / 1e9:.3g} GB/s; `brimful calibrate` measures it where "
-        "the GPU is in this machine."
-    ]
+def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
+    """What of its memory, and what its time was told by."""
+    device, settings = request.device, best.settings
+    notes = []
+    if settings.offloaded:
+        assert device.host_link_bytes_per_second is not None
+        notes.append(
+            f"Offloading's copies are timed at {device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; "
+            "`brimful calibrate` measures the link of a GPU in this machine."
+        )
+    if settings.optimizer_on_host and device.kind == "cuda":
+        is_measured = device.measured_host_update_bytes_per_second is not None
+        how = "measured" if is_measured else "assumed: `brimful calibrate` measures it where the GPU is"
+        notes.append(
+            f"The optimizer's state, {format_bytes(best.predicted_host_state_bytes)}, is in the host's memory, "
+            "and updates are rounded as the host's kernels round. They are timed as if the host read and wrote "
+            f"{device.host_update_bytes_per_second / 1e9:.3g} GB/s ({how})."
+        )
+    taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
+    if taken_bytes:
+        notes.append(
+            f"Of the host's memory {format_bytes(taken_bytes)} are taken, "
+            f"{format_bytes(best.predicted_pinned_host_bytes)} of them pinned; "
+            f"{format_bytes(request.offload_host_bytes)} are permitted."
+        )
+    return notes
 
 
 def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:

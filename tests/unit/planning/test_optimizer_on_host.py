@@ -103,8 +103,11 @@ def test_permitting_it_never_makes_a_plan_slower_nor_a_larger_budget(smallest_on
 
 def test_what_the_host_may_give_limits_it(smallest_on_device: int) -> None:
     tight = partial(planned, smallest_on_device - PARAMETER_BYTES)
-    with pytest.raises(InfeasibleError, match=r"its state takes .* and of the host 64 MiB are permitted"):
-        tight(host_memory="64MiB")
+    state = 2 * PARAMETER_BYTES + MIB
+    for too_little in (64 * MIB, state):  # with what is on its way to and from there it takes more
+        with pytest.raises(InfeasibleError, match=r"stays on the device: on the host it takes .* of which"):
+            tight(host_memory=too_little)
+    assert tight(host_memory=state + 2 * BUCKET_BYTES).settings.optimizer_on_host
     with pytest.raises(InfeasibleError, match="you asked for: no offload"):
         tight(offload=False)
 
@@ -117,3 +120,26 @@ def test_a_loss_over_a_vocabulary_is_chunked_beside_it() -> None:
     plan = planned(found.value.smallest_peak_bytes - 64 * MIB, job)
     assert plan.settings.optimizer_on_host
     assert plan.settings.chunked_loss is not None
+
+
+@pytest.mark.parametrize("other", ["adamw8bit", "muon"])
+def test_permitting_an_optimizer_that_cannot_go_there_takes_nothing_away(
+    other: str, smallest_on_device: int
+) -> None:
+    """AdamW8bit may look at several parameters together; Muon multiplies matrices, at a rate nobody knows."""
+    budget = smallest_on_device - int(1.75 * PARAMETER_BYTES)
+    plan = planned(budget, allow_optimizers=other)
+    assert plan.settings.optimizer_on_host
+    assert plan.settings.optimizer is None
+    assert any(note.startswith(f"{other} stays on the device") for note in plan.notes)
+
+
+def test_a_measured_rate_of_the_host_is_said_to_be_one(smallest_on_device: int) -> None:
+    budget = smallest_on_device - PARAMETER_BYTES
+    assumed = planned(budget)
+    device = replace(find_device(GPU), measured_host_update_bytes_per_second=10e9)
+    measured = bf.plan(JOB, device, global_batch_size=64, budget=budget)
+    assert any("25.6 GB/s (assumed" in note for note in assumed.notes)
+    assert any("10 GB/s (measured)" in note for note in measured.notes)
+    slower = 7 * PARAMETER_BYTES * (1 / 10e9 - 1 / 25.6e9)
+    assert measured.predicted_step_seconds - assumed.predicted_step_seconds == pytest.approx(slower, rel=0.2)

@@ -19,6 +19,8 @@ from brimful.trace import Correction
 class Recording(Protocol):
     """What a rule may tell the recorder, and ask it; see `Recorder`."""
 
+    is_on_host: bool
+
     def add_temporary(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None: ...  # noqa: D102
     def add_kernel(self, kernel: Kernel, label: str) -> int: ...  # noqa: D102
     def allocate_block(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> int: ...  # noqa: D102

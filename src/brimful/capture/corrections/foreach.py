@@ -17,7 +17,7 @@ _NAME = "_get_foreach_kernels_supported_devices"
 
 
 class ForeachOptimizers(Rule):
-    """Let each optimizer choose as if the CPU were CUDA; what was chosen by hand stays.
+    """Let each optimizer choose as if the CPU were CUDA, unless it is on the host; a choice by hand stays.
 
     The rule itself stays torch's: `_default_to_fused_or_foreach` asks this list of devices. Adafactor and Muon
     do not ask, on CUDA either.
@@ -29,11 +29,13 @@ class ForeachOptimizers(Rule):
     @contextmanager
     def context(self) -> Iterator[None]:
         """Torch's list of devices names the CPU too while the context is open."""
-        devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
+        own = _foreach_utils._get_foreach_kernels_supported_devices()
+        devices = [*own, "cpu"]
         modules = [module for module in (optimizer_module, _foreach_utils) if hasattr(module, _NAME)]
         with ExitStack() as stack:
             for module in modules:
-                stack.enter_context(replaced(module, _NAME, lambda: devices))
+                chosen = lambda: own if self.recorder.is_on_host else devices  # noqa: E731
+                stack.enter_context(replaced(module, _NAME, chosen))
             yield
 
     watches_ops = True
