@@ -370,9 +370,8 @@ def test_it_is_in_force_in_a_loop_of_ones_own_and_in_what_is_kept_of_settings() 
         step(bf.batches.take(all_samples(), torch.arange(16)))
         saved = optimizer.state_dict()
         with step.loading():
-            assert (
-                optimizer.param_groups[0]["params"] == [*each.parameters()]
-            ) is not settings.optimizer_on_host
+            is_own = optimizer.param_groups[0]["params"][0] is next(each.parameters())
+            assert is_own is not settings.optimizer_on_host
             optimizer.load_state_dict(saved)
         step(bf.batches.take(all_samples(), torch.arange(16)))
         step.remove()
