@@ -260,6 +260,7 @@ def plan(
     parallelism: str | Parallelism = "auto",
     reshard_after_forward: bool | None = None,
     gathered_dtype: str | None = None,
+    cpu_offload: bool = False,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
 
@@ -307,6 +308,8 @@ def plan(
             backward; None takes the faster that fits. The mathematics are the same.
         gathered_dtype: Under FSDP2 and bf16, "bfloat16" gathers parameters in half the bytes, which rounds more
             than autocast does: norms' and embeddings' parameters, and what comes into each unit.
+        cpu_offload: Under FSDP2, keep each rank's parts of parameters, gradients and optimizer state in the
+            host's memory and update them there (torch's `CPUOffloadPolicy`).
 
     Returns:
         The plan, replayed within the budget.
@@ -357,6 +360,7 @@ def plan(
         parallelisms=parallelisms,
         reshard_after_forward=reshard_after_forward,
         gathered_dtype=gathered_dtype,
+        cpu_offload=cpu_offload,
     )
     with without_garbage_collection():
         return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))

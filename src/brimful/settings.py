@@ -228,6 +228,9 @@ class Settings:
     """Under FSDP2 and bf16: "bfloat16" gathers parameters in half the bytes. They stay float32 where they are
     divided, and gradients are averaged in float32. It is not quite what autocast computes: every parameter is
     rounded, those of norms and embeddings too, and so is what comes into a unit. None gathers what there is."""
+    cpu_offload: bool = False
+    """Under FSDP2, keep a rank's parts of parameters, gradients and optimizer state in the host's memory, and
+    update them there; parameters go to the device to be gathered."""
 
     def __post_init__(self) -> None:
         self._check_gathering()
@@ -254,12 +257,14 @@ class Settings:
                 )
 
     def _check_gathering(self) -> None:
-        for name, plain in (("reshard_after_forward", True), ("gathered_dtype", None)):
+        for name, plain in (("reshard_after_forward", True), ("gathered_dtype", None), ("cpu_offload", False)):
             if getattr(self, name) != plain and self.parallelism is not Parallelism.FSDP2:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r} is for FSDP2, and the parallelism is "
                     f"{str(self.parallelism)!r}, under which nothing is gathered. Leave it out, or take fsdp2."
                 )
+        if self.cpu_offload and self.optimizer_on_host:
+            raise UsageError("cpu_offload has the optimizer on the host already. Leave optimizer_on_host out.")
         if self.gathered_dtype is None:
             return
         if self.gathered_dtype != "bfloat16" or self.precision is not Precision.BF16:
@@ -336,6 +341,8 @@ class Settings:
             parts.append("gathered parameters held until backward")
         if self.gathered_dtype:
             parts.append(f"gathered in {self.gathered_dtype}")
+        if self.cpu_offload:
+            parts.append("parts on the host")
         if self.optimizer:
             parts.append(self.optimizer)
         if self.optimizer_implementation:
@@ -405,6 +412,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
     if settings.parallelism is Parallelism.FSDP2:
         document["reshard_after_forward"] = settings.reshard_after_forward
         document["gathered_dtype"] = settings.gathered_dtype
+        if settings.cpu_offload:
+            document["cpu_offload"] = True
     return document
 
 
@@ -445,4 +454,5 @@ def settings_from_json(document: dict[str, Any]) -> Settings:
         nodes=document.get("nodes", 1),
         reshard_after_forward=document.get("reshard_after_forward", True),
         gathered_dtype=document.get("gathered_dtype"),
+        cpu_offload=document.get("cpu_offload", False),
     )

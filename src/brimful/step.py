@@ -318,6 +318,8 @@ def matmul_precision(precision: Precision) -> Iterator[None]:
 def device_of(model: nn.Module) -> torch.device:
     """Where the model's first parameter or buffer is; the CPU if it has none."""
     for tensor in chain(model.parameters(), model.buffers()):  # lazily: every micro-batch asks
+        if isinstance(tensor, DTensor) and tensor.device_mesh.device_type != tensor.device.type:
+            return torch.device(tensor.device_mesh.device_type)  # its part is on the host meanwhile
         return tensor.device
     return torch.device("cpu")
 

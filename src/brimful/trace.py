@@ -189,7 +189,8 @@ class Trace:
     affine in the micro-batch, and is there however small that is."""
 
     host_state_bytes: int = 0
-    """Optimizer state that is in the host's memory, where the device is another."""
+    """What is in the host's memory between steps, where the device is another: optimizer state, and with
+    `cpu_offload` parts of parameters and gradients."""
     host_staging_bytes: int = 0
     """Memory of the host that gradients and parameters pass through on their way to and from there."""
 

@@ -17,9 +17,11 @@ from brimful.api import resolve_device
 from brimful.capture import capture_step
 from brimful.cost import step_seconds
 from brimful.errors import UsageError
+from brimful.hardware import find_device
 from brimful.planning import estimate_trace
 from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
-from brimful.trace import Phase, Trace
+from brimful.timeline import most_held_bytes, predict_memory
+from brimful.trace import Category, Phase, Trace
 from brimful.train import Trainer
 from brimful.train.lowering import Lowering
 from helpers.ranks import on_ranks
@@ -34,7 +36,8 @@ FSDP2 = Settings(
 HOLDING = replace(FSDP2, reshard_after_forward=False)
 HALVES = replace(FSDP2, gathered_dtype="bfloat16")
 ON_HOST = replace(FSDP2, optimizer_on_host=True)
-WAYS = (FSDP2, HOLDING, HALVES, replace(HOLDING, gathered_dtype="bfloat16"), ON_HOST)
+OFFLOADED = replace(FSDP2, cpu_offload=True)
+WAYS = (FSDP2, HOLDING, HALVES, replace(HOLDING, gathered_dtype="bfloat16"), ON_HOST, OFFLOADED)
 
 
 class Net(nn.Module):
@@ -95,7 +98,7 @@ def sent_bytes(trace: Trace, name: str) -> list[int]:
 @pytest.mark.slow  # processes that import torch
 @pytest.mark.parametrize("linear", [True, False])
 def test_holding_gathered_parameters_changes_no_bit(by_ranks: list[Any], linear: bool) -> None:
-    (plain, _), (holding, _), (halves, _), (both, _), _ = by_ranks[0][linear]
+    (plain, _), (holding, _), (halves, _), (both, _), *_ = by_ranks[0][linear]
     assert holding == plain
     assert both == halves
 
@@ -103,8 +106,9 @@ def test_holding_gathered_parameters_changes_no_bit(by_ranks: list[Any], linear:
 @pytest.mark.slow
 @pytest.mark.parametrize("linear", [True, False])
 def test_updating_each_ranks_part_on_the_host_changes_no_bit(by_ranks: list[Any], linear: bool) -> None:
-    (plain, _), *_, (on_host, _) = by_ranks[0][linear]
+    (plain, _), *_, (on_host, _), (offloaded, _) = by_ranks[0][linear]
     assert on_host == plain
+    assert offloaded == plain
 
 
 @pytest.mark.slow
@@ -220,3 +224,42 @@ def test_adafactor_is_refused_where_parameters_are_divided() -> None:
     found = bf.plan(job, "cpu", **options)
     assert found.settings.parallelism is Parallelism.DDP
     assert any("FSDP2 is left out: Adafactor" in note for note in found.notes)
+
+
+def test_with_cpu_offload_a_gpu_holds_no_part_and_copies_what_it_gathers() -> None:
+    """Beside what is gathered and saved for backward, there are copies of a unit's parts at a time."""
+    ranks = replace(OFFLOADED, ranks=8, micro_batch_size=1, gradient_accumulation_steps=2)
+    traces = []
+    for how in (replace(ranks, cpu_offload=False), ranks):
+        traces.append(capture_step(make_job(linear=False), how, find_device("RTX 3090"), steps=2))
+    plain, offloaded = traces
+    parts = sum(parameter.nbytes for parameter in Net(linear=False).parameters()) / 8
+    held = {
+        category: [most_held_bytes(trace, category) for trace in traces]
+        for category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE)
+    }
+    assert all(on_device >= 0.99 * parts and on_host == 0 for on_device, on_host in held.values())
+    assert 4 * parts <= offloaded.host_state_bytes < 4.2 * parts
+    assert sent_bytes(offloaded, GATHERS) == sent_bytes(plain, GATHERS)
+    assert sent_bytes(offloaded, REDUCES) == sent_bytes(plain, REDUCES)
+    peaks = [predict_memory(trace).peak_allocated_bytes for trace in traces]
+    rounding = 4 * 512 * sum(1 for _ in Net(linear=False).parameters())
+    assert 3 * parts <= peaks[0] - peaks[1] <= 4.2 * parts + rounding
+    assert all(op.on_host for op in offloaded.ops if op.phase is Phase.OPTIMIZER)
+    assert not any(op.on_host for op in offloaded.ops if op.phase is Phase.FORWARD)
+
+
+def test_cpu_offload_is_planned_for_fsdp2_alone_and_takes_its_time() -> None:
+    plan = bf.plan(make_job(linear=False), "RTX 3090", global_batch_size=8, ranks=4, parallelism="fsdp2")
+    offloaded = bf.plan(
+        make_job(linear=False), "RTX 3090", global_batch_size=8, ranks=4, parallelism="fsdp2", cpu_offload=True
+    )
+    assert offloaded.settings.cpu_offload
+    assert offloaded.predicted_step_seconds > plan.predicted_step_seconds
+    assert offloaded.predicted_peak_allocated_bytes < plan.predicted_peak_allocated_bytes
+    assert any("in the host's memory" in note for note in offloaded.notes)
+    assert settings_from_json(settings_to_json(offloaded.settings)) == offloaded.settings
+    with pytest.raises(UsageError, match="cpu_offload=True is for FSDP2"):
+        Settings(micro_batch_size=1, cpu_offload=True)
+    with pytest.raises(UsageError, match="has the optimizer on the host already"):
+        replace(OFFLOADED, optimizer_on_host=True)

@@ -186,7 +186,7 @@ def test_state_that_an_optimizer_has_already_and_numbers_of_its_groups_are_taken
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.Adagrad([parameter], lr=torch.tensor(0.5))
     on_host = UpdateOnHost(optimizer)
-    assert on_host.state_bytes == 3 * 4 + 4
+    assert host_update.state_bytes(optimizer) == 3 * 4 + 4
     on_host.run(optimizer.step)
     assert parameter.tolist() == pytest.approx([-0.5] * 3)
     assert isinstance(optimizer.param_groups[0]["lr"], Tensor)

@@ -93,12 +93,6 @@ class UpdateOnHost:
         """Memory of the host that gradients and parameters pass through."""
         return sum(each.nbytes for each in self.staging)
 
-    @property
-    def state_bytes(self) -> int:
-        """Optimizer state, of which a step count counts too."""
-        tensors = (value for state in self._optimizer.state.values() for value in state.values())
-        return sum(own_part(value).nbytes for value in tensors if isinstance(value, Tensor))
-
     @torch.no_grad()
     def run(self, step: Callable[[], object]) -> None:
         """Carry out a step.
@@ -211,6 +205,12 @@ class UpdateOnHost:
         finally:
             state.update({p: optimizer.state[copy] for p, copy in copies.items() if copy in optimizer.state})
             optimizer.param_groups, optimizer.state = groups, state
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """What an optimizer keeps between steps; a step count counts too."""
+    tensors = (value for state in optimizer.state.values() for value in state.values())
+    return sum(own_part(value).nbytes for value in tensors if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -45,10 +45,12 @@ class Sharded:
         before = sum(1 for _ in model.parameters())
         if settings.gathered_dtype is not None:
             _check_statistics(model)
-        policy = _precision_policy(settings)
+        policies: dict[str, Any] = {"mp_policy": _precision_policy(settings)}
+        if settings.cpu_offload:
+            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         for unit in sharded_units(model):
-            fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, mp_policy=policy)
-        self._root: Any = fully_shard(Around(model), mesh=mesh, mp_policy=policy)
+            fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, **policies)
+        self._root: Any = fully_shard(Around(model), mesh=mesh, **policies)
         after = sum(1 for _ in model.parameters())
         if after != before:
             raise UsageError(

@@ -11,9 +11,10 @@ from brimful.job import Batch
 from brimful.trace import Category
 
 
-def mark_model(model: nn.Module, recorder: Recorder) -> None:
-    """Parameters and buffers, as there before the first step."""
-    for tensors in (dict(model.named_parameters()), dict(model.named_buffers())):
+def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = True) -> None:
+    """Parameters, unless they are in another memory, and buffers, as there before the first step."""
+    parameters = dict(model.named_parameters()) if with_parameters else {}
+    for tensors in (parameters, dict(model.named_buffers())):
         recorder.mark(tensors.values(), Category.PARAMETERS, tensors)
 
 

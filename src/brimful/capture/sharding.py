@@ -5,7 +5,7 @@ ops is told to the recorder: it makes and frees room for gathered parameters by 
 DTensor works out global shapes by running ops on fakes of its own, which no device does.
 
 Private torch APIs used here: `torch.testing._internal.distributed.fake_pg`,
-`torch.distributed.fsdp._fully_shard`, `alloc_storage` and `free_storage`,
+`torch.distributed.fsdp._fully_shard`, `alloc_storage`, `free_storage` and `FSDPParam`,
 `torch.distributed.tensor._sharding_prop.ShardingPropagator` (checked: torch 2.13, 2.11).
 """
 
@@ -20,6 +20,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_parameters
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_groups
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -57,8 +58,12 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def sharding_seen(recorder: Recorder) -> Iterator[None]:
-    """Within, the recorder sees what FSDP2 frees, and not what DTensor only works out."""
+def sharding_seen(recorder: Recorder, settings: Settings) -> Iterator[None]:
+    """Within, the recorder sees what FSDP2 frees, and not what DTensor only works out.
+
+    With `cpu_offload` for a GPU, a part that is gathered is first copied there, and a gradient leaves it as
+    soon as it is reduced.
+    """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     allocate, free = fsdp_parameters.alloc_storage, fsdp_parameters.free_storage
 
@@ -74,13 +79,34 @@ def sharding_seen(recorder: Recorder) -> Iterator[None]:
         with recorder.looking_away():
             return propagate(propagator, schema)
 
+    sharded: Any = FSDPParam
+    make_part, gather = sharded.to_sharded_dtensor, sharded.all_gather_inputs.fget
+
+    def gradient_on_host(parameter: FSDPParam, tensor: Tensor) -> Any:
+        if not hasattr(parameter, "sharded_param"):  # not a gradient, but its part while it is divided
+            return make_part(parameter, tensor)
+        with recorder.on_host():
+            return make_part(parameter, tensor.clone())
+
+    def gathered_from_host(parameter: FSDPParam) -> Any:
+        own = parameter._sharded_param_data
+        parameter._sharded_param_data = recorder.empty_copy(own)
+        try:
+            return gather(parameter)
+        finally:
+            parameter._sharded_param_data = own
+
+    stand_ins: list[tuple[Any, str, Any]] = [
+        (fsdp_parameters, "alloc_storage", seen_allocate),
+        (fsdp_groups, "alloc_storage", seen_allocate),
+        (fsdp_parameters, "free_storage", seen_free),
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagate),
+    ]
+    if settings.cpu_offload and not recorder.host_is_device:
+        stand_ins.append((sharded, "to_sharded_dtensor", gradient_on_host))
+        stand_ins.append((sharded, "all_gather_inputs", property(gathered_from_host)))
     with ExitStack() as stack:
-        for where, name, stand_in in (
-            (fsdp_parameters, "alloc_storage", seen_allocate),
-            (fsdp_groups, "alloc_storage", seen_allocate),
-            (fsdp_parameters, "free_storage", seen_free),
-            (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagate),
-        ):
+        for where, name, stand_in in stand_ins:
             stack.enter_context(_replaced(where, name, stand_in))
         yield
 

@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
 from brimful.applying import apply_units
-from brimful.applying.host_update import UpdateOnHost
+from brimful.applying.host_update import UpdateOnHost, state_bytes
 from brimful.applying.sharding import Sharded, check_optimizer
-from brimful.batches import make_batch, map_tensors, named_tensors
+from brimful.batches import make_batch, map_tensors, named_tensors, own_part
 from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
 from brimful.capture.fakes import (
@@ -110,7 +110,7 @@ def capture_step(
             mesh = stack.enter_context(fake_ranks(settings)) if settings.divides_model else None
             sharded = None
             if mesh is not None:
-                stack.enter_context(sharding_seen(recorder))
+                stack.enter_context(sharding_seen(recorder, settings))
                 with mode:
                     sharded = Sharded(model, mesh, settings)
             applied = apply_units(model, settings)
@@ -188,8 +188,10 @@ def _prepare(
     sharded: Sharded | None,
 ) -> Callable[[int], None]:
     """Record what is there before training; what it returns runs and records the step of a number."""
-    mark_model(model, recorder)
-    with recorder.on_host() if settings.optimizer_on_host else nullcontext():  # some make state at once
+    parts_on_host = settings.cpu_offload and not recorder.host_is_device
+    mark_model(model, recorder, with_parameters=not parts_on_host)
+    is_on_host = settings.optimizer_on_host or parts_on_host
+    with recorder.on_host() if is_on_host else nullcontext():  # some make state at once
         optimizer = _make_optimizer(job, model, settings)
     if sharded is not None:
         check_optimizer(optimizer)
@@ -199,18 +201,27 @@ def _prepare(
     carry_out: CarryOut = at_once if on_host is None else on_host.run
 
     def mark() -> None:
-        if on_host is None or recorder.host_is_device:
+        if recorder.host_is_device or not is_on_host:
             mark_state(optimizer, model, recorder)
-        else:
-            recorder.host_state_bytes = on_host.state_bytes
+            return
+        recorder.host_state_bytes = state_bytes(optimizer)
+        if parts_on_host:
+            trainable = sum(own_part(p).nbytes for p in model.parameters() if p.requires_grad)
+            recorder.host_state_bytes += trainable + sum(own_part(p).nbytes for p in model.parameters())
 
     if on_host is not None:
         recorder.host_staging_bytes = on_host.staging_bytes
         if recorder.host_is_device:
             recorder.mark(on_host.staging, Category.OPTIMIZER_STATE, ["on the way to the host"] * 2)
-    made_early = make_state(
-        optimizer, model, recorder, among_ranks=settings.ranks > 1, carry_out=carry_out, mark=mark
-    )
+    with recorder.on_host() if parts_on_host else nullcontext():
+        made_early = make_state(
+            optimizer,
+            model,
+            recorder,
+            among_ranks=settings.ranks > 1 and not parts_on_host,
+            carry_out=carry_out,
+            mark=mark,
+        )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     reached: set[int] = set()
 
@@ -233,8 +244,10 @@ def _prepare(
         return coming.pop
 
     def observe(phase: Phase, micro_batch: int) -> None:
+        recorder.is_on_host = parts_on_host and phase is Phase.OPTIMIZER
         if phase is Phase.OPTIMIZER:
-            mark_gradients(model, recorder)
+            if not parts_on_host:
+                mark_gradients(model, recorder)
             _drop_state_of_unused(optimizer, [p for p in made_early if p.grad is None], recorder)
             made_early.clear()
         recorder.at(phase, micro_batch)
@@ -244,6 +257,7 @@ def _prepare(
         return sharded.computed(lambda model: job.loss(model, batch))
 
     def run(step: int) -> None:
+        recorder.is_on_host = False
         recorder.at(Phase.FORWARD, 0, step)
         run_step(
             model=model,

@@ -231,6 +231,15 @@ class PlanOptions:
         ),
     ] = None
 
+    cpu_offload: Annotated[
+        bool,
+        typer.Option(
+            "--cpu-offload",
+            help="Under FSDP2, keep each rank's parts of parameters, gradients and optimizer state in the "
+            "host's memory, and update them there.",
+        ),
+    ] = False
+
     def asked(self) -> dict[str, Any]:
         """As arguments of `api.plan`."""
         return arguments(self) | {"allow_optimizers": self.allow_optimizers or ()}

@@ -172,6 +172,9 @@ def _communication_seconds(
     else:
         amounts = [share * each for each in _collective_bytes(trace)]
         sent_bytes, alone_bytes = sum(amounts), max(amounts, default=0.0)
+        if settings.cpu_offload and device.host_link_bytes_per_second is not None:
+            # of each amount a rank's own part goes over its link to the host, before or after
+            rate = 1 / (1 / rate + 1 / (settings.ranks - 1) / device.host_link_bytes_per_second)
         beside_seconds = forward_seconds + backward_seconds
     if device.kind == "cpu":
         return sent_bytes / rate

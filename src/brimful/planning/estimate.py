@@ -97,7 +97,7 @@ class Estimate:
     """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
     training."""
     predicted_host_state_bytes: int
-    """Optimizer state in the host's memory."""
+    """Optimizer state in the host's memory; with `cpu_offload` parts of parameters and gradients too."""
     predicted_step_seconds: float
     step_time: StepTime
     capacity_bytes: int

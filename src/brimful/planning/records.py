@@ -82,7 +82,7 @@ class Plan:
     """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
     training."""
     predicted_host_state_bytes: int = 0
-    """Optimizer state in the host's memory."""
+    """Optimizer state in the host's memory; with `cpu_offload` parts of parameters and gradients too."""
     model_flops: int | None = None
     """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
     peak_flops_per_second: float | None = None

@@ -64,6 +64,8 @@ class Request:
     """Under FSDP2; None lets the plan choose."""
     gathered_dtype: str | None = None
     """Under FSDP2. It changes the mathematics a little, so that no plan chooses it by itself."""
+    cpu_offload: bool = False
+    """Under FSDP2."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
     computed. False keeps the mathematics: such a model trains its whole batch at once."""
@@ -84,8 +86,9 @@ class Request:
                 f"ranks. Nearest that can: {max(round(self.global_batch_size / self.ranks), 1) * self.ranks}."
             )
 
-        for name in ("reshard_after_forward", "gathered_dtype"):
-            if getattr(self, name) is not None and Parallelism.FSDP2 not in self.parallelisms:
+        for name in ("reshard_after_forward", "gathered_dtype", "cpu_offload"):
+            is_asked = getattr(self, name) is not (False if name == "cpu_offload" else None)
+            if is_asked and Parallelism.FSDP2 not in self.parallelisms:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r} is for FSDP2, which is not among the ways to train that "
                     f"are permitted ({', '.join(self.parallelisms)}, {self.ranks} ranks)."
@@ -147,6 +150,7 @@ class Request:
                 parallelism=parallelism,
                 reshard_after_forward=reshards,
                 gathered_dtype=self._gathered_dtype(parallelism),
+                cpu_offload=self.cpu_offload and parallelism is Parallelism.FSDP2,
             )
             for parallelism in self.parallelisms
             for reshards in self._reshards(parallelism)

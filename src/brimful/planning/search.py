@@ -410,6 +410,12 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
             f"Offloading's copies are timed at {device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; "
             "`brimful calibrate` measures the link of a GPU in this machine."
         )
+    if settings.cpu_offload and device.kind == "cuda":
+        notes.append(
+            "Each rank has its parts of parameters, gradients and optimizer state, "
+            f"{format_bytes(best.predicted_host_state_bytes)}, in the host's memory, and updates them there as "
+            f"if it had {device.host_update_bytes_per_second / 1e9:.3g} GB/s for itself."
+        )
     if settings.optimizer_on_host and device.kind == "cuda":
         is_measured = device.measured_host_update_bytes_per_second is not None
         how = "measured" if is_measured else "assumed: `brimful calibrate` measures it where the GPU is"

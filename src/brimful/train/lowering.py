@@ -100,6 +100,7 @@ class Lowering:
             nodes=settings.nodes,
             parallelisms=(settings.parallelism,),
             gathered_dtype=settings.gathered_dtype,
+            cpu_offload=settings.cpu_offload,
         )
 
     def _resharding(self, settings: Settings) -> Settings:
