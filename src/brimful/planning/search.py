@@ -425,11 +425,13 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
             f"{device.host_update_bytes_per_second / 1e9:.3g} GB/s ({how})."
         )
     taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
-    if taken_bytes:
+    if taken_bytes and device.kind == "cuda":
+        permitted = format_bytes(request.offload_host_bytes)
+        is_less = taken_bytes <= request.offload_host_bytes
         notes.append(
-            f"Of the host's memory {format_bytes(taken_bytes)} are taken, "
-            f"{format_bytes(best.predicted_pinned_host_bytes)} of them pinned; "
-            f"{format_bytes(request.offload_host_bytes)} are permitted."
+            f"Of the host's memory {format_bytes(taken_bytes)} are taken by each rank, "
+            f"{format_bytes(best.predicted_pinned_host_bytes)} of them pinned for copies; "
+            + (f"{permitted} are permitted." if is_less else f"that is more than the {permitted} permitted.")
         )
     return notes
 
