@@ -157,13 +157,15 @@ class UnitAction:
 _RUN_AGAIN = frozenset({Action.RECOMPUTE, Action.SAVE, Action.NEST})
 """Actions of which something runs a second time."""
 
-_DONE = {
-    Action.RECOMPUTE: "recomputed",
-    Action.SAVE: "recomputed in part",
-    Action.NEST: "nested",
-    Action.OFFLOAD: "offloaded",
-}
-"""What is said of the units with an action."""
+_DONE = ("recomputed", "recomputed in part", "nested", "offloaded", "offloaded in part")
+"""What is said of units."""
+
+
+def _done(unit: UnitAction) -> str:
+    if unit.action is Action.OFFLOAD:
+        return "offloaded" if unit.most_offloaded_bytes is None else "offloaded in part"
+    said = {Action.RECOMPUTE: "recomputed", Action.SAVE: "recomputed in part", Action.NEST: "nested"}
+    return said.get(unit.action, "kept")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,8 +361,9 @@ class Settings:
             parts.append("micro-batches copied ahead")
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
-        for action, how in _DONE.items():
-            count = sum(unit.action is action for unit in self.units)
+        dones = [_done(unit) for unit in self.units]
+        for how in _DONE:
+            count = dones.count(how)
             if count == len(self.units):
                 parts.append(f"all {count} units {how}")
             elif count:

@@ -192,7 +192,7 @@ class Trace:
     """What is in the host's memory between steps, where the device is another: optimizer state, and with
     `cpu_offload` parts of parameters and gradients."""
     host_staging_bytes: int = 0
-    """Memory of the host that gradients and parameters pass through on their way to and from there."""
+    """Pinned memory of the host that gradients and parameters pass through on their way to and from there."""
 
     def has_same_shape_as(self, other: Trace) -> bool:
         """Whether both run the same ops and make the same storages, and only the micro-batch decides sizes."""

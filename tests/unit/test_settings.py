@@ -79,7 +79,7 @@ def test_json_both_ways() -> None:
 def test_a_reader_is_told_what_becomes_of_the_units() -> None:
     assert SETTINGS.describe() == (
         "bf16, micro-batch 4 × 2, adamw, fused optimizer, 1 of 6 units recomputed, "
-        "1 of 6 units recomputed in part, 1 of 6 units nested, 1 of 6 units offloaded"
+        "1 of 6 units recomputed in part, 1 of 6 units nested, 1 of 6 units offloaded in part"
     )
     assert SETTINGS.recomputed == ("b", "c[0..2]", "c[3..5]")
     assert SETTINGS.offloaded == ("d",)

@@ -81,10 +81,12 @@ class UpdateOnHost:
         self._around_host = around_host
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_pinned = any(own_part(parameter).is_cuda for parameter in parameters)
-        capacity = max([BUCKET_BYTES, *(_room(parameter) for parameter in parameters)])
+        rooms = [_room(parameter) for parameter in parameters]
+        capacity = max(min(BUCKET_BYTES, sum(rooms)), *rooms)
+        rows = 1 if sum(rooms) <= capacity else 2
         with around_host():
-            self.staging = [_memory(capacity, is_pinned=is_pinned) for _ in range(2)]
-            """What is on its way, in turns: a row of bytes each."""
+            self.staging = [_memory(capacity, is_pinned=is_pinned) for _ in range(rows)]
+            """What is on its way, in turns: a row of bytes each, one alone where all fits it."""
             for parameter, state in optimizer.state.items():
                 optimizer.state[parameter] = map_tensors(state, _on_host)
 

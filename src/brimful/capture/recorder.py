@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
         self.host_state_bytes = 0
         """Of optimizer state in the host's memory."""
         self.host_staging_bytes = 0
-        """Of the host's memory on the way to and from there."""
+        """Of pinned memory on the way to and from there."""
         self.sizes_depend_on_values = False
         """Whether values of the batch decided the size of anything, so that another batch may have others."""
         self._lines: dict[int, str] = {}

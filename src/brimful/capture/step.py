@@ -44,6 +44,7 @@ from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.step import CarryOut, at_once, autocast, make_scaler, run_step
+from brimful.timeline import pinned_bytes
 from brimful.trace import Category, Phase, Trace
 from brimful.updating import UpdateInBackward
 
@@ -210,7 +211,7 @@ def _prepare(
             recorder.host_state_bytes += trainable + sum(own_part(p).nbytes for p in model.parameters())
 
     if on_host is not None:
-        recorder.host_staging_bytes = on_host.staging_bytes
+        recorder.host_staging_bytes = sum(pinned_bytes(each.nbytes) for each in on_host.staging)
         if recorder.host_is_device:
             recorder.mark(on_host.staging, Category.OPTIMIZER_STATE, ["on the way to the host"] * 2)
     with recorder.on_host() if parts_on_host else nullcontext():

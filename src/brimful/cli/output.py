@@ -29,8 +29,15 @@ def refuse(beside: Mapping[str, object], why: str) -> None:
 
 
 def show_warning(message: Warning | str, *_where: object) -> None:
-    """Print a warning as a reader of the command line needs it, without where in the code it was made."""
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    """Print a warning once, as a reader of the command line needs it, without where in the code it was made."""
+    text = f"warning: {message}"
+    if text not in _warned:
+        _warned.add(text)
+        print(text, file=sys.stderr, flush=True)
+
+
+_warned: set[str] = set()
+"""Those printed: each capture of a model makes what its constructor warns of anew."""
 
 
 def asked_on_command_line(context: typer.Context, is_meant: Callable[[str], bool]) -> list[str]:

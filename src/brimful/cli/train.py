@@ -62,7 +62,8 @@ train_app = typer.Typer(
     cls=_TasksOrJob,
     no_args_is_help=True,
     help="Plan, train inside the budget, and show predicted beside measured; under torchrun on all its ranks.",
-    epilog="`brimful train MODEL …` is short for `brimful train job MODEL …`.",
+    epilog="`brimful train MODEL …` is short for `brimful train job MODEL …`, whose options "
+    "`brimful train job --help` lists.",
     rich_markup_mode=None,
 )
 

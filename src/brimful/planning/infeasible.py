@@ -52,7 +52,7 @@ def nothing_fits(
         lines.append(
             f"  the batch was not split: {len(plain_trace.batch_coupled_modules)} BatchNorm layers "
             f"(first: {plain_trace.batch_coupled_modules[0]!r}) compute with the whole of it. Permit it with "
-            "split_batch_norm (statistics are then over a micro-batch)"
+            "split_batch_norm, --split-batch-norm (statistics are then over a micro-batch)"
         )
     if held_back := ", ".join(_what_was_asked(request)):
         lines.append(f"  you asked for: {held_back}; without that, a smaller budget may do")
@@ -71,6 +71,8 @@ def _what_was_asked(request: Request) -> Iterator[str]:
         yield "no chunked loss"
     if request.device.kind == "cuda" and not request.permits_expandable_segments:
         yield "no expandable segments"
+    if request.device.kind == "cpu" and request.optimizer_on_host:
+        yield "the optimizer on the host, which is the device here, so that nothing is spared"
     if request.device.kind == "cuda" and not request.offload_host_bytes:
         yield "no offload"
     elif request.device.kind == "cuda" and request.optimizer_on_host is False:

@@ -125,6 +125,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
             *_what_the_host_gives(best, request),
+            *_where_the_optimizer_returns(best, request, candidates),
             *_what_ranks_take(best.settings, plain_trace, request),
             *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
@@ -319,13 +320,19 @@ def _alternatives(
     ]
     by_label = {each.label: each for each in sorted([*captured, *expected], key=_step_seconds, reverse=True)}
     by_label.pop(best.settings.describe(), None)  # keeping everything is the same however units are divided
-    others = sorted(by_label.values(), key=_step_seconds)[:MOST_ALTERNATIVES]
+    for other in list(by_label.values()):  # growing segments are worth a line where they are faster
+        plainly = by_label.get(replace(other.settings, expandable_segments=False).describe())
+        if plainly not in (None, other) and plainly.predicted_step_seconds <= other.predicted_step_seconds:
+            del by_label[other.label]
+    others_by_hand: list[Alternative] = []
     own = [candidate for candidate in candidates if _is_plain_otherwise(candidate.settings, request)]
     for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
         by_hand = _largest_by_hand(own, action, f"{how}, largest micro-batch")
         if by_hand is not None and by_hand.settings != best.settings:
-            others.append(by_hand)
-    return tuple(sorted(others, key=_step_seconds))
+            by_label.pop(by_hand.settings.describe(), None)
+            others_by_hand.append(by_hand)
+    others = sorted(by_label.values(), key=_step_seconds)[:MOST_ALTERNATIVES]
+    return tuple(sorted([*others, *others_by_hand], key=_step_seconds))
 
 
 def _fitting(settings: Settings, reserved_bytes: int, step_seconds: float) -> Alternative:
@@ -404,6 +411,11 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
     """What of its memory, and what its time was told by."""
     device, settings = request.device, best.settings
     notes = []
+    if settings.optimizer_on_host and device.kind == "cpu":
+        notes.append(
+            "The optimizer is on the host, as you asked, which is the device here: nothing is spared, and what "
+            "is on its way takes memory."
+        )
     if settings.offloaded:
         assert device.host_link_bytes_per_second is not None
         notes.append(
@@ -426,14 +438,27 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
         )
     taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
     if taken_bytes and device.kind == "cuda":
-        permitted = format_bytes(request.offload_host_bytes)
-        is_less = taken_bytes <= request.offload_host_bytes
+        permitted = (
+            f"{format_bytes(request.offload_host_bytes)} permitted (host_memory; else half of this machine's)"
+        )
+        how = "of the" if taken_bytes <= request.offload_host_bytes else "more than the"
         notes.append(
-            f"Of the host's memory {format_bytes(taken_bytes)} are taken by each rank, "
-            f"{format_bytes(best.predicted_pinned_host_bytes)} of them pinned for copies; "
-            + (f"{permitted} are permitted." if is_less else f"that is more than the {permitted} permitted.")
+            f"{'Training' if settings.ranks == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of the host's memory, {how} {permitted}; "
+            f"{format_bytes(best.predicted_pinned_host_bytes)} of it are pinned for copies."
         )
     return notes
+
+
+def _where_the_optimizer_returns(best: Estimate, request: Request, candidates: list[Candidate]) -> list[str]:
+    """From about which budget on the optimizer fits the device, if the plan chose the host for want of room."""
+    if not best.settings.optimizer_on_host or request.optimizer_on_host:
+        return []
+    on_device = [candidate for candidate in candidates if not candidate.settings.optimizer_on_host]
+    least = min(on_device, key=Candidate.smallest_peak_bytes)
+    budget_bytes = least.reserved_at_smallest_peak() + request.device.context_bytes
+    if budget_bytes <= request.budget_bytes:
+        return []
+    return [f"With its optimizer on the device a plan takes {format_bytes(budget_bytes)} or a little less."]
 
 
 def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:

@@ -66,5 +66,4 @@ def pinned_host_bytes(trace: Trace) -> int:
     for op in trace.ops:
         if op.name == TO_HOST:
             of_micro_batch[op.step, op.micro_batch] += pinned_bytes(op.written_bytes)
-    staging_bytes = 2 * pinned_bytes(trace.host_staging_bytes // 2) if trace.host_staging_bytes else 0
-    return max(of_micro_batch.values(), default=0) + staging_bytes
+    return max(of_micro_batch.values(), default=0) + trace.host_staging_bytes
