@@ -443,7 +443,8 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
         )
         how = "of the" if taken_bytes <= request.offload_host_bytes else "more than the"
         notes.append(
-            f"{'Training' if settings.ranks == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of the host's memory, {how} {permitted}; "
+            f"{'Training' if settings.ranks == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of the "
+            f"host's memory, {how} {permitted}; "
             f"{format_bytes(best.predicted_pinned_host_bytes)} of it are pinned for copies."
         )
     return notes
