@@ -455,11 +455,10 @@ def _where_the_optimizer_returns(best: Estimate, request: Request, candidates: l
     if not best.settings.optimizer_on_host or request.optimizer_on_host:
         return []
     on_device = [candidate for candidate in candidates if not candidate.settings.optimizer_on_host]
-    least = min(on_device, key=Candidate.smallest_peak_bytes)
-    budget_bytes = least.reserved_at_smallest_peak() + request.device.context_bytes
-    if budget_bytes <= request.budget_bytes:
+    least_bytes = min(map(Candidate.smallest_peak_bytes, on_device)) + request.device.context_bytes
+    if least_bytes <= request.budget_bytes:
         return []
-    return [f"With its optimizer on the device a plan takes {format_bytes(budget_bytes)} or a little less."]
+    return [f"With its optimizer on the device a plan takes about {format_bytes(least_bytes)} or more."]
 
 
 def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:
