@@ -157,6 +157,19 @@ def test_a_state_is_loaded_on_the_host_with_its_parameters_left_alone() -> None:
         assert torch.equal(optimizer.state[ours]["exp_avg"], saved.state[theirs]["exp_avg"])
 
 
+def test_a_state_that_cannot_be_loaded_leaves_the_one_that_is_there() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([parameter])
+    on_host = UpdateOnHost(optimizer)
+    on_host.run(optimizer.step)
+    before = optimizer.state[parameter]["exp_avg"]
+    with pytest.raises(ValueError, match="different number of parameter groups"), on_host.loading():
+        optimizer.load_state_dict({"state": {}, "param_groups": []})
+    assert optimizer.state[parameter]["exp_avg"] is before
+    assert optimizer.param_groups[0]["params"][0] is parameter
+
+
 @pytest.mark.usefixtures("small_buckets")
 def test_what_is_larger_than_a_bucket_is_alone_in_one_and_the_others_are_not_larger(
     monkeypatch: pytest.MonkeyPatch,

@@ -82,7 +82,7 @@ class UpdateOnHost:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_pinned = any(own_part(parameter).is_cuda for parameter in parameters)
         rooms = [_room(parameter) for parameter in parameters]
-        capacity = max(min(BUCKET_BYTES, sum(rooms)), *rooms)
+        capacity = max([min(BUCKET_BYTES, sum(rooms)), *rooms])
         rows = 1 if sum(rooms) <= capacity else 2
         with around_host():
             self.staging = [_memory(capacity, is_pinned=is_pinned) for _ in range(rows)]
@@ -127,7 +127,10 @@ class UpdateOnHost:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Within, the optimizer's parameters are on the host, and so is a state that it loads."""
+        """Within, the optimizer's parameters are on the host, and so is a state that it loads.
+
+        If it loads none, it keeps its own.
+        """
         copies = {
             parameter: _as_part(parameter, torch.empty_like(own_part(parameter), device="cpu"))
             for group in self._optimizer.param_groups
@@ -139,10 +142,10 @@ class UpdateOnHost:
         try:
             yield
         finally:
-            of_copies = self._optimizer.state
-            self._optimizer.state = defaultdict(
-                dict, {p: of_copies[copy] for p, copy in copies.items() if copy in of_copies}
-            )
+            state = self._optimizer.state
+            for parameter, copy in copies.items():
+                if copy in state:
+                    state[parameter] = state.pop(copy)
             for group, parameters in zip(self._optimizer.param_groups, groups, strict=True):
                 group["params"] = parameters
 
