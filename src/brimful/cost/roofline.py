@@ -7,15 +7,7 @@ from brimful.cost.regions import COPY_SECONDS
 from brimful.curves import RateCurve
 from brimful.hardware import Device
 from brimful.settings import Precision
-from brimful.timeline import (
-    ARRIVED_ON_HOST,
-    SEND_TO_DEVICE,
-    SEND_TO_HOST,
-    TO_DEVICE,
-    TO_DEVICE_DONE,
-    TO_HOST,
-    TO_HOST_DONE,
-)
+from brimful.timeline import LINK_USES
 from brimful.trace import Op, Phase
 
 COMPUTE_EFFICIENCY = 0.75
@@ -51,10 +43,6 @@ CUDA", parallelized reductions. At which length is assumed, not measured.
 
 _BYTES_PER_ELEMENT = {"float64": 8, "float16": 2, "bfloat16": 2}
 """Of a result; 4 elsewhere."""
-
-_COPIES = frozenset({TO_HOST, TO_DEVICE, SEND_TO_HOST, SEND_TO_DEVICE})
-_WAITS = frozenset({TO_HOST_DONE, TO_DEVICE_DONE, ARRIVED_ON_HOST})
-"""Ops that begin copies between host and device, and that wait for those begun."""
 
 _STANDS_IN = {"attention": "matmul", "recurrent": "matmul", "convolution": "matmul"}
 """Arithmetic kinds whose curve may be missing for a type, and the kind that is measured for most."""
@@ -139,7 +127,8 @@ class Roofline:
 
     def host_seconds(self, op: Op) -> float:
         """Seconds of the host for one op: launch, autograd and Python by what runs it; of its own, the work."""
-        if op.name in _COPIES:
+        link_use = LINK_USES.get(op.name)
+        if link_use is not None and link_use.begins:
             return COPY_SECONDS
         if op.on_host:
             moved_bytes = op.read_bytes + op.written_bytes
@@ -148,10 +137,9 @@ class Roofline:
         return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
 
     def _work_seconds(self, op: Op) -> float:
-        if self._device.kind == "cuda" and op.name in _WAITS:
-            return 0.0
-        if self._device.kind == "cuda" and op.name in _COPIES:
-            return self.copy_seconds(op.written_bytes)
+        link_use = LINK_USES.get(op.name)
+        if self._device.kind == "cuda" and link_use is not None:
+            return self.copy_seconds(op.written_bytes) if link_use.begins else 0.0
         work = work_of(op, self._precision)
         moved_bytes = op.read_bytes + op.written_bytes
         curve = self._curve(work)

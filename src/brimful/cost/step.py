@@ -15,34 +15,12 @@ from brimful.cost.roofline import Roofline
 from brimful.hardware import Device
 from brimful.module_tree import unit_of_each_op
 from brimful.settings import Action, Parallelism, Settings
-from brimful.timeline import (
-    ARRIVED_ON_HOST,
-    SEND_TO_DEVICE,
-    SEND_TO_HOST,
-    TO_DEVICE,
-    TO_DEVICE_DONE,
-    TO_HOST,
-    TO_HOST_DONE,
-)
+from brimful.timeline import LINK_USES
 from brimful.trace import Category, Phase, Trace
 from brimful.units import MIB
 
 BUCKET_BYTES = 25 * MIB
 """Of gradients that DDP averages at once: DistributedDataParallel's bucket_cap_mb."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LinkWay:
-    """What an op has to do with copies between device and host."""
-
-    way: str
-    """The direction."""
-    begins: bool = False
-    """Whether a copy begins; else it waits for those that have."""
-    follows: str | None = None
-    """Another direction, whose copies the one that begins comes after."""
-    host_waits: bool = False
-    """Whether the host waits itself; else it lets the device wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +50,8 @@ class StepTime:
         )
 
 
-_LINK_WAYS = {
-    TO_HOST: _LinkWay(way="to host", begins=True),
-    TO_HOST_DONE: _LinkWay(way="to host"),
-    TO_DEVICE: _LinkWay(way="to device", begins=True),
-    TO_DEVICE_DONE: _LinkWay(way="to device"),
-    SEND_TO_HOST: _LinkWay(way="to host", begins=True, follows="to device"),
-    ARRIVED_ON_HOST: _LinkWay(way="to host", host_waits=True),
-    SEND_TO_DEVICE: _LinkWay(way="to device", begins=True),
-}
-_LINK_NAMES = tuple(_LINK_WAYS)
-_LINK_OF = {name: index for index, name in enumerate(_LINK_NAMES)}
+_LINK_USES = tuple(LINK_USES.values())
+_LINK_OF = {name: index for index, name in enumerate(LINK_USES)}
 
 _PARTS = 4
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = range(_PARTS)
@@ -295,15 +264,15 @@ class _Step:
         link = self.link[order]
         found = []
         for position in np.flatnonzero(link >= 0).tolist():
-            link_way = _LINK_WAYS[_LINK_NAMES[link[position]]]
-            seconds = float(self.link_seconds[order[position]]) if link_way.begins else None
+            use = _LINK_USES[link[position]]
+            seconds = float(self.link_seconds[order[position]]) if use.begins else None
             found.append(
                 LinkOp(
                     position=position,
-                    way=link_way.way,
+                    way=use.way,
                     copy_seconds=seconds,
-                    follows=link_way.follows,
-                    host_waits=link_way.host_waits,
+                    follows=use.follows,
+                    host_waits=use.host_waits,
                 )
             )
         return found

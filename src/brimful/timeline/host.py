@@ -3,26 +3,44 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from brimful.trace import Trace
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkUse:
+    """What an op has to do with copies between device and host."""
+
+    way: str
+    """The direction, "to host" or "to device"; the copies of each follow one another."""
+    begins: bool = False
+    """Whether a copy begins, of as many bytes as the op writes; else it waits for those that have."""
+    follows: str | None = None
+    """Another direction, whose copies so far come before the one that begins."""
+    host_waits: bool = False
+    """Whether the host waits itself; else it lets the device wait."""
+
+
 TO_HOST = "brimful.to_host.default"
-"""Begins a copy to the host of as many bytes as it writes."""
-TO_HOST_DONE = "brimful.to_host_done.default"
-"""The device goes on when all copies to the host that have begun are done."""
+"""Sends what a unit saved."""
 TO_DEVICE = "brimful.to_device.default"
-"""Begins a copy back of as many bytes as it writes."""
-TO_DEVICE_DONE = "brimful.to_device_done.default"
-"""The device goes on when all copies back that have begun are done."""
+"""Brings it back."""
 
-
-SEND_TO_HOST = "brimful.send_to_host.default"
-"""Begins copies to the host, after all copies to the device that have begun."""
-ARRIVED_ON_HOST = "brimful.arrived_on_host.default"
-"""The host goes on when all copies to it that have begun are done."""
-SEND_TO_DEVICE = "brimful.send_to_device.default"
-"""Begins copies into tensors of the device."""
+LINK_USES: Mapping[str, LinkUse] = MappingProxyType(
+    {
+        TO_HOST: LinkUse(way="to host", begins=True),
+        "brimful.to_host_done.default": LinkUse(way="to host"),
+        TO_DEVICE: LinkUse(way="to device", begins=True),
+        "brimful.to_device_done.default": LinkUse(way="to device"),
+        "brimful.send_to_host.default": LinkUse(way="to host", begins=True, follows="to device"),
+        "brimful.arrived_on_host.default": LinkUse(way="to host", host_waits=True),
+        "brimful.send_to_device.default": LinkUse(way="to device", begins=True),
+    }
+)
+"""The ops of `applying.host_link`, in a fixed order."""
 
 
 LEAST_OFFLOADED_BYTES = 64 * 1024

@@ -15,9 +15,7 @@ from brimful.planning import find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.timeline import (
     TO_DEVICE,
-    TO_DEVICE_DONE,
     TO_HOST,
-    TO_HOST_DONE,
     live_profile,
     pinned_host_bytes,
     rounding_bytes_of,
@@ -120,13 +118,13 @@ def test_copies_are_ops_with_their_bytes_and_in_the_order_of_the_schedule() -> N
     trace = capture("okok")
     assert [(op.name, op.phase, op.written_bytes) for op in trace.ops if op.name.startswith("brimful")] == [
         (TO_HOST, Phase.FORWARD, SIZE),
-        (TO_HOST_DONE, Phase.FORWARD, 0),
+        ("brimful.to_host_done.default", Phase.FORWARD, 0),
         (TO_HOST, Phase.FORWARD, SIZE),
-        (TO_HOST_DONE, Phase.FORWARD, 0),
+        ("brimful.to_host_done.default", Phase.FORWARD, 0),
         (TO_DEVICE, Phase.BACKWARD, SIZE),
-        (TO_DEVICE_DONE, Phase.BACKWARD, 0),
+        ("brimful.to_device_done.default", Phase.BACKWARD, 0),
         (TO_DEVICE, Phase.BACKWARD, SIZE),
-        (TO_DEVICE_DONE, Phase.BACKWARD, 0),
+        ("brimful.to_device_done.default", Phase.BACKWARD, 0),
     ]
 
 

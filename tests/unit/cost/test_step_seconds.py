@@ -3,13 +3,15 @@
 from dataclasses import replace
 
 import pytest
+from torch._ops import OpOverload
 
+from brimful.applying import host_link
 from brimful.cost import StepTime, region_seconds, saving_seconds, step_seconds
 from brimful.cost.regions import COPY_SECONDS, NESTED_FORWARD_SECONDS
 from brimful.cost.roofline import BANDWIDTH_EFFICIENCY
 from brimful.hardware import Device, Dispatch, find_device
 from brimful.settings import Action, Settings, UnitAction
-from brimful.timeline import TO_HOST, TO_HOST_DONE
+from brimful.timeline import LINK_USES, TO_HOST
 from brimful.trace import Op, Phase, Trace
 
 # Round figures: one byte is a second, and launching is free.
@@ -154,7 +156,7 @@ LINKED = replace(GPU, host_link_bytes_per_second=1e9)
 def copies(sent_bytes: int, between_bytes: int, *, is_waited_for: bool = True) -> list[Op]:
     """A forward that sends bytes, does other work, and waits for the copy."""
     sends = replace(op(Phase.FORWARD, sent_bytes), name=TO_HOST, written_bytes=sent_bytes)
-    waits = replace(op(Phase.FORWARD, 0), name=TO_HOST_DONE)
+    waits = replace(op(Phase.FORWARD, 0), name="brimful.to_host_done.default")
     between = [op(Phase.FORWARD, between_bytes)]
     return [sends, *between, *([waits] if is_waited_for else []), op(Phase.BACKWARD, 1)]
 
@@ -207,3 +209,9 @@ def test_nesting_costs_the_host_for_every_forward_that_runs_again() -> None:
     nested = replace(flat, settings=replace(flat.settings, units=units))
     more = step_seconds(nested, CPU).total_seconds - step_seconds(flat, CPU).total_seconds
     assert more == pytest.approx(3 * NESTED_FORWARD_SECONDS)
+
+
+def test_every_op_of_the_link_is_known_to_the_cost() -> None:
+    """One that is not would be priced as arithmetic of the device."""
+    ops = {str(op) for op in vars(host_link).values() if isinstance(op, OpOverload)}
+    assert ops == set(LINK_USES)
