@@ -280,7 +280,7 @@ def plan(
         optimizer_implementation: Pins "for-loop", "foreach" or "fused". None takes the fused kernel where the
             optimizer has one and its user chose none: the same formula, rounded in another order.
         allow_optimizers: Others that may take the place of the job's own, which changes the mathematics:
-            "adafactor", "adamw8bit".
+            "adafactor", "adamw8bit", "adamw4bit".
         chunked_loss: Permit computing a cross-entropy over a large vocabulary a part of the tokens at a time:
             the same sums in another order.
         expandable_segments: Permit telling PyTorch's CUDA allocator to grow its segments, which leaves less

@@ -40,6 +40,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "rmsprop": partial(torch.optim.RMSprop, lr=1e-2),
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
     "adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "adamw4bit": named_optimizer("adamw4bit", learning_rate=1e-2),
     "muon": named_optimizer("muon", learning_rate=1e-2),
     "no decay on vectors": named_optimizer("adamw", learning_rate=1e-2, weight_decay=0.1),
 }

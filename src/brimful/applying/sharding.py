@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
+from brimful.optimizers import AdamW4bit
 from brimful.settings import Settings
 
 T = TypeVar("T")
@@ -89,6 +90,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise UsageError(
             "Adafactor is not trained under FSDP2: it takes means over rows and columns, which torch does not "
             "do in place of divided matrices. Take another optimizer, or train by DDP."
+        )
+    if isinstance(optimizer, AdamW4bit):
+        raise UsageError(
+            "adamw4bit is not trained under FSDP2: its scales are those of 128 numbers of a whole parameter, "
+            "and a part that is saved could not be loaded on another number of ranks. Take 'adamw', or train "
+            "by DDP."
         )
 
 

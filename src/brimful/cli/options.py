@@ -147,7 +147,7 @@ class PlanOptions:
         typer.Option(
             "--allow-optimizer",
             help="Another optimizer that may be chosen, though it changes the mathematics: adafactor, "
-            "adamw8bit; may be repeated.",
+            "adamw8bit, adamw4bit; may be repeated.",
         ),
     ] = None
     chunked_loss: Annotated[

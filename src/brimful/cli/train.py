@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _OWN_JOB = "job"
 
-_OF_ADAMS_KIND = ("adamw", "adam", "adamw8bit")
+_OF_ADAMS_KIND = ("adamw", "adam", "adamw8bit", "adamw4bit")
 """Optimizers that are trained at the same learning rates."""
 
 _TASK_BATCH = 32

@@ -331,13 +331,19 @@ class _Again(TorchDispatchMode):
         if not all(were_made):
             self._refuse(func)
         for tensor in written:
-            self._ahead[_place(tensor)] -= 1
+            self._ahead[self._counted_at(tensor)] -= 1
         if not func._schema.returns:
             return None
         return args[0] if args else next(iter(kwargs.values()))
 
     def _times_ahead(self, tensor: Tensor) -> int:
-        return self._ahead.get(_place(tensor), 0)
+        return self._ahead.get(self._counted_at(tensor), 0)
+
+    def _counted_at(self, tensor: Tensor) -> _Place:
+        """Where the changes of a tensor are counted; those of a part with those of the whole."""
+        place = _place(tensor)
+        whole = tensor._base
+        return place if place in self._ahead or whole is None else _place(whole)
 
     def is_wrong(self, tensor: Tensor) -> bool:
         """Whether a tensor's value is not that of the first run at this point."""

@@ -1,0 +1,50 @@
+"""Optimizers by name, each with its usual defaults.
+
+| name | class in `torch.optim` | learning rate | other defaults | state, float32 parameters |
+|---|---|---|---|---|
+| `adamw` | `AdamW` | 1e-3 | betas (0.9, 0.999), eps 1e-8, weight decay 0.01 | 8 bytes a parameter |
+| `adam` | `Adam` | 1e-3 | betas (0.9, 0.999), eps 1e-8 | 8 bytes a parameter |
+| `sgd` | `SGD` | 1e-3 | momentum 0.9 | 4 bytes a parameter |
+| `rmsprop` | `RMSprop` | 1e-2 | alpha 0.99, eps 1e-8 | 4 bytes a parameter |
+| `adagrad` | `Adagrad` | 1e-2 | eps 1e-10 | 4 bytes a parameter |
+| `adafactor` | `Adafactor` | 1e-2 | beta2 decay -0.8, d 1.0 | 4 bytes a row and a column of a matrix |
+| `adamw8bit` | `AdamW8bit` of bitsandbytes | 1e-3 | as `adamw` | 2.03 bytes a parameter |
+| `adamw4bit` | `AdamW4bit`, brimful's own | 1e-3 | as `adamw` | 1.06 bytes a parameter |
+| `muon` | `Muon` of torch's | 1e-3 | momentum 0.95, weight decay 0.1; else `adamw` | 4 bytes, where AdamW 8 |
+
+They are torch's own defaults (checked: torch 2.13), but for SGD's momentum, which torch leaves at 0 and
+nobody trains without. AdamW, Adam, RMSprop, Adagrad and Adafactor also keep a 4-byte step count per
+tensor. Adafactor's vectors are not factored and take 4 bytes a parameter. AdamW8bit keeps tensors of fewer
+than 4096 parameters in float32, and two tables of 1 KiB (checked: bitsandbytes 0.50, which is an extra:
+`brimful[bitsandbytes]`). AdamW4bit does the same, but for tables, and with those of a number of parameters that
+is no multiple of 128; its arithmetic is torchao's.
+
+Muon is for hidden matrices, so `muon` is torch's Muon on those and torch's AdamW on the rest: embeddings, the
+model's last linear layer, biases, norms, convolutions. Muon's learning rate is adjusted as Moonshot's ("Muon is
+Scalable for LLM Training", arXiv:2502.16982), so that one serves both.
+"""
+
+from brimful.optimizers.by_name import (
+    ZERO_OPTIMIZERS,
+    NamedOptimizer,
+    make_optimizer,
+    named_optimizer,
+    optimizer_names,
+)
+from brimful.optimizers.four_bit import AdamW4bit
+from brimful.optimizers.implementations import check_gaps, has_gaps, has_implementation, set_implementation
+from brimful.optimizers.muon import Muon
+
+__all__ = [
+    "ZERO_OPTIMIZERS",
+    "AdamW4bit",
+    "Muon",
+    "NamedOptimizer",
+    "check_gaps",
+    "has_gaps",
+    "has_implementation",
+    "make_optimizer",
+    "named_optimizer",
+    "optimizer_names",
+    "set_implementation",
+]

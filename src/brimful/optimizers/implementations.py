@@ -1,0 +1,96 @@
+"""How an optimizer goes over its parameters: one by one, lists of them, or one fused kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from brimful.errors import UsageError
+from brimful.settings import OptimizerImplementation
+
+
+def has_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> bool:
+    """Whether an optimizer leaves the choice open and can be carried out so.
+
+    Args:
+        optimizer: Any; one whose user chose an implementation keeps it.
+        implementation: The one asked for.
+
+    Returns:
+        Whether `set_implementation` would be right.
+    """
+    has_choice = all(name in optimizer.defaults for name in _flags(implementation))
+    is_open = all(not group.get(name) for group in optimizer.param_groups for name in ("foreach", "fused"))
+    is_explicit = any(group.get("foreach") is False for group in optimizer.param_groups)
+    is_right = implementation is not OptimizerImplementation.FUSED or not _with_gaps(optimizer)
+    return has_choice and is_open and not is_explicit and is_right
+
+
+def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> None:
+    """Let an optimizer go over its parameters in a certain way from now on.
+
+    Args:
+        optimizer: With or without state, which stays.
+        implementation: Takes the place of what was chosen.
+
+    Raises:
+        UsageError: The optimizer has no such implementation, or it would be wrong about a parameter.
+    """
+    if implementation is OptimizerImplementation.FUSED:
+        _refuse_gaps(optimizer)
+    flags = _flags(implementation)
+    missing = [name for name, value in flags.items() if value and name not in optimizer.defaults]
+    if missing:
+        raise UsageError(f"{type(optimizer).__name__} has no {implementation} implementation.")
+    for group in (optimizer.defaults, *optimizer.param_groups):
+        group.update({name: value for name, value in flags.items() if name in group})
+    if implementation is OptimizerImplementation.FUSED:
+        for parameter, state in optimizer.state.items():
+            if isinstance(state.get("step"), Tensor):  # a fused kernel reads the step count on its device
+                state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+def has_gaps(tensor: Tensor) -> bool:
+    """Whether there is memory between a tensor's numbers that is not its own, as in a slice of columns."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != expected:
+            return True
+        expected *= size
+    return False
+
+
+def _with_gaps(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if has_gaps(p)]
+
+
+def check_gaps(optimizer: Optimizer) -> None:
+    """Check that no fused kernel is given a parameter with gaps.
+
+    On a CPU it takes a parameter's memory for a row and updates what is between its numbers (torch 2.13).
+
+    Args:
+        optimizer: Any.
+
+    Raises:
+        UsageError: One is.
+    """
+    if any(group.get("fused") for group in optimizer.param_groups):
+        _refuse_gaps(optimizer)
+
+
+def _refuse_gaps(optimizer: Optimizer) -> None:
+    for parameter in _with_gaps(optimizer):
+        raise UsageError(
+            f"a parameter of shape {tuple(parameter.shape)} is a part of a larger tensor, with gaps between "
+            "its numbers: torch's fused kernels (on a CPU; on a GPU it was not tried) update others in its "
+            "place. Make it of a copy, nn.Parameter(part.clone()), or take another optimizer_implementation."
+        )
+
+
+def _flags(implementation: OptimizerImplementation) -> dict[str, bool]:
+    return {
+        "foreach": implementation is OptimizerImplementation.FOREACH,
+        "fused": implementation is OptimizerImplementation.FUSED,
+    }
