@@ -363,7 +363,9 @@ def plan(
         cpu_offload=cpu_offload,
     )
     with without_garbage_collection():
-        return planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
+        found = planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
+        capture.cache_clear()  # or what it holds would be gone through as collecting begins again
+        return found
 
 
 def check_plan(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor
 
 from brimful.capture.wrapping import Wrapper
 
@@ -115,7 +115,7 @@ class FakeResults:
         return tuple(made)
 
     def _empty(self, fresh: _Fresh, known: Remembered) -> FakeTensor:
-        with in_kernel_invocation_manager(known._mode):
+        with torch._C._DisableTorchDispatch():  # no mode need see it
             meta = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype, device="meta")
         return self._wrapper.fake(known._mode, meta, known._device)
 

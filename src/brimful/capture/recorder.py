@@ -577,7 +577,9 @@ def _can_be_viewed(tensor: Any) -> bool:
 
 def _describe(func: Any, rules: Iterable[Rule]) -> _OpInfo:
     returns = func._schema.returns
-    is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    is_view = func is aten._unsafe_view.default or any(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
     watching = [rule for rule in rules if rule.watches_op(func)]
     return _OpInfo(
         name=str(func),
