@@ -33,7 +33,7 @@ dropped.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,21 +138,35 @@ def solve(problem: Problem, budget_bytes: int) -> Solution | None:
 
 def smallest_peak_bytes(problem: Problem) -> int:
     """The least budget that has a solution, by bisection."""
-    # Without costs one state, that of the least bytes, dominates all others alike: each try is quick.
-    free = replace(
-        problem,
-        units=tuple(
-            tuple(replace(option, seconds=0.0, copy_seconds=0.0) for option in unit) for unit in problem.units
-        ),
-    )
     low, high = max(problem.gap_peaks_bytes), problem.peak_bytes((0,) * len(problem.units))
     while low < high:
         middle = (low + high) // 2
-        if solve(free, middle) is None:
-            low = middle + 1
-        else:
+        if _has_solution(problem, middle):
             high = middle
+        else:
+            low = middle + 1
     return high
+
+
+def _has_solution(problem: Problem, budget_bytes: int) -> bool:
+    """Whether some choice is within the budget: of what lingers alike, the least retained is enough to know."""
+    least_retained = {0: 0}
+    for unit, gap_bytes in zip(problem.units, problem.gap_peaks_bytes[1:], strict=True):
+        after: dict[int, int] = {}
+        for option in unit:
+            most_held = budget_bytes - option.peak_bytes
+            most_before_gap = budget_bytes - gap_bytes - option.retained_bytes - option.lingering_bytes
+            found = [
+                retained
+                for lingering, retained in least_retained.items()
+                if retained + lingering <= most_held and retained <= most_before_gap
+            ]
+            if found:
+                retained = min(found) + option.retained_bytes
+                known = after.get(option.lingering_bytes, retained)
+                after[option.lingering_bytes] = min(known, retained)
+        least_retained = after
+    return bool(least_retained)
 
 
 @dataclass(frozen=True, slots=True)
