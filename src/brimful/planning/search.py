@@ -131,6 +131,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
             *([_FUSED_NOTE] if best.settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
             *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
+            *_what_it_may_take(best, request),
         ),
     )
 
@@ -404,6 +405,22 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
         return []
     return [
         f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
+    ]
+
+
+def _what_it_may_take(best: Estimate, request: Request) -> list[str]:
+    """How far the upper end of what is predicted is beyond the budget, if it is."""
+    over_bytes = best.predicted_device_interval_bytes[1] - request.budget_bytes
+    if over_bytes <= 0:
+        return []
+    unsure = (
+        "what the allocator reserves is predicted to 2 %, and the CUDA context as its source says"
+        if request.device.kind == "cuda"
+        else "what some kernels take inside is not known exactly"
+    )
+    return [
+        f"It may take up to {format_bytes(over_bytes)} more than the budget: {unsure}. Plan with a budget as "
+        "much smaller, and that is within this one."
     ]
 
 

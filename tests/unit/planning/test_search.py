@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import brimful as bf
 from brimful.api import certify
 from brimful.architectures import find_architecture
 from brimful.capture import capture_step
@@ -265,3 +267,22 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
     small = find_architecture("unet", image_size=32)
     settings = replace(plan.settings, micro_batch_size=2, precision=Precision.FP32)
     assert certify(small, settings, "cpu").comparisons[0].is_bitwise
+
+
+def test_a_plan_close_to_its_budget_says_how_far_beyond_it_might_be() -> None:
+    """The least that fits and its interval's upper end; with that much more there is nothing to say."""
+    job, options = find_architecture("resnet18"), {"micro_batch_size": 4, "optimizer_implementation": "fused"}
+    needed = bf.estimate(job, "RTX 3090", **options)
+    pinned: dict[str, Any] = options | {
+        "global_batch_size": 4,
+        "recompute": "none",
+        "expandable_segments": False,
+    }
+    plans = [
+        bf.plan(job, "RTX 3090", budget=budget, **pinned)
+        for budget in (needed.predicted_peak_device_bytes, needed.predicted_device_interval_bytes[1] + 2**20)
+    ]
+    said = [[note for note in plan.notes if note.startswith("It may take up to")] for plan in plans]
+    over = needed.predicted_device_interval_bytes[1] - needed.predicted_peak_device_bytes
+    assert [len(notes) for notes in said] == [1, 0]
+    assert f"up to {over / 2**20:.3g} MiB more than the budget" in said[0][0]
