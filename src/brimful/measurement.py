@@ -92,7 +92,7 @@ def predicted_beside_measured(compared: _Compared) -> Iterator[str]:
     predicted_step, measured_step = compared.predicted_step_seconds, compared.measured_step_seconds
     said = "-" if predicted_step is None else format_seconds(predicted_step)
     was = "-" if measured_step is None else format_seconds(measured_step)
-    yield f"  {'step':<20}{said:>12}{was:>12}{_error(predicted_step, measured_step):>9}"
+    yield f"  {'median step':<20}{said:>12}{was:>12}{_error(predicted_step, measured_step):>9}"
 
 
 def _error(predicted: float | None, measured: float | None) -> str:

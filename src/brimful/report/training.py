@@ -123,7 +123,7 @@ def _throughput(result: TrainingResult) -> Iterator[str]:
         predicted = "" if result.predicted_mfu is None else f" ({result.predicted_mfu:.0%} predicted)"
         said.append(f"MFU {result.measured_mfu:.0%}{predicted}")
     if said:
-        yield f"  throughput          {', '.join(said)}"
+        yield f"  throughput          {', '.join(said)}, over all steps"
 
 
 def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
