@@ -277,3 +277,10 @@ def test_where_memory_stays_short_nothing_smaller_is_tried_than_the_whole_batch(
 
     with pytest.raises(OutOfMemoryError, match="only after the last micro-batch"):
         trained(make_job(loss=loss), IN_BACKWARD)
+
+
+def test_what_does_not_fit_says_what_would_though_fp16_cannot_go_with_it() -> None:
+    job = make_job()
+    with pytest.raises(bf.InfeasibleError, match="would fit: a budget of") as found:
+        bf.plan(job, "RTX 3090", global_batch_size=8, budget="100MiB", step_in_backward=True)
+    assert "fp16" not in str(found.value)

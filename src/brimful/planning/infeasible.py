@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
-from brimful.errors import CaptureError, InfeasibleError
+from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.planning.estimate import Estimate, estimate_unlimited
 from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative
@@ -82,18 +83,21 @@ def _what_was_asked(request: Request) -> Iterator[str]:
 def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:
     """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
     settings = smallest.settings
-    tried = [
-        (f"precision {precision}", replace(settings, precision=precision))
+    tried: list[tuple[str, dict[str, Any]]] = [
+        (f"precision {precision}", {"precision": precision})
         for precision in (Precision.BF16, Precision.FP16)
         if precision not in request.precisions and request.device.supports(precision)
     ][:1]
     if request.optimizer is None:
-        by_torch = replace(settings, optimizer_implementation=None)
-        tried += [(f"optimizer {name}", replace(by_torch, optimizer=name)) for name in ("adafactor", "sgd")]
-    for label, changed in tried:
+        tried += [
+            (f"optimizer {name}", {"optimizer": name, "optimizer_implementation": None})
+            for name in ("adafactor", "sgd")
+        ]
+    for label, changes in tried:
         try:
-            estimate = estimate_unlimited(of_one_rank(capture(changed)), request.device)
-        except CaptureError:
+            trace = capture(replace(settings, **changes))
+            estimate = estimate_unlimited(of_one_rank(trace), request.device)
+        except (CaptureError, UsageError):  # what is pinned may not go with it
             continue
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"

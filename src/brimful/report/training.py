@@ -153,9 +153,20 @@ def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[st
         difference = largest_loss_difference(result, plain)
         said = "none: equal to the last bit" if difference == 0 else f"{difference:.2g} at most"
         yield f"  difference          {said}, over {min(len(plain.losses), len(result.losses))} steps"
-        own = result.settings.optimizer_implementation
-        if difference and own is not plain.settings.optimizer_implementation:
-            yield f"                      the {own} optimizer rounds in another order, which training amplifies"
+        if difference:
+            yield from (f"                      {reason}" for reason in _why_different(result, plain))
+
+
+def _why_different(result: TrainingResult, plain: TrainingResult) -> Iterator[str]:
+    """What may have made the losses differ, which training amplifies."""
+    own, others = result.settings, plain.settings
+    if own.gradient_accumulation_steps != others.gradient_accumulation_steps:
+        yield "the batch is split: sums in another order, and random layers such as dropout draw other numbers"
+    if own.optimizer_implementation is not others.optimizer_implementation:
+        how = own.optimizer_implementation or "default"
+        yield f"the {how} optimizer may round in another order"
+    if own.chunked_loss is not None:
+        yield "the loss is computed in chunks: sums in another order"
 
 
 def _validation(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:

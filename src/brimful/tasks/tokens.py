@@ -123,6 +123,11 @@ class Pretrained:
         except Exception as error:  # transformers raises whatever its files lead to
             raise UsageError(f"{path} has no tokenizer that transformers can read: {error}") from error
         vocabulary = self._tokenizer.get_vocab()
+        if not vocabulary.keys() - set(self._tokenizer.all_special_tokens):
+            raise UsageError(
+                f"{path} has no tokenizer: transformers made one of {len(vocabulary)} special tokens and "
+                "no words. Give the directory or file of the model's tokenizer by --tokenizer, or 'bytes'."
+            )
         own = (self._tokenizer.eos_token_id, self._tokenizer.sep_token_id)
         ends = (*own, *(vocabulary.get(name) for name in _ENDS))
         self.vocab_size = len(self._tokenizer)

@@ -75,9 +75,9 @@ def begin(options: Options, ranks: Ranks) -> Beginning:
     if data.validation is not None:
         check_validation(data.validation)
     utilisation = Utilisation(options.plan, options.job)
-    if ranks.is_first:
-        batches.tell_small()
     model = seeded_model(options, start)
+    if ranks.is_first:
+        batches.tell_small(model)
     certificate = certified(model, options, ranks) if start.saved is None else None
     feed = Feed(
         batches, ranks=ranks, resumed=start.saved, restore_random=partial(restore_random, options, ranks)

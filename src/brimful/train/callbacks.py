@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from brimful.errors import UsageError
 from brimful.training import StepRecord, TrainingResult, ValidationRecord
 
 if TYPE_CHECKING:
@@ -25,6 +26,32 @@ class Callback:
 
     def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
         """After the run; the result is None if an error ended it."""
+
+
+_TOLD = ("on_step", "on_validation", "on_end")
+
+
+def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
+    """Check that each can be told of everything.
+
+    Args:
+        callbacks: Of a trainer.
+
+    Returns:
+        The same.
+
+    Raises:
+        UsageError: One lacks what is called.
+    """
+    for callback in callbacks:
+        missing = [name for name in _TOLD if not callable(getattr(callback, name, None))]
+        if missing:
+            raise UsageError(
+                f"callbacks has a {type(callback).__name__}, which has no {missing[0]}. Derive from "
+                "brimful.Callback and override on_step(trainer, record), on_validation(trainer, record) or "
+                "on_end(trainer, result)."
+            )
+    return tuple(callbacks)
 
 
 class Callbacks:

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from brimful.batches import count_samples, named_tensors, take
@@ -20,6 +21,10 @@ from brimful.train.randomness import generator_of
 from brimful.train.ranks import ALONE, Ranks, processors_here
 from brimful.train.read_ahead import read_ahead
 from brimful.training import DataLoading
+
+FEW_SAMPLES = 0.25
+"""Of a global batch, below which a last batch is told of where BatchNorm normalises over it. A choice: running
+statistics move a tenth of the way to a batch's, and a variance over a quarter has twice the spread."""
 
 
 def find_data(job: Job, data: Data | None) -> Data:
@@ -86,13 +91,31 @@ class Batches:
         is_on_host = is_one_batch(train) and all(tensor.is_cpu for _, tensor in named_tensors(train))
         self._device = device
         self._reads_ahead = device.type == "cuda" and is_on_host
+        self._has_told_size = False
 
-    def tell_small(self) -> None:
-        """Warn if no batch can be a whole global batch."""
-        if self._samples is not None and self._samples < self._global_batch_size:
+    def tell_small(self, model: nn.Module) -> None:
+        """Warn if no batch can be a whole global batch, or if BatchNorm will normalise over a few samples.
+
+        Args:
+            model: What is trained.
+        """
+        if self._samples is None:
+            return
+        if self._samples < self._global_batch_size:
             warnings.warn(
                 f"there are {self._samples} samples to train on, fewer than a global batch of "
                 f"{self._global_batch_size}: each epoch is one smaller step. Take a smaller global batch.",
+                stacklevel=5,
+            )
+            return
+        left_over = self._samples % self._global_batch_size
+        normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
+        if normalises and 0 < left_over < self._global_batch_size * FEW_SAMPLES:
+            even = math.ceil(self._samples / (self._samples // self._global_batch_size))
+            warnings.warn(
+                f"the last batch of each epoch has {left_over} of {self._global_batch_size} samples, and "
+                "BatchNorm normalises over those alone: that step may undo much. A global batch of "
+                f"{even} divides the {self._samples} samples more evenly.",
                 stacklevel=5,
             )
 
@@ -132,7 +155,24 @@ class Batches:
         batches = iter(train)
         for _ in range(skip):
             next(batches, None)
-        return batches if skip else self._at_least_one(batches, epoch)
+        return self._sized(batches if skip else self._at_least_one(batches, epoch))
+
+    def _sized(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same; warns of batches that are no global batch, but for a smaller one at the end."""
+        smaller: int | None = None
+        for batch in batches:
+            samples = count_samples(batch)
+            other = samples if samples > self._global_batch_size else smaller
+            if other is not None and not self._has_told_size:
+                self._has_told_size = True
+                warnings.warn(
+                    f"the training data give batches of {other} samples, and the global batch is "
+                    f"{self._global_batch_size}: each batch is one step, whatever its size. What was planned, "
+                    "its time above all, is of another step. Make the two alike.",
+                    stacklevel=2,
+                )
+            smaller = samples if samples < self._global_batch_size else None
+            yield batch
 
     def _at_least_one(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         empty = True

@@ -127,6 +127,12 @@ class Run:
             self._journal.note(f"resumed after step {start.saved.step} from {start.saved.path}")
         if start.lowered is not None:
             self._journal.add_recovery(start.lowered)
+        decay = self._options.updating.ema_decay
+        if decay is not None and self._begun.data.validation is not None:
+            self._journal.note(
+                "validation, the best weights and early stopping are of the average of weights: begun at the "
+                f"initial ones, with a decay of {decay:g} it follows in some {1 / (1 - decay):.0f} steps"
+            )
 
     @dead_workers_told()
     def _rehearse(self) -> None:

@@ -18,7 +18,7 @@ from brimful.local import choose_device
 from brimful.planning import Plan
 from brimful.settings import Settings
 from brimful.train.beginning import begin
-from brimful.train.callbacks import Callback, Callbacks
+from brimful.train.callbacks import Callback, Callbacks, check_callbacks
 from brimful.train.interrupts import Stop
 from brimful.train.learner import Learner
 from brimful.train.options import Length, Options, Saving, Updating
@@ -136,7 +136,7 @@ class Trainer:
             certifies=certifies,
             shows_progress=show_progress and rank_here() == 0,
         )
-        self._callbacks = tuple(callbacks)
+        self._callbacks = check_callbacks(callbacks)
         self._stop = Stop()
         self._learner: Learner | None = None
 

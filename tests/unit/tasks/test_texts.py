@@ -385,3 +385,13 @@ def test_too_little_text_and_files_that_are_none_are_refused(tmp_path: Path, lla
         )
     with pytest.raises(UsageError, match="positions for 64 tokens"):
         language_model(tmp_path / "a.txt", model=llama, tokenizer="bytes", sequence_length=128)
+
+
+def test_a_model_without_its_tokenizer_is_not_trained_on_unknown_words(tmp_path: Path) -> None:
+    """transformers makes a tokenizer of special tokens alone."""
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.BertModel(config).save_pretrained(tmp_path / "bare")
+    with pytest.raises(UsageError, match=r"bare has no tokenizer: .* special tokens and no words.*--tokenizer"):
+        text_classification(write_reviews(tmp_path / "reviews.csv"), model=tmp_path / "bare")

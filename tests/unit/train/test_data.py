@@ -1,12 +1,16 @@
+import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from brimful.batches import count_samples
 from brimful.errors import BatchError, UsageError
 from brimful.train.data import Batches, check_validation, is_one_batch, validation_batches
+
+pytestmark = pytest.mark.filterwarnings("ignore:the training data give batches")  # told in tests of their own
 
 
 @dataclass
@@ -139,3 +143,30 @@ def test_a_sampler_that_divides_the_samples_among_ranks_is_refused():
     with pytest.raises(UsageError, match="whole global batch"):
         Batches(loader(2), global_batch_size=1, seed=0)
     Batches(loader(1), global_batch_size=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [([4, 4, 2], None), ([2], None), ([2, 2, 1], "2 samples"), ([8, 8], "8 samples"), ([4, 2, 4], "2 samples")],
+)
+def test_batches_that_are_no_global_batch_are_told_once(sizes, said):
+    """A smaller one at the end of an epoch is what is left over."""
+    batches = Batches([{"x": X[:size]} for size in sizes], global_batch_size=4, seed=0)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for epoch in (1, 2):
+            assert [count_samples(batch) for batch in batches.epoch(epoch)] == sizes
+    assert len(told) == (said is not None)
+    assert said is None or f"give batches of {said}, and the global batch is 4" in str(told[0].message)
+
+
+@pytest.mark.parametrize(("samples", "few"), [(17, True), (19, True), (20, False), (24, False), (16, False)])
+def test_a_last_batch_of_a_few_samples_is_told_of_where_batch_norm_normalises_over_it(samples, few):
+    batches = Batches(torch.zeros(samples, 3), global_batch_size=16, seed=0)
+    for model, is_told in ((nn.LayerNorm(3), False), (nn.BatchNorm1d(3), few)):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            batches.tell_small(model)
+        assert len(told) == is_told
+    if few:
+        assert f"A global batch of {samples} divides the {samples} samples more evenly" in str(told[0].message)

@@ -16,6 +16,8 @@ from brimful.train import Callback, Trainer
 from brimful.train.saves import SAVES, _manifest_text, newest_save
 from brimful.training import StopReason
 
+pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")  # told in tests of their own
+
 
 class StopAfter(Callback):
     """Ends a run as a user would."""

@@ -15,9 +15,14 @@ from brimful.errors import BatchError, CertificateError, NonFiniteError, RunDire
 from brimful.job import Data
 from brimful.planning import Alternative, Plan, PlanStatus
 from brimful.report import training_text
-from brimful.settings import Precision, Settings
+from brimful.settings import OptimizerImplementation, Precision, Settings
 from brimful.train import Callback, Trainer, load_weights
 from brimful.training import StopReason, TrainingResult
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the training data give batches"),
+    pytest.mark.filterwarnings("ignore:the last batch of each epoch has"),
+]  # told in tests of their own
 
 
 def plan_for(settings):
@@ -577,3 +582,31 @@ def test_the_model_is_gone_with_its_trainer_and_the_data_with_the_run(job_with, 
         assert of_model() is None
     finally:
         gc.enable()
+
+
+def test_what_is_no_callback_is_refused_before_training(job_with):
+    with pytest.raises(UsageError, match="callbacks has a function, which has no on_step"):
+        Trainer(job_with(), Settings(micro_batch_size=8), device="cpu", steps=1, callbacks=[print_loss])
+
+
+def print_loss(trainer, record) -> None:
+    print(record.loss)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"micro_batch_size": 4, "gradient_accumulation_steps": 2}, ["the batch is split"]),
+        ({"optimizer_implementation": OptimizerImplementation.FUSED}, ["the fused optimizer may round"]),
+        ({}, []),
+    ],
+)
+def test_what_may_have_made_losses_differ_is_named(job_with, trained, changes, reasons):
+    _, result = trained(job_with(), 8, steps=2)
+    plain = replace(result, steps=tuple(replace(step, loss=step.loss + 1) for step in result.steps))
+    text = training_text(replace(result, settings=replace(result.settings, **changes)), plain)
+    said = text.splitlines()
+    place = next(i for i, line in enumerate(said) if line.startswith("  difference  "))
+    told = [line.strip() for line in said[place + 1 : place + 3] if line.startswith(22 * " ")]
+    assert [any(line.startswith(reason) for line in told) for reason in reasons] == [True] * len(reasons)
+    assert len(told) == len(reasons)
