@@ -795,7 +795,8 @@ def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: 
     if budget is None:
         device = request.device
         margin = MARGIN_FRACTION if device.kind == "cuda" else 0.0
-        return int(device.capacity_bytes / (1 + margin))
+        shared_by = request.ranks // request.nodes if device.kind == "cpu" else 1
+        return int(device.capacity_bytes / (1 + margin)) // shared_by
     if isinstance(budget, str) and budget.strip().endswith("%"):
         share = _share(budget)
         plain = planning.of_one_rank(capture(request.plain_settings()))

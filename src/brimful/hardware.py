@@ -14,9 +14,11 @@ import math
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Literal
 
 import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
@@ -600,6 +602,37 @@ def _listed(cell: str) -> tuple[str, ...]:
     return tuple(alias for alias in aliases if alias)
 
 
+def memory_limits_bytes(
+    membership: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """What control groups permit this process, as a container or a batch system sets it; none elsewhere.
+
+    Source: cgroups(7); "memory.max" of version 2, "memory.limit_in_bytes" of version 1, which counts as far as
+    the groups around it permit.
+
+    Args:
+        membership: Lists the groups this process is in.
+        mounts: Where they are. In a container its own group may be at the root.
+
+    Returns:
+        Every limit that is set, in bytes.
+    """
+    found: list[int] = []
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _hierarchy, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, name = (mounts / "memory", "memory.limit_in_bytes") if controllers else (mounts, "memory.max")
+            own = root / path.lstrip("/")
+            for group in (own, *own.parents):
+                with suppress(OSError, ValueError):  # no such group here, or "max"
+                    found.append(int((group / name).read_text()))
+                if group == root:
+                    break
+    return found
+
+
 def _cpu() -> Device:
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     return Device(
@@ -608,7 +641,7 @@ def _cpu() -> Device:
         architecture=platform.machine(),
         compute_capability=None,
         sm_count=None,
-        capacity_bytes=int(psutil.virtual_memory().total),
+        capacity_bytes=min([int(psutil.virtual_memory().total), *memory_limits_bytes()]),
         memory_bandwidth_bytes_per_second=CPU_MEMORY_BANDWIDTH_BYTES_PER_SECOND,
         fp32_flops_per_second=CPU_FP32_FLOPS_PER_SECOND_PER_CORE * cores,
         tf32_flops_per_second=None,
@@ -621,6 +654,6 @@ def _cpu() -> Device:
         context_source=_NO_CONTEXT.source,
         launch_seconds=CPU_LAUNCH_SECONDS,
         dispatch=Dispatch.of_launch(CPU_LAUNCH_SECONDS),
-        source="capacity from the operating system; rates are defaults, not measured",
+        source="capacity from the operating system and its control groups; rates are defaults, not measured",
         confidence="low",
     )

@@ -4,12 +4,20 @@ import csv
 import subprocess
 import sys
 from importlib import resources
+from pathlib import Path
 
 import pytest
 
 from brimful import hardware
 from brimful.errors import UnknownNameError, UsageError
-from brimful.hardware import CudaContext, cuda_context, find_device, known_devices, with_context
+from brimful.hardware import (
+    CudaContext,
+    cuda_context,
+    find_device,
+    known_devices,
+    memory_limits_bytes,
+    with_context,
+)
 from brimful.settings import Precision
 from brimful.units import GIB, MIB
 
@@ -272,3 +280,34 @@ def test_what_is_no_version_of_torch_is_refused(version: str) -> None:
 def test_devices_and_costs_are_looked_up_without_torch() -> None:
     code = "import sys, brimful.hardware, brimful.cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("membership", "limits", "expected"),
+    [
+        ("0::/", {"memory.max": "6000000"}, [6000000]),  # version 2, in a container
+        ("0::/", {"memory.max": "max"}, []),
+        ("0::/jobs/a", {"jobs/a/memory.max": "max", "jobs/memory.max": "5000"}, [5000]),
+        (
+            "4:memory:/docker/1",
+            {"memory/memory.limit_in_bytes": "7000"},
+            [7000],
+        ),  # version 1
+        ("9:cpu:/x", {"memory.max": "1"}, []),
+        ("", {}, []),
+    ],
+)
+def test_what_control_groups_permit_is_found(
+    tmp_path: Path, membership: str, limits: dict[str, str], expected: list[int]
+) -> None:
+    (tmp_path / "cgroup").write_text(membership + "\n" * bool(membership))
+    for name, text in limits.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(text + "\n")
+    assert memory_limits_bytes(tmp_path / "cgroup", tmp_path / "fs") == expected
+    assert memory_limits_bytes(tmp_path / "none", tmp_path / "fs") == []
+
+
+def test_this_machines_memory_is_no_more_than_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "memory_limits_bytes", lambda: [3 * GIB, 2 * GIB])
+    assert hardware._cpu().capacity_bytes == 2 * GIB

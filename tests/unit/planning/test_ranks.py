@@ -129,3 +129,9 @@ def test_what_cannot_be_divided_is_refused() -> None:
         planned(8, micro_batch_size=16)
     with pytest.raises(UnknownNameError, match="ddp"):
         planned(2, parallelism="dpd")
+
+
+def test_ranks_of_a_machine_without_gpus_share_its_memory() -> None:
+    whole = planned(1, device="cpu").budget_bytes
+    assert planned(4, device="cpu").budget_bytes == whole // 4
+    assert planned(4, device="cpu", nodes=2).budget_bytes == whole // 2
