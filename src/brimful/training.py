@@ -62,6 +62,8 @@ class StepRecord:
     """Model FLOPs utilisation: FLOPs of forward and backward, nothing recomputed, over what the device could do
     in the step and the waiting before it. None where either is not known, or the batch has another shape than
     was planned for."""
+    learning_rate: float | None = None
+    """With which the step was taken, of the first group of parameters; None where the device has the number."""
 
     @property
     def total_seconds(self) -> float:

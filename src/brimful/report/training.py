@@ -76,7 +76,9 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _curves(result, plain)
     yield from _validation(result, plain)
     if result.run_dir is not None:
-        yield f"  run directory       {result.run_dir}"
+        is_unfinished = result.stopped_because in (StopReason.INTERRUPTED, StopReason.TERMINATED)
+        how = f"; --resume with --run-dir {result.run_dir} goes on" if is_unfinished else ""
+        yield f"  run directory       {result.run_dir}{how}"
 
 
 def _slower_cpu(result: TrainingResult) -> Iterator[str]:

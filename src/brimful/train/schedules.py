@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -104,3 +105,9 @@ def make_scheduler(
             "Step it yourself in a Callback's on_validation."
         )
     return scheduler
+
+
+def learning_rate(optimizer: Optimizer) -> float | None:
+    """That of an optimizer's first group; None if a GPU has it, which would have to be waited for."""
+    rate = optimizer.param_groups[0]["lr"]
+    return None if isinstance(rate, Tensor) and not rate.is_cpu else float(rate)

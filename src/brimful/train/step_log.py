@@ -12,11 +12,12 @@ from brimful.training import StepRecord
 _COLUMNS = {
     "step": "q", "epoch": "q", "loss": "d", "gradient_norm": "d", "seconds": "d", "samples": "q",
     "updated": "b", "data_seconds": "d", "memory_measured": "b",
-    "terms": "d", "mfu": "d",
+    "terms": "d", "mfu": "d", "learning_rate": "d",
 }  # fmt: skip
 """Fields of a record, and what the standard library's arrays call their types."""
 
 _TRUTH_VALUES = ("updated", "memory_measured")
+_MAY_BE_NONE = ("mfu", "learning_rate")  # arrays have no None, but NaN
 
 
 class StepLog(Sequence[StepRecord]):
@@ -51,5 +52,5 @@ class StepLog(Sequence[StepRecord]):
             return [self[position] for position in range(*index.indices(len(self)))]
         values: dict[str, Any] = {name: column[index] for name, column in self._columns.items()}
         values |= {name: bool(values[name]) for name in _TRUTH_VALUES}
-        values["mfu"] = None if math.isnan(values["mfu"]) else values["mfu"]  # arrays have no None
+        values |= {name: None for name in _MAY_BE_NONE if math.isnan(values[name])}
         return StepRecord(**values)

@@ -37,6 +37,7 @@ from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.parallel import DataParallel
 from brimful.train.randomness import RandomState
 from brimful.train.ranks import ALONE, Ranks
+from brimful.train.schedules import learning_rate
 from brimful.train.sharded_state import divided_state
 from brimful.train.update import SurvivingUpdate, WholeUpdate
 from brimful.train.zero import ZeroOptimizer
@@ -176,6 +177,7 @@ class Steps:
             HalfUpdatedError: Memory ran out in the update, which could not be finished.
         """
         random = RandomState.now(self._device)
+        rate = learning_rate(self._optimizer)
         self._heed_thrashing(random)
         seconds, outcome, peak = self._surviving(
             "step", partial(self._attempt, batch, measure_memory=measure_memory), random
@@ -192,6 +194,7 @@ class Steps:
             data_seconds=data_seconds,
             memory_measured=measure_memory,
             terms=self._terms,
+            learning_rate=rate,
         )
         try:
             self._settle(record)

@@ -94,3 +94,17 @@ def test_unknown_names_and_runs_of_unknown_length_are_refused() -> None:
 
     with pytest.raises(UsageError, match="Say `steps`"):
         rates(bf.Schedule("linear"), data=bf.Data(train=Endless()))
+
+
+def test_each_step_is_recorded_with_the_rate_it_was_taken_with() -> None:
+    seen = Rates()
+    trainer = bf.Trainer(
+        job(),
+        bf.Settings(micro_batch_size=1),
+        schedule=bf.Schedule("linear", 0.4),
+        callbacks=[seen],
+        epochs=1,
+        show_progress=False,
+    )
+    recorded = [step.learning_rate for step in trainer.fit().steps]
+    assert recorded == pytest.approx([0.5 / 5, *seen.after[:-1]])
