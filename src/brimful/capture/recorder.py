@@ -424,8 +424,11 @@ class Recorder(TorchDispatchMode):
 
     def _read_values(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op whose result is no tensor, or one of a shape that depends on values."""
-        if func is aten._local_scalar_dense.default and _has_no_value(args):
-            return self._number(func, args, kwargs)  # so fakes answer too, but take longer
+        if func is aten._local_scalar_dense.default and type(args[0]) is FakeTensor:  # fakes take longer
+            if args[0].constant is None:
+                return self._number(func, args, kwargs)
+            with torch._C._DisableTorchDispatch():
+                return args[0].constant.item()
         try:
             return func(*args, **kwargs)
         except DataDependentOutputException:

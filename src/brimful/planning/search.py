@@ -414,7 +414,7 @@ def _what_it_may_take(best: Estimate, request: Request) -> list[str]:
     if over_bytes <= 0:
         return []
     unsure = (
-        "what the allocator reserves is predicted to 2 %, and the CUDA context as its source says"
+        "what kernels take inside, what the allocator reserves and the CUDA context are not known to the byte"
         if request.device.kind == "cuda"
         else "what some kernels take inside is not known exactly"
     )
