@@ -272,7 +272,8 @@ def plan(
         device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
         global_batch_size: Samples per optimizer step.
         budget: A size ("11GiB"), a share of what plain training would take ("50%"), or None for what the device
-            has, on a GPU less a margin of 5 % for what the prediction may miss. The CUDA context counts.
+            has, on a GPU less a margin of 5 % for what the prediction may miss. The CUDA context counts. Ranks
+            on the processors of one machine have equal parts of its memory.
         precision: One, several to choose from, or "auto" for all that the device has; the first is plain's.
         micro_batch_size: Pins the micro-batch; it divides the global batch.
         recompute: "all" or "none" pins every unit's action.
@@ -363,9 +364,11 @@ def plan(
         cpu_offload=cpu_offload,
     )
     with without_garbage_collection():
-        found = planning.search(capture, replace(request, budget_bytes=_budget_bytes(budget, capture, request)))
-        capture.cache_clear()  # or what it holds would be gone through as collecting begins again
-        return found
+        try:
+            budget_bytes = _budget_bytes(budget, capture, request)
+            return planning.search(capture, replace(request, budget_bytes=budget_bytes))
+        finally:
+            capture.cache_clear()  # or what it holds would be gone through as collecting begins again
 
 
 def check_plan(
@@ -795,20 +798,26 @@ def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: 
     if budget is None:
         device = request.device
         margin = MARGIN_FRACTION if device.kind == "cuda" else 0.0
-        shared_by = request.ranks // request.nodes if device.kind == "cpu" else 1
-        return int(device.capacity_bytes / (1 + margin)) // shared_by
+        return int(_capacity_of_rank(request) / (1 + margin))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         share = _share(budget)
         plain = planning.of_one_rank(capture(request.plain_settings()))
         asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
     else:
         asked = parse_bytes(budget)
-    if asked > request.device.capacity_bytes:
+    if asked > _capacity_of_rank(request):
+        has = "has" if request.device.kind == "cuda" or request.ranks == 1 else "has for each rank"
         raise UsageError(
-            f"a budget of {format_bytes(asked)} is more than {request.device.name} has, "
-            f"{format_bytes(request.device.capacity_bytes)}. Leave the budget out, or take a larger device."
+            f"a budget of {format_bytes(asked)} is more than {request.device.name} {has}, "
+            f"{format_bytes(_capacity_of_rank(request))}. Leave the budget out, or take a larger device."
         )
     return asked
+
+
+def _capacity_of_rank(request: Request) -> int:
+    """What a rank's device has; ranks on a machine's processors have equal parts of its memory."""
+    shared_by = request.ranks // request.nodes if request.device.kind == "cpu" else 1
+    return request.device.capacity_bytes // shared_by
 
 
 def _share(budget: str) -> float:

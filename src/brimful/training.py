@@ -63,7 +63,7 @@ class StepRecord:
     in the step and the waiting before it. None where either is not known, or the batch has another shape than
     was planned for."""
     learning_rate: float | None = None
-    """With which the step was taken, of the first group of parameters; None where the device has the number."""
+    """Of the first group of parameters, in this step; None where there is none, or a GPU has it."""
 
     @property
     def total_seconds(self) -> float:

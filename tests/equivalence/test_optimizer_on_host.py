@@ -88,7 +88,9 @@ class Layouts(nn.Module):
 
 
 @pytest.mark.usefixtures("small_buckets")
-@pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"adafactor", "muon", "adamw fused"}))
+@pytest.mark.parametrize(
+    "optimizer", sorted(set(OPTIMIZERS) - {"adafactor", "adamw4bit", "muon", "adamw fused"})
+)
 def test_any_layout_type_and_parameter_without_gradient_is_updated_alike(optimizer: str) -> None:
     torch.manual_seed(0)
     expected = Layouts()

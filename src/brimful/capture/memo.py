@@ -3,8 +3,8 @@
 A step runs the same ops on the same shapes again and again, once for each block of a model. Fake tensors
 remember results too, but tell cases apart in greater detail than a capture needs, which takes most of its time.
 
-Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.DisableTorchFunction` (checked: torch
-2.13, 2.11).
+Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.DisableTorchFunction`,
+`torch._C._DisableTorchDispatch` (checked: torch 2.13; the first two in 2.11 too).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from brimful.units import MIB
 
 aten = torch.ops.aten
 
-_WITHOUT_COST = frozenset({aten._unsafe_view.default, aten._local_scalar_dense.default})
+_WITHOUT_COST = frozenset({aten._local_scalar_dense.default})
 """Ops that neither make a storage nor read one, beside those whose schema says they return a view."""
 _LIST_WRITES = ("aten._foreach_", "aten._fused_")
 """How ops begin that write to every tensor of lists."""

@@ -27,7 +27,8 @@ LEAST_NUMBERS = 4096
 """Smaller parameters keep float32, as in bitsandbytes and torchao: they take little and matter much."""
 
 PIECE_NUMBERS = 2**22
-"""Of a parameter that are updated together: temporaries are a few times 16 MiB, whatever the parameter.
+"""Of a parameter that are updated together: temporaries are a few times 16 MiB, whatever the parameter, if its
+numbers are in one row.
 
 A choice: a GPU is busy with so many for longer than it takes to launch the next op.
 """
@@ -42,6 +43,8 @@ SIGNED = (*(-each for each in reversed(_MAGNITUDES)), 0.0, *_MAGNITUDES, 1.0)
 """What the codes of the first moment stand for, of the block's largest magnitude."""
 UNSIGNED = tuple(code / 16 for code in range(1, 17))
 """The same of the second moment: without zero, by which an update would be divided."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _LEAST_SCALE = 1e-12  # as torchao's scale_tensor
 
@@ -75,6 +78,7 @@ class AdamW4bit(Optimizer):
                 raise UsageError(f"AdamW4bit: {name} is {value}; it must be at least 0.")
         if not all(0 <= beta < 1 for beta in betas):
             raise UsageError(f"AdamW4bit: betas are {betas}; each must be at least 0 and below 1.")
+        self._tables: dict[torch.device, tuple[_Table, _Table]] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -88,21 +92,16 @@ class AdamW4bit(Optimizer):
             What it returned; None without.
 
         Raises:
-            UsageError: A gradient is sparse.
+            UsageError: A gradient is sparse, or a parameter has a type that float32 would round.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        tables: dict[torch.device, tuple[_Table, _Table]] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                device = parameter.device
-                if device not in tables:
-                    tables[device] = _Table(SIGNED, device), _Table(UNSIGNED, device)
-                self._update(parameter, parameter.grad, group, *tables[device])
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -114,28 +113,35 @@ class AdamW4bit(Optimizer):
         Raises:
             ValueError: The groups are others.
         """
-        super().load_state_dict(state_dict)
+        super().load_state_dict({**state_dict, "state": {}})
         given = [index for group in state_dict["param_groups"] for index in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in zip(given, own, strict=True):
             for name, value in state_dict["state"].get(index, {}).items():
-                if isinstance(value, Tensor):
-                    device = value.device if name == "step" else parameter.device
-                    self.state[parameter][name] = value.detach().to(device, copy=True)
+                device = value.device if name == "step" else parameter.device
+                self.state[parameter][name] = value.detach().to(device, copy=True)
 
-    def _update(
-        self,
-        parameter: nn.Parameter,
-        gradient: Tensor,
-        group: dict[str, Any],
-        signed: _Table,
-        unsigned: _Table,
-    ) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tables = {}
+
+    def _tables_on(self, device: torch.device) -> tuple[_Table, _Table]:
+        """Of both moments; made once, as a GPU waits for such a copy."""
+        if device not in self._tables:
+            self._tables[device] = _Table(SIGNED, device), _Table(UNSIGNED, device)
+        return self._tables[device]
+
+    def _update(self, parameter: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
         if gradient.layout is not torch.strided:
             raise UsageError(
                 f"adamw4bit takes dense gradients, and one is {gradient.layout}. Make embeddings with "
                 "sparse=False."
             )
+        if parameter.dtype not in _DTYPES:
+            raise UsageError(
+                f"adamw4bit computes in float32, and a parameter is {parameter.dtype}. Take 'adamw'."
+            )
+        signed, unsigned = self._tables_on(parameter.device)
         state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0)

@@ -17,7 +17,7 @@ from operator import itemgetter
 from brimful.cost import least_host_update_seconds, model_flops
 from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, Expected, alternative
-from brimful.planning.estimate import NO_LIMIT_BYTES, Estimate
+from brimful.planning.estimate import MARGIN_FRACTION, NO_LIMIT_BYTES, Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.logits import LOSS_CHUNKS, logits_layer
 from brimful.planning.ranks import of_one_rank
@@ -410,18 +410,19 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
 
 def _what_it_may_take(best: Estimate, request: Request) -> list[str]:
     """How far the upper end of what is predicted is beyond the budget, if it is."""
-    over_bytes = best.predicted_device_interval_bytes[1] - request.budget_bytes
+    most_bytes, capacity_bytes = best.predicted_device_interval_bytes[1], request.device.capacity_bytes
+    leaves_margin = request.budget_bytes >= int(capacity_bytes / (1 + MARGIN_FRACTION))  # as without a budget
+    over_bytes = most_bytes - (capacity_bytes if leaves_margin else request.budget_bytes)
     if over_bytes <= 0:
         return []
+    surely = request.budget_bytes - (most_bytes - best.predicted_peak_device_bytes)
     unsure = (
         "what kernels take inside, what the allocator reserves and the CUDA context are not known to the byte"
         if request.device.kind == "cuda"
         else "what some kernels take inside is not known exactly"
     )
-    return [
-        f"It may take up to {format_bytes(over_bytes)} more than the budget: {unsure}. Plan with a budget as "
-        "much smaller, and that is within this one."
-    ]
+    advice = f" To be sure, plan with about {format_bytes(surely)}." if surely > 0 else ""
+    return [f"It may take up to {format_bytes(over_bytes)} more than the budget: {unsure}.{advice}"]
 
 
 def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:

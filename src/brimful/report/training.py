@@ -77,7 +77,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _validation(result, plain)
     if result.run_dir is not None:
         is_unfinished = result.stopped_because in (StopReason.INTERRUPTED, StopReason.TERMINATED)
-        how = f"; --resume with --run-dir {result.run_dir} goes on" if is_unfinished else ""
+        how = "; to be gone on with by resume (--resume)" if is_unfinished else ""
         yield f"  run directory       {result.run_dir}{how}"
 
 
@@ -125,7 +125,7 @@ def _throughput(result: TrainingResult) -> Iterator[str]:
         predicted = "" if result.predicted_mfu is None else f" ({result.predicted_mfu:.0%} predicted)"
         said.append(f"MFU {result.measured_mfu:.0%}{predicted}")
     if said:
-        yield f"  throughput          {', '.join(said)}, over all steps"
+        yield f"  throughput          {', '.join(said)}; mean, waiting for data included"
 
 
 def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
@@ -167,6 +167,12 @@ def _why_different(result: TrainingResult, plain: TrainingResult) -> Iterator[st
     if own.optimizer_implementation is not others.optimizer_implementation:
         how = own.optimizer_implementation or "default"
         yield f"the {how} optimizer may round in another order"
+    if own.optimizer != others.optimizer:
+        yield f"the optimizer is {own.optimizer}, which computes other updates"
+    if own.precision is not others.precision:
+        yield f"the precision is {own.precision}"
+    if own.optimizer_on_host is not others.optimizer_on_host:
+        yield "the optimizer is on the host, whose kernels may round otherwise"
     if own.chunked_loss is not None:
         yield "the loss is computed in chunks: sums in another order"
 

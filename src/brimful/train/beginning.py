@@ -71,6 +71,7 @@ def begin(options: Options, ranks: Ranks) -> Beginning:
         global_batch_size=start.settings.global_batch_size,
         seed=options.seed,
         device=options.device,
+        warns=ranks.is_first,
     )
     if data.validation is not None:
         check_validation(data.validation)

@@ -43,15 +43,17 @@ def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     Raises:
         UsageError: One lacks what is called.
     """
-    for callback in callbacks:
+    given = tuple(callbacks)
+    for callback in given:
         missing = [name for name in _TOLD if not callable(getattr(callback, name, None))]
-        if missing:
+        if missing or isinstance(callback, type):
+            lack = "is no instance" if isinstance(callback, type) else f"has no {missing[0]}"
             raise UsageError(
-                f"callbacks has a {type(callback).__name__}, which has no {missing[0]}. Derive from "
-                "brimful.Callback and override on_step(trainer, record), on_validation(trainer, record) or "
-                "on_end(trainer, result)."
+                f"callbacks has a {type(callback).__name__}, which {lack}. Derive from brimful.Callback, "
+                "override on_step(trainer, record), on_validation(trainer, record) or on_end(trainer, result), "
+                "and give an instance."
             )
-    return tuple(callbacks)
+    return given
 
 
 class Callbacks:

@@ -22,7 +22,7 @@ from brimful.train.ranks import ALONE, Ranks, processors_here
 from brimful.train.read_ahead import read_ahead
 from brimful.training import DataLoading
 
-FEW_SAMPLES = 0.25
+FEW_SAMPLES_FRACTION = 0.25
 """Of a global batch, below which a last batch is told of where BatchNorm normalises over it. A choice: running
 statistics move a tenth of the way to a batch's, and a variance over a quarter has twice the spread."""
 
@@ -69,6 +69,7 @@ class Batches:
         seed: Decides the order of the samples, with the epoch.
         device: Where batches go. For a GPU, those cut from one batch are read ahead: the host's processors have
             time for that, and on a CPU the step would lack what reading takes.
+        warns: Of batches that are no global batch; of several ranks one does.
 
     Raises:
         UsageError: `train` is no data.
@@ -82,6 +83,7 @@ class Batches:
         global_batch_size: int,
         seed: int,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
+        warns: bool = True,
     ) -> None:
         _check_data("train", train)
         self._train = train
@@ -91,7 +93,7 @@ class Batches:
         is_on_host = is_one_batch(train) and all(tensor.is_cpu for _, tensor in named_tensors(train))
         self._device = device
         self._reads_ahead = device.type == "cuda" and is_on_host
-        self._has_told_size = False
+        self._warns = warns
 
     def tell_small(self, model: nn.Module) -> None:
         """Warn if no batch can be a whole global batch, or if BatchNorm will normalise over a few samples.
@@ -110,12 +112,16 @@ class Batches:
             return
         left_over = self._samples % self._global_batch_size
         normalises = any(isinstance(module, _BatchNorm) for module in model.modules())
-        if normalises and 0 < left_over < self._global_batch_size * FEW_SAMPLES:
-            even = math.ceil(self._samples / (self._samples // self._global_batch_size))
+        if normalises and _leaves_few(self._samples, self._global_batch_size):
+            nearest = sorted(
+                range(self._global_batch_size // 2 + 1, 2 * self._global_batch_size),
+                key=lambda size: abs(size - self._global_batch_size),
+            )
+            better = next((size for size in nearest if not _leaves_few(self._samples, size)), None)
+            way_out = "" if better is None else f" A global batch of {better} leaves none over, or enough."
             warnings.warn(
                 f"the last batch of each epoch has {left_over} of {self._global_batch_size} samples, and "
-                "BatchNorm normalises over those alone: that step may undo much. A global batch of "
-                f"{even} divides the {self._samples} samples more evenly.",
+                f"BatchNorm normalises over those alone: that step may undo much.{way_out}",
                 stacklevel=5,
             )
 
@@ -163,8 +169,8 @@ class Batches:
         for batch in batches:
             samples = count_samples(batch)
             other = samples if samples > self._global_batch_size else smaller
-            if other is not None and not self._has_told_size:
-                self._has_told_size = True
+            if other is not None and self._warns:
+                self._warns = False  # once is enough
                 warnings.warn(
                     f"the training data give batches of {other} samples, and the global batch is "
                     f"{self._global_batch_size}: each batch is one step, whatever its size. What was planned, "
@@ -280,6 +286,11 @@ def _check_data(name: str, data: Any) -> None:
             f"Data({name}=…) is a {type(data).__name__}. Give one batch with all samples (nested dicts, lists "
             "and tuples of tensors), or an iterable of batches such as a DataLoader."
         )
+
+
+def _leaves_few(samples: int, global_batch_size: int) -> bool:
+    """Whether the last batch of an epoch is a small part of one."""
+    return 0 < samples % global_batch_size < global_batch_size * FEW_SAMPLES_FRACTION
 
 
 def _check_some(batch: Batch) -> int:

@@ -108,6 +108,7 @@ def make_scheduler(
 
 
 def learning_rate(optimizer: Optimizer) -> float | None:
-    """That of an optimizer's first group; None if a GPU has it, which would have to be waited for."""
-    rate = optimizer.param_groups[0]["lr"]
-    return None if isinstance(rate, Tensor) and not rate.is_cpu else float(rate)
+    """That of an optimizer's first group; None if it has none, or a GPU has it, which one would wait for."""
+    rate = optimizer.param_groups[0].get("lr")
+    is_elsewhere = isinstance(rate, Tensor) and not rate.is_cpu
+    return None if rate is None or is_elsewhere else float(rate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,23 @@ def test_each_step_is_recorded_with_the_rate_it_was_taken_with() -> None:
     )
     recorded = [step.learning_rate for step in trainer.fit().steps]
     assert recorded == pytest.approx([0.5 / 5, *seen.after[:-1]])
+
+
+def test_an_optimizer_that_has_no_rate_of_its_own_is_trained_with() -> None:
+    """Transformers' Adafactor has None."""
+
+    class Unrated(torch.optim.SGD):
+        def __init__(self, parameters: object) -> None:
+            super().__init__(parameters, lr=0.1)  # type: ignore[arg-type]
+            for group in self.param_groups:
+                group["own"], group["lr"] = group["lr"], None
+
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=-group["own"])
+
+    result = bf.Trainer(
+        replace(job(), optimizer=Unrated), bf.Settings(micro_batch_size=1), steps=2, show_progress=False
+    ).fit()
+    assert [step.learning_rate for step in result.steps] == [None, None]

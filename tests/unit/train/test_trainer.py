@@ -585,8 +585,30 @@ def test_the_model_is_gone_with_its_trainer_and_the_data_with_the_run(job_with, 
 
 
 def test_what_is_no_callback_is_refused_before_training(job_with):
-    with pytest.raises(UsageError, match="callbacks has a function, which has no on_step"):
-        Trainer(job_with(), Settings(micro_batch_size=8), device="cpu", steps=1, callbacks=[print_loss])
+    for callback, said in ((print_loss, "function, which has no on_step"), (Callback, "which is no instance")):
+        with pytest.raises(UsageError, match=said):
+            Trainer(job_with(), Settings(micro_batch_size=8), device="cpu", steps=1, callbacks=[callback])
+
+
+def test_callbacks_may_come_from_a_generator(job_with, trained):
+    told = []
+
+    class Told(Callback):
+        def on_step(self, trainer, record) -> None:
+            told.append(record.step)
+
+    trained(job_with(), steps=2, callbacks=(each for each in [Told()]))
+    assert told == [1, 2]
+
+
+def test_a_run_that_was_stopped_says_that_it_can_be_gone_on_with(job_with, trained, tmp_path):
+    class Stops(Callback):
+        def on_step(self, trainer, record) -> None:
+            trainer.stop()
+
+    _, stopped = trained(job_with(), steps=3, run_dir=tmp_path / "a", callbacks=[Stops()])
+    _, finished = trained(job_with(), steps=3, run_dir=tmp_path / "b")
+    assert ["resume" in training_text(each) for each in (stopped, finished)] == [True, False]
 
 
 def print_loss(trainer, record) -> None:
@@ -598,6 +620,11 @@ def print_loss(trainer, record) -> None:
     [
         ({"micro_batch_size": 4, "gradient_accumulation_steps": 2}, ["the batch is split"]),
         ({"optimizer_implementation": OptimizerImplementation.FUSED}, ["the fused optimizer may round"]),
+        ({"optimizer": "adamw4bit"}, ["the optimizer is adamw4bit"]),
+        (
+            {"precision": Precision.BF16, "optimizer_on_host": True},
+            ["the precision is bf16", "the optimizer is on"],
+        ),
         ({}, []),
     ],
 )
