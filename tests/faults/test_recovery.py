@@ -81,6 +81,7 @@ def test_a_lowered_run_is_resumed_as_lowered(job_with, trained, tmp_path):
     assert len(resumed.recoveries) == len(expected.recoveries)
 
 
+@pytest.mark.filterwarnings("ignore:the training data give batches")
 def test_a_batch_that_statistics_couple_is_not_split_behind_the_users_back(job_with, trained, tmp_path):
     def net():
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
@@ -123,6 +124,7 @@ def test_validation_goes_on_with_fewer_samples_at_once(job_with, trained, sample
     ]
 
 
+@pytest.mark.filterwarnings("ignore:the training data give batches")
 def test_the_longest_batch_is_tried_first_and_leaves_no_trace(job_with, trained, samples):
     def sized(n):
         return {name: tensor[:n] for name, tensor in samples.items()}

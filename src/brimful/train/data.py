@@ -27,6 +27,10 @@ FEW_SAMPLES_FRACTION = 0.25
 statistics move a tenth of the way to a batch's, and a variance over a quarter has twice the spread."""
 
 
+BATCHES_LOOKED_AT = 8
+"""Of an iterable, before it is said that none is a whole global batch: buckets of lengths leave some over."""
+
+
 def find_data(job: Job, data: Data | None) -> Data:
     """What to train on.
 
@@ -164,21 +168,26 @@ class Batches:
         return self._sized(batches if skip else self._at_least_one(batches, epoch))
 
     def _sized(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same; warns of batches that are no global batch, but for a smaller one at the end."""
-        smaller: int | None = None
+        """The same; warns once if one is more than a global batch, or if none is a whole one."""
+        largest = count = 0
         for batch in batches:
-            samples = count_samples(batch)
-            other = samples if samples > self._global_batch_size else smaller
-            if other is not None and self._warns:
-                self._warns = False  # once is enough
-                warnings.warn(
-                    f"the training data give batches of {other} samples, and the global batch is "
-                    f"{self._global_batch_size}: each batch is one step, whatever its size. What was planned, "
-                    "its time above all, is of another step. Make the two alike.",
-                    stacklevel=2,
-                )
-            smaller = samples if samples < self._global_batch_size else None
+            largest, count = max(largest, count_samples(batch)), count + 1
+            if largest > self._global_batch_size or count == BATCHES_LOOKED_AT:
+                self._tell_size(largest)
             yield batch
+        if count > 1:
+            self._tell_size(largest)
+
+    def _tell_size(self, largest: int) -> None:
+        if largest == self._global_batch_size or not self._warns:
+            return
+        self._warns = False  # once is enough
+        warnings.warn(
+            f"the training data give batches of {largest} samples, and the global batch is "
+            f"{self._global_batch_size}: each batch is one step, whatever its size. What was planned, "
+            "its time above all, is of another step. Make the two alike.",
+            stacklevel=2,
+        )
 
     def _at_least_one(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         empty = True

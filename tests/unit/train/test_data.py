@@ -147,10 +147,17 @@ def test_a_sampler_that_divides_the_samples_among_ranks_is_refused():
 
 @pytest.mark.parametrize(
     ("sizes", "said"),
-    [([4, 4, 2], None), ([2], None), ([2, 2, 1], "2 samples"), ([8, 8], "8 samples"), ([4, 2, 4], "2 samples")],
+    [
+        ([4, 4, 2], None),
+        ([2], None),
+        ([2, 2, 1], "2 samples"),
+        ([8, 8], "8 samples"),
+        ([4, 2, 4], None),
+        ([3] * 9, "3 samples"),
+    ],
 )
 def test_batches_that_are_no_global_batch_are_told_once(sizes, said):
-    """A smaller one at the end of an epoch is what is left over."""
+    """A smaller one is what an epoch, or a bucket of lengths, leaves over."""
     batches = Batches([{"x": X[:size]} for size in sizes], global_batch_size=4, seed=0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
