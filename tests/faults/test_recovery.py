@@ -81,7 +81,7 @@ def test_a_lowered_run_is_resumed_as_lowered(job_with, trained, tmp_path):
     assert len(resumed.recoveries) == len(expected.recoveries)
 
 
-@pytest.mark.filterwarnings("ignore:the training data give batches")
+@pytest.mark.filterwarnings("ignore:the last batch of each epoch has")
 def test_a_batch_that_statistics_couple_is_not_split_behind_the_users_back(job_with, trained, tmp_path):
     def net():
         return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
