@@ -26,7 +26,6 @@ FEW_SAMPLES_FRACTION = 0.25
 """Of a global batch, below which a last batch is told of where BatchNorm normalises over it. A choice: running
 statistics move a tenth of the way to a batch's, and a variance over a quarter has twice the spread."""
 
-
 BATCHES_LOOKED_AT = 8
 """Of an iterable, before it is said that none is a whole global batch: buckets of lengths leave some over."""
 
