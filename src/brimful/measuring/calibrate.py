@@ -32,7 +32,7 @@ from brimful.units import MIB
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 CACHE_FILE = "cpu.json"
 GPU_CACHE_FILE = "gpus.json"
 
@@ -48,14 +48,14 @@ seconds."""
 QUICK_SWEEPS = 1
 """The same where a prediction for "cpu" finds nothing kept and must not take long."""
 _LARGEST_RUN_SECONDS = 5e-3
-"""A larger size is not tried after a run of this length: its rate is reached, and longer runs seldom end before
+"""A larger size is not tried after a run of this length if its rate is reached: longer runs seldom end before
 another program has its turn."""
-_LARGEST_DISTURBED_RUN_SECONDS = 50e-3
-"""The same if most rounds were disturbed. A small op then takes a time slice of another program, 10 ms or so:
-to stop there and go on at its rate would make large ones take minutes."""
 _LEAST_SIZES = 4
-"""That many are tried where a time slice may have been measured: a curve of one point tells all other amounts
-by its rate."""
+"""That many are tried always: a curve of one point tells all other amounts by its rate."""
+_RISING = 1.5
+"""By which factor a rate that is not reached yet is above that of the size before, at the least. A small op may
+take a time slice of another program, 4 to 8 ms: to stop there and go on at its rate would make a large one
+take minutes. A choice; sizes are two to eight times apart in work."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_ROUNDS = 30
@@ -65,7 +65,8 @@ _UPDATED_BYTES = 256 * MIB
 _ADAMW_TRAFFIC = 7
 """Reads parameter, gradient and two of state, and writes all but the gradient."""
 
-_BUSY_FRACTION = 0.5
+_BUSY_FRACTION = 0.1
+"""A choice."""
 _BUSY_FOR_SECONDS = 3600.0
 """After which what was measured on a busy machine is measured again, as it may be quiet by then: a choice."""
 
@@ -98,7 +99,7 @@ class Calibration:
     sweeps: int
     """How often all kinds were gone through."""
     disturbed_fraction: float
-    """Of the rounds that were timed: in how many other work on the machine had its turn."""
+    """Of the sizes of all kinds: those that other work on the machine never let run undisturbed."""
     measured_at_seconds: float
     """Since the epoch."""
     took_seconds: float
@@ -134,7 +135,7 @@ class Calibration:
 
     @property
     def was_busy(self) -> bool:
-        """Whether other work disturbed most of the measurement, so that its figures are too slow."""
+        """Whether other work disturbed so much of the measurement that its figures are too slow."""
         return self.disturbed_fraction > _BUSY_FRACTION
 
     def is_poor(self, *, at_best: bool) -> bool:
@@ -153,7 +154,7 @@ def calibrate_cpu(
 ) -> Device:
     """This machine's CPU with measured rates.
 
-    The measurement takes some six seconds, two more for each further sweep. It is kept in the user's cache
+    The measurement takes some six seconds, two more for each further sweep, and half a minute beside other work. It is kept in the user's cache
     directory, for this CPU model, torch version and number of threads. Where the cache cannot be read, it is
     made anew; where it cannot be written, that is a warning. Other work on the machine slows what is measured.
 
@@ -274,11 +275,10 @@ def measure_curves(
         progress: Is told what is measured next.
 
     Returns:
-        The curves, and the part of the rounds that other work disturbed.
+        The curves, and the part of the sizes that other work disturbed in all sweeps.
     """
     pools: dict[torch.dtype, Pool] = {}
     measured: dict[str, dict[int, Typical]] = {}
-    disturbed: list[float] = []
     with torch.no_grad():
         for sweep in range(1, sweeps + 1):
             for probe in probes(where):
@@ -288,7 +288,6 @@ def measure_curves(
                 if probe.dtype not in pools:
                     pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
                 found = measure_probe(probe, pools[probe.dtype])
-                disturbed += [each.disturbed_fraction for each in found.values()]
                 best = measured.setdefault(probe.kind, found)
                 for amount, one in found.items():
                     best[amount] = min(one, best.get(amount, one), key=lambda each: each.seconds)
@@ -298,12 +297,14 @@ def measure_curves(
         )
         for kind, found in measured.items()
     )
-    return curves, statistics.fmean(disturbed)
+    sizes = [each for found in measured.values() for each in found.values()]
+    return curves, statistics.fmean(not each.is_quiet for each in sizes)
 
 
 def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
-    """A probe's sizes by amount, up to one that runs long: some types have no fast kernels."""
+    """A probe's sizes by amount, up to one that runs long at its full rate: some types have no fast kernels."""
     measured: dict[int, Typical] = {}
+    rate_before = 0.0
     with probe.mode():
         for size in probe.sizes:
             before = pool.taken
@@ -311,10 +312,11 @@ def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
             variants = min(_VARIANTS, pool.numbers // max(pool.taken - before, 1))
             runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
             found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
-            is_disturbed = found.disturbed_fraction > _BUSY_FRACTION
-            most_seconds = _LARGEST_DISTURBED_RUN_SECONDS if is_disturbed else _LARGEST_RUN_SECONDS
-            if found.seconds > most_seconds and (len(measured) >= _LEAST_SIZES or not is_disturbed):
+            rate = amount / found.seconds
+            is_reached = len(measured) >= _LEAST_SIZES and rate < _RISING * rate_before
+            if found.seconds > _LARGEST_RUN_SECONDS and is_reached:
                 break
+            rate_before = rate
     return measured
 
 

@@ -12,7 +12,7 @@ from brimful.capture import capture_step
 from brimful.cost import Roofline
 from brimful.hardware import Device, Dispatch
 from brimful.job import Job
-from brimful.measuring.timing import Duration, host_timed, typical, wait_for
+from brimful.measuring.timing import Duration, host_timed, one_thread, typical, wait_for
 from brimful.settings import Precision, Settings
 from brimful.trace import Op, Phase, Trace
 
@@ -66,7 +66,9 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
         name="dispatch",
     )
     trace = capture_step(job, Settings(micro_batch_size=_SAMPLES), device)
-    forward, backward, update = _phase_seconds(model, x, optimizer, where)
+    with one_thread():  # Python has no more, and ops are too small for several
+        forward, backward, update = _phase_seconds(model, x, optimizer, where)
+        region_seconds, rng_stash_seconds = _region_seconds(model, x, where)
 
     def per_op(seconds: float, phase: Phase) -> float:
         ops = _last_ops(trace, phase)
@@ -76,7 +78,6 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
             seconds -= sum(roofline.work_seconds(op) - device.launch_seconds for op in ops)
         return max(seconds / len(ops), device.launch_seconds)
 
-    region_seconds, rng_stash_seconds = _region_seconds(model, x, where)
     generators = 2 if where.type == "cuda" else 1
     return Dispatch(
         forward_seconds=per_op(forward, Phase.FORWARD),

@@ -1,7 +1,12 @@
 """Calibration: what it measures, how it is kept, and what a device has of it."""
 
+import hashlib
+import itertools
 import json
+import os
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +16,7 @@ import torch
 from brimful import api
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS
 from brimful.hardware import Device, find_device
-from brimful.measuring import calibrate, probes, with_kept_calibration
+from brimful.measuring import calibrate, probes, timing, with_kept_calibration
 from brimful.measuring.calibrate import (
     Calibration,
     cache_path,
@@ -168,7 +173,7 @@ def test_the_key_names_cpu_torch_and_threads() -> None:
 
 
 RATES_OF_AN_OLDER_VERSION = (
-    '{"version": 1, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
+    '{"version": 2, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
     '"bf16_flops_per_second": 2e11, "memory_bandwidth_bytes_per_second": 8e9, "launch_seconds": 2e-6}}}'
 )
 
@@ -180,10 +185,10 @@ RATES_OF_AN_OLDER_VERSION = (
         "{",
         "[]",
         '{"version": 0}',
-        '{"version": 1}',
-        '{"version": 1, "cpus": {"x": {"fp32": 1}}}',
-        '{"version": 1, "cpus": {"x": []}}',
-        '{"version": 1, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
+        '{"version": 2}',
+        '{"version": 2, "cpus": {"x": {"fp32": 1}}}',
+        '{"version": 2, "cpus": {"x": []}}',
+        '{"version": 2, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
         RATES_OF_AN_OLDER_VERSION,
         "\x00",
     ],
@@ -250,6 +255,59 @@ def test_disturbed_rounds_do_not_count_where_enough_are_not() -> None:
     assert typical([*disturbed, *quiet[:2]]) == 0.5
 
 
+def test_a_thread_that_waits_for_a_processor_makes_a_round_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is woken late has lost no turn."""
+    monkeypatch.setattr(timing, "_lost_turns", lambda: 0)
+    waited = iter([1.0, 1.004])
+    monkeypatch.setattr(timing, "_waited_seconds", lambda: next(waited))
+    assert timing.host_timed(lambda: time.sleep(8e-3))[1].is_disturbed
+    waited = iter([1.0, 1.00001])
+    assert not timing.host_timed(lambda: time.sleep(8e-3))[1].is_disturbed
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell waiting")
+def test_what_threads_waited_is_told_by_the_system() -> None:
+    processors = sorted(os.sched_getaffinity(0))
+    before = timing._waited_seconds()
+
+    def spin() -> None:
+        os.sched_setaffinity(0, processors[:1])  # of this thread alone
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 400_000)  # without Python's lock
+
+    threads = [threading.Thread(target=spin) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while all(thread.is_alive() for thread in threads):
+        most = timing._waited_seconds() - before
+    assert most > 0.01
+
+
+def test_where_several_threads_are_always_disturbed_one_does_the_work_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: asked[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: asked.append(count))
+    asked = [2]
+
+    def timed(run: Callable[[], object]) -> tuple[object, Duration]:
+        return run(), Duration(seconds=1.0 if asked[-1] == 1 else 8.0, is_disturbed=asked[-1] > 1)
+
+    monkeypatch.setattr(timing, "host_timed", timed)
+    found = typical_seconds([lambda: None], CPU, most_seconds=0.0)
+    assert asked == [2, 1, 2]
+    assert not found.is_quiet
+    assert found.seconds == 1.0
+    monkeypatch.undo()
+    assert torch.get_num_threads() == threads
+
+
+def test_a_round_of_many_calls_ends_when_they_all_take_time_slices() -> None:
+    called = []
+    timing._round(itertools.cycle([lambda: called.append(time.sleep(1e-3))]), CPU, 10_000)
+    assert len(called) < 100
+
+
 def test_runs_take_turns_and_at_least_three_rounds_are_made() -> None:
     called: list[int] = []
     found = typical_seconds([lambda which=i: called.append(which) for i in range(3)], CPU, most_seconds=0.0)
@@ -272,13 +330,13 @@ def test_a_probe_runs_at_its_smallest_sizes_and_its_work_grows(probe: Probe) -> 
     assert min(measured) > 0
 
 
-@pytest.mark.parametrize(("seconds", "disturbed", "sizes"), [(8e-3, 0.0, 1), (8e-3, 0.9, 6), (80e-3, 0.9, 4)])
-def test_sizes_go_on_after_a_time_slice_of_other_work_but_not_after_a_long_run(
-    seconds: float, disturbed: float, sizes: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("growth", "sizes"), [(1.0, 6), (2.0, 4)], ids=["time slices", "full rate"])
+def test_sizes_go_on_as_long_as_their_rate_rises(
+    growth: float, sizes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But after a time slice always as many as a curve needs: else one of them would tell all other sizes."""
-    found = Typical(seconds=seconds, disturbed_fraction=disturbed)
-    monkeypatch.setattr(calibrate, "typical_seconds", lambda *_args, **_kwargs: found)
+    """A time slice of other work, always as long, must not tell the rate of larger sizes."""
+    found = (Typical(seconds=8e-3 * growth**turn, is_quiet=True) for turn in itertools.count())
+    monkeypatch.setattr(calibrate, "typical_seconds", lambda *_args, **_kwargs: next(found))
     probe = next(probe for probe in probes.probes(CPU) if probe.kind == "elementwise")
     probe = replace(probe, sizes=(64, 128, 256, 512, 1024, 2048))
     assert len(measure_probe(probe, Pool(CPU, torch.float32, 1 << 16))) == sizes

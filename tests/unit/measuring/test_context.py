@@ -164,7 +164,7 @@ def test_best_context_refuses_what_is_no_version() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    ["", "{", "[]", '{"version": 0}', '{"version": 1}', '{"version": 1, "contexts": [1]}', "\x00"],
+    ["", "{", "[]", '{"version": 0}', '{"version": 2}', '{"version": 2, "contexts": [1]}', "\x00"],
 )
 def test_a_broken_cache_is_ignored_and_rewritten(answers: Answers, broken: str) -> None:
     cache_directory().mkdir()
