@@ -154,9 +154,10 @@ def calibrate_cpu(
 ) -> Device:
     """This machine's CPU with measured rates.
 
-    The measurement takes some six seconds, two more for each further sweep, and half a minute beside other work. It is kept in the user's cache
-    directory, for this CPU model, torch version and number of threads. Where the cache cannot be read, it is
-    made anew; where it cannot be written, that is a warning. Other work on the machine slows what is measured.
+    The measurement takes some six seconds, two more for each further sweep, and half a minute beside other
+    work, which slows what is measured. It is kept in the user's cache directory, for this CPU model, torch
+    version and number of threads. Where the cache cannot be read, it is made anew; where it cannot be written,
+    that is a warning.
 
     Args:
         remeasure: Measure even if there is a kept measurement.
