@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from brimful.batches import count_samples, named_tensors, take
+from brimful.batches import count_samples, make_batch, named_tensors, take
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job, Samples
 from brimful.train.randomness import generator_of
@@ -73,6 +73,7 @@ class Batches:
         device: Where batches go. For a GPU, those cut from one batch are read ahead: the host's processors have
             time for that, and on a CPU the step would lack what reading takes.
         warns: Of batches that are no global batch; of several ranks one does.
+        example: A batch of the job's, to tell a batch of an iterable from a single sample.
 
     Raises:
         UsageError: `train` is no data.
@@ -87,6 +88,7 @@ class Batches:
         seed: int,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         warns: bool = True,
+        example: Batch | None = None,
     ) -> None:
         _check_data("train", train)
         self._train = train
@@ -97,6 +99,7 @@ class Batches:
         self._device = device
         self._reads_ahead = device.type == "cuda" and is_on_host
         self._warns = warns
+        self._example = example
 
     def tell_small(self, model: nn.Module) -> None:
         """Warn if no batch can be a whole global batch, or if BatchNorm will normalise over a few samples.
@@ -191,6 +194,8 @@ class Batches:
     def _at_least_one(self, batches: Iterator[Batch], epoch: int) -> Iterator[Batch]:
         empty = True
         for batch in batches:
+            if empty:
+                check_no_sample("train", batch, self._example)
             empty = False
             yield batch
         if empty:
@@ -217,19 +222,61 @@ def validation_batches(
         yield from ranks.micro_batches(batch, micro_batch_size)
 
 
-def check_validation(validation: Batch | Iterable[Batch]) -> None:
+def check_validation(validation: Batch | Iterable[Batch], example: Batch | None = None) -> None:
     """Check that data can be validated with.
 
     Args:
         validation: What `Data` was given.
+        example: A batch of the job's, to tell a batch from a single sample.
 
     Raises:
-        UsageError: They are no data.
+        UsageError: They are no data, or single samples.
         BatchError: They are a batch without samples, or whose entries disagree on how many.
     """
     _check_data("validation", validation)
     if is_one_batch(validation):
         _check_some(validation)
+    elif isinstance(validation, list) and validation:
+        check_no_sample("validation", validation[0], example)
+
+
+def example_for(job: Job, data: Data) -> Batch | None:
+    """A batch of a job's, where its data could be single samples; None where they are batches for sure.
+
+    Args:
+        job: Its `batch` makes it, with whatever random numbers it draws.
+        data: What to train on.
+
+    Returns:
+        A batch of one sample.
+    """
+    given = [each for each in (data.train, data.validation) if each is not None]
+    sure = (is_one_batch(each) or _are_samples(each) or isinstance(each, DataLoader) for each in given)
+    return None if all(sure) else make_batch(job, 1)
+
+
+def check_no_sample(name: str, batch: Batch, example: Batch | None) -> None:
+    """Check that what data gave is a batch, not a single sample.
+
+    Args:
+        name: The field of `Data`.
+        batch: The first that the data gave.
+        example: A batch of the job's; None checks nothing.
+
+    Raises:
+        UsageError: Each of its tensors has one dimension less than the job's.
+    """
+    if example is None:
+        return
+    expected = {path: tensor for path, tensor in named_tensors(example) if tensor.dim()}
+    found = {path: tensor for path, tensor in named_tensors(batch) if path in expected}
+    if found and all(tensor.dim() == expected[path].dim() - 1 for path, tensor in found.items()):
+        path, tensor = next(iter(found.items()))
+        raise UsageError(
+            f"Data({name}=…) gives single samples: {path} is of shape {tuple(tensor.shape)}, and "
+            f"job.batch(1) gives {tuple(expected[path].shape)}. Wrap it: DataLoader(samples, batch_size=…, "
+            "shuffle=…) gives batches."
+        )
 
 
 def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:

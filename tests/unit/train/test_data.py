@@ -8,7 +8,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from brimful.batches import count_samples
 from brimful.errors import BatchError, UsageError
-from brimful.train.data import Batches, check_validation, is_one_batch, validation_batches
+from brimful.job import Data, Job
+from brimful.train.data import (
+    Batches,
+    check_validation,
+    example_for,
+    is_one_batch,
+    validation_batches,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:the training data give batches")  # told in tests of their own
 
@@ -89,6 +96,30 @@ def test_a_dataset_of_single_samples_is_refused_with_the_way_to_batch_it(dataset
     for check in (lambda: Batches(dataset, global_batch_size=4, seed=0), lambda: check_validation(dataset)):
         with pytest.raises(UsageError, match="DataLoader"):
             check()
+
+
+def test_a_list_of_single_samples_is_refused_with_the_way_to_batch_it():
+    samples = [{"x": torch.zeros(3), "y": torch.tensor(1)} for _ in range(4)]
+    job = Job(
+        model=torch.nn.Linear(3, 2),
+        loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
+        batch=lambda n: {"x": torch.zeros(n, 3), "y": torch.zeros(n, dtype=torch.long)},
+    )
+    told = r'batch\["x"\] is of shape \(3,\), and job.batch\(1\) gives \(1, 3\).*DataLoader'
+    with pytest.raises(UsageError, match=told):
+        next(
+            Batches(samples, global_batch_size=4, seed=0, example=example_for(job, Data(train=samples))).epoch(
+                1
+            )
+        )
+    data = Data(train=job.batch(4), validation=samples)
+    with pytest.raises(UsageError, match=r"Data\(validation=…\) gives single samples"):
+        check_validation(samples, example_for(job, data))
+    batches = [job.batch(2), job.batch(2)]
+    example = example_for(job, Data(train=batches))
+    assert len(list(Batches(batches, global_batch_size=2, seed=0, example=example).epoch(1))) == 2
+    assert example_for(job, Data(train=job.batch(4))) is None
+    assert example_for(job, Data(train=DataLoader(TensorDataset(X)))) is None
 
 
 @pytest.mark.parametrize(("data", "error"), [(3, UsageError), (X[:0], UsageError), ((X, X[:3]), BatchError)])
