@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -753,9 +754,17 @@ def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...
     if name == "auto":
         return (Parallelism.DDP, Parallelism.FSDP2) if ranks > 1 else (Parallelism.DDP,)
     try:
-        return (Parallelism(name),)
+        asked = Parallelism(name)
     except ValueError:
         raise UnknownNameError("parallelism", str(name), ["auto", *map(str, Parallelism)]) from None
+    if ranks == 1 and asked is not Parallelism.DDP:
+        warnings.warn(
+            f"there is one rank, which has the whole model: parallelism={str(asked)!r} divides nothing and is "
+            "left out. Train under torchrun --nproc-per-node N, or plan with ranks=N.",
+            stacklevel=3,
+        )
+        return (Parallelism.DDP,)
+    return (asked,)
 
 
 def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Parallelism]) -> None:

@@ -196,8 +196,11 @@ def test_a_plan_holds_what_is_gathered_where_there_is_room() -> None:
 def test_what_cannot_be_gathered_so_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         replace(FSDP2, **changes)
+    options = {"global_batch_size": 8, "gathered_dtype": "bfloat16", "precision": "bf16"}
+    with pytest.raises(UsageError, match="divides a model among several ranks"):
+        bf.plan(make_job(linear=True), "cpu", **options)
     with pytest.raises(UsageError, match="not among the ways to train"):
-        bf.plan(make_job(linear=True), "cpu", global_batch_size=8, gathered_dtype="bfloat16", precision="bf16")
+        bf.plan(make_job(linear=True), "cpu", **options, ranks=2, parallelism="ddp")
 
 
 def test_batch_norm_is_not_gathered_in_halves() -> None:

@@ -89,9 +89,16 @@ class Request:
         for name in ("reshard_after_forward", "gathered_dtype", "cpu_offload"):
             is_asked = getattr(self, name) is not (False if name == "cpu_offload" else None)
             if is_asked and Parallelism.FSDP2 not in self.parallelisms:
+                how = f"{name}={getattr(self, name)!r}"
+                if self.ranks == 1:
+                    on_host = " On one device optimizer_on_host has the optimizer's state on the host."
+                    raise UsageError(
+                        f"{how} is for FSDP2, which divides a model among several ranks; there is one. Leave "
+                        "it out." + (on_host if name == "cpu_offload" else "")
+                    )
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r} is for FSDP2, which is not among the ways to train that "
-                    f"are permitted ({', '.join(self.parallelisms)}, {self.ranks} ranks)."
+                    f"{how} is for FSDP2, which is not among the ways to train that are permitted "
+                    f"({', '.join(self.parallelisms)}, {self.ranks} ranks)."
                 )
 
     @property

@@ -97,6 +97,15 @@ def test_zero_is_chosen_by_name_alone_and_not_with_every_optimizer() -> None:
         planned(2, parallelism="zero2", allow_optimizers="adafactor")
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "zero3"])
+def test_one_rank_has_the_whole_model_whatever_is_asked_and_says_so(name: str) -> None:
+    with pytest.warns(UserWarning, match=f"parallelism='{name}' divides nothing"):
+        alone = planned(1, parallelism=name)
+    assert alone.settings.parallelism is Parallelism.DDP
+    with pytest.raises(UsageError, match=r"there is one\. Leave it out\. On one device optimizer_on_host"):
+        planned(1, cpu_offload=True)
+
+
 def test_where_the_whole_model_does_not_fit_it_is_divided() -> None:
     whole = planned(8, parallelism="ddp", device="cpu").predicted_peak_device_bytes
     chosen = planned(8, device="cpu", budget=int(0.7 * whole))
