@@ -93,20 +93,30 @@ class Bench:
         """Training without a plan."""
         return self.outcome(self.plain)
 
-    def plan(self, budget_bytes: int) -> Outcome | None:
-        """Our plan; None if nothing fits."""
+    def plan(self, budget_bytes: int, *, host_bytes: int = 0) -> Outcome | None:
+        """Our plan; None if nothing fits.
+
+        Args:
+            budget_bytes: Of the device.
+            host_bytes: Of the host's memory that it may use, for saved tensors and the optimizer's state.
+        """
+        on_host = None if host_bytes else False
         try:
-            return self.searched(budget_bytes)
+            return self.searched(budget_bytes, offload_host_bytes=host_bytes, optimizer_on_host=on_host)
         except InfeasibleError:
             return None
 
-    def searched(self, budget_bytes: int) -> Outcome:
+    def searched(self, budget_bytes: int, **asked: Any) -> Outcome:
         """Our plan.
+
+        Args:
+            budget_bytes: Of the device.
+            asked: Other fields of the request.
 
         Raises:
             InfeasibleError: Nothing fits.
         """
-        plan = search(self.capture, replace(self.request, budget_bytes=budget_bytes))
+        plan = search(self.capture, replace(self.request, budget_bytes=budget_bytes, **asked))
         return Outcome(
             settings=plan.settings,
             peak_device_bytes=plan.predicted_peak_device_bytes,
