@@ -131,7 +131,7 @@ def search(capture: Capture, request: Request) -> Plan:
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
             *([_FUSED_NOTE] if best.settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
             *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
-            *_what_it_may_take(best, request),
+            *_what_it_may_take(best, request, candidates),
         ),
     )
 
@@ -408,7 +408,7 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
     ]
 
 
-def _what_it_may_take(best: Estimate, request: Request) -> list[str]:
+def _what_it_may_take(best: Estimate, request: Request, candidates: list[Candidate]) -> list[str]:
     """How far the upper end of what is predicted is beyond the budget, if it is."""
     most_bytes, capacity_bytes = best.predicted_device_interval_bytes[1], request.device.capacity_bytes
     leaves_margin = request.budget_bytes >= int(capacity_bytes / (1 + MARGIN_FRACTION))  # as without a budget
@@ -421,8 +421,13 @@ def _what_it_may_take(best: Estimate, request: Request) -> list[str]:
         if request.device.kind == "cuda"
         else "what some kernels take inside is not known exactly"
     )
-    advice = f" To be sure, plan with about {format_bytes(surely)}." if surely > 0 else ""
-    return [f"It may take up to {format_bytes(over_bytes)} more than the budget: {unsure}.{advice}"]
+    least_bytes = min(map(Candidate.smallest_peak_bytes, candidates)) + request.device.context_bytes
+    advice = (
+        f"To be sure, plan with about {format_bytes(surely)}."
+        if surely >= least_bytes
+        else f"No plan is sure to be within it: the least that one takes is about {format_bytes(least_bytes)}."
+    )
+    return [f"It may take up to {format_bytes(over_bytes)} more than the budget: {unsure}. {advice}"]
 
 
 def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
