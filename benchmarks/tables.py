@@ -256,23 +256,30 @@ def plan_lines(result: dict[str, Any]) -> Iterator[str]:
         f"Plans beside one rule for all blocks and the largest micro-batch that fits, on {result['device']}: "
         "time over plain training's, which does not fit; all predicted, each with a capture of the real thing. "
         "In brackets what is used of the budget; **over** is over it; –: the rule says nothing of such a "
-        f"model, or no plan fits. {stamp(result)}"
+        "model, or no plan fits. The second plan may use the host's memory too "
+        f"({format_bytes(result['host_bytes'])}), which no GPU has shown. {stamp(result)}"
     )
     yield ""
-    yield f"| model | budget | plan | {' | '.join(peers)} |"
-    yield f"|---|--:|--:|{'--:|' * len(peers)}"
+    yield f"| model | budget | plan | with the host | {' | '.join(peers)} |"
+    yield f"|---|--:|--:|--:|{'--:|' * len(peers)}"
     for row in result["rows"]:
         ours = row["ours"]
         used = "" if ours is None else f" ({ours['peak_device_bytes'] / row['budget_bytes']:.0%})"
         cells = " | ".join(overhead(row["peers"][peer]) for peer in peers)
         name = f"{row['model']}, {row['precision']}, {row['global_batch_size']}"
-        yield f"| {name} | {row['budget_fraction']:.0%} | {overhead(ours)}{used} | {cells} |"
+        with_host = overhead(row["ours_with_host"])
+        yield f"| {name} | {row['budget_fraction']:.0%} | {overhead(ours)}{used} | {with_host} | {cells} |"
     summary = result["summary"]
-    means = ", ".join(f"{peer} {summary[peer]['geometric_mean_speedup']:.2f}" for peer in peers)
+    beside = summary["with host memory"]
+    means, means_with_host = (
+        ", ".join(f"{peer} {each[peer]['geometric_mean_speedup']:.2f}" for peer in peers)
+        for each in (summary, beside)
+    )
     yield ""
     yield (
         f"Within the budget: {summary['ours_within_budget']} of {summary['cases']} plans. Geometric mean of "
-        f"the speed over each rule, where it is within the budget: {means}."
+        f"the speed over each rule, where it is within the budget: {means}. With the host's memory: "
+        f"{beside['ours_within_budget']} of {beside['cases']}; {means_with_host}."
     )
 
 

@@ -32,8 +32,10 @@ LEAST = 0.56
 """Of plain training's throughput, at the bottom of all panels; a plan below it is told in words."""
 INK, FAINT = "#22262b", "#8a9099"
 OURS = "ours"
+WITH_HOST = "ours_with_host"
 STYLES: dict[str, tuple[str, str]] = {
     OURS: ("plan", "#0b57d0"),
+    WITH_HOST: ("plan with the host's memory", "#74a7f5"),
     "recompute everything": ("recompute everything", "#9aa0a8"),
     "every second block": ("every second block", "#c08a2d"),
     "torchtitan selective": ("torchtitan selective", "#b3573f"),
@@ -92,7 +94,7 @@ def _simulated_panels(simulated: dict[str, Any], planners: dict[str, Any] | None
         plain_seconds = first["plain_step_seconds"]
         ways: dict[str, Points] = {}
         for row in rows:
-            for name, way in {OURS: row["ours"], **row["peers"]}.items():
+            for name, way in {OURS: row["ours"], WITH_HOST: row["ours_with_host"], **row["peers"]}.items():
                 if way is not None and way["within_budget"]:
                     point = row["budget_fraction"], plain_seconds / way["step_seconds"]
                     ways.setdefault(name, []).append(point)

@@ -367,10 +367,7 @@ def _budget_curve(
     """
     context_bytes = request.device.context_bytes
     held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
-    leanest = min(candidates, key=Candidate.smallest_peak_bytes)
-    held_bytes = int(leanest.smallest_peak_bytes() / held_fraction) + 1
-    reserved_bytes = min(leanest.reserved_at_smallest_peak(), request.reserved_budget_bytes)
-    first = max(held_bytes, reserved_bytes) + context_bytes
+    first = _least_device_bytes(request, candidates, best)
     last = max(plain.predicted_peak_reserved_bytes + context_bytes, first)
     budgets = {first + (last - first) * i // (CURVE_POINTS - 1) for i in range(CURVE_POINTS)}
     one_more = request.budget_bytes + GIB
@@ -386,6 +383,15 @@ def _budget_curve(
                 budget_bytes=budget_bytes,
                 predicted_step_seconds=bound(min(found), best.predicted_step_seconds),
             )
+
+
+def _least_device_bytes(request: Request, candidates: list[Candidate], best: Estimate) -> int:
+    """What the leanest choice of all candidates takes, as far as is known without capturing it."""
+    held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
+    leanest = min(candidates, key=Candidate.smallest_peak_bytes)
+    held_bytes = int(leanest.smallest_peak_bytes() / held_fraction) + 1
+    reserved_bytes = min(leanest.reserved_at_smallest_peak(), request.reserved_budget_bytes)
+    return max(held_bytes, reserved_bytes) + request.device.context_bytes
 
 
 def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) -> Alternative | None:
@@ -421,7 +427,7 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: list[Candida
         if request.device.kind == "cuda"
         else "what some kernels take inside is not known exactly"
     )
-    least_bytes = min(map(Candidate.smallest_peak_bytes, candidates)) + request.device.context_bytes
+    least_bytes = _least_device_bytes(request, candidates, best)
     advice = (
         f"To be sure, plan with about {format_bytes(surely)}."
         if surely >= least_bytes
