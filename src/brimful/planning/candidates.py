@@ -7,7 +7,7 @@ affine in the micro-batch, so captures at two sizes pose it for every divisor of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -79,6 +79,8 @@ class Candidate:
     recomputed: Trace
     kept_seconds: float
     pinned: Action | None
+    _pose: Callable[[int], PosedProblem]
+    """The problem for so many bytes of the host."""
     _capture: Capture
     _request: Request
     _notes: list[str]
@@ -108,6 +110,23 @@ class Candidate:
             _replayed={},
             _reserved={},
             _expected={},
+            _splicer=None,
+        )
+
+    def without_offloading(self) -> Candidate:
+        """The same ways to train but for those that offload, told from the same captures."""
+        return replace(
+            self,
+            posed=self._pose(0),
+            _solved={},
+            _solved_nested={},
+            _replayed={},
+            _reserved={},
+            _expected={},
+            _uniform_peaks={},
+            _ladder=None,
+            _nested_ladder=None,
+            _segments=[],
             _splicer=None,
         )
 
@@ -472,23 +491,26 @@ class CandidateFamily:
     def _candidate(
         self, settings: Settings, units: tuple[str, ...], kept: Trace, recomputed: Trace, priced_by: Trace
     ) -> Candidate:
-        posed = build_problem(
-            kept,
-            recomputed,
-            units,
-            self._request.device,
-            micro_batches=kept.captured_micro_batches,
-            host_bytes=self._host_bytes(settings, kept),
-            priced_by=priced_by,  # else ways to divide would seem to differ in what their host takes
-        )
+        def pose(host_bytes: int) -> PosedProblem:
+            return build_problem(
+                kept,
+                recomputed,
+                units,
+                self._request.device,
+                micro_batches=kept.captured_micro_batches,
+                host_bytes=host_bytes,
+                priced_by=priced_by,  # else ways to divide would seem to differ in what their host takes
+            )
+
         return Candidate(
             settings=settings,
             units=units,
-            posed=posed,
+            posed=pose(self._host_bytes(settings, kept)),
             kept=kept,
             recomputed=recomputed,
             kept_seconds=step_seconds(kept, self._request.device).total_seconds,
             pinned=self._request.recompute,
+            _pose=pose,
             _capture=self._capture,
             _request=self._request,
             _notes=self._notes,

@@ -92,7 +92,9 @@ def search(capture: Capture, request: Request) -> Plan:
     if request.may_put_optimizer_on_host and _may_gain_on_host(candidates, request, plain_trace):
         candidates += _with_optimizer_on_host(capture, request, plain_trace, candidates, notes)
     found = _fastest(candidates, request.reserved_budget_bytes)
-    if not found:
+    if found:
+        found = _by_time([*found, *_without_offloading(candidates, found[0], request.reserved_budget_bytes)])
+    else:
         leanest = _leanest(candidates)
         found = [each for each in leanest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
         if not found:
@@ -273,7 +275,27 @@ def _fastest(candidates: list[Candidate], budget_bytes: int) -> list[Estimate]:
         if seconds * (1 - candidate.roughness) < _least_seconds(found):
             captured = candidate.fastest_nested_within(budget_bytes)
             found += [captured] if captured else []
+    return _by_time(found)
+
+
+def _by_time(found: Iterable[Estimate]) -> list[Estimate]:
     return sorted(found, key=lambda estimate: estimate.predicted_step_seconds)
+
+
+def _without_offloading(candidates: list[Candidate], best: Estimate, budget_bytes: int) -> Iterator[Estimate]:
+    """What may be faster without the best's offloading: the solver knows only roughly what hides a copy."""
+    if not best.settings.offloaded:
+        return
+    same = [candidate for candidate in candidates if candidate.settings == replace(best.settings, units=())]
+    for candidate in same:
+        leaner = candidate.without_offloading()
+        at_best = leaner.seconds_at_best(budget_bytes)
+        if at_best is None or at_best * (1 - leaner.roughness) >= best.predicted_step_seconds:
+            continue
+        expected = leaner.expected_within(budget_bytes)
+        if expected and expected.seconds_at_best < best.predicted_step_seconds:
+            captured = leaner.captured_from(expected.rung, budget_bytes)
+            yield from [captured] if captured else []
 
 
 def _least_seconds(found: list[Estimate]) -> float:

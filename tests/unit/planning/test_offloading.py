@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 
+import brimful as bf
 from brimful.capture import capture_step
 from brimful.cost import step_seconds
 from brimful.hardware import Device, find_device
@@ -282,3 +283,15 @@ def test_more_budget_is_never_slower_with_offloading_either(link: float) -> None
     assert seconds == sorted(seconds, reverse=True)
     without = [planned(link, i / 8, host_bytes=0).predicted_step_seconds for i in range(1, 9)]
     assert all(a <= b for a, b in zip(seconds, without, strict=True))
+
+
+@pytest.mark.slow
+def test_permission_to_offload_makes_no_plan_slower() -> None:
+    """The solver knows only roughly what hides a copy: here it takes some for hidden that are not."""
+    job = bf.find_architecture("unet")
+    plans = [
+        bf.plan(job, GPU, global_batch_size=16, precision="bf16", budget="80%", offload=offload)
+        for offload in (True, False)
+    ]
+    assert any(each.settings.offloaded for each in plans[0].alternatives)  # it was tried
+    assert plans[0].predicted_step_seconds <= plans[1].predicted_step_seconds
