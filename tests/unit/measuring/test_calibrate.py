@@ -268,7 +268,7 @@ def test_a_thread_that_waits_for_a_processor_makes_a_round_disturbed(monkeypatch
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell waiting")
 def test_what_threads_waited_is_told_by_the_system() -> None:
     processors = sorted(os.sched_getaffinity(0))
-    before = timing._waited_seconds()
+    before, most = timing._waited_seconds(), 0.0
 
     def spin() -> None:
         os.sched_setaffinity(0, processors[:1])  # of this thread alone
