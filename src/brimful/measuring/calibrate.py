@@ -26,7 +26,7 @@ from brimful.curves import RateCurve
 from brimful.hardware import MEASURED_BUSY, Device, Dispatch, find_device
 from brimful.measuring.dispatch import measure_dispatch
 from brimful.measuring.probes import Pool, Probe, probes
-from brimful.measuring.timing import Typical, host_timed, typical, typical_seconds
+from brimful.measuring.timing import Typical, typical_seconds
 from brimful.units import MIB
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ _LARGEST_RUN_SECONDS = 5e-3
 another program has its turn."""
 _LEAST_SIZES = 4
 """That many are tried always: a curve of one point tells all other amounts by its rate."""
-_RISING = 1.5
-"""By which factor a rate that is not reached yet is above that of the size before, at the least. A small op may
-take a time slice of another program, 4 to 8 ms: to stop there and go on at its rate would make a large one
-take minutes. A choice; sizes are two to eight times apart in work."""
+_STEADY = 1.5
+"""A rate that is reached differs by less from that of the size before. A small op may take a time slice of
+another program, 4 to 8 ms: to stop there and go on at its rate would make a large one take minutes. A choice;
+sizes are two to eight times apart in work."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
-_FRESH_ROUNDS = 30
+_FRESH_SECONDS = 0.4
 _LINK_BYTES = 256 * MIB
 _UPDATED_BYTES = 256 * MIB
 """Of parameters: with their gradients and state 1 GiB, beyond nearly all caches."""
@@ -291,7 +291,7 @@ def measure_curves(
                 found = measure_probe(probe, pools[probe.dtype])
                 best = measured.setdefault(probe.kind, found)
                 for amount, one in found.items():
-                    best[amount] = min(one, best.get(amount, one), key=lambda each: each.seconds)
+                    best[amount] = min(one, best.get(amount, one), key=_by_quiet_and_time)
     curves = tuple(
         RateCurve.through(
             kind, [(amount, each.seconds) for amount, each in found.items()], is_arithmetic=":" in kind
@@ -300,6 +300,11 @@ def measure_curves(
     )
     sizes = [each for found in measured.values() for each in found.values()]
     return curves, statistics.fmean(not each.is_quiet for each in sizes)
+
+
+def _by_quiet_and_time(found: Typical) -> tuple[bool, float]:
+    """What nothing disturbed comes first: of what is disturbed the shortest round counts, not a typical one."""
+    return not found.is_quiet, found.seconds
 
 
 def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
@@ -314,7 +319,8 @@ def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
             runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
             found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
             rate = amount / found.seconds
-            is_reached = len(measured) >= _LEAST_SIZES and rate < _RISING * rate_before
+            is_steady = rate_before / _STEADY < rate < rate_before * _STEADY
+            is_reached = len(measured) >= _LEAST_SIZES and is_steady
             if found.seconds > _LARGEST_RUN_SECONDS and is_reached:
                 break
             rate_before = rate
@@ -325,8 +331,8 @@ def page_fault_seconds_per_byte() -> float:
     """What the first touch of memory adds to a product of tensors, per byte of the result."""
     cpu = torch.device("cpu")
     x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
-    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=0.2).seconds
-    fresh = typical([host_timed(partial(torch.mul, x, y))[1] for _ in range(_FRESH_ROUNDS)])
+    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=_FRESH_SECONDS).seconds
+    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=_FRESH_SECONDS).seconds
     return max(fresh - warm, 0.0) / _FRESH_BYTES
 
 

@@ -98,7 +98,7 @@ _MATMUL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _MATMUL_SIZES_ON_GPU = (*_MATMUL_SIZES, 2048, 4096)
 _SIDES = (2, 4, 8, 16, 32, 64)
 _CHANNELS = (16, 32, 64, 128, 256, 512)
-_TOKENS = (8, 16, 32, 64, 128, 256, 512)
+_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _RECURRENT_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -151,10 +151,11 @@ def _weight_gradient(channels: int, pool: Pool) -> tuple[Run, int]:
     return partial(aten.convolution_backward, *arguments), weight.numel() * weight.element_size()
 
 
-def _attention(tokens: int, pool: Pool) -> tuple[Run, int]:
-    """Fused attention of 8 sequences with 8 heads of 64."""
-    query, key, value = (pool.operand(8, 8, tokens, 64) for _ in range(3))  # (B, heads, T, D)
-    return partial(F.scaled_dot_product_attention, query, key, value), 4 * 8 * 8 * tokens * tokens * 64
+def _attention(size: int, pool: Pool) -> tuple[Run, int]:
+    """Fused attention of 8 sequences with 8 heads of 64; sizes below 8 are the heads of one of 8 tokens."""
+    samples, heads, tokens = (1, size, 8) if size < 8 else (8, 8, size)
+    query, key, value = (pool.operand(samples, heads, tokens, 64) for _ in range(3))  # (B, heads, T, D)
+    return partial(F.scaled_dot_product_attention, query, key, value), 4 * samples * heads * tokens**2 * 64
 
 
 def _lstm(size: int, pool: Pool) -> tuple[Run, int]:

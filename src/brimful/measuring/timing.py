@@ -18,7 +18,9 @@ _ROUND_SECONDS = 0.3e-3
 """What is quicker is run several times in a row, so that reading the clock does not count. Not longer, because
 a short round more often ends before another program gets its turn."""
 _LONGEST_ROUND_SECONDS = 5e-3
+"""A time slice of another program. A thousand calls that take one each would last seconds."""
 _CALLS_BETWEEN_CLOCKS = 20
+"""Reading the clock takes some 50 ns, a hundredth of so many of the quickest ops."""
 
 _LEAST_ROUNDS = 3
 _ENOUGH_ROUNDS = 25
@@ -26,7 +28,8 @@ _ENOUGH_ROUNDS = 25
 _PATIENCE = 3
 """How many times as long is tried if nearly all rounds are disturbed."""
 _WAITED_FRACTION = 0.05
-"""Of a round: that long its threads may have waited for a processor. A choice; waking one takes 1 % or less."""
+"""Of a round: that long one of its threads may have waited for a processor. A choice; waking one takes 1 % or
+less."""
 
 Result = TypeVar("Result")
 
@@ -61,8 +64,8 @@ def typical_seconds(
     Args:
         runs: The same work on different operands; on CUDA not waited for in between.
         device: Is waited for at the end of a round.
-        most_seconds: To spend on this; up to three times as much while other work disturbs most rounds. Three
-            rounds are made at least.
+        most_seconds: To spend on this; up to three times as much while other work disturbs most rounds, and
+            as much again for one thread alone. Three rounds are made at least.
 
     Returns:
         Per run.
@@ -120,11 +123,12 @@ def typical(durations: Sequence[Duration]) -> float:
 
 def host_timed(run: Callable[[], Result]) -> tuple[Result, Duration]:
     """One call, and how long the host was busy with it; the device may still be."""
-    lost, waited = _lost_turns(), _waited_seconds()
+    lost, before = _lost_turns(), _waited_seconds()
     start = time.perf_counter()
     result = run()
     seconds = time.perf_counter() - start
-    is_disturbed = _lost_turns() > lost or _waited_seconds() - waited > _WAITED_FRACTION * seconds
+    waited = max((total - before.get(task, 0.0) for task, total in _waited_seconds().items()), default=0.0)
+    is_disturbed = _lost_turns() > lost or waited > _WAITED_FRACTION * seconds
     return result, Duration(seconds=seconds, is_disturbed=is_disturbed)
 
 
@@ -162,16 +166,16 @@ def _lost_turns() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
-def _waited_seconds() -> float:
-    """How long threads of this process were ready to run and had to wait; 0 where the system does not say.
+def _waited_seconds() -> dict[str, float]:
+    """How long each thread of this process was ready and had to wait; empty where the system does not say.
 
     One that is woken and waits for its turn has lost none: where threads wait for each other, turns lost miss
     most of what other work takes. Linux tells it in a task's `schedstat`, in nanoseconds
     (Documentation/scheduler/sched-stats.rst).
     """
-    waited = 0
+    waited = {}
     with suppress(OSError, ValueError, IndexError):
         for task in Path("/proc/self/task").iterdir():
             with suppress(FileNotFoundError, ProcessLookupError):  # one that has ended meanwhile
-                waited += int((task / "schedstat").read_bytes().split()[1])
-    return waited / 1e9
+                waited[task.name] = int((task / "schedstat").read_bytes().split()[1]) / 1e9
+    return waited

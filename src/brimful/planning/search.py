@@ -93,7 +93,7 @@ def search(capture: Capture, request: Request) -> Plan:
         candidates += _with_optimizer_on_host(capture, request, plain_trace, candidates, notes)
     found = _fastest(candidates, request.reserved_budget_bytes)
     if found:
-        found = _by_time([*found, *_without_offloading(candidates, found[0], request.reserved_budget_bytes)])
+        found = _by_time(found + _without_offloading(candidates, found, request.reserved_budget_bytes))
     else:
         leanest = _leanest(candidates)
         found = [each for each in leanest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
@@ -282,20 +282,22 @@ def _by_time(found: Iterable[Estimate]) -> list[Estimate]:
     return sorted(found, key=lambda estimate: estimate.predicted_step_seconds)
 
 
-def _without_offloading(candidates: list[Candidate], best: Estimate, budget_bytes: int) -> Iterator[Estimate]:
-    """What may be faster without the best's offloading: the solver knows only roughly what hides a copy."""
-    if not best.settings.offloaded:
-        return
-    same = [candidate for candidate in candidates if candidate.settings == replace(best.settings, units=())]
-    for candidate in same:
-        leaner = candidate.without_offloading()
-        at_best = leaner.seconds_at_best(budget_bytes)
-        if at_best is None or at_best * (1 - leaner.roughness) >= best.predicted_step_seconds:
+def _without_offloading(
+    candidates: list[Candidate], found: list[Estimate], budget_bytes: int
+) -> list[Estimate]:
+    """What may be faster than all without its offloading: the solver knows only roughly what hides a copy."""
+    offloading = [replace(each.settings, units=()) for each in found if each.settings.offloaded]
+    faster: list[Estimate] = []
+    for candidate in candidates:
+        bound = candidate.seconds_at_best(budget_bytes)  # whatever does not offload is among its choices
+        if candidate.settings not in offloading or bound is None or bound >= _least_seconds(found):
             continue
+        leaner = candidate.without_offloading()
         expected = leaner.expected_within(budget_bytes)
-        if expected and expected.seconds_at_best < best.predicted_step_seconds:
+        if expected and expected.seconds_at_best < _least_seconds(found):
             captured = leaner.captured_from(expected.rung, budget_bytes)
-            yield from [captured] if captured else []
+            faster += [captured] if captured else []
+    return faster
 
 
 def _least_seconds(found: list[Estimate]) -> float:
@@ -408,7 +410,7 @@ def _budget_curve(
 
 
 def _least_device_bytes(request: Request, candidates: list[Candidate], best: Estimate) -> int:
-    """What the leanest choice of all candidates takes, as far as is known without capturing it."""
+    """What the leanest choice without nested segments takes, as far as is known without capturing it."""
     held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
     leanest = min(candidates, key=Candidate.smallest_peak_bytes)
     held_bytes = int(leanest.smallest_peak_bytes() / held_fraction) + 1
@@ -449,7 +451,11 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: list[Candida
         if request.device.kind == "cuda"
         else "what some kernels take inside is not known exactly"
     )
-    least_bytes = _least_device_bytes(request, candidates, best)
+    least_bytes = min(_least_device_bytes(request, candidates, best), best.predicted_peak_device_bytes)
+    if best.settings.nested:
+        nesting = (each for each in candidates if each.settings == replace(best.settings, units=()))
+        nested_bytes = min(map(Candidate.smallest_nested_peak_bytes, nesting)) + request.device.context_bytes
+        least_bytes = min(least_bytes, nested_bytes)
     advice = (
         f"To be sure, plan with about {format_bytes(surely)}."
         if surely >= least_bytes

@@ -8,7 +8,7 @@ from functools import partial
 from brimful.certificate import Certificate
 from brimful.job import Data
 from brimful.train.certifying import certified
-from brimful.train.data import Batches, check_validation, example_for, find_data
+from brimful.train.data import Batches, check_validation, find_data, refuse_single_samples
 from brimful.train.feed import Feed
 from brimful.train.journal import Journal
 from brimful.train.learner import Learner, make_learner, seeded_model
@@ -66,17 +66,16 @@ def begin(options: Options, ranks: Ranks) -> Beginning:
     """
     start = find_start(options, ranks)
     data = find_data(options.job, options.data)
-    example = example_for(options.job, data)
     batches = Batches(
         data.train,
         global_batch_size=start.settings.global_batch_size,
         seed=options.seed,
         device=options.device,
         warns=ranks.is_first,
-        example=example,
     )
     if data.validation is not None:
-        check_validation(data.validation, example)
+        check_validation(data.validation)
+    refuse_single_samples(options.job, data, batches, start.settings.micro_batch_size)
     utilisation = Utilisation(options.plan, options.job)
     model = seeded_model(options, start)
     if ranks.is_first:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeGuard, cast
 
@@ -15,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from brimful.batches import count_samples, make_batch, named_tensors, take
-from brimful.errors import UsageError
+from brimful.errors import BatchError, UsageError
 from brimful.job import Batch, Data, Job, Samples
 from brimful.train.randomness import generator_of
 from brimful.train.ranks import ALONE, Ranks, processors_here
@@ -73,7 +74,6 @@ class Batches:
         device: Where batches go. For a GPU, those cut from one batch are read ahead: the host's processors have
             time for that, and on a CPU the step would lack what reading takes.
         warns: Of batches that are no global batch; of several ranks one does.
-        example: A batch of the job's, to tell a batch of an iterable from a single sample.
 
     Raises:
         UsageError: `train` is no data.
@@ -88,7 +88,6 @@ class Batches:
         seed: int,
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         warns: bool = True,
-        example: Batch | None = None,
     ) -> None:
         _check_data("train", train)
         self._train = train
@@ -99,6 +98,14 @@ class Batches:
         self._device = device
         self._reads_ahead = device.type == "cuda" and is_on_host
         self._warns = warns
+        self._example: Batch | None = None
+
+    def expect(self, example: Batch | None) -> None:
+        """Be told what a batch of the job's is, to refuse single samples that an iterable gives.
+
+        Args:
+            example: None if nothing is to be refused.
+        """
         self._example = example
 
     def tell_small(self, model: nn.Module) -> None:
@@ -195,7 +202,7 @@ class Batches:
         empty = True
         for batch in batches:
             if empty:
-                check_no_sample("train", batch, self._example)
+                _check_no_sample("train", batch, self._example)
             empty = False
             yield batch
         if empty:
@@ -222,50 +229,51 @@ def validation_batches(
         yield from ranks.micro_batches(batch, micro_batch_size)
 
 
-def check_validation(validation: Batch | Iterable[Batch], example: Batch | None = None) -> None:
+def check_validation(validation: Batch | Iterable[Batch]) -> None:
     """Check that data can be validated with.
 
     Args:
         validation: What `Data` was given.
-        example: A batch of the job's, to tell a batch from a single sample.
 
     Raises:
-        UsageError: They are no data, or single samples.
+        UsageError: They are no data.
         BatchError: They are a batch without samples, or whose entries disagree on how many.
     """
     _check_data("validation", validation)
     if is_one_batch(validation):
         _check_some(validation)
-    elif isinstance(validation, list) and validation:
-        check_no_sample("validation", validation[0], example)
 
 
-def example_for(job: Job, data: Data) -> Batch | None:
-    """A batch of a job's, where its data could be single samples; None where they are batches for sure.
+def refuse_single_samples(job: Job, data: Data, batches: Batches, samples: int) -> None:
+    """Check that lists and other iterables give batches: a list for validation now, those to train on later.
 
     Args:
-        job: Its `batch` makes it, with whatever random numbers it draws.
-        data: What to train on.
-
-    Returns:
-        A batch of one sample.
-    """
-    given = [each for each in (data.train, data.validation) if each is not None]
-    sure = (is_one_batch(each) or _are_samples(each) or isinstance(each, DataLoader) for each in given)
-    return None if all(sure) else make_batch(job, 1)
-
-
-def check_no_sample(name: str, batch: Batch, example: Batch | None) -> None:
-    """Check that what data gave is a batch, not a single sample.
-
-    Args:
-        name: The field of `Data`.
-        batch: The first that the data gave.
-        example: A batch of the job's; None checks nothing.
+        job: Its `batch` says what a batch is; it may draw random numbers for that. One that makes none of so
+            many samples checks nothing.
+        data: What was given.
+        batches: Of the training data.
+        samples: Of a batch that the job can make.
 
     Raises:
-        UsageError: Each of its tensors has one dimension less than the job's.
+        UsageError: The validation data are a list of single samples.
     """
+    given = [each for each in (data.train, data.validation) if each is not None]
+    if all(is_one_batch(each) or _are_samples(each) or _makes_batches(each) for each in given):
+        return
+    with suppress(BatchError):
+        example = make_batch(job, samples)
+        batches.expect(example)
+        if isinstance(data.validation, list) and data.validation and not is_one_batch(data.validation):
+            _check_no_sample("validation", data.validation[0], example)
+
+
+def _makes_batches(data: object) -> bool:
+    """Whether data are a loader that was not told to leave samples single."""
+    return isinstance(data, DataLoader) and data.batch_sampler is not None
+
+
+def _check_no_sample(name: str, batch: Batch, example: Batch | None) -> None:
+    """A single sample has, in each of its tensors, one dimension less than a batch."""
     if example is None:
         return
     expected = {path: tensor for path, tensor in named_tensors(example) if tensor.dim()}
@@ -274,7 +282,7 @@ def check_no_sample(name: str, batch: Batch, example: Batch | None) -> None:
         path, tensor = next(iter(found.items()))
         raise UsageError(
             f"Data({name}=…) gives single samples: {path} is of shape {tuple(tensor.shape)}, and "
-            f"job.batch(1) gives {tuple(expected[path].shape)}. Wrap it: DataLoader(samples, batch_size=…, "
+            f"job.batch gives {tuple(expected[path].shape)}. Wrap it: DataLoader(samples, batch_size=…, "
             "shuffle=…) gives batches."
         )
 

@@ -258,17 +258,16 @@ def test_disturbed_rounds_do_not_count_where_enough_are_not() -> None:
 def test_a_thread_that_waits_for_a_processor_makes_a_round_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is woken late has lost no turn."""
     monkeypatch.setattr(timing, "_lost_turns", lambda: 0)
-    waited = iter([1.0, 1.004])
-    monkeypatch.setattr(timing, "_waited_seconds", lambda: next(waited))
-    assert timing.host_timed(lambda: time.sleep(8e-3))[1].is_disturbed
-    waited = iter([1.0, 1.00001])
-    assert not timing.host_timed(lambda: time.sleep(8e-3))[1].is_disturbed
+    for later, is_disturbed in ((11.0, True), (1.00001, False)):
+        waited = iter([{"7": 1.0, "8": 50.0}, {"7": later, "9": 0.0}])  # the eighth has ended, a ninth begun
+        monkeypatch.setattr(timing, "_waited_seconds", lambda waited=waited: next(waited))
+        assert timing.host_timed(lambda: time.sleep(8e-3))[1].is_disturbed is is_disturbed
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the system does not tell waiting")
 def test_what_threads_waited_is_told_by_the_system() -> None:
     processors = sorted(os.sched_getaffinity(0))
-    before, most = timing._waited_seconds(), 0.0
+    most = 0.0
 
     def spin() -> None:
         os.sched_setaffinity(0, processors[:1])  # of this thread alone
@@ -277,15 +276,16 @@ def test_what_threads_waited_is_told_by_the_system() -> None:
     threads = [threading.Thread(target=spin) for _ in range(2)]
     for thread in threads:
         thread.start()
-    while all(thread.is_alive() for thread in threads):
-        most = timing._waited_seconds() - before
+    while any(thread.is_alive() for thread in threads):
+        most = max(most, *timing._waited_seconds().values())
+    for thread in threads:
+        thread.join()
     assert most > 0.01
 
 
 def test_where_several_threads_are_always_disturbed_one_does_the_work_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    threads = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: asked[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: asked.append(count))
     asked = [2]
@@ -298,8 +298,6 @@ def test_where_several_threads_are_always_disturbed_one_does_the_work_alone(
     assert asked == [2, 1, 2]
     assert not found.is_quiet
     assert found.seconds == 1.0
-    monkeypatch.undo()
-    assert torch.get_num_threads() == threads
 
 
 def test_a_round_of_many_calls_ends_when_they_all_take_time_slices() -> None:
@@ -330,16 +328,30 @@ def test_a_probe_runs_at_its_smallest_sizes_and_its_work_grows(probe: Probe) -> 
     assert min(measured) > 0
 
 
-@pytest.mark.parametrize(("growth", "sizes"), [(1.0, 6), (2.0, 4)], ids=["time slices", "full rate"])
-def test_sizes_go_on_as_long_as_their_rate_rises(
-    growth: float, sizes: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("milliseconds", "sizes"),
+    [
+        ((8, 8, 8, 8, 8, 8), 6),  # time slices
+        ((8, 16, 32, 64, 128, 256), 4),  # full rate
+        ((0.001, 0.002, 0.004, 8, 8, 8), 6),  # quiet at first, then time slices
+        ((0.001, 0.002, 0.004, 8, 16, 32), 5),  # out of a cache
+    ],
+)
+def test_sizes_go_on_until_their_rate_is_steady(
+    milliseconds: tuple[float, ...], sizes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A time slice of other work, always as long, must not tell the rate of larger sizes."""
-    found = (Typical(seconds=8e-3 * growth**turn, is_quiet=True) for turn in itertools.count())
+    found = (Typical(seconds=each / 1e3, is_quiet=True) for each in milliseconds)
     monkeypatch.setattr(calibrate, "typical_seconds", lambda *_args, **_kwargs: next(found))
     probe = next(probe for probe in probes.probes(CPU) if probe.kind == "elementwise")
     probe = replace(probe, sizes=(64, 128, 256, 512, 1024, 2048))
     assert len(measure_probe(probe, Pool(CPU, torch.float32, 1 << 16))) == sizes
+
+
+def test_what_nothing_disturbed_comes_before_what_was_shorter() -> None:
+    quiet, disturbed = Typical(seconds=1.0, is_quiet=True), Typical(seconds=0.9, is_quiet=False)
+    assert min(disturbed, quiet, key=calibrate._by_quiet_and_time) is quiet
+    assert min(replace(quiet, seconds=0.8), quiet, key=calibrate._by_quiet_and_time).seconds == 0.8
 
 
 def test_a_pool_hands_out_other_memory_each_time_until_it_is_used_up() -> None:

@@ -12,8 +12,8 @@ from brimful.job import Data, Job
 from brimful.train.data import (
     Batches,
     check_validation,
-    example_for,
     is_one_batch,
+    refuse_single_samples,
     validation_batches,
 )
 
@@ -105,21 +105,32 @@ def test_a_list_of_single_samples_is_refused_with_the_way_to_batch_it():
         loss=lambda model, batch: torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
         batch=lambda n: {"x": torch.zeros(n, 3), "y": torch.zeros(n, dtype=torch.long)},
     )
-    told = r'batch\["x"\] is of shape \(3,\), and job.batch\(1\) gives \(1, 3\).*DataLoader'
-    with pytest.raises(UsageError, match=told):
-        next(
-            Batches(samples, global_batch_size=4, seed=0, example=example_for(job, Data(train=samples))).epoch(
-                1
-            )
-        )
-    data = Data(train=job.batch(4), validation=samples)
+
+    def batches_of(train, validation=None, size=2):
+        batches = Batches(train, global_batch_size=4, seed=0)
+        refuse_single_samples(job, Data(train=train, validation=validation), batches, size)
+        return list(batches.epoch(1))
+
+    told = r'batch\["x"\] is of shape \(3,\), and job.batch gives \(2, 3\).*DataLoader'
+    for single in (samples, iter(samples), DataLoader(samples, batch_size=None)):
+        with pytest.raises(UsageError, match=told):
+            batches_of(single)
     with pytest.raises(UsageError, match=r"Data\(validation=…\) gives single samples"):
-        check_validation(samples, example_for(job, data))
-    batches = [job.batch(2), job.batch(2)]
-    example = example_for(job, Data(train=batches))
-    assert len(list(Batches(batches, global_batch_size=2, seed=0, example=example).epoch(1))) == 2
-    assert example_for(job, Data(train=job.batch(4))) is None
-    assert example_for(job, Data(train=DataLoader(TensorDataset(X)))) is None
+        batches_of(job.batch(4), validation=samples)
+    assert len(batches_of([job.batch(4), job.batch(4)], validation=[job.batch(4)])) == 2
+    assert len(batches_of(DataLoader(samples, batch_size=4))) == 1
+
+
+def test_a_job_that_makes_no_batch_of_that_size_is_trained_all_the_same():
+    job = Job(
+        model=torch.nn.Linear(3, 2),
+        loss=lambda model, batch: batch["x"].sum(),
+        batch=lambda n: {"x": X[: n // 2]},
+    )
+    train = [{"x": X}, {"x": X}]
+    batches = Batches(train, global_batch_size=10, seed=0)
+    refuse_single_samples(job, Data(train=train), batches, 1)
+    assert len(list(batches.epoch(1))) == 2
 
 
 @pytest.mark.parametrize(("data", "error"), [(3, UsageError), (X[:0], UsageError), ((X, X[:3]), BatchError)])
