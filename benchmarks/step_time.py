@@ -38,7 +38,7 @@ STEPS = 5
 MOMENTS = 3
 CALIBRATIONS_AT_MOST = 6
 UNDISTURBED_FRACTION = 0.1
-"""Of a calibration's rounds, that other work may disturb; else it is made again, before any error is seen."""
+"""Of a calibration's sizes, that other work may disturb; else it is made again, before any error is seen."""
 IDLE_PERCENT = 10.0
 IDLE_SECONDS_AT_MOST = 40
 AIM_FRACTION = 0.15
