@@ -40,6 +40,7 @@ def tables() -> str:
         cpu_lines(load("cpu_truth")),
         run_lines(load("demo_runs")),
         time_lines(load("step_time")),
+        time_lines(load("step_time_xeon")),
         real_lines(load("plan_measured")),
         plan_lines(load("plan_simulated")),
         planner_lines(load("plan_torch_planners")),
