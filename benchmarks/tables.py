@@ -207,7 +207,7 @@ def time_lines(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"Step times of {told['rows']} small models on this CPU, calibrated just before "
         f"({format_seconds(told['calibration_seconds'])}): predicted within "
-        f"{told['median_error_fraction']:.0%} in the median, {told['largest_error_fraction']:.0%} at most. "
+        f"{told['median_error_fraction']:.1%} in the median, {told['largest_error_fraction']:.0%} at most. "
         f"{stamp(result)}"
     )
 
