@@ -98,7 +98,7 @@ _MATMUL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _MATMUL_SIZES_ON_GPU = (*_MATMUL_SIZES, 2048, 4096)
 _SIDES = (2, 4, 8, 16, 32, 64)
 _CHANNELS = (16, 32, 64, 128, 256, 512)
-_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_ATTENTION_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _RECURRENT_SIZES = (16, 32, 64, 128, 256)
 
 
@@ -110,7 +110,7 @@ def probes(device: torch.device) -> Iterator[Probe]:
         yield Probe(kind=f"matmul:{name}", make=_matmul, sizes=products, dtype=dtype)
         if device.type == "cuda" or dtype is torch.float32:
             yield Probe(kind=f"convolution:{name}", make=_convolution, sizes=_SIDES, dtype=dtype)
-            yield Probe(kind=f"attention:{name}", make=_attention, sizes=_TOKENS, dtype=dtype)
+            yield Probe(kind=f"attention:{name}", make=_attention, sizes=_ATTENTION_SIZES, dtype=dtype)
     if device.type == "cuda":
         yield Probe(kind="matmul:tf32", make=_matmul, sizes=products, rounds_to_tf32=True)
     if device.type == "cpu":
