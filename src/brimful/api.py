@@ -22,13 +22,14 @@ from torch.optim import Optimizer
 
 from brimful import measuring, planning
 from brimful.applying import PlannedStep
-from brimful.capture import capture_step
+from brimful.capture import CautiousCapture, capture_step
 from brimful.certificate import Certificate
 from brimful.collecting import without_garbage_collection
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
 from brimful.hardware import Device, find_device, known_devices, with_context
 from brimful.job import Job
-from brimful.local import choose_device
+from brimful.layout import why_not_split
+from brimful.local import choose_device, is_of_this_machine
 from brimful.measurement import Measurement
 from brimful.measuring import (
     THOROUGH_SWEEPS,
@@ -36,17 +37,20 @@ from brimful.measuring import (
     best_context,
     calibrate_cpu,
     calibrate_gpu,
+    check_split,
     device_record,
     measure_context,
     measure_step,
     with_kept_calibration,
 )
-from brimful.optimizers import ZERO_OPTIMIZERS, has_implementation, make_optimizer
+from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
+from brimful.own_loops import check_loop_decides
 from brimful.planning import (
     MARGIN_FRACTION,
     Estimate,
     Estimator,
-    GpuFit,
+    Extremes,
+    GpuSurvey,
     OptimizerChoice,
     Plan,
     PlanCheck,
@@ -56,26 +60,34 @@ from brimful.planning import (
     survey_gpus,
 )
 from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings, UnitAction
+from brimful.status import busy
 from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
-from brimful.trace import Trace
+from brimful.trace import Guess, Trace
 from brimful.train import Callback, Schedule, Trainer
 from brimful.training import StopReason, TrainingResult
 from brimful.units import format_bytes, parse_bytes
 
+DeviceLike = str | int | torch.device | Device
+"""What names a device; see `resolve_device`."""
 
+PrecisionLike = str | torch.dtype | Precision
+"""What names a precision; see `parse_precision`."""
+
+
+@busy("estimating")
 def estimate(
     job: Job,
-    device: str | Device = "auto",
+    device: DeviceLike = "auto",
     *,
     micro_batch_size: int = 1,
     gradient_accumulation_steps: int = 1,
-    precision: str | Precision = Precision.FP32,
+    precision: PrecisionLike = Precision.FP32,
     optimizer: str | None = None,
     optimizer_implementation: str | OptimizerImplementation | None = None,
     recompute: str | Action | None = None,
     step_in_backward: bool = False,
     optimizer_on_host: bool = False,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
     compare_allocators: bool = False,
     evaluate: bool = False,
@@ -89,7 +101,7 @@ def estimate(
 
     Args:
         job: What is trained.
-        device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
         micro_batch_size: Samples in one forward and backward pass.
         gradient_accumulation_steps: Passes per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
@@ -125,34 +137,37 @@ def estimate(
     )
     trace = capture(settings)
     if _parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE:
-        trace = capture(_with_all_recomputed(settings, trace))
+        settings = _with_all_recomputed(settings, trace)
+        trace = capture(settings)
     if save_trace is not None:
         trace.save(save_trace)
     return estimate_trace(
         trace,
         target,
+        extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
         capacity_bytes=None if budget is None else parse_bytes(budget),
         allocator=_parse_allocator(allocator),
         compares_allocators=compare_allocators,
     )
 
 
+@busy("estimating")
 def estimator(
     job: Job,
-    device: str | Device = "auto",
+    device: DeviceLike = "auto",
     *,
     gradient_accumulation_steps: int = 1,
-    precision: str | Precision = Precision.FP32,
+    precision: PrecisionLike = Precision.FP32,
     optimizer: str | None = None,
     recompute: str | Action | None = None,
-    budget: str | int | None = None,
+    budget: str | float | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
 ) -> Estimator:
     """Predict any micro-batch size from captures at two.
 
     Args:
         job: What is trained.
-        device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
         gradient_accumulation_steps: Passes per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
         optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
@@ -170,8 +185,8 @@ def estimator(
     target = resolve_device(device)
     settings = _settings(job, target, 1, gradient_accumulation_steps, precision, optimizer)
 
-    def capture(settings: Settings, steps: int = 1) -> Trace:
-        return capture_step(job, settings, target, steps=steps)
+    def capture(settings: Settings, steps: int = 1, guess: Guess = Guess.EXPECTED) -> Trace:
+        return capture_step(job, settings, target, steps=steps, guess=guess)
 
     if _parse_recompute(recompute, permits_auto=False) is Action.RECOMPUTE:
         settings = _with_all_recomputed(settings, capture(settings))
@@ -188,15 +203,16 @@ def estimator(
     )
 
 
+@busy("comparing GPUs")
 def gpus(
     job: Job,
     *,
     global_batch_size: int,
-    precision: str | Precision = Precision.FP32,
+    precision: PrecisionLike = Precision.FP32,
     optimizer: str | None = None,
     split_batch_norm: bool = False,
-    devices: Sequence[str | Device] | None = None,
-) -> tuple[GpuFit, ...]:
+    devices: Sequence[DeviceLike] | None = None,
+) -> GpuSurvey:
     """Which GPUs train a job, how, and how fast.
 
     Args:
@@ -204,11 +220,13 @@ def gpus(
         global_batch_size: Samples per optimizer step.
         precision: Of plain training; GPUs without it are judged in fp32.
         optimizer: Replaces the job's own.
-        split_batch_norm: Permit splitting a batch that BatchNorm couples.
+        split_batch_norm: Permit splitting a batch that BatchNorm couples, or a layer that changes its
+            buffers in each forward, such as spectral norm.
         devices: Those to try; None tries all of the hardware table.
 
     Returns:
         One record for each: plain training's peak, the fastest of some settings that fit, or what would fit.
+        Printed, they are a table.
 
     Raises:
         UsageError: An argument is invalid.
@@ -217,31 +235,43 @@ def gpus(
     base = Settings(
         micro_batch_size=global_batch_size, precision=parse_precision(precision), optimizer=optimizer
     )
+    for device in devices or ():  # before a CPU is calibrated
+        if isinstance(device, Device):
+            name, is_gpu = device.name, device.kind == "cuda"
+        else:
+            name = str(device)
+            is_gpu = not is_of_this_machine(device) or choose_device(device, None).type == "cuda"
+        if not is_gpu:
+            raise UsageError(f"{name} is not a CUDA GPU; this table compares GPUs.")
     asked = known_devices() if devices is None else [resolve_device(device) for device in devices]
-    others = [device.name for device in asked if device.kind != "cuda"]
-    if others:
-        raise UsageError(f"{', '.join(others)} is no CUDA GPU; this table compares GPUs.")
     planned = replace(job, loop=None)
 
     @functools.cache
-    def capture(settings: Settings, device: Device) -> Trace:
-        return capture_step(planned, settings, device)
+    def cautious(device: Device) -> CautiousCapture:
+        return CautiousCapture(planned, device)
 
-    return survey_gpus(
+    @functools.cache
+    def capture(settings: Settings, device: Device) -> Trace:
+        return cautious(device)(settings)
+
+    fits = survey_gpus(
         capture,
         [_with_best_context(device) for device in asked],
         base,
         splits_coupled_batches=split_batch_norm,
+        can_split=why_not_split(job, global_batch_size) is None,
     )
+    return GpuSurvey(fits, job=job.name, global_batch_size=global_batch_size)
 
 
+@busy("planning")
 def plan(
     job: Job,
-    device: str | Device = "auto",
+    device: DeviceLike = "auto",
     *,
     global_batch_size: int,
-    budget: str | int | None = None,
-    precision: str | Precision | Sequence[str | Precision] = Precision.FP32,
+    budget: str | float | None = None,
+    precision: PrecisionLike | Sequence[PrecisionLike] = Precision.FP32,
     micro_batch_size: int | None = None,
     recompute: str | Action | None = None,
     optimizer: str | None = None,
@@ -250,14 +280,15 @@ def plan(
     chunked_loss: bool = True,
     expandable_segments: bool = True,
     offload: bool = True,
-    host_memory: str | int | None = None,
+    host_memory: str | float | None = None,
     split_batch_norm: bool = False,
     step_in_backward: bool = False,
     optimizer_on_host: bool | None = None,
     copies_ahead: bool = False,
+    own_checkpointing: str = "keep",
     ranks: int = 1,
     nodes: int = 1,
-    network: str | int | None = None,
+    network: str | float | None = None,
     parallelism: str | Parallelism = "auto",
     reshard_after_forward: bool | None = None,
     gathered_dtype: str | None = None,
@@ -266,11 +297,12 @@ def plan(
     """Find the fastest way to train a global batch inside a memory budget.
 
     What is pinned stays; what is not is chosen. By default nothing is chosen that changes the mathematics: the
-    precision and the optimizer are the job's, and a batch is not split where BatchNorm couples its samples.
+    precision and the optimizer are the job's, and a batch is not split where BatchNorm couples its samples or a
+    layer changes its buffers in each forward.
 
     Args:
         job: What is trained.
-        device: A name from the hardware table ("RTX 3090"), "cuda" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
         global_batch_size: Samples per optimizer step.
         budget: A size ("11GiB"), a share of what plain training would take ("50%"), or None for what the device
             has, on a GPU less a margin of 5 % for what the prediction may miss. The CUDA context counts. Ranks
@@ -289,9 +321,10 @@ def plan(
             memory unused.
         offload: Permit holding what units save for backward in the host's memory meanwhile; the same
             mathematics. Nothing to a CPU, whose memory is the host's.
-        host_memory: What that and an optimizer on the host may take there: a size ("64GiB"), or None for half
-            of what this machine has.
-        split_batch_norm: Permit splitting a batch that BatchNorm couples.
+        host_memory: What that and an optimizer on the host may take there: a size ("64GiB"). Default: half of
+            this machine's memory if the device is in it, half of the GPU's memory if it is only named.
+        split_batch_norm: Permit splitting a batch that BatchNorm couples, or a layer that changes its
+            buffers in each forward, such as spectral norm.
         step_in_backward: Update each parameter in backward, as soon as its gradient is complete, which spares
             the gradients. The batch is then whole, nothing is clipped, and where memory runs out in backward,
             training resumes from the last save.
@@ -300,6 +333,9 @@ def plan(
             permitted.
         copies_ahead: Copy the next micro-batch of a step to the GPU while one is computed, for the memory of
             one more; of use from pinned memory. Not for losses that compare samples.
+        own_checkpointing: "off" turns off the model's own activation checkpointing, such as that of
+            `gradient_checkpointing_enable()`, while the plan is applied, so that the plan alone decides what is
+            recomputed. "keep" leaves it on.
         ranks: Devices of this kind that divide the global batch evenly and train together.
         nodes: Machines among which they are divided.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
@@ -326,11 +362,11 @@ def plan(
         target = replace(target, network_bytes_per_second=parse_bytes(network))
     if global_batch_size < 1:
         raise UsageError(f"global_batch_size is {global_batch_size}; it must be at least 1.")
-    planned = replace(job, loop=None)
+    cautious = CautiousCapture(replace(job, loop=None), target)
 
     @functools.cache
     def capture(settings: Settings, steps: int = 1) -> Trace:
-        return capture_step(planned, settings, target, steps=steps)
+        return cautious(settings, steps)
 
     parallelisms = _parallelisms(parallelism, ranks)
     _check_zero(job, (optimizer, *_names(allow_optimizers)), parallelisms)
@@ -350,13 +386,15 @@ def plan(
         ),
         permits_chunked_loss=chunked_loss,
         permits_expandable_segments=expandable_segments,
-        offload_host_bytes=_offload_host_bytes(offload, host_memory, target),
-        weighs_by_count=job.count is not None,
+        offload_host_bytes=_offload_host_bytes(offload, host_memory, device, target),
+        why_not_split=why_not_split(job, global_batch_size),
+        weighs_by_count=job.count is not None or job.reduction == "sum",
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
         step_in_backward=step_in_backward,
         optimizer_on_host=optimizer_on_host,
         copies_ahead=copies_ahead,
+        own_checkpointing=_keeps_own_checkpointing(own_checkpointing),
         ranks=ranks,
         nodes=nodes,
         parallelisms=parallelisms,
@@ -372,8 +410,9 @@ def plan(
             capture.cache_clear()  # or what it holds would be gone through as collecting begins again
 
 
+@busy("checking the plan")
 def check_plan(
-    job: Job, plan: Plan, device: str | Device | None = None, *, budget: str | int | None = None
+    job: Job, plan: Plan, device: str | Device | None = None, *, budget: str | float | None = None
 ) -> PlanCheck:
     """Predict a plan's settings anew, to see whether the job has outgrown it.
 
@@ -397,11 +436,12 @@ def check_plan(
         raise UsageError(
             f"the plan is for {plan.device} ({plan.device_kind}), and {target.name} is a {target.kind} device."
         )
-    trace = capture_step(replace(job, loop=None), plan.settings, target)
+    trace = CautiousCapture(replace(job, loop=None), target)(plan.settings)
     budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget)
     return planning.check_trace(trace, plan, target, budget_bytes)
 
 
+@busy("comparing with plain training")
 def certify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Certificate:
     """Compare a batch under a plan with plain training, really computed on this machine.
 
@@ -437,6 +477,7 @@ def apply(
     optimizer: Optimizer,
     *,
     max_gradient_norm: float | None = None,
+    verify: bool = True,
 ) -> PlannedStep:
     """Put a plan in force in a training loop of one's own.
 
@@ -446,18 +487,23 @@ def apply(
         model: Trained in place; parameters, buffers and `state_dict` keys stay as they are.
         optimizer: Over the parameters of `model`.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        verify: Before the first step, compare the loss of a few samples with that of their parts if the plan
+            splits batches: CertificateError if they differ, a warning where that cannot be known.
 
     Returns:
-        `step(global_batch)` makes one optimizer step; `step.remove()` leaves the model as it was. Within
-        `step.loading()`, `optimizer.load_state_dict` brings its state to where the plan has it.
+        `step(global_batch)` makes one optimizer step; where it raises, everything is as before the call (see
+        `PlannedStep`). `step.remove()` leaves the model as it was. Within `step.loading()`,
+        `optimizer.load_state_dict` brings its state to where the plan has it.
 
     Raises:
         UnknownNameError: The plan names a unit that the model does not have.
     """
     settings = plan.settings if isinstance(plan, Plan) else plan
-    return PlannedStep(settings, job, model, optimizer, max_gradient_norm=max_gradient_norm)
+    check = partial(check_split, job, settings, model) if verify else None
+    return PlannedStep(settings, job, model, optimizer, max_gradient_norm=max_gradient_norm, check=check)
 
 
+@busy("measuring")
 def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Measurement:
     """Run a few real steps and measure what they take.
 
@@ -477,7 +523,7 @@ def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
     if not isinstance(plan, Plan):
         return measure_step(job, plan, device=choose_device(device, None), seed=seed)
     where = choose_device(device, plan.device_kind)
-    measured = measure_step(job, plan.settings, device=where, seed=seed)
+    measured = measure_step(replace(job, loop=None), plan.settings, device=where, seed=seed)
     if where.type != plan.device_kind:  # what was predicted for one kind of device is no twin of another's
         return measured
     return replace(
@@ -621,34 +667,31 @@ def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> t
     return cpu, calibrate_gpu(_with_best_context(row), where, remeasure=remeasure, progress=progress)
 
 
-def resolve_device(device: str | Device) -> Device:
+def resolve_device(device: DeviceLike) -> Device:
     """The device meant.
 
     Args:
-        device: A name from the hardware table; "cpu" for this machine's CPU, measured once and kept; "cuda" for
-            its GPU; "auto" for the GPU if there is one, else the CPU.
+        device: A name from the hardware table ("RTX 3090"), a `Device`, or a device of this machine in torch's
+            words: "cpu", measured once and kept, "cuda", "cuda:1", a `torch.device`, the index of a GPU, or
+            "auto" for the GPU if there is one, else the CPU.
 
     Returns:
         Its row of the table, with what was measured of it on this machine and kept.
 
     Raises:
         UnknownNameError: There is no such device in the table.
-        UsageError: "cuda" is asked for and there is none.
+        UsageError: This machine does not have the device.
     """
     if isinstance(device, Device):
         return device
-    name = device.strip().lower()
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cpu":
-        return device_record(torch.device("cpu"))
-    if name != "cuda":
-        return with_kept_calibration(_with_best_context(find_device(device)))
-    if not torch.cuda.is_available():
+    if is_of_this_machine(device):
+        return device_record(choose_device(device, None))
+    if not isinstance(device, str):
         raise UsageError(
-            'this machine has no CUDA GPU that torch can use. Name one, such as "RTX 3090", to plan.'
+            f'the device is {device!r} ({type(device).__name__}). Name one, such as "RTX 3090", "cuda:0" or '
+            '"cpu", or give a torch.device or a brimful.Device.'
         )
-    return device_record(torch.device("cuda", 0))
+    return with_kept_calibration(_with_best_context(find_device(device)))
 
 
 def _with_best_context(device: Device) -> Device:
@@ -656,11 +699,11 @@ def _with_best_context(device: Device) -> Device:
     return with_context(device, best_context(device))
 
 
-def parse_precision(precision: str | Precision) -> Precision:
+def parse_precision(precision: PrecisionLike) -> Precision:
     """The precision meant.
 
     Args:
-        precision: One, or its name.
+        precision: One, its name ("bf16", "fp32", …), or a dtype (`torch.bfloat16`, "bfloat16").
 
     Returns:
         The one of that name.
@@ -669,10 +712,17 @@ def parse_precision(precision: str | Precision) -> Precision:
         UnknownNameError: There is none of that name.
     """
     try:
-        return Precision(precision)
+        return Precision(precision)  # type: ignore[arg-type]  # a dtype is understood by its name
     except ValueError:
         raise UnknownNameError("precision", str(precision), [str(p) for p in Precision]) from None
 
+
+HOST_FRACTION = 0.5
+"""What offloading may take of this machine's memory unless `host_memory` says so. A choice: other programs
+cannot use pinned memory."""
+DESCRIBED_HOST_FRACTION = 0.5
+"""What it may take of the host of a GPU that is only named, as a fraction of the GPU's memory. A choice: clouds
+rent a GPU of 24 GB with as little as 16 GiB of host memory (AWS g5.xlarge), of which this is three quarters."""
 
 LOOP_STEPS = 3
 """Optimizer steps that a job's own loop makes: its state is made in the first, the third is steady."""
@@ -687,7 +737,7 @@ def _settings(
     device: Device,
     micro_batch_size: int,
     gradient_accumulation_steps: int,
-    precision: str | Precision,
+    precision: PrecisionLike,
     optimizer: str | None,
 ) -> Settings:
     settings = Settings(
@@ -697,11 +747,7 @@ def _settings(
         optimizer=optimizer,
     )
     device.check_precision(settings.precision)
-    if job.loop is not None and settings != Settings(micro_batch_size=micro_batch_size):
-        raise UsageError(
-            f"{job.name!r} brings its own training loop, which decides precision, accumulation and optimizer. "
-            "Leave them out, or take the loop out of the job."
-        )
+    check_loop_decides(job, settings)
     return settings
 
 
@@ -714,12 +760,10 @@ def _parse_allocator(allocator: str | AllocatorSettings) -> AllocatorSettings:
     return allocator if isinstance(allocator, AllocatorSettings) else AllocatorSettings.parse(allocator)
 
 
-def _precisions(
-    precision: str | Precision | Sequence[str | Precision], device: Device
-) -> tuple[Precision, ...]:
+def _precisions(precision: PrecisionLike | Sequence[PrecisionLike], device: Device) -> tuple[Precision, ...]:
     if precision == "auto":
         return tuple(p for p in Precision if device.supports(p))
-    if isinstance(precision, str):
+    if isinstance(precision, str | torch.dtype):
         return (parse_precision(precision),)
     return tuple(parse_precision(p) for p in precision)
 
@@ -733,6 +777,13 @@ def _parse_recompute(recompute: str | Action | None, *, permits_auto: bool = Tru
     return actions[recompute]
 
 
+def _keeps_own_checkpointing(value: str) -> bool:
+    known = {"keep": True, "off": False}
+    if value not in known:
+        raise UnknownNameError("value of own_checkpointing", value, list(known))
+    return known[value]
+
+
 def _implementation(
     job: Job, optimizer: str | None, asked: str | OptimizerImplementation | None
 ) -> OptimizerImplementation | None:
@@ -741,7 +792,10 @@ def _implementation(
         return _parse_implementation(asked)
     named = Settings(micro_batch_size=1, optimizer=optimizer)
     try:
-        example = make_optimizer(job, [nn.Parameter(torch.zeros(2, 2))], named)
+        is_by_name = isinstance(named.optimizer or job.optimizer, str | NamedOptimizer)
+        example = make_optimizer(
+            job, [nn.Parameter(torch.zeros(2, 2))] if is_by_name else nn.Linear(2, 2), named
+        )
     except UnknownNameError:
         raise
     except Exception:  # the job's own function may want other parameters; then its optimizer is left alone
@@ -791,19 +845,25 @@ def _parse_implementation(name: str | OptimizerImplementation | None) -> Optimiz
         raise UnknownNameError("optimizer implementation", str(name), known) from None
 
 
-def _offload_host_bytes(offload: bool, host_memory: str | int | None, device: Device) -> int:
-    """Pinned host memory that offloading may take."""
+def _offload_host_bytes(
+    offload: bool, host_memory: str | float | None, asked: DeviceLike, target: Device
+) -> int:
+    """Host memory that offloading may take; of a machine that is only described, a part of its GPU's."""
     if not offload:
         if host_memory is not None:
             raise UsageError("host_memory is what offloading may take of the host, and offload is False.")
         return 0
-    asked = None if host_memory is None else parse_bytes(host_memory)
-    if device.kind == "cpu":
+    permitted = None if host_memory is None else parse_bytes(host_memory)
+    if target.kind == "cpu":
         return 0
-    return find_device("cpu").capacity_bytes // 2 if asked is None else asked
+    if permitted is not None:
+        return permitted
+    if is_of_this_machine(asked):
+        return int(find_device("cpu").capacity_bytes * HOST_FRACTION)
+    return int(target.capacity_bytes * DESCRIBED_HOST_FRACTION)
 
 
-def _budget_bytes(budget: str | int | None, capture: planning.Capture, request: Request) -> int:
+def _budget_bytes(budget: str | float | None, capture: planning.Capture, request: Request) -> int:
     if budget is None:
         device = request.device
         margin = MARGIN_FRACTION if device.kind == "cuda" else 0.0
@@ -829,11 +889,20 @@ def _capacity_of_rank(request: Request) -> int:
     return request.device.capacity_bytes // shared_by
 
 
+_LARGEST_SHARE = 1000.0
+"""Times what plain training takes; a budget is never that much. A choice."""
+
+
 def _share(budget: str) -> float:
+    text = budget.strip()[:-1]
     try:
-        share = float(budget.strip()[:-1]) / 100
+        share = float(text) / 100
     except ValueError:
         share = 0.0
-    if share <= 0:
-        raise UsageError(f"{budget!r} is no share of plain training. Write a positive number, such as 50%.")
+    if not 0 < share <= _LARGEST_SHARE:  # NaN is neither
+        shown = budget if len(budget) <= 60 else f"{budget[:60]}…"
+        raise UsageError(
+            f"{shown!r} is not a share of plain training. Write a positive number of at most "
+            f"{_LARGEST_SHARE:.0%}, such as 50%."
+        )
     return share

@@ -1,9 +1,8 @@
-"""Batches: counting, splitting, resizing, selecting and moving their samples.
+"""Batches: the tensors in them. Where their samples are, `layout.py` says.
 
 A `Batch` is a nest of dicts, lists, tuples, named tuples and dataclasses (also mapping classes such as
-transformers' `BatchEncoding`) with tensors at its leaves. A tensor that has dimensions has the samples
-first; 0-dimensional tensors and leaves that are no tensors belong to the batch as a whole and are
-carried along unchanged.
+transformers' `BatchEncoding`) with tensors at its leaves. Objects with a method `to` belong to the nest: their
+attributes are entries. Those of PyTorch Geometric have methods for that, `apply` and `to_dict`, which are used.
 
 The walk is our own: `torch.utils._pytree` is private, and it takes a mapping class or a dataclass for
 one leaf unless its library has registered it.
@@ -17,15 +16,22 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from brimful.errors import BatchError, UsageError
-from brimful.job import Batch, Job
-
-_MOST_ENTRIES_NAMED = 8
+from brimful.job import Batch
 
 _Leaf = TypeVar("_Leaf")
+
+
+class SampleList(list[Any]):
+    """A part of a list of samples. It says so, as the few tensors that are left may agree by accident."""
+
+
+class SampleTuple(tuple[Any, ...]):
+    """The same of a tuple."""
+
+    __slots__ = ()
 
 
 def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
@@ -33,29 +39,62 @@ def map_tensors(batch: Batch, change: Callable[[Tensor], Any]) -> Batch:
     return map_leaves(batch, Tensor, change)
 
 
-def map_leaves(batch: Batch, kind: type[_Leaf], change: Callable[[_Leaf], Any]) -> Batch:
-    """The same nest with every leaf of one kind replaced by `change(leaf)`; others are carried along."""
-    if isinstance(batch, kind):
+def map_leaves(
+    batch: Batch, kind: type[_Leaf], change: Callable[[_Leaf], Any], *, into_objects: bool = True
+) -> Batch:
+    """The same nest with every leaf of one kind replaced by `change(leaf)`; others are carried along.
+
+    Args:
+        batch: A nest.
+        kind: The class of the leaves.
+        change: Called with each.
+        into_objects: Whether the attributes of objects with a method `to` belong to the nest.
+
+    Returns:
+        A nest of the same classes. Containers and objects are copied, and `batch` stays as it was.
+    """
+    return map_where(batch, lambda entry: isinstance(entry, kind), change, into_objects=into_objects)
+
+
+def map_where(
+    batch: Batch,
+    is_leaf: Callable[[Any], bool],
+    change: Callable[[Any], Any],
+    *,
+    into_objects: bool = True,
+) -> Batch:
+    """Like `map_leaves`, where leaves are whatever `is_leaf` says, containers included."""
+
+    def changed(entry: Any) -> Any:
+        return map_where(entry, is_leaf, change, into_objects=into_objects)
+
+    if is_leaf(batch):
         return change(batch)
     if isinstance(batch, MutableMapping):
-        changed = copy.copy(batch)  # keeps the class and whatever else the object holds
+        mapping = copy.copy(batch)  # keeps the class and whatever else the object holds
         for key, entry in batch.items():
-            changed[key] = map_leaves(entry, kind, change)
-        return changed
+            mapping[key] = changed(entry)
+        return mapping
     if isinstance(batch, Mapping):
-        return {key: map_leaves(entry, kind, change) for key, entry in batch.items()}
+        return {key: changed(entry) for key, entry in batch.items()}
     if isinstance(batch, list):
-        return [map_leaves(entry, kind, change) for entry in batch]
+        kind: type[list[Any]] = SampleList if isinstance(batch, SampleList) else list
+        return kind(changed(entry) for entry in batch)
     if isinstance(batch, tuple):
-        entries = [map_leaves(entry, kind, change) for entry in batch]
-        return type(batch)(*entries) if hasattr(batch, "_fields") else tuple(entries)
-    if _is_dataclass_instance(batch):
-        changed = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            # past a frozen dataclass's own __setattr__: `changed` is still ours alone
-            object.__setattr__(changed, field.name, map_leaves(getattr(batch, field.name), kind, change))
-        return changed
-    return batch
+        entries = [changed(entry) for entry in batch]
+        if hasattr(batch, "_fields"):
+            return type(batch)(*entries)
+        return SampleTuple(entries) if isinstance(batch, SampleTuple) else tuple(entries)
+    if into_objects and is_applicable(batch):
+        return copy.copy(batch).apply(changed)
+    names = _attributes(batch) if into_objects or _is_dataclass_instance(batch) else ()
+    if not names:
+        return batch
+    copied = copy.copy(batch)
+    for name in names:
+        # past a frozen dataclass's own __setattr__: `copied` is still ours alone
+        object.__setattr__(copied, name, changed(getattr(batch, name)))
+    return copied
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -88,176 +127,64 @@ def _without_padding(parameter: Any, part: Any) -> Tensor:
     return own
 
 
-def count_samples(batch: Batch) -> int:
-    """Samples in a batch.
-
-    Args:
-        batch: A nest of tensors.
-
-    Returns:
-        The size that the first dimension of all its tensors has; may be 0.
-
-    Raises:
-        BatchError: No tensor has dimensions, or their first dimensions differ.
-    """
-    entries = [(path, tensor) for path, tensor in named_tensors(batch) if tensor.ndim > 0]
-    if not entries:
-        raise BatchError(
-            f"the batch ({type(batch).__name__}) has no tensor with samples. "
-            "A batch is nested dicts, lists and tuples of tensors whose first dimension is the samples."
-        )
-    counts = {tensor.shape[0] for _, tensor in entries}
-    if len(counts) > 1:
-        raise BatchError(
-            f"the entries of the batch do not agree on its number of samples: {_shapes(entries)}. "
-            "The first dimension of every tensor is the samples; pass what belongs to the whole batch "
-            "as a 0-dimensional tensor or a plain number."
-        )
-    return counts.pop()
-
-
-def split_batch(batch: Batch, micro_batch_size: int) -> list[Batch]:
-    """The micro-batches of a batch.
-
-    Args:
-        batch: At least one sample.
-        micro_batch_size: Samples in each micro-batch; the last one may have fewer.
-
-    Returns:
-        Views of the batch, in the order of its samples; the batch itself where it is one micro-batch.
-
-    Raises:
-        BatchError: `batch` has no sample, or its entries disagree on how many.
-        UsageError: `micro_batch_size` is below 1.
-    """
-    _check_positive("micro_batch_size", micro_batch_size)
-    samples = _count_some(batch)
-    if samples <= micro_batch_size:
-        return [batch]
-    return [
-        _slice(batch, start, min(start + micro_batch_size, samples))
-        for start in range(0, samples, micro_batch_size)
-    ]
-
-
-def resize_batch(batch: Batch, samples: int) -> Batch:
-    """A batch cut or repeated to a number of samples.
-
-    Args:
-        batch: At least one sample.
-        samples: How many to return.
-
-    Returns:
-        Sample i is the batch's sample i modulo its size. A cut is a view, a repetition a copy.
-
-    Raises:
-        BatchError: `batch` has no sample, or its entries disagree on how many.
-        UsageError: `samples` is below 1.
-    """
-    _check_positive("samples", samples)
-    present = _count_some(batch)
-    if samples <= present:
-        return _slice(batch, 0, samples)
-    times, rest = divmod(samples, present)
-    return _map_samples(batch, lambda tensor: torch.cat([tensor] * times + [tensor[:rest]]))
-
-
-def take(batch: Batch, indices: Tensor) -> Batch:
-    """The samples at some indices, copied.
-
-    Args:
-        batch: Where to take them from.
-        indices: 1-dimensional, int64; on any device.
-
-    Returns:
-        A batch of as many samples as there are indices, in their order.
-
-    Raises:
-        BatchError: The batch's entries disagree on how many samples there are.
-    """
-    count_samples(batch)
-    return _map_samples(batch, lambda tensor: tensor.index_select(0, indices.to(tensor.device)))
-
-
 def to_device(batch: Batch, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
     """`batch` with every tensor on `device`; a tensor that is there already is not copied."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
-def make_batch(job: Job, samples: int) -> Batch:
-    """A batch for a job, of the number of samples asked for.
-
-    Args:
-        job: Its `batch` makes the batch, or is a real one to be resized.
-        samples: How many the batch is to have.
-
-    Returns:
-        The batch, on the device that the job's own is on.
-
-    Raises:
-        BatchError: What `job.batch` returns has another number of samples, or none can be counted.
-        UsageError: `samples` is below 1.
-    """
-    _check_positive("samples", samples)
-    if not callable(job.batch):
-        return resize_batch(job.batch, samples)
-    batch = job.batch(samples)
-    try:
-        made = count_samples(batch)
-    except BatchError as error:
-        raise BatchError(f"{job.name}: batch({samples}) returned no proper batch: {error}") from error
-    if made != samples:
-        raise BatchError(
-            f"{job.name}: batch({samples}) returned {made} samples: {_shapes(list(named_tensors(batch)))}. "
-            "It must return as many samples as it is asked for."
-        )
-    return batch
-
-
-def _map_samples(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
-    """Like `map_tensors`, leaving 0-dimensional tensors as they are."""
-    return map_tensors(batch, lambda tensor: change(tensor) if tensor.ndim > 0 else tensor)
-
-
-def _slice(batch: Batch, start: int, stop: int) -> Batch:
-    return _map_samples(batch, lambda tensor: tensor[start:stop])
-
-
 def named_tensors(batch: Batch, path: str = "batch") -> Iterator[tuple[str, Tensor]]:
     """Every tensor with the expression that reaches it, such as `batch["images"][0]`."""
-    if isinstance(batch, Tensor):
+    return named_where(batch, lambda entry: isinstance(entry, Tensor), path)
+
+
+def named_where(batch: Batch, is_leaf: Callable[[Any], bool], path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """The leaves that `map_where` would change, in its order, with the expressions that reach them."""
+    if is_leaf(batch):
         yield path, batch
     elif isinstance(batch, Mapping):
         for key, entry in batch.items():
-            yield from named_tensors(entry, f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]")
+            name = f'{path}["{key}"]' if isinstance(key, str) else f"{path}[{key!r}]"
+            yield from named_where(entry, is_leaf, name)
     elif isinstance(batch, tuple) and hasattr(batch, "_fields"):
         for name, entry in zip(batch._fields, batch, strict=True):
-            yield from named_tensors(entry, f"{path}.{name}")
+            yield from named_where(entry, is_leaf, f"{path}.{name}")
     elif isinstance(batch, list | tuple):
         for index, entry in enumerate(batch):
-            yield from named_tensors(entry, f"{path}[{index}]")
-    elif _is_dataclass_instance(batch):
-        for field in dataclasses.fields(batch):
-            yield from named_tensors(getattr(batch, field.name), f"{path}.{field.name}")
+            yield from named_where(entry, is_leaf, f"{path}[{index}]")
+    elif is_applicable(batch):
+        yield from named_where(batch.to_dict(), is_leaf, path)
+    else:
+        for name in _attributes(batch):
+            yield from named_where(getattr(batch, name), is_leaf, f"{path}.{name}")
+
+
+def is_record(value: Any) -> bool:
+    """Whether a value has entries by name: a mapping, a dataclass or an object with a method `to`."""
+    return isinstance(value, Mapping) or is_applicable(value) or bool(_attributes(value))
+
+
+def is_applicable(value: Any) -> bool:
+    """Whether a value applies functions to its own tensors, as PyTorch Geometric's data do.
+
+    Source: torch_geometric/data/data.py, `BaseData.apply`, `BaseData.to_dict` (checked: 2.9).
+    """
+    return _has_to(value) and all(callable(getattr(value, name, None)) for name in ("apply", "to_dict"))
+
+
+def _attributes(value: Any) -> tuple[str, ...]:
+    """Names of what belongs to a nest in a dataclass, or in an object that can be brought to a device."""
+    if _is_dataclass_instance(value):
+        return tuple(field.name for field in dataclasses.fields(value))
+    if not _has_to(value) or not hasattr(value, "__dict__"):
+        return ()
+    return tuple(name for name, entry in vars(value).items() if entry is not value)
+
+
+def _has_to(value: Any) -> bool:
+    if isinstance(value, Tensor | nn.Module | type):
+        return False
+    return callable(getattr(type(value), "to", None))
 
 
 def _is_dataclass_instance(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _count_some(batch: Batch) -> int:
-    samples = count_samples(batch)
-    if samples == 0:
-        raise BatchError(f"the batch has 0 samples: {_shapes(list(named_tensors(batch)))}.")
-    return samples
-
-
-def _shapes(entries: list[tuple[str, Tensor]]) -> str:
-    named = [f"{path} has shape {tuple(tensor.shape)}" for path, tensor in entries[:_MOST_ENTRIES_NAMED]]
-    more = len(entries) - len(named)
-    return ", ".join(named) + (f" and {more} more" if more else "")
-
-
-def _check_positive(name: str, value: int) -> None:
-    if value < 1:
-        raise UsageError(f"{name} is {value}; it must be at least 1.")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from brimful.codec import NonNegativeFloat, PositiveInt, from_builtins, number_to_json, numbers_from_json
+from brimful.display import NotebookText
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -15,11 +18,11 @@ class Comparison:
     "splitting"; of the last the loss alone: "splitting, in evaluation mode"."""
     is_bitwise: bool = False
     """Whether all of them are equal to the last bit."""
-    largest_difference: float = 0.0
+    largest_difference: NonNegativeFloat = 0.0
     """The largest of any entry, over the largest entry of its tensor."""
     where: str = ""
     """The tensor it is in; empty if there is none."""
-    bound: float = 0.0
+    bound: NonNegativeFloat = 0.0
     """The largest difference that there may be: 0 where only the order in which things are done changes."""
     left_out_because: str = ""
     """Why it was not made; empty if it was."""
@@ -42,13 +45,13 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
+class Certificate(NotebookText):
     """Whether training under a plan computes what plain training does."""
 
     job: str
     device: str
     """Where it was computed, which may be another device than the plan's."""
-    samples: int
+    samples: PositiveInt
     """In the batch that was compared."""
     comparisons: tuple[Comparison, ...]
 
@@ -64,6 +67,13 @@ class Certificate:
         lines = [f"{self.job}: the plan {verdict} ({self.samples} samples compared on {self.device})"]
         lines += [f"  {comparison}" for comparison in self.comparisons]
         return "\n".join([*lines, *([f"  {self.way_out}"] if self.way_out else [])])
+
+    @property
+    def why_split_is_unknown(self) -> str:
+        """Why a split batch could not be compared with a whole one; empty if it was, or is not split."""
+        made = [each for each in self.comparisons if each.name.startswith("splitting")]
+        reasons = [each.left_out_because for each in made]
+        return reasons[-1] if len(made) > 1 and all(reasons) else ""
 
     @property
     def way_out(self) -> str:
@@ -85,17 +95,28 @@ class Certificate:
         return " ".join(ways)
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Certificate:
-        """The certificate that `to_json` wrote."""
-        values = {name: document[name] for name in ("job", "device", "samples")}
-        comparisons = (
-            {name: value for name, value in entry.items() if name != "holds"}
-            for entry in document["comparisons"]
-        )
-        return cls(**values, comparisons=tuple(Comparison(**entry) for entry in comparisons))
+    def from_json(cls, document: Any, *, where: str = "the certificate") -> Certificate:
+        """The certificate that `to_json` wrote.
+
+        Args:
+            document: As read from JSON.
+            where: Names it in errors.
+
+        Returns:
+            A certificate equal to the one written.
+
+        Raises:
+            FileFormatError: A field is unknown, missing, of another type or out of range.
+        """
+        fields = _without_verdict(document)
+        if isinstance(fields, dict) and isinstance(fields.get("comparisons"), list | tuple):
+            fields["comparisons"] = [
+                numbers_from_json(_without_verdict(entry), _NUMBERS) for entry in fields["comparisons"]
+            ]
+        return from_builtins(fields, cls, where=where)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with the records' own names."""
+        """A JSON object with the records' own names; a difference that is not finite is written as "inf"."""
         return {
             "holds": self.holds,
             "job": self.job,
@@ -106,7 +127,7 @@ class Certificate:
                     "name": comparison.name,
                     "holds": None if comparison.left_out_because else comparison.holds,
                     "is_bitwise": comparison.is_bitwise,
-                    "largest_difference": comparison.largest_difference,
+                    "largest_difference": number_to_json(comparison.largest_difference),
                     "where": comparison.where,
                     "bound": comparison.bound,
                     "left_out_because": comparison.left_out_because,
@@ -114,3 +135,13 @@ class Certificate:
                 for comparison in self.comparisons
             ],
         }
+
+
+_NUMBERS = ("largest_difference",)
+
+
+def _without_verdict(entry: Any) -> Any:
+    """What was written less `holds`, which follows from the rest."""
+    return (
+        {name: value for name, value in entry.items() if name != "holds"} if isinstance(entry, dict) else entry
+    )

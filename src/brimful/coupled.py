@@ -28,9 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from brimful.batches import count_samples, map_leaves, map_tensors, named_tensors
+from brimful.batches import map_leaves, map_tensors, named_tensors
 from brimful.errors import LossError, UsageError
 from brimful.job import Batch, Job
+from brimful.layout import BatchLayout, layout_of
 from brimful.random_state import RandomState
 from brimful.settings import Settings
 from brimful.trace import Phase
@@ -42,6 +43,8 @@ class CoupledLoss:
 
     embed: Callable[[nn.Module, Batch], Any]
     of_embeddings: Callable[[Any], Tensor]
+    layout: BatchLayout
+    """How the samples of its batches are found."""
 
     def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of a batch at once.
@@ -58,7 +61,7 @@ class CoupledLoss:
 
 def loss_of(job: Job) -> Callable[[nn.Module, Batch], Tensor]:
     """A job's loss as `loss(model, batch)`; a `CoupledLoss` if it says how it embeds."""
-    return job.loss if job.embed is None else CoupledLoss(job.embed, job.loss)
+    return job.loss if job.embed is None else CoupledLoss(job.embed, job.loss, layout_of(job))
 
 
 def check_coupled(job: Job, settings: Settings) -> None:
@@ -90,6 +93,7 @@ def accumulate_coupled(
     *,
     model: nn.Module,
     embed: Callable[[Batch], Any],
+    count: Callable[[Batch], int],
     loss: Callable[[Any], Tensor],
     backward: Callable[[Tensor], None],
     micro_batches: Sequence[Batch],
@@ -103,6 +107,7 @@ def accumulate_coupled(
     Args:
         model: In training mode; its buffers change as by one forward of each micro-batch.
         embed: Embeds a micro-batch that is on the device.
+        count: Counts the samples of one on the host.
         loss: Of all embeddings.
         backward: Runs backward from it, scaled perhaps.
         micro_batches: The global batch in parts.
@@ -126,7 +131,7 @@ def accumulate_coupled(
             states += [RandomState.now(device) for _ in range(stands_for - 1)]
             gathered.add_stand_ins(stands_for - 1)
         states.append(RandomState.now(device))
-        gathered.add(_embedded(embed, move(micro_batch)), count_samples(micro_batch))
+        gathered.add(_embedded(embed, move(micro_batch)), count(micro_batch))
     tell(Phase.EMBEDDING, 0)
     total, gradients = _loss_and_gradients(gathered, loss, backward)
     buffers.restore()
@@ -149,6 +154,7 @@ def gather_embeddings(
     micro_batches: Sequence[Batch],
     move: Callable[[Batch], Batch],
     *,
+    count: Callable[[Batch], int],
     stands_for: int = 1,
 ) -> Any:
     """The embeddings of a batch that is embedded in parts; without gradients.
@@ -157,6 +163,7 @@ def gather_embeddings(
         embed: Embeds a micro-batch that is on the device.
         micro_batches: The batch in parts.
         move: Brings a micro-batch to the device.
+        count: Counts the samples of one on the host.
         stands_for: How many micro-batches the last one stands for.
 
     Returns:
@@ -169,7 +176,7 @@ def gather_embeddings(
     for index, micro_batch in enumerate(micro_batches):
         if index == len(micro_batches) - 1:
             gathered.add_stand_ins(stands_for - 1)
-        gathered.add(_embedded(embed, move(micro_batch)), count_samples(micro_batch))
+        gathered.add(_embedded(embed, move(micro_batch)), count(micro_batch))
     return gathered.nest(gathered.join())
 
 

@@ -7,13 +7,15 @@
     - BatchError                       a batch that cannot be split or resized
     - LossError                        a loss that is no scalar or has no gradient
     - RunDirectoryError                the run directory cannot be used
+    - FileFormatError                  a file is not what it should be; names the file and the field
   + CaptureError                       the step cannot be run on fake tensors
+  + JobExitError                       the job called sys.exit
   + InfeasibleError                    nothing fits the budget; says by how much and what would
   + TrainingError
     - NonFiniteError                   the loss or a gradient is NaN or infinite
     - CertificateError                 a plan does not compute what plain training does
     - OutOfMemoryError                 memory ran out, and nothing that takes less is left to try
-    - HalfUpdatedError                 memory ran out in an update that can be neither finished nor taken back
+    - HalfUpdatedError                 an error came in an update that can be neither finished nor undone
     - DataError                        the training data raised
     - ResumeError                      a run cannot be resumed from what it saved
     - SaveError                        a file could not be written; what was there before stays
@@ -41,7 +43,7 @@ class SizeError(UsageError):
 
 
 _FEW_NAMES = 6
-"""A table of so many names is shown whole."""
+"""A table of so many names is shown whole; of a larger one with nothing near, so many."""
 
 
 class UnknownNameError(UsageError):
@@ -60,7 +62,8 @@ class UnknownNameError(UsageError):
         close = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.4)
         nearest = [lowered[match] for match in close]
         few = len(names) <= _FEW_NAMES
-        said = f"Nearest: {', '.join(nearest)}." if nearest and not few else f"Known: {', '.join(names)}."
+        shown = ", ".join(names[:_FEW_NAMES]) + ("" if few else f", … ({len(names)} in all)")
+        said = f"Nearest: {', '.join(nearest)}." if nearest and not few else f"Known: {shown}."
         super().__init__(f"unknown {kind} {name!r}. {said}" + (f" {hint}" if hint else ""))
         self.nearest = tuple(nearest)
 
@@ -77,8 +80,16 @@ class RunDirectoryError(UsageError):
     """The run directory cannot be used."""
 
 
+class FileFormatError(UsageError):
+    """A file is not what it should be: another kind of file, too large, damaged, or a field out of range."""
+
+
 class CaptureError(BrimfulError):
     """The step cannot be run on fake tensors."""
+
+
+class JobExitError(BrimfulError):
+    """The job called `sys.exit`, which would have ended the command with the job's exit status."""
 
 
 class InfeasibleError(BrimfulError):
@@ -122,7 +133,7 @@ class OutOfMemoryError(TrainingError):
 
 
 class HalfUpdatedError(TrainingError):
-    """Memory ran out in an update that can be neither finished nor taken back."""
+    """An error came in an update that can be neither finished nor undone."""
 
 
 class DataError(TrainingError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from brimful.errors import SaveError
@@ -14,15 +16,34 @@ def write_file(path: Path | str, content: str | bytes) -> None:
 
     Args:
         path: Is overwritten; its directory must exist.
-        content: Text is written as UTF-8.
+        content: Text is written as UTF-8, in which bytes of a file's name that are not UTF-8 are escaped.
 
     Raises:
         SaveError: It cannot be written.
     """
     try:
-        Path(path).write_bytes(content.encode() if isinstance(content, str) else content)
+        Path(path).write_bytes(
+            content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        )
     except OSError as error:
         raise SaveError(f"{path} could not be written: {error.strerror or error}.") from error
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file, or a link to one; a path that cannot exist is not an error."""
+    return _is(path, stat.S_ISREG)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether there is a directory, or a link to one; a path that cannot exist is not an error."""
+    return _is(path, stat.S_ISDIR)
+
+
+def _is(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    try:
+        return is_kind(path.stat().st_mode)
+    except (OSError, ValueError):  # ValueError: a NUL in the path
+        return False
 
 
 def bring_to_disk(path: Path) -> None:

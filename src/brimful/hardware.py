@@ -23,6 +23,7 @@ from typing import Literal
 
 import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
 
+from brimful.codec import NonNegativeFloat
 from brimful.curves import RateCurve
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Precision
@@ -117,15 +118,15 @@ On CUDA the device's generator is saved beside the host's; the second is assumed
 class Dispatch:
     """What Python, autograd and torch's dispatcher take on the host, beside the work of ops."""
 
-    forward_seconds: float
+    forward_seconds: NonNegativeFloat
     """Per op of forward, the calls of modules around it included."""
-    backward_seconds: float
+    backward_seconds: NonNegativeFloat
     """Per op of backward."""
-    optimizer_seconds: float
+    optimizer_seconds: NonNegativeFloat
     """Per op of the optimizer."""
-    region_seconds: float = REGION_SECONDS
+    region_seconds: NonNegativeFloat = REGION_SECONDS
     """Per recomputed region, beside its ops."""
-    rng_stash_seconds: float = RNG_STASH_SECONDS
+    rng_stash_seconds: NonNegativeFloat = RNG_STASH_SECONDS
     """Per random generator whose state is kept for a region."""
 
     @classmethod

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from brimful.errors import UsageError
 
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Batch = Any
-"""Nested dicts, lists and tuples of tensors. Every tensor that has dimensions has samples first."""
+"""Nested dicts, lists and tuples of tensors, also dataclasses and objects with a method `to`. Where its samples
+are matters only where it is split: in the first dimension of every tensor, in lists with an entry for each
+sample, in a batch of graphs, or where `Job.batch_dim` or `Job.split` says."""
 
 
 @runtime_checkable
@@ -57,6 +59,21 @@ class Data:
     out hours later. Not needed where all batches are of one shape."""
 
 
+_REQUIRED = ("model", "loss")
+_FUNCTIONS = {
+    "model": "model(), or an nn.Module",
+    "loss": "loss(model, batch)",
+    "weights": "weights(model)",
+    "count": "count(batch)",
+    "embed": "embed(model, batch)",
+    "loop": "loop(model, batches)",
+    "metrics": "metrics(model, batch)",
+    "split": "split(batch)",
+    "collate": "collate(samples)",
+}
+"""Parts of a job that are functions, and how they are called."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One training job.
@@ -71,12 +88,23 @@ class Job:
     """Gives the model that was built its weights, from a file say, before it is trained. It is not called to
     estimate or plan, for which weights have no values. None leaves those that the model was built with."""
     loss: Callable[..., Tensor]
-    """`loss(model, batch)`: a scalar, the mean over what `count` counts. With `embed`, `loss(embeddings)`: a
-    scalar of all samples of the global batch together, however they are split."""
+    """`loss(model, batch)`: a scalar, a mean over what `count` counts or a sum (`reduction`). With `embed`,
+    `loss(embeddings)`: a scalar of all samples of the global batch together, however they are split."""
     batch: Callable[[int], Batch] | Batch
-    """`batch(n)`: a batch of n samples, for prediction; or one real batch, resized as needed."""
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | str = "adamw"
-    """`optimizer(parameters)`, or the name of an optimizer with its usual defaults."""
+    """`batch(n)`: a batch of n samples, for prediction; or one real batch, resized as needed. A real one that
+    cannot be split counts as one sample."""
+    batch_dim: int | None = None
+    """The dimension of tensors that is the samples; tensors with fewer dimensions have them first. 1 is for
+    sequences with time first. None finds the samples; see `Batch`."""
+    split: Callable[[Batch], Sequence[Any]] | None = None
+    """`split(batch)`: the list of the samples of a batch, for a batch whose samples are not found otherwise."""
+    collate: Callable[[list[Any]], Batch] | None = None
+    """`collate(samples)`: a batch of some samples that `split` returned, as a DataLoader's `collate_fn` makes
+    it. Needed if `split` is given."""
+    optimizer: Callable[[Any], Optimizer] | str = "adamw"
+    """A function that makes the optimizer, or the name of one with its usual defaults. The function gets a list
+    of the trainable parameters; one whose argument is called `named_parameters` gets pairs of name and
+    parameter, one whose argument is called `model` the model: `lambda model: AdamW(decay_groups(model))`."""
     count: Callable[[Batch], Tensor | int] | None = None
     """How many terms the mean in `loss` is over (tokens, say); None means the batch's samples."""
     embed: Callable[[nn.Module, Batch], Any] | None = None
@@ -86,11 +114,15 @@ class Job:
     loop: Callable[[nn.Module, Iterable[Batch]], object] | None = None
     """Your own training loop, `loop(model, batches)`, to estimate it as it is written: what it keeps alive,
     where it clears gradients, how many optimizers it steps. `loss` and `optimizer` are then not used. It is run
-    over a few batches on fake tensors; planning and training use brimful's own loop."""
+    over a few batches on fake tensors, and on real ones to measure; planning and training use brimful's own
+    loop."""
     data: Callable[[], Data] | None = None
     """What to train on; only training needs it."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | float]] | None = None
     """Means over a validation batch's samples, by name, such as `{"accuracy": …}`."""
+    reduction: Literal["mean", "sum"] = "mean"
+    """Whether `loss` is a "mean" over what `count` counts, or a "sum" over the samples: the losses of
+    micro-batches are averaged or added."""
     counted: str = "terms"
     """What `count` counts, as reports call it: "tokens", say."""
     name: str = "job"
@@ -100,8 +132,58 @@ class Job:
     the run directory as `job.json`. A run is resumed only by a job of which it is the same."""
 
     def __post_init__(self) -> None:
+        for name, call in _FUNCTIONS.items():
+            part = getattr(self, name)
+            if not callable(part) and (part is not None or name in _REQUIRED):
+                raise _wrong_part(name, part, f"a function, called as {call}")
+        for name in ("name", "counted"):
+            if not isinstance(getattr(self, name), str):
+                raise _wrong_part(name, getattr(self, name), "text")
+        if not isinstance(self.optimizer, str) and not callable(self.optimizer):
+            what = "a name, or a function that makes one: lambda parameters: torch.optim.AdamW(parameters)"
+            raise _wrong_part("optimizer", self.optimizer, what)
+        if self.data is not None and not isinstance(self.data, Data) and not callable(self.data):
+            raise _wrong_part("data", self.data, "a function that returns a Data(train=…)")
+        if self.about is not None and not isinstance(self.about, Mapping):
+            raise _wrong_part("about", self.about, "a dict of plain containers")
+        if self.reduction not in ("mean", "sum"):
+            raise UsageError(f'Job(reduction=…) is {self.reduction!r}; it must be "mean" or "sum".')
+        if self.reduction == "sum" and (self.embed is not None or self.count is not None):
+            other, why, unused = "count", "Sums are just added", "count"
+            if self.embed is not None:
+                other, why, unused = "embed", "The loss is computed once of all embeddings", "reduction"
+            raise UsageError(
+                f'{self.name!r} has both `reduction="sum"` and `{other}`. {why}, so `{unused}` has no effect. '
+                "Remove one of the two."
+            )
+        if (self.split is None) != (self.collate is None):
+            has, lacks = ("collate", "split") if self.split is None else ("split", "collate")
+            raise UsageError(
+                f"{self.name!r} has `{has}` and not `{lacks}`. `split(batch)` returns a list of samples, and "
+                "`collate(samples)` makes a batch of some of them. Give both."
+            )
+        if self.batch_dim is not None:
+            self._check_batch_dim()
         if self.embed is not None and self.count is not None:
             raise UsageError(
                 f"{self.name!r} has both `embed` and `count`. A loss of all embeddings of the global batch is "
                 "no mean over micro-batches, so nothing is weighted by a count. Leave `count` out."
             )
+
+    def _check_batch_dim(self) -> None:
+        if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int):
+            raise _wrong_part("batch_dim", self.batch_dim, "an int: 0, 1, …")
+        if self.batch_dim < 0:
+            raise UsageError(
+                f"Job(batch_dim=…) is {self.batch_dim}; it must be at least 0. Tensors of a batch may have "
+                "different numbers of dimensions, so it is counted from the first."
+            )
+        if self.split is not None:
+            raise UsageError(
+                f"{self.name!r} has both `batch_dim` and `split`, and each says where the samples are. Remove "
+                "one of the two."
+            )
+
+
+def _wrong_part(name: str, found: object, expected: str) -> UsageError:
+    return UsageError(f"Job({name}=…) is of type {type(found).__name__}; it must be {expected}.")

@@ -39,6 +39,14 @@ class Kernel:
         """What it takes at these sizes."""
         return KERNELS[self.name](self.numbers)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether its name is in the table, and it has the numbers that its size is worked out from."""
+        try:
+            return self.size_bytes() >= 0
+        except (KeyError, ValueError):  # a function that takes another number of numbers
+            return False
+
     def on_multiprocessors(self, multiprocessors: int, threads: int) -> Kernel:
         """The kernel on another GPU; its first two numbers are the multiprocessors and their threads."""
         return Kernel(name=self.name, numbers=(multiprocessors, threads, *self.numbers[2:]))
@@ -220,7 +228,7 @@ LaunchGammaBetaBackwardCUDAKernel."""
 def _layer_norm_backward_bytes(numbers: tuple[int, ...]) -> int:
     """Parts of the gradient of a weight, where there are many rows and few columns for the GPU."""
     multiprocessors, _threads, rows, columns, element_bytes = numbers
-    if rows <= _MANY_ROWS or columns // _COLUMNS_PER_BLOCK >= multiprocessors // 2:
+    if rows <= _MANY_ROWS or not columns or columns // _COLUMNS_PER_BLOCK >= multiprocessors // 2:
         return 0
     parts = min(_MOST_PARTS // -(-columns // _COLUMNS_PER_BLOCK), -(-rows // _ROWS_PER_PART))
     return parts * columns * element_bytes

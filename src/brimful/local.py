@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 
 import torch
 from torch import nn
@@ -11,12 +13,29 @@ from brimful.errors import UsageError
 from brimful.job import Job
 from brimful.settings import Settings
 
+_IN_TORCH = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
-def choose_device(asked: torch.device | str | None, planned_kind: str | None) -> torch.device:
+
+def is_of_this_machine(device: object) -> bool:
+    """Whether a device is named by torch's words, which mean this machine, and not by a model's name.
+
+    Args:
+        device: Such as "cuda:0", `torch.device("cpu")` or "RTX 3090".
+
+    Returns:
+        Whether it is a `torch.device`, an index, or "auto", "cpu" or "cuda" with or without an index.
+    """
+    if isinstance(device, torch.device | int):
+        return True
+    return isinstance(device, str) and _IN_TORCH.fullmatch(device.strip().lower()) is not None
+
+
+def choose_device(asked: torch.device | str | int | None, planned_kind: str | None) -> torch.device:
     """The device of this machine to run on.
 
     Args:
-        asked: What the user named; None leaves the choice.
+        asked: What the user named, such as "cpu", "cuda:1", 1 or a `torch.device`; None and "auto" leave the
+            choice.
         planned_kind: The kind of device a plan is for, "cuda" or "cpu"; None without a plan.
 
     Returns:
@@ -26,7 +45,9 @@ def choose_device(asked: torch.device | str | None, planned_kind: str | None) ->
         UsageError: It is neither a CPU nor a CUDA device, or this machine has none.
     """
     has_cuda = torch.cuda.is_available()
-    if asked is None:
+    if isinstance(asked, str):
+        asked = asked.strip().lower()
+    if asked is None or asked == "auto":
         if planned_kind == "cuda" and not has_cuda:
             raise UsageError(
                 "the plan is for a GPU, and this machine has no CUDA GPU that torch can use. "
@@ -34,13 +55,20 @@ def choose_device(asked: torch.device | str | None, planned_kind: str | None) ->
             )
         return torch.device(planned_kind or ("cuda" if has_cuda else "cpu"))
     try:
-        device = torch.device(asked)
-    except RuntimeError as error:
-        raise UsageError(f"{asked!r} is no torch device. Write cpu, cuda or cuda:1.") from error
+        device = torch.device(f"cuda:{asked}" if isinstance(asked, int) else asked)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"{asked!r} is not a torch device. Write cpu, cuda or cuda:1.") from error
     if device.type not in ("cpu", "cuda"):
         raise UsageError(f"brimful runs on a CPU or a CUDA device, not on {device.type!r}.")
     if device.type == "cuda" and not has_cuda:
-        raise UsageError("this machine has no CUDA GPU that torch can use. Take cpu instead.")
+        raise UsageError(
+            "this machine has no CUDA GPU that torch can use. Use cpu; to plan for a GPU elsewhere, name it, "
+            'such as "RTX 3090".'
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"{device} does not exist: this machine has {torch.cuda.device_count()} CUDA GPUs, from cuda:0 on."
+        )
     return device
 
 
@@ -92,7 +120,7 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
         The model, where it was built.
 
     Raises:
-        UsageError: The function builds something else.
+        UsageError: The function builds something else, or leaves tensors on the meta device.
     """
     if isinstance(job.model, nn.Module):
         if job.weights is not None:
@@ -100,10 +128,22 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
                 f"{job.name!r} has `weights` to load and a model that is built already. Give a function that "
                 "builds it, or load them into it and leave `weights` out."
             )
+        if is_copied and any(module._compiled_call_impl is not None for module in job.model.modules()):
+            warnings.warn(
+                f"what runs is a copy of the model of {job.name!r}, and torch copies modules that `compile()` "
+                "compiled in place without that: it runs eagerly. Give a function that builds and compiles it.",
+                stacklevel=4,
+            )
         return copy.deepcopy(job.model) if is_copied else job.model
     model = job.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
     if job.weights is not None:
         job.weights(model)
+    without_values = [name for name, tensor in model.state_dict().items() if getattr(tensor, "is_meta", False)]
+    if without_values:
+        raise UsageError(
+            f"{without_values[0]} of {job.name!r} is on the meta device, where it has a shape and no values. "
+            "Build the model on the CPU (torch.set_default_device is process-wide), or pass Job(weights=…)."
+        )
     return model

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from brimful.codec import NonNegativeInt
+from brimful.display import NotebookText
 from brimful.units import format_bytes, format_seconds
 
 
@@ -15,11 +17,11 @@ class OpTemporary:
 
     op: str
     """Name of the op, such as "aten::mkldnn_convolution"."""
-    size_bytes: int
+    size_bytes: NonNegativeInt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measurement:
+class Measurement(NotebookText):
     """The measured twin of an `Estimate`: one steady optimizer step on a real device."""
 
     device: str
@@ -33,8 +35,8 @@ class Measurement:
     """Median of the timed steps, measured apart from the memory."""
     measured_steps: int
     """How many steps were timed."""
-    loss: float
-    """Loss of the first step: the mean over the global batch."""
+    loss: float | None
+    """Loss of the first step's global batch; None of a job's own loop."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
     """Op-internal temporaries live at the peak, largest first; empty where they cannot be seen."""
     predicted_peak_allocated_bytes: int | None = None

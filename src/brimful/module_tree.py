@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from brimful.settings import Span
-from brimful.trace import Trace
+from brimful.trace import Phase, Trace
 
 
 def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
@@ -26,6 +26,27 @@ def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
         inside = (unit_of[path] for path in ancestors(module) if path in unit_of)
         of_module[module] = next(inside, -1)
     return [of_module.get(op.module, -1) for op in trace.ops]
+
+
+def own_checkpoints(trace: Trace) -> int:
+    """Regions of the last captured micro-batch that run again in backward though the settings do not say so.
+
+    Args:
+        trace: Has the ops.
+
+    Returns:
+        How often ops outside of the settings' units begin to run again.
+    """
+    settings = trace.settings
+    chunked = {"<loss>", settings.chunked_loss.layer} if settings.chunked_loss else set()
+    last = (trace.captured_steps - 1, trace.captured_micro_batches - 1)
+    count, is_inside = 0, False
+    for op, unit in zip(trace.ops, unit_of_each_op(trace, settings.changed), strict=True):
+        if (op.step, op.micro_batch) == last and op.phase is Phase.BACKWARD:
+            is_own = op.recomputed and unit < 0 and op.module not in chunked
+            count += is_own and not is_inside
+            is_inside = is_own
+    return count
 
 
 def children_of(trace: Trace) -> dict[str, list[str]]:

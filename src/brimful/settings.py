@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+from brimful.codec import ALWAYS_WRITTEN, PositiveInt, from_builtins
 from brimful.errors import UsageError
 
 
@@ -15,12 +16,26 @@ class Precision(StrEnum):
     """Number format of the forward and backward pass; parameters stay float32.
 
     FP16 and BF16 run under autocast; FP16 adds loss scaling. TF32 only changes how matmuls round.
+
+    Names of dtypes are understood too: `Precision("bfloat16")` is `Precision.BF16`.
     """
 
     FP32 = "fp32"
     TF32 = "tf32"
     FP16 = "fp16"
     BF16 = "bf16"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Precision | None:
+        dtype = str(value).lower().removeprefix("torch.")
+        return {
+            "float32": cls.FP32,
+            "float": cls.FP32,
+            "tensorfloat32": cls.TF32,
+            "float16": cls.FP16,
+            "half": cls.FP16,
+            "bfloat16": cls.BF16,
+        }.get(dtype)
 
     @property
     def autocast_dtype(self) -> str | None:
@@ -121,6 +136,10 @@ def op_kind(name: str) -> str:
     return kind if library == "aten" else f"{library}.{kind}"
 
 
+_MOST_DIGITS = 9
+"""Of the number of an op within a unit's forward; Python refuses to convert thousands. A choice."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAction:
     """The action for one unit."""
@@ -131,7 +150,7 @@ class UnitAction:
     saved: tuple[str, ...] = ()
     """Ops whose results are saved, by kind and number within the unit's forward: "addmm#2" is the third addmm.
     One that the forward does not have is no error: there is nothing of it to save."""
-    most_offloaded_bytes: int | None = None
+    most_offloaded_bytes: PositiveInt | None = None
     """Of an offloaded unit: what leaves at most of each call, the largest storages first. None: all."""
 
     def __post_init__(self) -> None:
@@ -148,7 +167,7 @@ class UnitAction:
             )
         for name in self.saved:
             kind, _, number = name.partition("#")
-            if not (kind and number.isdecimal()):
+            if not (kind and number.isdecimal() and len(number) <= _MOST_DIGITS):
                 raise UsageError(
                     f"unit {self.fqn!r}: {name!r} names no op; write its kind and number, addmm#2."
                 )
@@ -177,7 +196,7 @@ class ChunkedLoss:
 
     layer: str
     """Dotted path of the `nn.Linear` that makes the logits."""
-    chunks: int
+    chunks: PositiveInt
     """Into how many parts the tokens of a micro-batch are divided, at least 2."""
 
     def __post_init__(self) -> None:
@@ -193,16 +212,16 @@ class Settings:
     optimizer step. Their product, the global batch, is the user's.
     """
 
-    micro_batch_size: int
+    micro_batch_size: PositiveInt
     """Samples in one forward and backward pass."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: PositiveInt = field(default=1, metadata=ALWAYS_WRITTEN)
     """Forward and backward passes per optimizer step."""
-    precision: Precision = Precision.FP32
-    optimizer: str | None = None
+    precision: Precision = field(default=Precision.FP32, metadata=ALWAYS_WRITTEN)
+    optimizer: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """Name of the optimizer that replaces the job's own; None keeps the job's own."""
     optimizer_implementation: OptimizerImplementation | None = None
     """None leaves it to the optimizer, and so to torch."""
-    units: tuple[UnitAction, ...] = ()
+    units: tuple[UnitAction, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Actions by unit, in execution order; a module that is not named is kept."""
     chunked_loss: ChunkedLoss | None = None
     """None computes the loss of all tokens at once, as the job does."""
@@ -217,11 +236,14 @@ class Settings:
     optimizer_on_host: bool = False
     """Keep the optimizer's state in the host's memory and compute the update there, for some parameters at a
     time, whose gradients go there."""
-    ranks: int = 1
+    own_checkpointing: bool = True
+    """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
+    `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
+    ranks: PositiveInt = 1
     """Processes, each with a device of its own, that train one model together."""
     parallelism: Parallelism = Parallelism.DDP
     """How; nothing to a single one."""
-    nodes: int = 1
+    nodes: PositiveInt = 1
     """Machines among which the ranks are divided evenly."""
     reshard_after_forward: bool = True
     """Under FSDP2, let go of a unit's gathered parameters after its forward, and gather them again for its
@@ -359,6 +381,8 @@ class Settings:
             parts.append("optimizer on the host")
         if self.copies_ahead:
             parts.append("micro-batches copied ahead")
+        if not self.own_checkpointing:
+            parts.append("own checkpointing off")
         if not self.changed:
             return ", ".join([*parts, "everything kept"])
         dones = [_done(unit) for unit in self.units]
@@ -412,6 +436,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
     for name in ("optimizer_on_host", "copies_ahead"):
         if getattr(settings, name):
             document[name] = True
+    if not settings.own_checkpointing:
+        document["own_checkpointing"] = False
     if settings.parallelism is Parallelism.FSDP2:
         document["reshard_after_forward"] = settings.reshard_after_forward
         document["gathered_dtype"] = settings.gathered_dtype
@@ -429,33 +455,17 @@ def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
     return document
 
 
-def settings_from_json(document: dict[str, Any]) -> Settings:
-    """The settings that `settings_to_json` wrote."""
-    return Settings(
-        precision=Precision(document["precision"]),
-        micro_batch_size=document["micro_batch_size"],
-        gradient_accumulation_steps=document["gradient_accumulation_steps"],
-        optimizer=document["optimizer"],
-        optimizer_implementation=(name := document.get("optimizer_implementation"))
-        and OptimizerImplementation(name),
-        units=tuple(
-            UnitAction(
-                fqn=unit["fqn"],
-                action=Action(unit["action"]),
-                saved=tuple(unit.get("saved", ())),
-                most_offloaded_bytes=unit.get("most_offloaded_bytes"),
-            )
-            for unit in document["units"]
-        ),
-        chunked_loss=(chunked := document.get("chunked_loss")) and ChunkedLoss(**chunked),
-        expandable_segments=document.get("expandable_segments", False),
-        step_in_backward=document.get("step_in_backward", False),
-        optimizer_on_host=document.get("optimizer_on_host", False),
-        copies_ahead=document.get("copies_ahead", False),
-        ranks=document.get("ranks", 1),
-        parallelism=Parallelism(document.get("parallelism", Parallelism.DDP)),
-        nodes=document.get("nodes", 1),
-        reshard_after_forward=document.get("reshard_after_forward", True),
-        gathered_dtype=document.get("gathered_dtype"),
-        cpu_offload=document.get("cpu_offload", False),
-    )
+def settings_from_json(document: Any, *, where: str = "the settings") -> Settings:
+    """The settings that `settings_to_json` wrote.
+
+    Args:
+        document: As read from JSON.
+        where: Names them in errors.
+
+    Returns:
+        Settings equal to those written.
+
+    Raises:
+        FileFormatError: A field is unknown, missing, of another type or out of range.
+    """
+    return from_builtins(document, Settings, where=where)

@@ -1,8 +1,8 @@
 """One optimizer step: the code that capture predicts, measuring measures and training runs.
 
 The order is: for each micro-batch (autocast → loss × weight → scale → backward), then once: unscale, clip,
-check, step, update the scale, clear the gradients. The sum of the weighted losses is the mean over the global
-batch, whatever the micro-batches. A loss that couples the samples takes another way; see `coupled.py`.
+check, step, update the scale, clear the gradients. The sum of the weighted losses is the loss of the
+global batch, whatever the micro-batches. A loss that couples the samples takes another way; see `coupled.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from brimful.batches import count_samples, map_tensors
+from brimful.batches import map_tensors
 from brimful.coupled import CoupledLoss, accumulate_coupled
 from brimful.errors import BatchError, LossError, UsageError
-from brimful.job import Batch
+from brimful.job import Batch, Job
+from brimful.layout import layout_of
+from brimful.optimizers import check_gradients_are_dense
 from brimful.settings import Precision
 from brimful.trace import Phase
 from brimful.updating import UpdateInBackward
@@ -46,7 +48,7 @@ class StepOutcome:
     """What one optimizer step came to."""
 
     loss: Tensor
-    """Scalar: the mean over the global batch, before the update."""
+    """Scalar: the loss of the global batch, a mean or a sum as `Job.reduction` says, before the update."""
     gradient_norm: Tensor
     """Scalar: 2-norm of all gradients of the global batch, before clipping."""
     updated: bool
@@ -82,7 +84,7 @@ def run_step(
             batch, computed with cached gradients where that is split.
         optimizer: Holds the parameters of `model`; its gradients are clear.
         micro_batches: The global batch in parts.
-        weights: Share of each micro-batch in the global mean; they sum to 1, over ranks to their number.
+        weights: Factors for the losses of the micro-batches, see `loss_weights`; over ranks times their number.
         precision: FP16 and BF16 run forward under autocast.
         scaler: Scales the loss under FP16; None otherwise.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
@@ -127,6 +129,7 @@ def run_step(
         total = accumulate_coupled(
             model=model,
             embed=partial(_embed, model, loss, precision),
+            count=loss.layout.count,
             loss=partial(_loss_of_embeddings, model, loss, precision),
             backward=backward,
             micro_batches=micro_batches,
@@ -177,9 +180,8 @@ def _moved_ahead(
 def _only_one(micro_batches: Sequence[Batch]) -> Sequence[Batch]:
     if len(micro_batches) > 1:
         raise UsageError(
-            f"step_in_backward takes a batch at once, and one of {sum(map(count_samples, micro_batches))} "
-            f"samples is more than the {count_samples(micro_batches[0])} of a micro-batch. Give smaller "
-            "batches, or leave step_in_backward out."
+            "step_in_backward takes a batch at once, and this one has more samples than a micro-batch: it is "
+            f"in {len(micro_batches)} parts. Give smaller batches, or leave step_in_backward out."
         )
     return micro_batches
 
@@ -210,42 +212,64 @@ def _loss_of_embeddings(model: nn.Module, loss: CoupledLoss, precision: Precisio
     return value
 
 
-def loss_weights(count: Callable[[Batch], Tensor | int] | None, micro_batches: Sequence[Batch]) -> list[float]:
-    """Share of each micro-batch in the mean over the global batch.
+def loss_weights(job: Job, micro_batches: Sequence[Batch]) -> list[float]:
+    """Factors for the losses of micro-batches, such that they sum to the loss of the global batch.
 
     Args:
-        count: How many terms the mean loss of a batch is over, as in `Job`; None means its samples.
+        job: Of a loss that is a mean, `count` says over how many terms; None means samples.
         micro_batches: The global batch in parts.
 
     Returns:
-        Weights that sum to 1; exactly 1 for a single micro-batch.
+        For a mean, shares that sum to 1; for a sum, and for a single micro-batch, exactly 1 each.
 
     Raises:
-        BatchError: The counts are negative or not finite, or the global batch has nothing to count.
+        BatchError: The counts are no numbers, negative or not finite, or the global batch has nothing to count.
     """
-    if count is None and len(micro_batches) == 1:
-        return [1.0]
-    counts = loss_counts(count, micro_batches)
+    if job.reduction == "sum" or (job.count is None and len(micro_batches) == 1):
+        return [1.0] * len(micro_batches)
+    counts = loss_counts(job, micro_batches)
     return shares_of(counts, sum(counts))
 
 
-def loss_counts(count: Callable[[Batch], Tensor | int] | None, micro_batches: Sequence[Batch]) -> list[float]:
+def loss_counts(job: Job, micro_batches: Sequence[Batch], *, whole: int = 1) -> list[float]:
     """How many terms the mean loss of each micro-batch is over.
 
     Args:
-        count: As in `Job`; None means samples.
+        job: Its `count` counts them; None means samples.
         micro_batches: Parts of a global batch.
+        whole: How many samples a batch counts for that cannot be split.
 
     Returns:
         Numbers of at least 0.
 
     Raises:
-        BatchError: They are negative or not finite.
+        BatchError: They are no numbers, negative or not finite.
     """
-    counts = [float((count or count_samples)(micro_batch)) for micro_batch in micro_batches]
+    count = job.count or layout_of(job, whole=whole).count
+    counts = [_number(count(micro_batch)) for micro_batch in micro_batches]
     if not all(math.isfinite(terms) and terms >= 0 for terms in counts):
         raise BatchError(f"the counts of the micro-batches are {counts}; each must be finite and at least 0.")
     return counts
+
+
+def _number(found: Any) -> float:
+    """What a job's `count` returned, as a number; digits in a text are not one."""
+    if isinstance(found, Tensor) and (found.numel() != 1 or found.is_complex()):
+        raise _no_number(f"a {str(found.dtype).removeprefix('torch.')} tensor of shape {tuple(found.shape)}")
+    what = f"an object of type {type(found).__name__}"
+    if isinstance(found, str | bytes):
+        raise _no_number(what)
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise _no_number(what) from error
+
+
+def _no_number(what: str) -> BatchError:
+    return BatchError(
+        f"count(batch) returned {what}. It must return one number: over how many terms the mean loss of the "
+        "batch is, such as (labels != -100).sum()."
+    )
 
 
 def shares_of(counts: Sequence[float], total: float) -> list[float]:
@@ -276,7 +300,7 @@ def check_loss(value: Any) -> None:
         value: What a job's loss returned.
 
     Raises:
-        LossError: It is no tensor, no scalar, or has no gradient.
+        LossError: It is no tensor, no real scalar, or has no gradient.
     """
     if not isinstance(value, Tensor):
         raise LossError(
@@ -286,6 +310,11 @@ def check_loss(value: Any) -> None:
     if value.numel() != 1:
         raise LossError(
             f"the loss has shape {tuple(value.shape)}; it must be a scalar. Reduce it: `loss.mean()`."
+        )
+    if value.is_complex():
+        raise LossError(
+            f"the loss is complex ({str(value.dtype).removeprefix('torch.')}), and only a real number can be "
+            "minimized. Return a real one: `loss.abs()`, or `loss.real`."
         )
     if not value.requires_grad:
         raise LossError(
@@ -325,10 +354,9 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def copied_to(device: torch.device | str) -> Callable[[Batch], Batch]:
-    """A `move` for `run_step` that copies a micro-batch to `device`.
+    """A `move` that always copies a micro-batch to `device`, so that the batch stays as it is.
 
-    It copies on a CPU too, so that what a step holds is counted the same way everywhere: the batch on the host
-    is the data loader's, its copy is the step's.
+    Training steps take an `InputMover`, which copies nothing on a CPU.
     """
     return lambda batch: map_tensors(batch, lambda tensor: tensor.to(device, copy=True, non_blocking=True))
 
@@ -338,9 +366,18 @@ def make_scaler(precision: Precision, device_type: str) -> GradScaler | None:
     return GradScaler(device_type) if precision is Precision.FP16 else None
 
 
+def unused_scaler(scaler: GradScaler, device_type: str) -> GradScaler:
+    """A loss scaler with the state of another, that has found nothing yet about a step's gradients."""
+    unused = GradScaler(device_type)
+    unused.load_state_dict(scaler.state_dict())
+    return unused
+
+
 def _clip(optimizer: Optimizer, max_norm: float | None) -> Tensor:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    check_gradients_are_dense(gradients)
+    norm = nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):  # of gradients that are divided over ranks
         norm = norm.full_tensor()
     if max_norm is not None:
@@ -373,3 +410,5 @@ def _stepping_through(optimizer: Optimizer, carry_out: CarryOut) -> Iterator[Non
             del optimizer.__dict__["step"]
         else:
             optimizer.step = own  # type: ignore[method-assign]
+        for name in ("grad_scale", "found_inf"):  # a scaler leaves them where a fused step raises
+            optimizer.__dict__.pop(name, None)

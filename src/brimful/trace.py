@@ -7,19 +7,51 @@ GPU that is not there.
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import re
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, get_type_hints
 
-from brimful.errors import UsageError
+import msgspec
+from msgspec import Meta
+
+from brimful.codec import (
+    DOCUMENT_BYTES,
+    NonNegativeInt,
+    PositiveInt,
+    decode_directly,
+    fields_of_version,
+    missing_field,
+    parse_json,
+    read_regular_file,
+    unknown_field,
+)
+from brimful.errors import FileFormatError, UsageError
 from brimful.files import write_file
 from brimful.kernels import Kernel
-from brimful.settings import Settings, settings_from_json, settings_to_json
+from brimful.settings import Settings, Span, settings_from_json, settings_to_json
+from brimful.units import GIB, MIB, format_bytes
 
 TRACE_VERSION = 2
+
+_VERSION = "brimful_trace"
+"""Field of a file with `TRACE_VERSION`."""
+
+TRACE_BYTES = GIB
+"""Largest trace that is read, compressed or not. A choice: one of bert-base has 0.7 MiB."""
+
+_MOST_BYTES = 1 << 62
+"""Of all storages together: beyond any device, and rounded up they still fit 64 bits."""
+
+_Name = Annotated[str, Meta(max_length=4096)]
+"""Python refuses to convert a number of more than 4300 digits, and names may have numbers in them."""
 
 
 class Phase(StrEnum):
@@ -39,6 +71,18 @@ class Phase(StrEnum):
     """A forward pass without gradients, in evaluation mode, after the last step."""
 
 
+class Guess(StrEnum):
+    """What a capture assumes of values that decide sizes and are not known."""
+
+    EXPECTED = "expected"
+    """Rows that choose among options, as tokens among experts, choose all of them equally often. A mask of
+    unknown values is true everywhere."""
+    MOST = "most"
+    """Every option is chosen once, and then each row chooses the same. A mask is true everywhere."""
+    LEAST = "least"
+    """Each row chooses the same. A mask is true nowhere."""
+
+
 class Category(StrEnum):
     """What a block of memory holds."""
 
@@ -49,6 +93,8 @@ class Category(StrEnum):
     SAVED_TENSORS = "saved_tensors"
     """What a forward pass leaves for backward."""
     INPUTS = "inputs"
+    OTHER_TENSORS = "other_tensors"
+    """Tensors outside of the model that the step reads: a teacher's weights, a table in the loss."""
     TEMPORARIES = "temporaries"
     """Everything else: freed in the phase that made it; library workspaces too."""
 
@@ -59,26 +105,26 @@ class Op:
 
     name: str
     """Name with overload, such as "aten.mm.default"."""
-    module: str
+    module: _Name
     """`fqn` of the module whose forward ran it, or whose forward made the node whose backward runs it."""
     phase: Phase
-    step: int
+    step: NonNegativeInt
     """Optimizer step, from 0."""
-    micro_batch: int
+    micro_batch: NonNegativeInt
     """Micro-batch within the step, from 0; the last one's index in the optimizer phase."""
-    flops: int
+    flops: NonNegativeInt
     """Floating-point operations of matmuls, convolutions and attention; 0 for others."""
-    read_bytes: int
-    written_bytes: int
+    read_bytes: NonNegativeInt
+    written_bytes: NonNegativeInt
     dtype: str
     """Type the arithmetic is done in, such as "float32"."""
     recomputed: bool = False
     """Runs a second time, during backward, because the first result was not kept."""
     random: bool = False
     """Draws from the random number generator."""
-    weight_bytes: int = 0
+    weight_bytes: NonNegativeInt = 0
     """Of a convolution: its weights, which are among what it reads."""
-    made_ops_ago: int = 0
+    made_ops_ago: NonNegativeInt = 0
     """Of an op in place, in forward or backward: how many ops before it the one was that made what it writes
     over; 0 if none made it, as no op made a parameter."""
     on_host: bool = False
@@ -112,14 +158,14 @@ class Op:
 class Storage:
     """One block of memory, shared by all tensors that view it."""
 
-    size_bytes: int
+    size_bytes: NonNegativeInt
     """Bytes asked for, before the allocator rounds."""
     category: Category
-    op: int | None
+    op: NonNegativeInt | None
     """Index of the op that made it; None for parameters, inputs and workspaces."""
-    label: str
+    label: _Name
     """What it is: a parameter's name, the op that made it, a workspace's name."""
-    most_bytes: int | None = None
+    most_bytes: NonNegativeInt | None = None
     """The most it may be, where its size is a library's choice that cannot be known; None where it is known."""
     kernel: Kernel | None = None
     """What decides its size, where that is not affine in the micro-batch; None where it is."""
@@ -137,9 +183,9 @@ class Event:
     """One allocation or release, in the order they happen."""
 
     kind: EventKind
-    storage: int
+    storage: NonNegativeInt
     """Index into `Trace.storages`."""
-    op: int
+    op: Annotated[int, Meta(ge=-1)]
     """Index of the latest op begun: the one that allocates, or after which it is released; -1 in setup."""
 
 
@@ -150,7 +196,7 @@ class Correction:
     name: str
     source: str
     """Where the rule is from."""
-    occurrences: int
+    occurrences: NonNegativeInt
     changed_bytes: int
     """Sum over its occurrences of bytes allocated more (positive) or less; None of it need be at the peak."""
 
@@ -161,38 +207,60 @@ class Trace:
 
     job: str
     settings: Settings
-    device_kind: str
-    """"cuda" or "cpu": whose decisions the ops follow."""
+    device_kind: Literal["cuda", "cpu"]
+    """Whose decisions the ops follow."""
     torch_version: str
-    captured_steps: int
-    captured_micro_batches: int
+    captured_steps: PositiveInt
+    captured_micro_batches: PositiveInt
     """Micro-batches captured per step; the last one stands for all further ones."""
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
-    module_classes: tuple[tuple[str, str], ...]
+    module_classes: tuple[tuple[_Name, str], ...]
     """(`fqn`, class name) of every module that ran, in the order of first call; ("", …) is the model."""
     corrections: tuple[Correction, ...] = ()
     uncertain_ops: tuple[str, ...] = ()
     """Ops whose memory or time is not known well, by name, and why."""
     batch_coupled_modules: tuple[str, ...] = ()
-    """Modules whose result for a sample depends on the other samples: BatchNorm in training mode. Splitting a
-    batch changes what they compute."""
+    """Modules because of which splitting a batch changes what is computed: BatchNorm in training mode, whose
+    result for a sample depends on the others, and `stateful_modules`."""
+    stateful_modules: tuple[str, ...] = ()
+    """Those that change their buffers in each forward, such as spectral norm, and what the loss changes outside
+    of the model. BatchNorm is not among them."""
+    compiled_lines: tuple[str, ...] = ()
+    """Where code for `torch.compile` is called, as "file.py:12"; it is traced as it runs eagerly."""
+    own_checkpoints: NonNegativeInt = 0
+    """Regions of a forward pass that the model itself runs again in backward, by torch.utils.checkpoint or its
+    like; those that the settings recompute are not among them."""
     is_own_loop: bool = False
     """Whether the job's own loop ran, which decides precision, accumulation and optimizer."""
+    sizes_are_guessed: bool = False
+    """Whether values that are not known decided sizes, such as a router's choices or a mask that the model
+    computes."""
+    guess: Guess = Guess.EXPECTED
+    """What was assumed of them."""
     sizes_depend_on_values: bool = False
     """Whether values of the batch, such as lengths of sequences, decided sizes: another batch has others."""
-    parameter_count: int = 0
-    trainable_parameter_count: int = 0
+    parameter_count: NonNegativeInt = 0
+    trainable_parameter_count: NonNegativeInt = 0
     couples_samples: bool = False
     """Whether the loss is one of all samples of the global batch together (`Job.embed`): what it takes is not
     affine in the micro-batch, and is there however small that is."""
 
-    host_state_bytes: int = 0
+    global_batch: tuple[NonNegativeInt, ...] = ()
+    """Indices of storages that hold the samples of the global batch, all micro-batches of it: of a CPU, whose
+    memory the batch is in."""
+    host_state_bytes: NonNegativeInt = 0
     """What is in the host's memory between steps, where the device is another: optimizer state, and with
     `cpu_offload` parts of parameters and gradients."""
-    host_staging_bytes: int = 0
+    host_staging_bytes: NonNegativeInt = 0
     """Pinned memory of the host that gradients and parameters pass through on their way to and from there."""
+
+    @property
+    def batch_norm_modules(self) -> tuple[str, ...]:
+        """BatchNorm layers among `batch_coupled_modules`."""
+        stateful = frozenset(self.stateful_modules)
+        return tuple(fqn for fqn in self.batch_coupled_modules if fqn not in stateful)
 
     def has_same_shape_as(self, other: Trace) -> bool:
         """Whether both run the same ops and make the same storages, and only the micro-batch decides sizes."""
@@ -227,6 +295,24 @@ class Trace:
         """
         return TraceLine(self, other).at(micro_batch_size)
 
+    def with_settings(self, settings: Settings) -> Trace:
+        """This trace as one of other settings under which the same ops run, such as more micro-batches.
+
+        Args:
+            settings: With the same micro-batch size.
+
+        Returns:
+            The same with the global batch as large as the settings say.
+        """
+        before, after = self.settings.global_batch_size, settings.global_batch_size
+        if before == after or not self.global_batch:
+            return replace(self, settings=settings)
+        storages = list(self.storages)
+        for index in self.global_batch:
+            size_bytes = storages[index].size_bytes * after // before
+            storages[index] = replace(storages[index], size_bytes=size_bytes)
+        return replace(self, settings=settings, storages=tuple(storages))
+
     def with_last_step_again(self) -> Trace:
         """This trace as if its last step were run once more, which finds memory as the allocator was left.
 
@@ -238,13 +324,18 @@ class Trace:
         first = next((i for i, op in enumerate(self.ops) if op.step == step and op.phase is not Phase.SETUP), 0)
         ops = [replace(op, step=step + 1) for op in self.ops[first:]]
         shift = len(self.ops) - first
+        freed = {event.storage for event in self.events if event.kind is EventKind.FREE and event.op >= first}
+        # What the step makes before its first op, such as a saved random state, follows the last op before it.
         events = [
             event
             for event in self.events
             if event.op >= first
-            or (event.op == first - 1 and self.storages[event.storage].category is Category.INPUTS)
+            or (
+                event.op == first - 1
+                and event.storage in freed
+                and self.storages[event.storage].category in (Category.INPUTS, Category.TEMPORARIES)
+            )
         ]
-        freed = {event.storage for event in events if event.kind is EventKind.FREE}
         made = [e.storage for e in events if e.kind is EventKind.ALLOCATE and e.storage in freed]
         again = {storage: len(self.storages) + i for i, storage in enumerate(made)}
         storages = [self.storages[storage] for storage in made]
@@ -284,27 +375,21 @@ class Trace:
         """The trace that `save` wrote.
 
         Args:
-            path: Gzipped if the name ends in ".gz".
+            path: Gzipped if the name ends in ".gz"; at most 1 GiB are read, compressed or not.
 
         Returns:
             A trace equal to the one saved.
 
         Raises:
-            UsageError: The file is no trace of this version.
+            FileFormatError: The file cannot be read, is too large, or is not a trace of this version.
         """
-        try:
-            raw = Path(path).read_bytes()
-            document = json.loads(gzip.decompress(raw) if Path(path).suffix == ".gz" else raw)
-            version = document["brimful_trace"]
-        except (ValueError, KeyError, TypeError, OSError, EOFError) as error:
-            raise UsageError(f"{path} is no brimful trace: {error}") from error
-        if version != TRACE_VERSION:
-            raise UsageError(f"{path} is a trace of version {version}; this brimful reads {TRACE_VERSION}.")
-        return cls.from_json(document)
+        content = read_regular_file(path, what="trace", limit_bytes=TRACE_BYTES)
+        where = f"the trace {path}"
+        return _decoded(_decompressed(content, where) if Path(path).suffix == ".gz" else content, where)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON document; ops, storages and events are tables of rows to keep it small."""
-        document: dict[str, Any] = {"brimful_trace": TRACE_VERSION}
+        document: dict[str, Any] = {_VERSION: TRACE_VERSION}
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _TABLES:
@@ -316,17 +401,18 @@ class Trace:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Trace:
-        """The trace that `to_json` wrote."""
-        # what traces of this version may lack
-        later = {"couples_samples": False, "host_state_bytes": 0, "host_staging_bytes": 0}
-        values = {field.name: (later | document)[field.name] for field in fields(cls)}
-        for name, row in _TABLES.items():
-            values[name] = _from_table(values[name], row)
-        values["settings"] = settings_from_json(values["settings"])
-        values["module_classes"] = tuple((fqn, name) for fqn, name in values["module_classes"])
-        values["uncertain_ops"] = tuple(values["uncertain_ops"])
-        values["batch_coupled_modules"] = tuple(values["batch_coupled_modules"])
-        return cls(**values)
+        """The trace that `to_json` wrote.
+
+        Args:
+            document: As read from JSON.
+
+        Returns:
+            A trace equal to the one written.
+
+        Raises:
+            FileFormatError: The document is not a trace of this version.
+        """
+        return _decoded(json.dumps(document).encode(), "the trace")
 
 
 class TraceLine:
@@ -412,13 +498,6 @@ _TABLES: dict[str, type[Any]] = {
     "events": Event,
     "corrections": Correction,
 }
-_READERS: dict[str, Callable[[Any], Any]] = {
-    "phase": Phase,
-    "category": Category,
-    "kind": EventKind,
-    "kernel": lambda cell: Kernel(name=cell[0], numbers=tuple(cell[1])),
-}
-"""What a cell of a column stands for."""
 
 
 def _to_cell(value: Any) -> Any:
@@ -433,15 +512,174 @@ def _to_table(records: tuple[Any, ...], row: type[Any]) -> dict[str, Any]:
     }
 
 
-def _from_table(table: dict[str, Any], row: type[Any]) -> tuple[Any, ...]:
-    columns = table["columns"]
-    readers = [_READERS.get(column) for column in columns]
-    return tuple(
-        row(
-            **{
-                column: value if value is None or read is None else read(value)
-                for column, read, value in zip(columns, readers, values, strict=True)
-            }
-        )
-        for values in table["rows"]
+def _decompressed(content: bytes, where: str) -> bytes:
+    text = bytearray()
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+            # in parts: a read of many bytes takes their memory first, however few there are
+            while len(text) <= TRACE_BYTES and (part := file.read(MIB)):
+                text += part
+    except (OSError, EOFError, zlib.error) as error:
+        raise FileFormatError(f"{where} cannot be decompressed: {error}.") from error
+    if len(text) > TRACE_BYTES:
+        raise FileFormatError(f"{where} is larger than {format_bytes(TRACE_BYTES)} when decompressed.")
+    return bytes(text)
+
+
+_LATER = (
+    "couples_samples",
+    "host_state_bytes",
+    "host_staging_bytes",
+    "stateful_modules",
+    "global_batch",
+    "compiled_lines",
+    "own_checkpoints",
+    "sizes_are_guessed",
+    "guess",
+)
+"""Fields that traces of this version may lack."""
+
+
+def _decoded(content: bytes, where: str) -> Trace:
+    """A trace from its JSON, every field checked, then what refers to what."""
+    document = decode_directly(content, dict[str, msgspec.Raw], where=where)
+    if (version := document.get(_VERSION)) is not None:
+        document[_VERSION] = decode_directly(version, int, where=where, path=_VERSION)
+    document = fields_of_version(document, _VERSION, TRACE_VERSION, what="trace", where=where)
+    values: dict[str, Any] = {}
+    for field in fields(Trace):
+        if field.name in document:
+            values[field.name] = _field_value(document.pop(field.name), field.name, where)
+        elif field.name not in _LATER:
+            raise missing_field(field.name, where=where)
+    if document:
+        raise unknown_field(min(document), where=where)
+    trace = Trace(**values)
+    wrong = _wrong_op(trace) or _wrong_storage(trace) or _wrong_event(trace) or _wrong_unit(trace)
+    if wrong is not None:
+        raise FileFormatError(f"{where}: {wrong}.")
+    return trace
+
+
+def _field_value(raw: msgspec.Raw, name: str, where: str) -> Any:
+    if name in _TABLES:
+        return _from_table(raw, name, where)
+    if name != "settings":
+        return decode_directly(raw, get_type_hints(Trace, include_extras=True)[name], where=where, path=name)
+    text = bytes(raw)
+    if len(text) > DOCUMENT_BYTES:
+        raise FileFormatError(f"{where}: field `settings`: it has {format_bytes(len(text))}.")
+    return settings_from_json(parse_json(text, where=where), where=f"{where}: settings")
+
+
+class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    columns: tuple[str, ...]
+    rows: msgspec.Raw
+
+
+class _KernelCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    name: str
+    numbers: tuple[NonNegativeInt, ...]
+
+
+def _from_table(raw: msgspec.Raw, name: str, where: str) -> tuple[Any, ...]:
+    record = _TABLES[name]
+    table: _Table = decode_directly(raw, _Table, where=where, path=name)
+    columns, known = set(table.columns), {field.name for field in fields(record)}
+    needed = {field.name for field in fields(record) if field.default is MISSING}
+    if len(columns) < len(table.columns) or not needed <= columns <= known:
+        found = f"it lacks {min(needed - columns)}" if needed - columns else "one is unknown, or there twice"
+        raise FileFormatError(f"{where}: field `{name}.columns`: {found}.")
+    row, path = _row_type(table.columns, name), f"{name}.rows"
+    try:
+        rows = decode_directly(table.rows, list[row], where=where, path=path)  # type: ignore[valid-type]
+    except FileFormatError as error:
+        raise FileFormatError(_naming_column(str(error), path, table.columns)) from error
+    return msgspec.convert(rows, tuple[record, ...], from_attributes=True)  # type: ignore[valid-type]
+
+
+@lru_cache(maxsize=32)
+def _row_type(columns: tuple[str, ...], name: str) -> type[msgspec.Struct]:
+    record = _TABLES[name]
+    kinds = get_type_hints(record, include_extras=True)
+    cells = kinds | ({"kernel": _KernelCell | None} if record is Storage else {})
+    return msgspec.defstruct(
+        record.__name__,
+        [(column, cells[column]) for column in columns],
+        array_like=True,
+        forbid_unknown_fields=True,
+        gc=False,
     )
+
+
+def _naming_column(message: str, path: str, columns: tuple[str, ...]) -> str:
+    """An error of a row's cell with its column's name: `rows[3].phase` rather than `rows[3][2]`."""
+    place = re.escape(path) + r"\[(\d+)\]\[(\d+)\]"
+    return re.sub(place, lambda found: f"{path}[{found[1]}].{columns[int(found[2])]}", message, count=1)
+
+
+def _wrong_op(trace: Trace) -> str | None:
+    """What is wrong with an op in its place; None if nothing is."""
+    step = 0
+    for number, op in enumerate(trace.ops):
+        last_step = trace.captured_steps - (op.phase is not Phase.EVALUATION)
+        if not step <= op.step <= last_step:
+            return f"field `ops.rows[{number}].step`: expected {step} to {last_step}, got {op.step}"
+        if op.micro_batch >= trace.captured_micro_batches:
+            most = trace.captured_micro_batches - 1
+            return f"field `ops.rows[{number}].micro_batch`: expected at most {most}, got {op.micro_batch}"
+        if op.made_ops_ago > number:
+            return f"field `ops.rows[{number}].made_ops_ago`: expected at most {number}, got {op.made_ops_ago}"
+        step = op.step
+    return None
+
+
+def _wrong_storage(trace: Trace) -> str | None:
+    for number, storage in enumerate(trace.storages):
+        if storage.op is not None and storage.op >= len(trace.ops):
+            return f"field `storages.rows[{number}].op`: expected less than {len(trace.ops)}, got {storage.op}"
+        if storage.kernel is not None and not storage.kernel.is_known:
+            return f"field `storages.rows[{number}].kernel`: its name or its numbers are unknown"
+    for number, index in enumerate(trace.global_batch):
+        if index >= len(trace.storages):
+            return f"field `global_batch[{number}]`: expected less than {len(trace.storages)}, got {index}"
+    if sum(max(storage.size_bytes, storage.most_bytes or 0) for storage in trace.storages) > _MOST_BYTES:
+        return f"field `storages`: they have more than {format_bytes(_MOST_BYTES)} together"
+    return None
+
+
+def _wrong_event(trace: Trace) -> str | None:
+    live: set[int] = set()
+    allocated: set[int] = set()
+    op_count, storage_count, latest = len(trace.ops), len(trace.storages), -1
+    for number, event in enumerate(trace.events):
+        storage = event.storage
+        if not latest <= event.op < op_count:
+            return f"field `events.rows[{number}].op`: expected {latest} to {op_count - 1}, got {event.op}"
+        if storage >= storage_count:
+            return f"field `events.rows[{number}].storage`: expected less than {storage_count}, got {storage}"
+        if event.kind is EventKind.FREE:
+            if storage not in live:
+                return f"field `events.rows[{number}]`: storage {storage} is freed, and is not allocated then"
+            live.remove(storage)
+        elif storage in allocated:
+            return f"field `events.rows[{number}]`: storage {storage} is allocated a second time"
+        else:
+            live.add(storage)
+            allocated.add(storage)
+        latest = event.op
+    return None
+
+
+def _wrong_unit(trace: Trace) -> str | None:
+    """A run of modules that are not siblings, or that did not run, cannot be a unit of this trace."""
+    spans = {number: Span.parse(unit.fqn) for number, unit in enumerate(trace.settings.units)}
+    if not any(spans.values()):
+        return None
+    known = {path for fqn, _ in trace.module_classes for path in accumulate(fqn.split("."), "{}.{}".format)}
+    for number, span in spans.items():
+        for child in () if span is None else (span.first, span.last):
+            assert span is not None
+            if "." in child or f"{span.parent}.{child}".removeprefix(".") not in known:
+                return f"field `settings.units[{number}].fqn`: no module of the trace is called {child!r} there"
+    return None

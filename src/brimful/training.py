@@ -5,18 +5,31 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from brimful.certificate import Certificate
-from brimful.errors import UsageError
-from brimful.measurement import OpTemporary
-from brimful.settings import Settings, settings_from_json, settings_to_json
+from brimful.codec import (
+    ALWAYS_WRITTEN,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    fields_of_version,
+    from_builtins,
+    number_to_json,
+    numbers_from_json,
+)
+from brimful.display import NotebookText
+from brimful.measurement import OpTemporary, predicted_beside_measured
+from brimful.settings import Settings, settings_to_json
 
 RESULT_VERSION = 3
+
+LARGEST_SEED = 2**64 - 1
+"""Source: torch.manual_seed (torch 2.13)."""
 
 WAITING_FRACTION = 0.05
 """Of the time, from which on waiting for data is worth a word. A choice."""
@@ -39,20 +52,20 @@ class StopReason(StrEnum):
 class StepRecord:
     """One optimizer step."""
 
-    step: int
+    step: PositiveInt
     """From 1: how many steps had been taken when this one was done."""
-    epoch: int
+    epoch: PositiveInt
     """From 1."""
     loss: float
     """Mean over the global batch, before the update."""
     gradient_norm: float
     """2-norm of all gradients, before clipping."""
-    seconds: float
+    seconds: NonNegativeFloat
     """From the batch on the host to the updated parameters; loading the batch is not in it."""
-    samples: int
+    samples: NonNegativeInt
     updated: bool
     """False if the parameters were left as they were: fp16 gradients overflowed, or the loss was not finite."""
-    data_seconds: float = 0.0
+    data_seconds: NonNegativeFloat = field(default=0.0, metadata=ALWAYS_WRITTEN)
     """Waited for the batch before the step."""
     memory_measured: bool = False
     """Whether the peak was measured in this step, which slows it down."""
@@ -80,34 +93,34 @@ class StepRecord:
 class ValidationRecord:
     """One pass over the validation data."""
 
-    step: int
+    step: NonNegativeInt
     """Optimizer steps taken before it."""
-    epoch: int
+    epoch: NonNegativeInt
     """From 1: the epoch that it ends."""
     loss: float
     """Mean over everything that the job's `count` counts in the validation data."""
     metrics: Mapping[str, float]
     """Means over the validation samples, by name."""
-    samples: int
-    seconds: float
+    samples: NonNegativeInt
+    seconds: NonNegativeFloat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
     """That memory ran out, and how training went on."""
 
-    step: int
+    step: NonNegativeInt
     """The step, or the one after which validation ran, from 1."""
     during: str
-    """"step", "validation", "rehearsal" of the longest batch, or "allocator" where it had to search for
-    memory."""
+    """"step", "validation", "reading" of a batch, "rehearsal" of the longest, or "allocator" where it had to
+    search for memory."""
     message: str
     """What the error said."""
     before: str
     """The settings until then, in a line."""
     after: str
     """Those from then on; the same if only what was cached had to be given back."""
-    seconds: float
+    seconds: NonNegativeFloat
     """What it took: the time that was lost, and that of planning anew."""
 
 
@@ -115,12 +128,12 @@ class Recovery:
 class DataLoading:
     """How batches that are read one after the other come to training."""
 
-    workers: int | None
+    workers: NonNegativeInt | None
     """Processes that read ahead; None if it is no DataLoader and does not say."""
     persistent_workers: bool
     """Whether they live on from epoch to epoch."""
     pins_memory: bool
-    processors: int
+    processors: PositiveInt
     """Those of the machine that this process may use, divided by the ranks on it."""
 
     def needed_workers(self, steps: Sequence[StepRecord]) -> int | None:
@@ -161,7 +174,7 @@ def waiting_fraction(steps: Sequence[StepRecord]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingResult:
+class TrainingResult(NotebookText):
     """A training run.
 
     A predicted quantity is None if the run had no plan; a measured one if the run was too short to measure it.
@@ -175,31 +188,37 @@ class TrainingResult:
     steps: tuple[StepRecord, ...]
     validations: tuple[ValidationRecord, ...]
     """One per epoch; empty without validation data."""
-    budget_bytes: int | None
+    budget_bytes: NonNegativeInt | None
     """Bytes the plan permits to the process on the device."""
-    predicted_peak_allocated_bytes: int | None
-    measured_peak_allocated_bytes: int | None
-    predicted_peak_reserved_bytes: int | None
-    measured_peak_reserved_bytes: int | None
-    predicted_peak_device_bytes: int | None
-    measured_peak_device_bytes: int | None
+    predicted_peak_allocated_bytes: NonNegativeInt | None
+    measured_peak_allocated_bytes: NonNegativeInt | None
+    predicted_peak_reserved_bytes: NonNegativeInt | None
+    measured_peak_reserved_bytes: NonNegativeInt | None
+    predicted_peak_device_bytes: NonNegativeInt | None
+    measured_peak_device_bytes: NonNegativeInt | None
     """None on a CPU, which has no driver to ask."""
-    predicted_step_seconds: float | None
-    measured_step_seconds: float | None
+    predicted_step_seconds: NonNegativeFloat | None
+    measured_step_seconds: NonNegativeFloat | None
     """Median over the steps with a full global batch, but for the first and the one that measured memory."""
-    temporaries_at_peak: tuple[OpTemporary, ...] = ()
+    temporaries_at_peak: tuple[OpTemporary, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Op-internal temporaries live at the measured peak, largest first; empty where they cannot be seen."""
-    certificate: Certificate | None = None
+    certificate: Certificate | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """Whether the plan was found to be the same training before the first step; None if there was nothing to
     compare, or it was not asked for."""
-    recoveries: tuple[Recovery, ...] = ()
+    recoveries: tuple[Recovery, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Each time that memory ran out."""
-    run_dir: Path | None = None
-    counted: str | None = None
+    run_dir: Path | None = field(default=None, metadata=ALWAYS_WRITTEN)
+    counted: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """What the job's `count` counts; None if its loss is a mean over samples."""
-    predicted_mfu: float | None = None
-    data_loading: DataLoading | None = None
+    predicted_mfu: NonNegativeFloat | None = field(default=None, metadata=ALWAYS_WRITTEN)
+    data_loading: DataLoading | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """None if all samples were in one batch."""
+    notes: tuple[str, ...] = ()
+    """What was not as it was promised: an epoch with fewer batches than its data said, say."""
+
+    def __str__(self) -> str:
+        losses = f", loss {self.losses[0]:.4g} to {self.losses[-1]:.4g}" if self.losses else ""
+        return "\n".join([f"{len(self.steps)} steps{losses}", *predicted_beside_measured(self)])
 
     @property
     def measured_mfu(self) -> float | None:
@@ -240,8 +259,8 @@ class TrainingResult:
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the record's own names; numbers that JSON lacks are written as "nan" and "inf"."""
         document: dict[str, Any] = {"brimful_training": RESULT_VERSION}
-        for field in fields(self):
-            document[field.name] = getattr(self, field.name)
+        for each in fields(self):
+            document[each.name] = getattr(self, each.name)
         document["settings"] = settings_to_json(self.settings)
         document["stopped_because"] = str(self.stopped_because)
         document["steps"] = [step_to_json(step) for step in self.steps]
@@ -254,47 +273,38 @@ class TrainingResult:
         return document
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> TrainingResult:
+    def from_json(cls, document: Any, *, where: str = "the training result") -> TrainingResult:
         """The result that `to_json` wrote.
 
         Args:
             document: As read from JSON.
+            where: Names it in errors.
 
         Returns:
-            The same result.
+            A result equal to the one written.
 
         Raises:
-            UsageError: The document is no training result of this version.
+            FileFormatError: The document is not a training result of this version, or a field is unknown,
+                missing, of another type or out of range.
         """
-        version = document.get("brimful_training")
-        if version != RESULT_VERSION:
-            found = "no training result" if version is None else f"a training result of version {version}"
-            raise UsageError(f"this is {found}; this brimful reads version {RESULT_VERSION}.")
-        try:
-            values = {field.name: document[field.name] for field in fields(cls)}
-            values["settings"] = settings_from_json(values["settings"])
-            values["stopped_because"] = StopReason(values["stopped_because"])
-            values["steps"] = tuple(step_from_json(step) for step in values["steps"])
-            values["validations"] = tuple(validation_from_json(entry) for entry in values["validations"])
-            values["temporaries_at_peak"] = tuple(
-                OpTemporary(**entry) for entry in values["temporaries_at_peak"]
-            )
-            values["recoveries"] = tuple(Recovery(**entry) for entry in values["recoveries"])
-            kept = values["certificate"]
-            values["certificate"] = None if kept is None else Certificate.from_json(kept)
-            values["run_dir"] = None if values["run_dir"] is None else Path(values["run_dir"])
-            loading = values["data_loading"]
-            values["data_loading"] = None if loading is None else DataLoading(**loading)
-            return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"the training result is damaged: {error!r}") from error
+        values = fields_of_version(
+            document, "brimful_training", RESULT_VERSION, what="training result", where=where
+        )
+        for name, read in (("steps", _step_numbers), ("validations", _validation_numbers)):
+            if isinstance(values.get(name), list | tuple):
+                values[name] = [read(entry) for entry in values[name]]
+        certificate = None
+        if values.get("certificate") is not None:
+            certificate = Certificate.from_json(values["certificate"], where=f"{where}: the certificate")
+            values["certificate"] = None
+        return replace(from_builtins(values, cls, where=where), certificate=certificate)
 
 
 def step_to_json(record: StepRecord) -> dict[str, Any]:
     """A step as a JSON object with the record's own names."""
     document = asdict(record)
-    for name in _STEP_FLOATS:
-        document[name] = _number_to_json(document[name])
+    for name in _STEP_NUMBERS:
+        document[name] = number_to_json(document[name])
     return document
 
 
@@ -303,26 +313,49 @@ def validation_to_json(record: ValidationRecord) -> dict[str, Any]:
     return {
         "step": record.step,
         "epoch": record.epoch,
-        "loss": _number_to_json(record.loss),
-        "metrics": {name: _number_to_json(value) for name, value in record.metrics.items()},
+        "loss": number_to_json(record.loss),
+        "metrics": {name: number_to_json(value) for name, value in record.metrics.items()},
         "samples": record.samples,
         "seconds": record.seconds,
     }
 
 
-_STEP_FLOATS = ("loss", "gradient_norm", "seconds", "data_seconds")
+_STEP_NUMBERS = ("loss", "gradient_norm", "terms", "learning_rate", "mfu")
+"""Those of a step that may be NaN or infinite."""
 
 
-def step_from_json(document: dict[str, Any]) -> StepRecord:
-    """The step that `step_to_json` wrote."""
-    return StepRecord(**document | {name: float(document[name]) for name in _STEP_FLOATS})
+def step_from_json(document: Any, *, where: str = "the step") -> StepRecord:
+    """The step that `step_to_json` wrote.
+
+    Args:
+        document: As read from JSON.
+        where: Names it in errors.
+
+    Returns:
+        A record equal to the one written.
+
+    Raises:
+        FileFormatError: A field is unknown, missing, of another type or out of range.
+    """
+    return from_builtins(_step_numbers(document), StepRecord, where=where)
 
 
-def validation_from_json(document: dict[str, Any]) -> ValidationRecord:
-    """The validation that `validation_to_json` wrote."""
-    metrics = {name: float(value) for name, value in document["metrics"].items()}
-    return ValidationRecord(**document | {"loss": float(document["loss"]), "metrics": metrics})
+def validation_from_json(document: Any, *, where: str = "the validation") -> ValidationRecord:
+    """The validation that `validation_to_json` wrote; see `step_from_json`."""
+    return from_builtins(_validation_numbers(document), ValidationRecord, where=where)
 
 
-def _number_to_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
+def recovery_from_json(document: Any, *, where: str = "the recovery") -> Recovery:
+    """The recovery that `dataclasses.asdict` made a JSON object of; see `step_from_json`."""
+    return from_builtins(document, Recovery, where=where)
+
+
+def _step_numbers(document: Any) -> Any:
+    return numbers_from_json(document, _STEP_NUMBERS)
+
+
+def _validation_numbers(document: Any) -> Any:
+    read = numbers_from_json(document, ("loss",))
+    if isinstance(read, dict) and "metrics" in read:
+        read["metrics"] = numbers_from_json(read["metrics"])
+    return read

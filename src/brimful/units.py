@@ -5,7 +5,9 @@ Inside brimful there are only bytes (`int`) and seconds (`float`). GiB means 2**
 
 from __future__ import annotations
 
+import math
 import re
+from numbers import Real
 
 from brimful.errors import SizeError
 
@@ -24,39 +26,67 @@ _UNIT_BYTES = {
     "gb": 10**9,
     "tb": 10**12,
 }
+_LARGEST_SIZE = 1 << 62
+"""4 EiB: sums of a few still fit 64 bits. A choice."""
+_MOST_SHOWN = 60
+"""Characters of what was asked for that an error shows. A choice."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | int) -> int:
+def parse_bytes(text: str | float) -> int:
     """Bytes meant by `text`.
 
     Args:
-        text: A number with a unit, such as `"11GiB"` or `"512 MB"`; an `int` is bytes already.
+        text: A number with a unit, such as `"11GiB"` or `"512 MB"`; a whole number, such as `11 * 2**30` or
+            `8e9`, is bytes already.
 
     Returns:
         A positive number of bytes.
 
     Raises:
-        SizeError: `text` is no size, has no unit, or is not positive.
+        SizeError: `text` is not a size, has no unit, or is not positive or larger than any device.
     """
-    if isinstance(text, int):
-        size_bytes = text
-    else:
-        match = _SIZE.fullmatch(text)
-        unit = match.group(2).lower() if match else ""
-        if match is None:
-            raise SizeError(f"{text!r} is no size. Write a number and a unit, such as 11GiB or 800MiB.")
-        if unit not in _UNIT_BYTES:
-            number = match.group(1)
-            found = "no unit" if not unit else f"the unit {match.group(2)!r}"
-            raise SizeError(
-                f"{text!r} has {found}. Write {number}GiB ({number} × 2**30 bytes) "
-                f"or {number}GB ({number} × 10**9 bytes); a budget may also be {number}% of plain training."
-            )
-        size_bytes = int(float(match.group(1)) * _UNIT_BYTES[unit])
+    size_bytes = _parsed(text) if isinstance(text, str) else _whole(text)
+    if size_bytes > _LARGEST_SIZE:
+        raise SizeError(f"{_shown(text)} is more than {_LARGEST_SIZE // GIB:,} GiB, which no device has.")
     if size_bytes <= 0:
-        raise SizeError(f"{text!r} is not a positive size.")
+        raise SizeError(f"{_shown(text)} is not a positive size.")
     return size_bytes
+
+
+def _parsed(text: str) -> int:
+    """Bytes; more than `_LARGEST_SIZE` for any size beyond it."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise SizeError(f"{_shown(text)} is not a size. Write a number and a unit, such as 11GiB or 800MiB.")
+    number, unit = match.group(1), match.group(2)
+    if unit.lower() not in _UNIT_BYTES:
+        found = f"the unit {_shown(unit)}" if unit else "no unit"
+        written = number if len(number) <= _MOST_SHOWN else "11"
+        raise SizeError(
+            f"{_shown(text)} has {found}. Write {written}GiB ({written} × 2**30 bytes) "
+            f"or {written}GB ({written} × 10**9 bytes); a budget may also be {written}% of plain training."
+        )
+    size = float(number) * _UNIT_BYTES[unit.lower()]
+    return int(size) if size <= _LARGEST_SIZE else _LARGEST_SIZE + 1
+
+
+def _whole(number: float) -> int:
+    """A number of bytes, of whichever type it is."""
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if is_number and math.isfinite(number) and number == int(number):
+        return int(number)
+    share = (
+        f"; {number:.0%} of plain training is written '{number:.0%}'" if is_number and 0 < number < 1 else ""
+    )
+    raise SizeError(f"{number!r} is not a number of bytes. Write a size, such as '11GiB' or 11 * 2**30{share}.")
+
+
+def _shown(asked: str | float) -> str:
+    """What was asked for, cut to what a message has room for."""
+    if not isinstance(asked, str):
+        return str(asked) if abs(asked) < 10**_MOST_SHOWN else "a number of more than 60 digits"
+    return repr(asked) if len(asked) <= _MOST_SHOWN else f"{asked[:_MOST_SHOWN]!r}…"
 
 
 def format_bytes(size_bytes: int) -> str:

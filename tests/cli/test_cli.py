@@ -117,6 +117,7 @@ def test_estimate_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "optimizer_state",
         "saved_tensors",
         "inputs",
+        "other_tensors",
         "temporaries",
     }
     assert sum(document["breakdown"].values()) == document["predicted_peak_allocated_bytes"]
@@ -152,13 +153,13 @@ def test_a_plan_that_the_model_has_outgrown_fails_the_check(folder: Path) -> Non
         "--set", "width=64", "--output", "plan.json",
     )  # fmt: skip
     assert planned.returncode == 0
-    same = brimful(folder, "plan", "--check", "plan.json", "--json")
+    same = brimful(folder, "plan", "mine:job", "--set", "width=64", "--check", "plan.json", "--json")
     document = json.loads(same.stdout)
     assert same.returncode == 0
     assert document["fits"]
     assert document["predicted_peak_device_bytes"] == document["planned_peak_device_bytes"]
     assert document["budget_bytes"] == 2**30
-    smaller = brimful(folder, "plan", "--check", "plan.json", "--budget", "300MiB")
+    smaller = brimful(folder, "plan", "mine:job", "--check", "plan.json", "--budget", "300MiB")
     assert (smaller.returncode, "too much: it was planned for more" in smaller.stdout) == (1, True)
     (folder / "mine.py").write_text(JOB.replace("width=64", "width=8192").replace('"tiny"', '"grown"'))
     grown = brimful(folder, "plan", "mine:job", "--check", "plan.json")
@@ -181,7 +182,7 @@ def test_a_plan_is_certified_on_this_machine(folder: Path) -> None:
     ("arguments", "words"),
     [
         (("--check", "missing.json"), "cannot be read"),
-        (("--check", "mine.py"), "is no plan"),
+        (("--check", "mine.py"), "the plan mine.py is not valid JSON"),
         (("mine:job", "--check", "mine.py", "--global-batch-size", "4"), "--global-batch-size"),
         (("mine:job",), "--global-batch-size"),
         (("--check", "mine.py", "--seq-len", "8"), "sequence_length"),
@@ -236,13 +237,20 @@ def test_a_file_and_model_options_name_a_job(folder: Path) -> None:
         (["estimate", "mine:job", "--device", "T4", "--without", "dropout"], 2, ["dropout_mask"]),
         (["estimate", "mine:job", "--device", "T4", "--allocator", "expand:True"], 2, ["expandable_segments"]),
         (["estimate", "mine:job", "--largest", "--micro-batch-size", "2"], 2, ["--largest", "--micro-batch"]),
-        (["gpus", "mine:job", "--global-batch-size", "8", "--device", "cpu"], 2, ["no CUDA GPU"]),
+        (["gpus", "mine:job", "--global-batch-size", "8", "--device", "cpu"], 2, ["not a CUDA GPU"]),
         (["estimate", "mine:job", "--device", "T4", "--budget", "lots"], 2, ["lots", "11GiB"]),
         (["estimate", "mine:job", "--device", "T4", "--budget", "16"], 2, ["16GiB"]),
         (["estimate", "mine:job", "--device", "T4", "--set", "height=3"], 2, ["height", "width"]),
         (["estimate", "mine:vector_loss", "--device", "T4"], 2, ["shape (1, 4)", "scalar"]),
         (["estimate", "mine:frozen_loss", "--device", "T4"], 2, ["no gradient"]),
-        (["estimate", "mine:ragged_batch", "--device", "T4"], 2, ["(1, 4)", "(2,)"]),
+        (
+            [
+                *("plan", "mine:ragged_batch", "--device", "T4"),
+                *("--global-batch-size", "8", "--micro-batch-size", "4"),
+            ],
+            2,
+            ["(8, 4)", "(9,)", "Job(batch_dim=1)", "Job(split="],
+        ),
         (
             ["plan", "mine:job", "--device", "T4", "--global-batch-size", "8", "--micro-batch-size", "3"],
             2,
@@ -333,8 +341,9 @@ TRAIN = (
     "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
     "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--step-in-backward",
-    "--optimizer-on-host", "--copies-ahead", "--parallelism", "--reshard", "--gathered-dtype", "--cpu-offload",
-    "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs", "--steps",
+    "--optimizer-on-host", "--copies-ahead", "--own-checkpointing", "--parallelism", "--reshard",
+    "--gathered-dtype", "--cpu-offload", "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs",
+    "--steps",
     "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
     "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
     "--keep-saves", "--compare-plain", "--json",
@@ -354,7 +363,7 @@ OPTIONS = {
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
         "--expandable-segments", "--offload", "--host-memory", "--split-batch-norm", "--step-in-backward",
-        "--optimizer-on-host", "--copies-ahead",
+        "--optimizer-on-host", "--copies-ahead", "--own-checkpointing",
         "--ranks", "--nodes", "--network", "--parallelism", "--reshard", "--gathered-dtype", "--cpu-offload",
         "--seq-len",
         "--image-size", "--set", "--output", "--check", "--certify", "--json",

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from helpers import command_line
+
 JOBS = """
 import torch
 from torch import nn
@@ -68,6 +70,7 @@ RESULT_KEYS = {
     "measured_peak_device_bytes",
     "measured_peak_reserved_bytes",
     "measured_step_seconds",
+    "notes",
     "plain",
     "predicted_peak_allocated_bytes",
     "predicted_peak_device_bytes",
@@ -103,8 +106,12 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def brimful(start: Callable[..., subprocess.Popen[str]]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def brimful(
+    tmp_path: Path, start: Callable[..., subprocess.Popen[str]]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     def ran(*arguments: str, before: Callable[[], None] | None = None) -> subprocess.CompletedProcess[str]:
+        if before is None:
+            return command_line.brimful(tmp_path, "train", *arguments)
         process = start(*arguments, before=before)
         out, err = process.communicate(timeout=300)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
@@ -282,3 +289,18 @@ def test_a_budget_too_small_trains_nothing(brimful, tmp_path: Path) -> None:
     for words in ("no plan fits", "too much", "largest part", "would fit"):
         assert words in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_resume_without_the_saves_or_the_plan_is_refused_and_changes_nothing(brimful, tmp_path: Path) -> None:
+    command = ("jobs:job", *TRAIN, "--steps", "3", "--run-dir", "run")
+    assert brimful(*command).returncode == 0
+    for missing in ("saves", "plan.json"):
+        (tmp_path / "run" / missing).rename(tmp_path / missing)
+        before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+        again = brimful(*command[:-3], "6", *command[-2:], "--resume")
+        assert again.returncode == 1, again.stderr
+        assert again.stderr.startswith("ResumeError: ")
+        assert missing in again.stderr
+        assert "Traceback" not in again.stderr
+        assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+        (tmp_path / missing).rename(tmp_path / "run" / missing)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.applying import apply_units
-from brimful.batches import split_batch
 from brimful.coupled import loss_of
 from brimful.errors import CertificateError
 from brimful.job import Job
+from brimful.layout import BatchLayout
 from brimful.measuring import certify, measure_step
 from brimful.optimizers import make_optimizer
 from brimful.settings import Action, Precision, Settings, UnitAction
@@ -45,7 +45,7 @@ def of_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one step that makes no update."""
     found: dict[str, Tensor] = {}
-    parts = split_batch(batch, micro_batch_size)
+    parts = BatchLayout().split(batch, micro_batch_size)
     outcome = run_step(
         model=model,
         loss=loss_of(job),
@@ -61,7 +61,7 @@ def of_step(
 
 def in_one_graph(model: nn.Module, batch: Any, micro_batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The same by plain autograd: micro-batches draw numbers one after another, and all graphs are kept."""
-    parts = [embed(model, part) for part in split_batch(batch, micro_batch_size)]
+    parts = [embed(model, part) for part in BatchLayout().split(batch, micro_batch_size)]
     joined = {name: torch.cat([part[name] for part in parts]) for name in ("image", "text")}
     loss = contrast(joined | {"temperature": parts[0]["temperature"]})
     loss.backward()

@@ -56,7 +56,7 @@ def test_training_is_the_same_to_the_last_bit() -> None:
     assert all(map(torch.equal, parameters, expected))
 
 
-def test_one_micro_batch_more_is_there_and_is_predicted() -> None:
+def test_one_micro_batch_more_is_on_a_gpu_and_none_on_a_cpu() -> None:
     of_one = 4 * INPUT * 4
     peaks = []
     for settings in (AHEAD, replace(AHEAD, copies_ahead=False)):
@@ -65,7 +65,7 @@ def test_one_micro_batch_more_is_there_and_is_predicted() -> None:
         predicted = bf.planning.estimate_trace(trace, find_device("cpu")).predicted_peak_allocated_bytes
         assert 0 <= measured - predicted <= 64
         peaks.append(measured)
-    assert peaks[0] - peaks[1] == pytest.approx(of_one, abs=64)
+    assert peaks[0] == peaks[1], "a CPU's batch is in its memory: nothing is copied"
     on_gpu = capture_step(JOB, AHEAD, find_device("RTX 3090"))
     assert most_held_bytes(on_gpu, Category.INPUTS) == 2 * of_one
 

@@ -21,9 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from brimful.applying.sharding import Sharded
 from brimful.errors import ResumeError, SaveError
 from brimful.settings import Parallelism, Settings
-from brimful.train.saves import SAVES, _manifest_text, newest_save
+from brimful.train.manifest import SHARDS, manifest_text
+from brimful.train.restore import newest_save
+from brimful.train.run_directory import SAVES
 from brimful.train.sharded_state import WholeModel
-from brimful.train.shards import SHARDS, Shards
+from brimful.train.shards import Shards
 from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import GLOBAL_BATCH, curve, settings, trained
 
@@ -196,11 +198,12 @@ def test_a_part_that_is_missing_by_the_manifest_too_is_refused(saved_by_two: Pat
     (save / SHARDS / "00001-of-00002.safetensors").unlink()
     files = json.loads((save / "manifest.json").read_text())["files"]
     del files["shards/00001-of-00002.safetensors"]
-    (save / "manifest.json").write_text(_manifest_text(4, files))
+    (save / "manifest.json").write_text(manifest_text(4, files))
     with pytest.raises(ResumeError, match=r"a part of .* is missing"):
         trained(on(1), **OPTIONS, run_dir=run, steps=8, resume=True)
 
 
+@pytest.mark.filterwarnings("ignore:.* is not used")
 def test_a_pickle_among_the_shards_is_never_loaded(saved_by_two: Path, tmp_path: Path) -> None:
     """DCP's own reader would load `.metadata` as one."""
     import pickle
@@ -213,12 +216,16 @@ def test_a_pickle_among_the_shards_is_never_loaded(saved_by_two: Path, tmp_path:
     save = run / SAVES / "step-000000004"
     content = pickle.dumps(Evil())
     files = json.loads((save / "manifest.json").read_text())["files"]
-    for name in ("shards/.metadata", "shards/00003-of-00003.safetensors"):
+    for name, said in (
+        ("shards/00003-of-00003.safetensors", r"shards.* cannot be read"),
+        ("shards/.metadata", "not a file of a save"),
+    ):
         (save / name).write_bytes(content)
         files[name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (save / "manifest.json").write_text(_manifest_text(4, files))
-    with pytest.raises(ResumeError, match=r"shards.* cannot be read"):
-        trained(on(1), **OPTIONS, run_dir=run, steps=8, resume=True)
+        (save / "manifest.json").write_text(manifest_text(4, files))
+        shutil.rmtree(save.with_name("step-000000002"), ignore_errors=True)
+        with pytest.raises(ResumeError, match=said):
+            trained(on(1), **OPTIONS, run_dir=run, steps=8, resume=True)
     assert not (tmp_path / "this ran").exists()
 
 

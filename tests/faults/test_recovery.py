@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import threading
 from dataclasses import replace
@@ -10,20 +9,20 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.helpers.batches_of_all_kinds import JOBS, WHOLE, images_and_targets
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import brimful as bf
-from brimful.batches import count_samples
 from brimful.errors import (
     DataError,
     HalfUpdatedError,
     OutOfMemoryError,
-    RunDirectoryError,
     SaveError,
     UsageError,
 )
 from brimful.job import Data
+from brimful.layout import BatchLayout
 from brimful.train import Trainer
 from brimful.train import steps as steps_module
 from brimful.training import StopReason
@@ -38,7 +37,7 @@ def takes_at_most(samples: int, *, training: bool = True):
 
     def loss(model, batch):
         is_real = type(batch["x"]) is torch.Tensor
-        if is_real and model.training is training and count_samples(batch) > samples:
+        if is_real and model.training is training and BatchLayout().count(batch) > samples:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nGPU 0 has 8 GiB.")
         return F.cross_entropy(model(batch["x"]), batch["y"])
 
@@ -69,6 +68,31 @@ def test_a_plan_that_runs_out_is_planned_anew_for_less(job_with, samples):
     assert result.settings.global_batch_size == 48
     assert result.settings.micro_batch_size <= 8
     assert result.settings.optimizer_implementation == plan.settings.optimizer_implementation
+
+
+def test_lists_of_images_and_targets_are_trained_on_in_smaller_micro_batches_where_memory_runs_out():
+    def loss(model, batch):
+        if type(batch[0][0]) is torch.Tensor and len(batch[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(*batch)
+
+    batches = [images_and_targets(range(4)) for _ in range(3)]
+    job = replace(JOBS["images and targets"], data=lambda: Data(train=batches))
+    expected = Trainer(job, bf.Settings(micro_batch_size=4), show_progress=False).fit()
+    found = Trainer(replace(job, loss=loss), bf.Settings(micro_batch_size=4), show_progress=False).fit()
+    assert found.settings.micro_batch_size <= 2
+    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+
+
+def test_memory_that_is_short_for_a_batch_that_cannot_be_split_says_that_it_cannot():
+    def loss(model, batch):
+        if type(batch["x"]) is torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return WHOLE.loss(model, batch)
+
+    job = replace(WHOLE, loss=loss, data=lambda: Data(train=[WHOLE.batch(4)]))
+    with pytest.raises(OutOfMemoryError, match=r"the batch was not split: .*has shape \(12, 6\)"):
+        Trainer(job, bf.Settings(micro_batch_size=4), show_progress=False).fit()
 
 
 def test_a_lowered_run_is_resumed_as_lowered(job_with, trained, tmp_path):
@@ -122,6 +146,33 @@ def test_validation_goes_on_with_fewer_samples_at_once(job_with, trained, sample
         ("validation", "16 samples at once", "8 samples at once"),
         ("validation", "8 samples at once", "4 samples at once"),
     ]
+
+
+class Counted(nn.Linear):
+    """Counts its forward passes in a buffer, as hooks of quantisation and pruning do."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def test_a_validation_that_is_run_again_leaves_buffers_as_if_it_had_not_been(job_with, trained, samples):
+    def runs_out_once(model, batch):
+        if not model.training and next(tries) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+        return loss(model, batch)
+
+    tries = iter(range(100))
+    job = job_with(model=Counted, data=lambda: Data(train=samples, validation=samples))
+    loss = job.loss
+    expected, _ = trained(job, 16, epochs=2)
+    trainer, result = trained(replace(job, loss=runs_out_once), 16, epochs=2)
+    assert [recovery.during for recovery in result.recoveries] == ["validation"]
+    assert torch.equal(trainer.model.calls, expected.model.calls)
 
 
 @pytest.mark.filterwarnings("ignore:the training data give batches")
@@ -183,7 +234,7 @@ def test_a_full_disk_does_not_end_training_before_the_end(job_with, trained, tmp
     from brimful.train import saves
 
     _, expected = trained(job_with(), epochs=2)
-    whole = saves.save_file
+    whole = saves.write_tensors
 
     def full(*arguments, **options):
         if (tmp_path / "run" / "saves").exists() and len(
@@ -192,10 +243,10 @@ def test_a_full_disk_does_not_end_training_before_the_end(job_with, trained, tmp
             raise OSError(28, "No space left on device")
         whole(*arguments, **options)
 
-    monkeypatch.setattr(saves, "save_file", full)
+    monkeypatch.setattr(saves, "write_tensors", full)
     with pytest.raises(SaveError, match="No space left"):
         trained(job_with(), epochs=2, run_dir=tmp_path / "run", save_every=2)
-    monkeypatch.setattr(saves, "save_file", whole)
+    monkeypatch.setattr(saves, "write_tensors", whole)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert any(line["kind"] == "failed save" for line in lines)
     assert sum(line["kind"] == "step" for line in lines) == 8
@@ -242,8 +293,8 @@ def test_a_schedule_that_ends_does_not_make_a_step_be_taken_twice(job_with, trai
     with pytest.raises(ValueError, match="Tried to step") as error:
         trained(job, 16, epochs=3, run_dir=tmp_path / "run", schedule=schedule)
     assert "saved after step 7" in error.value.__notes__[-1]
-    state = torch.load(tmp_path / "run" / "saves" / "step-000000007" / "state.pt", weights_only=True)
-    assert (state["place"]["epoch"], state["place"]["batches"]) == (2, 3)
+    saved = json.loads((tmp_path / "run" / "saves" / "step-000000007" / "run.json").read_text())
+    assert (saved["epoch"], saved["batches"]) == (2, 3)
 
 
 def test_what_cannot_be_saved_is_told_in_the_first_steps(job_with, trained, tmp_path):
@@ -254,17 +305,6 @@ def test_what_cannot_be_saved_is_told_in_the_first_steps(job_with, trained, tmp_
     job = job_with(optimizer=lambda p: Own(p, lr=0.1))
     with pytest.raises(UsageError, match="without running code"):
         trained(job, 16, epochs=3, run_dir=tmp_path / "run", save_every=2)
-
-
-def test_a_run_killed_before_its_first_save_begins_anew(job_with, trained, tmp_path):
-    trained(job_with(), epochs=1, run_dir=tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "saves")
-    _, result = trained(job_with(), epochs=1, run_dir=tmp_path / "run", resume=True)
-    assert [step.step for step in result.steps] == [1, 2, 3, 4]
-    shutil.rmtree(tmp_path / "run" / "saves")
-    (tmp_path / "run" / "mine.txt").write_text("dear")
-    with pytest.raises(RunDirectoryError, match=r"mine\.txt"):
-        trained(job_with(), epochs=1, run_dir=tmp_path / "run", resume=True)
 
 
 def test_fewer_steps_than_were_taken_are_no_reason_to_train_on(job_with, trained, tmp_path):
@@ -303,3 +343,13 @@ def test_a_batch_that_was_read_but_not_trained_on_is_read_alike_again(job_with, 
         trained(job(29), 8, epochs=1, run_dir=tmp_path / "run")
     _, result = trained(job(None), 8, epochs=1, run_dir=tmp_path / "run", resume=True)
     assert result.losses == expected.losses
+
+
+def test_the_check_before_the_first_step_leaves_buffers_as_if_it_had_not_been(job_with, trained, samples):
+    """Dropout keeps gradients from being compared, so that losses in evaluation mode are."""
+    job = job_with(model=lambda: nn.Sequential(Counted(), nn.Dropout(0.5)), data=lambda: Data(train=samples))
+    checked, unchecked = (
+        trained(job, 8, 2, epochs=None, steps=2, certifies=certifies)[0] for certifies in (True, False)
+    )
+    assert torch.equal(checked.model[0].calls, unchecked.model[0].calls)
+    assert unchecked.model[0].calls == 4

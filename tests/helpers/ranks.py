@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ _TIMEOUT = timedelta(seconds=60)
 """For a collective that one rank never comes to."""
 
 _DEADLINE_SECONDS = 240
+
+# Ranks are forks of a process that has imported this once.
+set_forkserver_preload(["torch.distributed", "brimful.api", "brimful.train", "helpers.ranks"])
 
 
 def on_ranks(work: Callable[..., Any], *arguments: Any, count: int = 2) -> list[Any]:
@@ -32,7 +36,9 @@ def on_ranks(work: Callable[..., Any], *arguments: Any, count: int = 2) -> list[
         By rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(_run, (count, folder, work, arguments), nprocs=count, join=False)
+        context = multiprocessing.start_processes(
+            _run, (count, folder, work, arguments), nprocs=count, join=False, start_method="forkserver"
+        )
         assert context is not None
         deadline = time.monotonic() + _DEADLINE_SECONDS
         while not context.join(timeout=1):

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brimful.batches import count_samples, resize_batch, split_batch, take
+from brimful.layout import BatchLayout
 
 
 def nests(count: int) -> st.SearchStrategy:
@@ -53,13 +53,13 @@ def assert_equal(left, right):
 
 @given(batch=batches, micro_batch_size=st.integers(1, 10))
 def test_concatenating_the_parts_gives_the_batch_back(batch, micro_batch_size):
-    parts = split_batch(batch, micro_batch_size)
-    assert all(count_samples(part) == micro_batch_size for part in parts[:-1])
-    assert 1 <= count_samples(parts[-1]) <= micro_batch_size
+    parts = BatchLayout().split(batch, micro_batch_size)
+    assert all(BatchLayout().count(part) == micro_batch_size for part in parts[:-1])
+    assert 1 <= BatchLayout().count(parts[-1]) <= micro_batch_size
     assert_equal(concatenated(parts), batch)
 
 
 @given(batch=batches, samples=st.integers(1, 30))
 def test_resizing_takes_the_samples_in_turn(batch, samples):
-    indices = torch.arange(samples) % count_samples(batch)
-    assert_equal(resize_batch(batch, samples), take(batch, indices))
+    indices = torch.arange(samples) % BatchLayout().count(batch)
+    assert_equal(BatchLayout().resize(batch, samples), BatchLayout().take(batch, indices))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import brimful as bf
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
@@ -152,9 +152,8 @@ def test_what_was_planned_for_a_gpu_is_not_set_beside_a_measurement_on_a_cpu() -
 
 
 def test_an_optimizer_that_is_made_already_is_refused() -> None:
-    job = replace(stack_job(), optimizer=torch.optim.SGD(Stack().parameters(), lr=0.1))  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="optimizer is a SGD"):
-        bf.estimate(job, DEVICE)
+    with pytest.raises(UsageError, match="of type SGD; it must be a name, or a function that makes one"):
+        replace(stack_job(), optimizer=torch.optim.SGD(Stack().parameters(), lr=0.1))  # type: ignore[arg-type]
 
 
 def test_what_cudnn_keeps_for_recurrent_layers_widens_the_interval() -> None:
@@ -181,7 +180,7 @@ def test_a_job_that_makes_batches_of_some_sizes_only_is_planned_all_the_same() -
 
     plan = bf.plan(replace(stack_job(), batch=batch), DEVICE, global_batch_size=8)
     assert plan.settings.micro_batch_size in (4, 8)
-    assert any("left out" in note for note in plan.notes)
+    assert any("not considered" in note for note in plan.notes)
 
 
 def test_a_plan_file_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
@@ -255,6 +254,10 @@ def test_a_plan_in_ones_own_loop_gives_the_gradient_of_the_whole_batch() -> None
     [
         ({"budget": "50"}, UsageError, "50GiB"),
         ({"budget": "-5%"}, UsageError, "50%"),
+        ({"budget": "nan%"}, UsageError, "'nan%' is not a share"),
+        ({"budget": "1e400%"}, UsageError, "of at most 100000%"),
+        ({"budget": "9" * 5000 + "%"}, UsageError, "9…' is not a share"),
+        ({"budget": "9" * 5000 + "GiB"}, UsageError, "which no device has"),
         ({"recompute": "some"}, UnknownNameError, "all"),
         ({"precision": ["fp32", "bf61"]}, UnknownNameError, "bf16"),
         ({"global_batch_size": 0}, UsageError, "at least 1"),
@@ -273,3 +276,33 @@ def test_a_precision_the_device_lacks_is_refused() -> None:
 def test_a_plan_for_a_job_with_a_loop_of_its_own_says_that_it_is_not_used() -> None:
     noted = bf.plan(replace(stack_job(), loop=lambda model, batches: None), DEVICE, global_batch_size=8)
     assert any("own training loop is not used" in note for note in noted.notes)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).abs()
+
+
+def test_complex_parameters_are_one_note_and_no_fused_optimizer() -> None:
+    job = bf.Job(model=Complex, loss=lambda model, x: model(x).mean(), batch=lambda n: torch.randn(n, 64))
+    plan = bf.plan(job, DEVICE, global_batch_size=32)
+    assert plan.settings.optimizer_implementation is None
+    (note,) = [note for note in plan.notes if "not considered" in note]
+    assert note.startswith("The fused optimizer is not considered: fused kernels update real floating-point")
+
+
+def test_micro_batches_that_fail_for_one_reason_are_one_note() -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        if len(x) < 8:
+            raise ValueError("pairs of four are compared")
+        return model(x).mean()
+
+    job = bf.Job(model=lambda: nn.Linear(64, 1), loss=loss, batch=lambda n: torch.randn(n, 64))
+    plan = bf.plan(job, DEVICE, global_batch_size=32)
+    (note,) = [note for note in plan.notes if "not considered" in note]
+    assert note.startswith("Micro-batches of 4, 2, 1 are not considered:")
+    assert "pairs of four are compared" in note

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from brimful.batches import count_samples, make_batch, resize_batch, split_batch, take, to_device
+from brimful.batches import to_device
 from brimful.errors import BatchError, UsageError
 from brimful.job import Job
+from brimful.layout import BatchLayout, make_batch
 
 Pair = namedtuple("Pair", ["images", "labels"])
 
@@ -52,34 +53,34 @@ NESTS = [
 
 @pytest.mark.parametrize("batch", NESTS, ids=lambda batch: type(batch).__name__)
 def test_every_kind_of_nest_is_counted_and_split(batch):
-    assert count_samples(batch) == 5
-    assert [count_samples(part) for part in split_batch(batch, 2)] == [2, 2, 1]
+    assert BatchLayout().count(batch) == 5
+    assert [BatchLayout().count(part) for part in BatchLayout().split(batch, 2)] == [2, 2, 1]
 
 
 def test_parts_are_views():
     batch = {"x": samples(4)}
-    parts = split_batch(batch, 2)
+    parts = BatchLayout().split(batch, 2)
     parts[1]["x"].zero_()
     assert batch["x"][2:].eq(0).all()
 
 
 def test_the_class_of_the_batch_and_its_own_state_are_kept():
-    (part, _) = split_batch(Encoding({"x": samples(2)}, source="tokenizer"), 1)
+    (part, _) = BatchLayout().split(Encoding({"x": samples(2)}, source="tokenizer"), 1)
     assert isinstance(part, Encoding)
     assert part.source == "tokenizer"
-    assert isinstance(split_batch(Pair(samples(2), samples(2)), 1)[0], Pair)
-    assert isinstance(split_batch(Record(samples(2)), 1)[0], Record)
+    assert isinstance(BatchLayout().split(Pair(samples(2), samples(2)), 1)[0], Pair)
+    assert isinstance(BatchLayout().split(Record(samples(2)), 1)[0], Record)
 
 
 def test_the_batch_that_was_split_is_unchanged():
     for batch in (Encoding({"x": samples(4)}), Record(samples(4)), {"x": samples(4)}):
-        split_batch(batch, 1)
-        assert count_samples(batch) == 4
+        BatchLayout().split(batch, 1)
+        assert BatchLayout().count(batch) == 4
 
 
 def test_what_has_no_samples_is_carried_along():
     temperature = torch.tensor(0.5)
-    parts = split_batch({"x": samples(2), "temperature": temperature, "task": "sum"}, 1)
+    parts = BatchLayout().split({"x": samples(2), "temperature": temperature, "task": "sum"}, 1)
     assert all(part["temperature"] is temperature and part["task"] == "sum" for part in parts)
 
 
@@ -87,47 +88,47 @@ def test_disagreeing_entries_are_named_with_their_shapes():
     with pytest.raises(
         BatchError, match=r'batch\["x"\]\[0\] has shape \(4, 3\), batch\["y"\] has shape \(5, 3\)'
     ):
-        count_samples({"x": [samples(4)], "y": samples(5)})
+        BatchLayout(whole=5).split({"x": [samples(4)], "y": samples(5)}, 2)
 
 
 def test_a_long_list_of_entries_is_cut_in_the_message():
     with pytest.raises(BatchError, match="and 12 more"):
-        count_samples([samples(count) for count in range(1, 21)])
+        BatchLayout(whole=5).split([samples(count) for count in range(1, 21)], 2)
 
 
 @pytest.mark.parametrize("batch", [{}, [], "text", torch.tensor(1.0), {"x": torch.tensor(1.0)}])
 def test_a_batch_without_samples_cannot_be_counted(batch):
     with pytest.raises(BatchError, match="no tensor with samples"):
-        count_samples(batch)
+        BatchLayout().count(batch)
 
 
 def test_a_batch_of_no_samples_can_be_counted_but_not_split_or_resized():
-    assert count_samples({"x": samples(0)}) == 0
+    assert BatchLayout().count({"x": samples(0)}) == 0
     with pytest.raises(BatchError, match="0 samples"):
-        split_batch({"x": samples(0)}, 1)
+        BatchLayout().split({"x": samples(0)}, 1)
     with pytest.raises(BatchError, match="0 samples"):
-        resize_batch({"x": samples(0)}, 1)
+        BatchLayout().resize({"x": samples(0)}, 1)
 
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_sizes_below_one_are_refused(size):
     with pytest.raises(UsageError, match="at least 1"):
-        split_batch(samples(2), size)
+        BatchLayout().split(samples(2), size)
     with pytest.raises(UsageError, match="at least 1"):
-        resize_batch(samples(2), size)
+        BatchLayout().resize(samples(2), size)
     with pytest.raises(UsageError, match="at least 1"):
         make_batch(job(samples(2)), size)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 9])
 def test_resizing_repeats_the_samples_in_turn(count):
-    resized = resize_batch({"x": samples(3)}, count)["x"]
+    resized = BatchLayout().resize({"x": samples(3)}, count)["x"]
     assert resized.tolist() == [samples(3)[index % 3].tolist() for index in range(count)]
 
 
 def test_taking_selects_samples_in_the_order_of_the_indices():
     batch = {"x": samples(4), "scale": torch.tensor(2.0)}
-    taken = take(batch, torch.tensor([2, 0, 2]))
+    taken = BatchLayout().take(batch, torch.tensor([2, 0, 2]))
     assert taken["x"].tolist() == [[6, 7, 8], [0, 1, 2], [6, 7, 8]]
     assert taken["scale"] is batch["scale"]
 
@@ -139,8 +140,8 @@ def test_every_tensor_is_moved_to_the_device():
 
 
 def test_a_batch_is_made_by_the_jobs_function_or_from_its_real_batch():
-    assert count_samples(make_batch(job(samples), 7)) == 7
-    assert count_samples(make_batch(job({"x": samples(2)}), 7)) == 7
+    assert BatchLayout().count(make_batch(job(samples), 7)) == 7
+    assert BatchLayout().count(make_batch(job({"x": samples(2)}), 7)) == 7
 
 
 def test_a_batch_function_that_ignores_the_number_of_samples_is_refused():
@@ -153,6 +154,6 @@ def test_a_batch_function_that_ignores_the_number_of_samples_is_refused():
 def test_batches_are_made_and_split_on_fake_tensors():
     with FakeTensorMode(allow_non_fake_inputs=True):
         made = make_batch(job({"x": samples(3)}), 8)
-        parts = split_batch(made, 3)
+        parts = BatchLayout().split(made, 3)
     assert isinstance(made["x"], FakeTensor)
-    assert [count_samples(part) for part in parts] == [3, 3, 2]
+    assert [BatchLayout().count(part) for part in parts] == [3, 3, 2]

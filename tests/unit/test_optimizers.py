@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import math
 import re
 import sys
@@ -21,6 +22,7 @@ from brimful.optimizers import (
     set_implementation,
 )
 from brimful.settings import OptimizerImplementation, Settings
+from brimful.trace import Category
 from brimful.train import Trainer
 
 ROWS, COLUMNS = 300, 20
@@ -339,3 +341,130 @@ def test_a_fused_kernel_is_not_given_a_parameter_with_gaps_which_it_would_be_wro
         set_implementation(optimizer, OptimizerImplementation.FUSED)
     assert not optimizer.param_groups[0]["fused"]
     set_implementation(optimizer, OptimizerImplementation.FOREACH)
+
+
+def by_named_parameters(named_parameters):
+    """Weight decay by name, in a line each, as training scripts write it."""
+    named = dict(named_parameters)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
+
+
+def by_model(model):
+    return by_named_parameters(model.named_parameters())
+
+
+def by_names_of_torch(named_parameters):
+    return torch.optim.AdamW(named_parameters, lr=1e-2)
+
+
+@pytest.mark.parametrize("make", [by_named_parameters, by_model, by_names_of_torch])
+def test_an_optimizer_may_be_made_of_names_or_of_the_model(make, tmp_path):
+    samples = {"x": torch.randn(16, 3)}
+    given = dataclasses.replace(
+        job(make),
+        model=lambda: nn.Linear(3, 1),
+        batch=samples,
+        data=lambda: Data(train=samples),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+    )
+    state_bytes = dict(bf.estimate(given, "cpu", micro_batch_size=8).breakdown)[Category.OPTIMIZER_STATE]
+    assert state_bytes == 4 * 2 * (3 + 1) + 2 * 4, "two moments of four parameters, and two counts of steps"
+    assert bf.plan(given, "RTX 3090", global_batch_size=8).settings.optimizer_implementation == "fused"
+    options = {"device": "cpu", "show_progress": False}
+    settings = Settings(micro_batch_size=8)
+    whole = Trainer(given, settings, steps=4, run_dir=tmp_path / "whole", **options).fit()
+    Trainer(given, settings, steps=2, run_dir=tmp_path / "run", **options).fit()
+    resumed = Trainer(given, settings, steps=4, run_dir=tmp_path / "run", resume=True, **options).fit()
+    assert resumed.losses == whole.losses
+
+
+def test_names_are_those_without_wrappers():
+    seen = []
+
+    def optimizer(named_parameters):
+        seen.extend(name for name, _parameter in named_parameters)
+        return torch.optim.SGD([parameter for _name, parameter in named_parameters], lr=0.1)
+
+    make_optimizer(job(optimizer), torch.compile(nn.Sequential(nn.Linear(3, 1))))
+    assert seen == ["0.weight", "0.bias"]
+
+
+def refusals(job: Job) -> set[str]:
+    """What each function says that is given a job it cannot train."""
+    settings = Settings(micro_batch_size=8)
+
+    def apply() -> object:
+        model = job.model()
+        return bf.apply(settings, job, model, make(model.parameters()))(SAMPLES)
+
+    make = job.optimizer
+    messages = set()
+    for call in (
+        lambda: bf.estimate(job, "cpu", micro_batch_size=8),
+        lambda: bf.plan(job, "cpu", budget="1GiB", global_batch_size=8),
+        apply,
+        lambda: bf.measure(job, settings, "cpu"),
+        lambda: bf.fit(job, settings, steps=1, show_progress=False),
+    ):
+        with pytest.raises(UsageError) as refused:
+            call()
+        messages.add(str(refused.value))
+    return messages
+
+
+SAMPLES = torch.randint(0, 5, (8, 2))
+
+
+def make_job(**others: object) -> Job:
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).square().mean()
+
+    defaults = {"batch": SAMPLES, "loss": loss, "data": lambda: Data(train=SAMPLES)}
+    return Job(**defaults | others)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_by_every_function_in_the_same_words() -> None:
+    (message,) = refusals(make_job(model=lambda: nn.Embedding(5, 4), optimizer=torch.optim.LBFGS))
+    assert "LBFGS computes the loss several times in a step" in message
+
+
+class SparseLookup(nn.Module):
+    """Asks for a sparse gradient, though no module says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(indices, self.table, sparse=True)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda: nn.Embedding(5, 4, sparse=True), lambda: nn.EmbeddingBag(5, 4, sparse=True), SparseLookup],
+    ids=["embedding", "embedding bag", "function"],
+)
+@pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.SGD])
+def test_sparse_gradients_are_refused_by_every_function_in_the_same_words(
+    model: object, optimizer: object
+) -> None:
+    (message,) = refusals(make_job(model=model, optimizer=optimizer))
+    assert "sparse gradients are not supported" in message
+    assert "Set sparse=False" in message
+
+
+def test_a_sparse_embedding_that_is_not_trained_is_accepted() -> None:
+    def model() -> nn.Module:
+        embedding = nn.Embedding(5, 4, sparse=True)
+        embedding.weight.requires_grad_(False)
+        return nn.Sequential(embedding, nn.Linear(4, 1))
+
+    job = make_job(model=model, optimizer="sgd")
+    assert bf.estimate(job, "cpu", micro_batch_size=8).predicted_peak_allocated_bytes > 0
+    assert bf.measure(job, Settings(micro_batch_size=8), "cpu").measured_peak_allocated_bytes > 0

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +16,10 @@ from brimful.applying.recompute import CarryOut, RecomputedRegion, UnitForward, 
 from brimful.applying.segments import Link, links
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Action, ChunkedLoss, Settings, Span, UnitAction
+from brimful.wrappers import plain_modules, resolved, unwrapped
+
+_CHECKPOINTING_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
+"""Attributes of modules: of transformers (5.23) and diffusers (0.42), and of timm (1.0)."""
 
 _StandIn = UnitForward | UnitRuns | DeferringLinear
 
@@ -28,9 +32,12 @@ class Applied:
     units: tuple[str, ...]
     """The units that are not kept."""
     _patched: tuple[tuple[nn.Module, _StandIn], ...] = field(repr=False)
+    _switched_off: list[tuple[nn.Module, str]] = field(repr=False)
 
     def remove(self) -> None:
-        """Give every module its own forward back; calling it again does nothing."""
+        """Restore the forward and the checkpointing of every module; calling it again does nothing."""
+        while self._switched_off:
+            setattr(*self._switched_off.pop(), True)
         for module, stand_in in self._patched:
             if module.__dict__.get("forward") is stand_in:
                 del module.__dict__["forward"]
@@ -46,7 +53,7 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     on the device of what a unit is given; see `offload.py`.
 
     Args:
-        model: The model the settings were planned for.
+        model: The model the settings were planned for, by itself or wrapped, by `torch.compile` for instance.
         settings: Their `units` name modules by path, or runs of a Sequential's children.
 
     Returns:
@@ -57,7 +64,8 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
         UsageError: The model has actions in force already, two units overlap as runs, or a unit cannot be
             offloaded; it stays as it was.
     """
-    modules = dict(model.named_modules())
+    modules = plain_modules(model)
+    settings = _by_plain_names(settings, modules)
     stand_ins: list[tuple[nn.Module, _StandIn]] = []
     runs: dict[str, list[tuple[int, int, CarryOut]]] = defaultdict(list)
     schedule = OffloadSchedule() if settings.offloaded else None
@@ -72,7 +80,7 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
         else:
             runs[span.parent].append((*_positions(module, unit.fqn, span), carry_out))
     for path, positions in runs.items():
-        sequential = modules[path]
+        sequential = unwrapped(modules[path])
         assert isinstance(sequential, nn.Sequential)
         _check_apart(path, positions)
         stand_ins.append((sequential, UnitRuns(sequential, positions)))
@@ -83,7 +91,33 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     _check_offloaded(settings.units, modules)
     for module, stand_in in stand_ins:
         module.forward = stand_in
-    return Applied(model=model, units=settings.changed, _patched=tuple(stand_ins))
+    switches = [] if settings.own_checkpointing else list(_switches_on(model))
+    for module, name in switches:
+        setattr(module, name, False)
+    return Applied(model=model, units=settings.changed, _patched=tuple(stand_ins), _switched_off=switches)
+
+
+def _switches_on(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Modules that checkpoint what is inside them, and the attribute that says so."""
+    for module in model.modules():
+        yield from ((module, name) for name in _CHECKPOINTING_SWITCHES if getattr(module, name, None) is True)
+
+
+def _by_plain_names(settings: Settings, modules: dict[str, nn.Module]) -> Settings:
+    """The same settings where their names have no wrappers in them."""
+
+    def plain(fqn: str) -> str:
+        span = Span.parse(fqn)
+        if span is None:
+            return resolved(fqn, modules)
+        return str(Span(parent=resolved(span.parent, modules), first=span.first, last=span.last))
+
+    chunked = settings.chunked_loss
+    return replace(
+        settings,
+        units=tuple(replace(unit, fqn=plain(unit.fqn)) for unit in settings.units),
+        chunked_loss=None if chunked is None else replace(chunked, layer=plain(chunked.layer)),
+    )
 
 
 def _way(unit: UnitAction, link: Link, schedule: OffloadSchedule | None) -> CarryOut:
@@ -121,7 +155,7 @@ def _paths(fqn: str, modules: dict[str, nn.Module]) -> list[str]:
     span = Span.parse(fqn)
     if span is None:
         return [fqn]
-    names = list(modules[span.parent]._modules)
+    names = list(unwrapped(modules[span.parent])._modules)
     start, stop = _positions(modules[span.parent], fqn, span)
     return [".".join(part for part in (span.parent, name) if part) for name in names[start:stop]]
 
@@ -134,9 +168,10 @@ def _contains(a: str, b: str) -> bool:
 
 def _deferring(modules: dict[str, nn.Module], chunked: ChunkedLoss) -> tuple[nn.Module, DeferringLinear]:
     """The layer whose logits are computed in chunks, and what stands in for its forward."""
-    layer = modules.get(chunked.layer)
+    layer = unwrapped(modules[chunked.layer]) if chunked.layer in modules else None
     if layer is None:
-        raise UnknownNameError("layer", chunked.layer, modules, "The plan was made for another model.")
+        hint = "The plan was made for another model."
+        raise UnknownNameError("layer", chunked.layer, filter(None, modules), hint)
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         raise UsageError(
             f"the loss cannot be computed in chunks: {chunked.layer!r} is no plain nn.Linear but "
@@ -152,14 +187,16 @@ def _find(modules: dict[str, nn.Module], fqn: str, path: str) -> nn.Module:
         for wrapper in ("module", "_orig_mod"):
             if f"{wrapper}.{path}" in modules:
                 hint = f"This model is a wrapper: apply the plan to its `.{wrapper}`."
-        raise UnknownNameError("unit", fqn, modules, hint)
-    if isinstance(modules[path].__dict__.get("forward"), _StandIn):
+        raise UnknownNameError("unit", fqn, filter(None, modules), hint)
+    module = modules[path]
+    if any(isinstance(each.__dict__.get("forward"), _StandIn) for each in (module, unwrapped(module))):
         raise UsageError(f"unit {fqn!r} is recomputed already, or offloaded; remove the plan in force first.")
-    return modules[path]
+    return module
 
 
 def _positions(module: nn.Module, fqn: str, span: Span) -> tuple[int, int]:
     """Position of a run's first child and of the one behind its last."""
+    module = unwrapped(module)
     if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
         raise UsageError(f"unit {fqn!r} is a run of children, but {span.parent!r} is no plain Sequential.")
     names = list(module._modules)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from brimful.applying.host_link import arrived_on_host, send_to_device, send_to_host, to_device_done
-from brimful.batches import map_tensors, own_part
+from brimful.batches import map_leaves, own_part
 from brimful.errors import UsageError
 from brimful.optimizers import has_gaps
 from brimful.timeline import pinned_bytes
@@ -79,6 +80,8 @@ class UpdateOnHost:
             )
         self._optimizer = optimizer
         self._around_host = around_host
+        self.has_begun = False
+        """Whether the step that is running, or that ran last, may have changed something."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_pinned = any(own_part(parameter).is_cuda for parameter in parameters)
         rooms = [_room(parameter) for parameter in parameters]
@@ -88,12 +91,7 @@ class UpdateOnHost:
             self.staging = [_memory(capacity, is_pinned=is_pinned) for _ in range(rows)]
             """What is on its way, in turns: a row of bytes each, one alone where all fits it."""
             for parameter, state in optimizer.state.items():
-                optimizer.state[parameter] = map_tensors(state, _on_host)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Memory of the host that gradients and parameters pass through."""
-        return sum(each.nbytes for each in self.staging)
+                optimizer.state[parameter] = _state_on_host(state)
 
     @torch.no_grad()
     def run(self, step: Callable[[], object]) -> None:
@@ -105,6 +103,7 @@ class UpdateOnHost:
         Raises:
             UsageError: A gradient is sparse.
         """
+        self.has_begun = False
         if _found_inf(self._optimizer):
             return
         buckets = list(self._buckets())  # all are looked at before the first is updated
@@ -115,6 +114,7 @@ class UpdateOnHost:
             while here is not None:
                 arrived_on_host(here.parameters)
                 following = next(sent, None)
+                self.has_begun = True
                 with self._around_host(), _without_found_inf(self._optimizer):
                     self._step_with(here.copies, step)
                 send_to_device(here.copied, here.parameters)
@@ -203,7 +203,7 @@ class UpdateOnHost:
         ]
         optimizer.param_groups = [group for group in of_copies if group["params"]]
         optimizer.state = defaultdict(
-            dict, {copy: map_tensors(state[p], _on_host) for p, copy in copies.items() if p in state}
+            dict, {copy: _state_on_host(state[p]) for p, copy in copies.items() if p in state}
         )
         try:
             step()
@@ -268,6 +268,10 @@ def _as_part(parameter: Tensor, own: Tensor) -> nn.Parameter:
     if isinstance(parameter, DTensor):
         own = DTensor(own, parameter._spec, requires_grad=False)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def _state_on_host(state: Any) -> Any:
+    return map_leaves(state, Tensor, _on_host, into_objects=False)
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
-from brimful.batches import map_leaves, map_tensors, tensors_in
+from brimful.batches import map_leaves, tensors_in
 from brimful.settings import Action, UnitAction
 
 
@@ -200,7 +200,9 @@ class Call:
         self._function = function
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
         """The arguments themselves, until the forward begins."""
-        self._arguments = map_tensors((args, kwargs), lambda tensor: self._argument(tensor, before))
+        self._arguments = map_leaves(
+            (args, kwargs), Tensor, lambda tensor: self._argument(tensor, before), into_objects=False
+        )
         self._contexts = contexts
         self._autocast = _Autocast({tensor.device.type for tensor in tensors_in((args, kwargs))} | {"cpu"})
 
@@ -218,7 +220,7 @@ class Call:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_drop, _is_dropped),
         ):
-            args, kwargs = map_leaves(self._arguments, Argument, methodcaller("read"))
+            args, kwargs = map_leaves(self._arguments, Argument, methodcaller("read"), into_objects=False)
             tensors = list(tensors_in(self._function(*args, **kwargs)))
         for argument in list(self.wanted):
             argument.put(tensors[argument.index])
@@ -235,7 +237,7 @@ class Call:
         if self._given:
             args, kwargs = self._given.pop()
         else:
-            args, kwargs = map_leaves(self._arguments, Argument, methodcaller("take"))
+            args, kwargs = map_leaves(self._arguments, Argument, methodcaller("take"), into_objects=False)
         return self._function(*args, **kwargs)
 
 

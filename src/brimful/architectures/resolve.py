@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from torch import nn
 from brimful.architectures.text import TEXT_ARCHITECTURES
 from brimful.architectures.vision import VISION_ARCHITECTURES
 from brimful.errors import UnknownNameError, UsageError
+from brimful.files import is_file
 from brimful.job import Job
 
 _ARCHITECTURES = TEXT_ARCHITECTURES | VISION_ARCHITECTURES
@@ -28,7 +31,7 @@ def architecture_names() -> tuple[str, ...]:
     return tuple(_ARCHITECTURES)
 
 
-def find_architecture(name: str, **options: Any) -> Job:
+def find_architecture(name: str, /, **options: Any) -> Job:
     """The job of a built-in architecture, with random weights and random samples.
 
     Args:
@@ -50,7 +53,7 @@ def find_architecture(name: str, **options: Any) -> Job:
     return factory(**options)
 
 
-def resolve_job(text: str, **options: Any) -> Job:
+def resolve_job(text: str, /, **options: Any) -> Job:
     """The job that `text` names.
 
     Args:
@@ -66,7 +69,18 @@ def resolve_job(text: str, **options: Any) -> Job:
         UsageError: There is no such module or file, the factory does not take the options, or it returns
             something other than a Job.
     """
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(
+            f"{text!r} has bytes that are not UTF-8, so no plan could name it. Rename it, "
+            "or change to its directory and name the file alone."
+        )
     target, colon, attribute = text.rpartition(":")
+    if not colon and text.endswith(".py"):
+        _check_file(Path(text))
+        raise UsageError(
+            f"{text!r} names a file. Add the function in it that returns a brimful.Job: "
+            f"{text}:{_factory_in(text)}"
+        )
     if not colon:
         return find_architecture(text, **options)
     if not target or not attribute:
@@ -75,7 +89,26 @@ def resolve_job(text: str, **options: Any) -> Job:
     return _call_factory(text, _find_factory(module, target, attribute), options)
 
 
+def _factory_in(file: str) -> str:
+    """The name in a file that most likely returns or is a Job; found without running the file."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return "factory"
+    for statement in tree.body:
+        makes_job = any(
+            isinstance(node, ast.Call) and "Job" in ast.unparse(node.func) for node in ast.walk(statement)
+        )
+        if makes_job and isinstance(statement, ast.FunctionDef):
+            return statement.name
+        if makes_job and isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            return statement.targets[0].id
+    return "factory"
+
+
 def _import_module(name: str) -> ModuleType:
+    if not all(name.split(".")):
+        raise UsageError(f"{name!r} is not the name of a module. {_FORMS}")
     here = str(Path.cwd())
     if here not in sys.path:  # a console script's path lacks it; it stays for what the module imports later
         sys.path.insert(0, here)
@@ -90,15 +123,19 @@ def _import_module(name: str) -> ModuleType:
         raise UsageError(f"{name} cannot be imported: {error}.") from error
 
 
+def _check_file(path: Path) -> None:
+    if not is_file(path):
+        raise UsageError(f"there is no file {path} (looked in {Path.cwd()}).")
+
+
 def _load_file(path: Path) -> ModuleType:
     """The file as a module; its own directory counts as importable, as when Python runs it."""
-    if not path.is_file():
-        raise UsageError(f"there is no file {path} (looked in {Path.cwd()}).")
+    _check_file(path)
     path = path.resolve()
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     # a name of its own per path: two files called job.py are two modules, one file is loaded once
-    name = f"brimful_job_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"brimful_job_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

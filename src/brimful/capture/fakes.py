@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
+from brimful.capture.memo import spanned_bytes
 from brimful.capture.replaced import replaced
 from brimful.capture.values import KnownValues
 from brimful.errors import CaptureError, UsageError
@@ -48,7 +49,11 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         fakes = {id(tensor): to_fake(tensor, mode) for tensor in _tensors(job.model)}
         for tensor in job.model.buffers():
             known.remember(fakes[id(tensor)], tensor)
-        return copy.deepcopy(job.model, fakes).train()
+        model = copy.deepcopy(job.model, fakes)
+        for original, copied in zip(job.model.modules(), model.modules(), strict=True):
+            if original._compiled_call_impl is not None:  # a copy forgets it; here it only is noted
+                copied.compile(backend="eager")
+        return model.train()
     try:
         with _parameters_on_meta():
             model = job.model()
@@ -197,12 +202,13 @@ def fakes_can_be_copied() -> Iterator[None]:
         yield
 
 
-def to_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
+def to_fake(tensor: Tensor, mode: FakeTensorMode, *, parts: int = 1) -> Tensor:
     """A fake CPU tensor or parameter of the same shape, layout and type.
 
     Args:
         tensor: On any device, `meta` too.
         mode: The fake mode it will belong to.
+        parts: How many such tensors its storage holds; it is the first of them.
 
     Returns:
         A tensor without memory, which requires a gradient if `tensor` does.
@@ -213,7 +219,12 @@ def to_fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     if _is_lazy(tensor):
         raise CaptureError("a lazy parameter has no shape yet. Run one forward pass first, or give the sizes.")
     with mode:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if parts == 1:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        else:
+            numel = parts * spanned_bytes(tensor) // tensor.element_size()
+            whole = torch.empty(numel, dtype=tensor.dtype, device="cpu")
+            fake = whole.as_strided(tensor.size(), tensor.stride())
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake.requires_grad_(tensor.requires_grad)

@@ -1,4 +1,4 @@
-"""Libraries that ask whether they are traced are told what a real step would be told."""
+"""Libraries do in a captured step what they do in a real one, but for writing files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from brimful.capture.replaced import replaced
 
@@ -25,4 +27,14 @@ def answers_of_a_real_step() -> Iterator[None]:
         yield
         return
     with replaced(module, "is_fake_tensor", lambda _tensor: False):
+        yield
+
+
+@contextmanager
+def nothing_is_saved() -> Iterator[None]:
+    """Let `torch.save` do nothing while the context is open: fake tensors have no values to write.
+
+    It would open its file first, and so empty a checkpoint that is there. On a GPU it allocates nothing.
+    """
+    with replaced(torch, "save", lambda *_args, **_options: None):
         yield

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,6 +27,18 @@ def calling_line() -> str:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def defining_line(function: Any) -> str:
+    """Where a function of the user's or a library's is defined, as "file.py:12"; "" for another's."""
+    code: Any = getattr(function, "__code__", None)
+    name = "" if code is None else _shown_file(code.co_filename)
+    return f"{name}:{code.co_firstlineno}" if name else ""
+
+
+def is_users_own(file: str) -> bool:
+    """Whether a source file is the user's: not of torch, Python, brimful or a package that is installed."""
+    return bool(_shown_file(file)) and not any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
 
 
 def raising_line(error: BaseException) -> str:

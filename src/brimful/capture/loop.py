@@ -7,7 +7,7 @@ weights: all that is in the code, so it is run rather than described.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -16,19 +16,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from brimful.batches import named_tensors
+from brimful.capture.closures import ClosureSteps
+from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import CorrectedFunctions
+from brimful.capture.growth import Growth
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
 from brimful.capture.recorder import Recorder
 from brimful.errors import CaptureError
 from brimful.job import Batch, Job
-from brimful.trace import Phase
-
-MOST_MICRO_BATCHES = 64
-"""Micro-batches of one optimizer step of a loop that are captured; each takes as long as a whole step else."""
-
-
-class LoopEnded(BaseException):  # no error: it ends loops that would go on for ever
-    """A loop asked for batches after the last one had been given out."""
+from brimful.own_loops import LoopBatches
+from brimful.trace import Category, Phase
 
 
 def run_loop(
@@ -37,6 +35,7 @@ def run_loop(
     batch: Batch,
     recorder: Recorder,
     functions: CorrectedFunctions,
+    compiled: CompiledCode,
     *,
     steps: int,
     begin_step: Callable[[], None],
@@ -49,6 +48,7 @@ def run_loop(
         batch: A fake batch on the host; the loop gets it again and again.
         recorder: Is in force.
         functions: In force too; tells when backward runs.
+        compiled: Notes code for `torch.compile`.
         steps: How many optimizer steps it may make. Optimizers that step on one batch make one together.
         begin_step: Called before each.
 
@@ -61,20 +61,23 @@ def run_loop(
     assert job.loop is not None
     recorder.at(Phase.SETUP, 0)
     mark_model(model, recorder)
-    batches = _Batches(batch, steps, recorder, begin_step)
-    with _phases_followed(model, recorder, functions, batches), suppress(LoopEnded):
-        job.loop(model, batches)
-    if batches.given == 0:
-        raise CaptureError(
-            f"the loop of {job.name!r} asked for no batch. It is called as loop(model, batches)."
-        )
-    if not batches.micro_batches:
-        raise CaptureError(
-            f"the loop of {job.name!r} made no optimizer step in {batches.given} micro-batches; it gets "
-            f"{MOST_MICRO_BATCHES} at most. If it accumulates over more, let it do so over fewer here: "
-            "from two micro-batches on the memory is the same."
-        )
-    return LoopSteps(steps=len(batches.micro_batches), micro_batches=batches.micro_batches[-1])
+    if recorder.host_is_device:
+        tensors = dict(named_tensors(batch))
+        recorder.mark(tensors.values(), Category.INPUTS, tensors)
+
+    growth = Growth(recorder)
+
+    def begin_batch() -> None:
+        if batches.micro_batch == 0:
+            growth.note_step()
+            begin_step()
+        recorder.at(Phase.FORWARD, batches.micro_batch, batches.steps)
+
+    batches = LoopBatches(batch, steps, begin_batch, growth.note_step)
+    with _phases_followed(model, recorder, functions, compiled, batches):
+        batches.feed(job, model, CaptureError)
+    growth.report()
+    return LoopSteps(steps=batches.steps, micro_batches=batches.micro_batches[-1])
 
 
 class LoopSteps(NamedTuple):
@@ -86,61 +89,38 @@ class LoopSteps(NamedTuple):
     """Batches that it took for the last of them."""
 
 
-class _Batches:
-    """What stands for the data loader: one host batch, given out until enough optimizer steps are made."""
-
-    def __init__(self, batch: Batch, steps: int, recorder: Recorder, begin_step: Callable[[], None]) -> None:
-        self._batch, self._steps, self._recorder, self._begin_step = batch, steps, recorder, begin_step
-        self._is_exhausted = False
-        self.given = 0
-        self.micro_batches: list[int] = []
-        """Of each optimizer step made."""
-        self._since_step = 0
-
-    def __len__(self) -> int:
-        return self._steps * MOST_MICRO_BATCHES  # what it is used for, a schedule say, is nothing we look at
-
-    def __iter__(self) -> Iterator[Batch]:
-        while len(self.micro_batches) < self._steps and self._since_step < MOST_MICRO_BATCHES:
-            if self._since_step == 0:
-                self._begin_step()
-            self._recorder.at(Phase.FORWARD, self._since_step, len(self.micro_batches))
-            self.given += 1
-            self._since_step += 1
-            yield self._batch
-        if self._is_exhausted:
-            raise LoopEnded
-        self._is_exhausted = True
-
-    def note_optimizer_step(self) -> None:
-        """Optimizers that step on one batch make one step together."""
-        if self._since_step:
-            self.micro_batches.append(self._since_step)
-            self._since_step = 0
-
-    @property
-    def micro_batch(self) -> int:
-        return max(self._since_step - 1, 0)
-
-
 @contextmanager
 def _phases_followed(
-    model: nn.Module, recorder: Recorder, functions: CorrectedFunctions, batches: _Batches
+    model: nn.Module,
+    recorder: Recorder,
+    functions: CorrectedFunctions,
+    compiled: CompiledCode,
+    batches: LoopBatches,
 ) -> Iterator[None]:
     """Say what phase the loop is in: backward, an optimizer's step, else forward."""
 
-    def before_step(_optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    closures = ClosureSteps(recorder)
+
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         mark_model(model, recorder)  # `model.to(dtype)` gives parameters other storages
         mark_gradients(model, recorder)
-        recorder.at(Phase.OPTIMIZER, batches.micro_batch)
+        at, is_last = batches.micro_batch, batches.is_last_step
+        recorder.at(Phase.OPTIMIZER, at)
+        return closures.begin(optimizer, args, kwargs, micro_batch=at, is_last=is_last)
 
     def after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        closures.end(optimizer)
+        mark_gradients(model, recorder)
         mark_state(optimizer, model, recorder)
         batches.note_optimizer_step()
         recorder.at(Phase.FORWARD, batches.micro_batch)
 
     def around_backward(begins: bool) -> None:
         recorder.at(Phase.BACKWARD if begins else Phase.FORWARD, batches.micro_batch)
+        if begins:
+            compiled.begin_backward(model, recorder, are_kept_apart=False)
+        else:
+            compiled.end_backward(recorder)
 
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)

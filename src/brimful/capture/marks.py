@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from brimful.batches import map_tensors, named_tensors
+from brimful.batches import named_tensors
 from brimful.capture.recorder import Recorder
+from brimful.inputs import InputMover
 from brimful.job import Batch
 from brimful.trace import Category
+from brimful.wrappers import plain_namer
 
 
 def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = True) -> None:
     """Parameters, unless they are in another memory, and buffers, as there before the first step."""
+    plain_name = plain_namer(model)
     parameters = dict(model.named_parameters()) if with_parameters else {}
     for tensors in (parameters, dict(model.named_buffers())):
-        recorder.mark(tensors.values(), Category.PARAMETERS, tensors)
+        recorder.mark(tensors.values(), Category.PARAMETERS, map(plain_name, tensors))
 
 
 def mark_gradients(model: nn.Module, recorder: Recorder) -> None:
     """The gradients that parameters hold now."""
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    recorder.mark(gradients.values(), Category.GRADIENTS, gradients)
+    recorder.mark(gradients.values(), Category.GRADIENTS, map(plain_namer(model), gradients))
 
 
 def mark_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> None:
     """The tensors an optimizer keeps between steps, named after their parameters."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    plain_name = plain_namer(model)
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     state = {
         f"{names.get(id(parameter), 'parameter')} {key.removeprefix('batch')}": value
         for parameter, values in optimizer.state.items()
@@ -35,9 +39,18 @@ def mark_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> No
     recorder.mark(state.values(), Category.OPTIMIZER_STATE, state)
 
 
-def copy_to_device(batch: Batch, recorder: Recorder) -> Batch:
-    """A copy of a host batch on the device, recorded as the step's input."""
-    moved = map_tensors(batch, recorder.empty_copy)
-    names, tensors = zip(*named_tensors(moved), strict=True)
-    recorder.mark(tensors, Category.INPUTS, names)
-    return moved
+def mark_batch(batch: Batch, recorder: Recorder) -> None:
+    """A batch that is in the device's memory, as there before the first step."""
+    tensors = dict(named_tensors(batch))
+    recorder.mark_global_batch(tensors.values(), tensors)
+
+
+def input_mover(recorder: Recorder, *, repeats: bool = False) -> InputMover:
+    """What brings micro-batches to the device, recorded as the step's input; see `InputMover.to`."""
+
+    def copied(path: str, tensor: Tensor) -> Tensor:
+        copy = recorder.empty_copy(tensor)
+        recorder.mark([copy], Category.INPUTS, [path])
+        return copy
+
+    return InputMover(copied, is_there=recorder.host_is_device and not repeats)

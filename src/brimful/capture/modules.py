@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from brimful.applying.segments import Call
 from brimful.capture.replaced import replaced
+from brimful.wrappers import plain_namer
 
 LOSS = "<loss>"
 OPTIMIZER = "<optimizer>"
@@ -32,12 +33,14 @@ class ModuleCalls:
     """Follows the module calls of one model.
 
     Args:
-        model: Its modules are named by path.
+        model: Its modules are named by path, without wrappers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._names = {id(module): fqn for fqn, module in reversed([*model.named_modules()])}
-        self._classes = {fqn: type(module).__name__ for fqn, module in model.named_modules()}
+        plain_name = plain_namer(model)
+        paths = [(plain_name(path), module) for path, module in model.named_modules()]
+        self._names = {id(module): fqn for fqn, module in reversed(paths)}
+        self._classes = {fqn: type(module).__name__ for fqn, module in paths}
         self._called: dict[str, None] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []

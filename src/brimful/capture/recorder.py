@@ -5,7 +5,7 @@ fires when the last owner, Python's or autograd's, drops it. So saved tensors, v
 gradients and recomputation come out right without being modelled.
 
 Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autograd_node`,
-`torch._subclasses.fake_tensor` (checked: torch 2.13, 2.11).
+`torch._subclasses.fake_tensor`, `torch.utils._pytree` (checked: torch 2.13, 2.11).
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from brimful.applying.host_link import to_host
 from brimful.batches import own_part, tensors_in
+from brimful.capture.choices import CHOICES
 from brimful.capture.corrections.base import Rule
 from brimful.capture.flops import count_flops
 from brimful.capture.lines import calling_line
 from brimful.capture.memo import FakeResults, Remembered, spanned_bytes
 from brimful.capture.modules import OPTIMIZER, ModuleCalls
+from brimful.capture.outside import OutsideTensors, is_real
 from brimful.capture.shapes import SHAPED_BY_VALUES, run_with_known_shape, run_with_largest_shape
 from brimful.capture.values import KnownValues, NotKnownError, has_writes, is_followed
 from brimful.capture.wrapping import Wrapper
 from brimful.kernels import Kernel
-from brimful.trace import Category, Event, EventKind, Op, Phase, Storage
+from brimful.optimizers import SPARSE_ARGUMENT, check_op_makes_dense_gradient
+from brimful.trace import Category, Event, EventKind, Guess, Op, Phase, Storage
 from brimful.units import MIB
 
 aten = torch.ops.aten
@@ -58,6 +62,12 @@ _CONVOLUTION_WEIGHTS = {aten.convolution.default: 1, aten.convolution_backward.d
 """Where the weights are among the arguments."""
 UNKNOWN_NUMBER = 1.0
 """What code reads where a number cannot be known: that of a step count, or of a label that counts."""
+_ASSUMED = {
+    Guess.EXPECTED: "assumed to spread evenly over the options",
+    Guess.MOST: "assumed to be the same for all rows, after each option once",
+    Guess.LEAST: "assumed to be the same for all rows",
+}
+"""What is assumed of choices."""
 _READ_VALUES = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 _LOCATED_BYTES = MIB
 """Ops that write less are not looked for in the code: walking the stack takes longer than recording them."""
@@ -88,6 +98,8 @@ class _OpInfo:
     """Of an op that returns nothing: the arguments that it writes to."""
     writes: bool
     """Writes to any of its arguments."""
+    chooses: bool
+    """Returns what rows of numbers choose, such as the largest."""
     before: tuple[Callable[..., None], ...]
     """Rules to call before it."""
     after: tuple[Callable[..., None], ...]
@@ -121,6 +133,7 @@ class Recorder(TorchDispatchMode):
         modules: Says which module an op belongs to.
         known: The values of some tensors.
         rules: Corrections that look at ops.
+        outside: Has fakes for real tensors that ops read beside the model; None leaves those as they are.
         host_is_device: Whether copies on the host are in the device's memory, as on a CPU.
     """
 
@@ -130,6 +143,7 @@ class Recorder(TorchDispatchMode):
         known: KnownValues,
         rules: Iterable[Rule] = (),
         *,
+        outside: OutsideTensors | None = None,
         host_is_device: bool = False,
     ) -> None:
         super().__init__()
@@ -140,6 +154,7 @@ class Recorder(TorchDispatchMode):
         """Ops whose results are not in the device's memory."""
         self._modules = modules
         self._known = known
+        self._outside = outside
         self._watching = [rule for rule in rules if rule.watches_ops]
         self._infos: dict[Any, _OpInfo] = {}
         self._wrapper = Wrapper()
@@ -167,6 +182,8 @@ class Recorder(TorchDispatchMode):
         """What decides the size of storages inside kernels."""
         self._temporaries: list[tuple[int, str, int | None, Kernel | None]] = []
         """Of the op that is being recorded."""
+        self.global_batch: tuple[int, ...] = ()
+        """Storages that hold the samples of the global batch."""
         self.uncertain: dict[str, None] = {}
         self.host_state_bytes = 0
         """Of optimizer state in the host's memory."""
@@ -174,6 +191,10 @@ class Recorder(TorchDispatchMode):
         """Of pinned memory on the way to and from there."""
         self.sizes_depend_on_values = False
         """Whether values of the batch decided the size of anything, so that another batch may have others."""
+        self.sizes_are_guessed = False
+        """Whether values that are not known decided sizes."""
+        self.first_choice = ""
+        """The first op that chose, and where."""
         self._lines: dict[int, str] = {}
         """Where the forward op was called whose autograd node has a number."""
 
@@ -214,7 +235,10 @@ class Recorder(TorchDispatchMode):
         names = iter(labels)
         for tensor in tensors:
             name = next(names, None)
-            index = self._see(own_part(tensor), None, str(category))
+            own = own_part(tensor)
+            if self._outside is not None:
+                own = self._outside.known_stand_in(own)
+            index = self._see(own, None, str(category))
             if index is not None:
                 self.marked[index] = category
                 self.labels[index] = self.labels[index] if name is None else name
@@ -222,6 +246,13 @@ class Recorder(TorchDispatchMode):
     def mark_input(self, tensor: Tensor) -> None:
         """Say that a tensor is of the batch."""
         self.mark([tensor], Category.INPUTS)
+
+    def mark_global_batch(self, tensors: Iterable[Tensor], labels: Iterable[str]) -> None:
+        """Say that tensors are parts of the global batch, as there before the first op."""
+        marked = list(tensors)
+        self.mark(marked, Category.INPUTS, labels)
+        indices = (self._live[tensor.untyped_storage()._cdata] for tensor in marked if tensor.dim())
+        self.global_batch = tuple(dict.fromkeys(indices))
 
     def empty_copy(self, tensor: Tensor) -> Tensor:
         """A tensor of the same shape and type, on the device, with the same values where they are known."""
@@ -249,8 +280,24 @@ class Recorder(TorchDispatchMode):
         Raises:
             NotKnownError: They are not known.
         """
-        self.sizes_depend_on_values = True
-        return self._known.of(tensor)
+        values = self._known.of(tensor)
+        self._note_decision(tensor)
+        return values
+
+    def array_of(self, tensor: Tensor) -> Tensor | None:
+        """The values of a fake tensor that the host reads together; None, and a note, if they are not known.
+
+        Whole numbers are taken to decide sizes.
+        """
+        try:
+            values = self._known.of(tensor)
+        except NotKnownError:
+            if not self._is_in_optimizer():
+                self.uncertain.setdefault(f"numbers read from a tensor in {self._modules.owner()!r}")
+            return None
+        if not values.is_floating_point() and not self._is_in_optimizer():
+            self._note_decision(tensor)
+        return values
 
     def remember(self, fake: Tensor, real: Tensor) -> None:
         """Say what values a fake tensor stands for."""
@@ -307,6 +354,16 @@ class Recorder(TorchDispatchMode):
             if index is not None:
                 self.sizes[index] = 0
 
+    @property
+    def live_bytes(self) -> int:
+        """What tensors hold now, without blocks that no tensor stands for."""
+        return sum(self.sizes[index] for index in self._live.values())
+
+    @property
+    def live_storages(self) -> frozenset[int]:
+        """Indices of the storages of tensors now."""
+        return frozenset(self._live.values())
+
     def storages(self) -> tuple[Storage, ...]:
         """All blocks seen, with what they hold."""
         freed_in = {index: op for is_allocation, index, op in self.events if not is_allocation}
@@ -327,11 +384,16 @@ class Recorder(TorchDispatchMode):
     def event_records(self) -> tuple[Event, ...]:
         """All allocations and releases, in order.
 
+        What lies outside of the model and stays to the end was there before the first op that reads it.
         Releases that follow one another are put in the order of their storages. What is free afterwards is the
         same, and what torch releases in the order of addresses, as autocast its casts, differs from run to run.
         """
-        records: list[Event] = []
-        for is_allocation, group in groupby(self.events, key=itemgetter(0)):
+        freed = {storage for is_allocation, storage, _ in self.events if not is_allocation}
+        outside = (index for index, category in self.marked.items() if category is Category.OTHER_TENSORS)
+        from_the_start = dict.fromkeys(index for index in outside if index not in freed)
+        records = [Event(kind=EventKind.ALLOCATE, storage=storage, op=-1) for storage in from_the_start]
+        others = (event for event in self.events if event[1] not in from_the_start)
+        for is_allocation, group in groupby(others, key=itemgetter(0)):
             events = [Event(kind=_KINDS[is_allocation], storage=storage, op=op) for _, storage, op in group]
             records += events if is_allocation else sorted(events, key=lambda event: (event.op, event.storage))
         return tuple(records)
@@ -356,6 +418,8 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # asked often; through the fake mode the answer takes 30 times as long
         if info.is_question:
             return func(*args, **kwargs)
+        if self._outside is not None and self._outside.are_read_by(func, args, kwargs):
+            args, kwargs = tree_map_only(Tensor, self._fake_of, (args, kwargs))
         in_backward = self._phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
         for before_op in info.before:
             before_op(func, args, in_backward=in_backward)
@@ -375,6 +439,18 @@ class Recorder(TorchDispatchMode):
             self._record(info, func, args, kwargs, out, inputs, remembered)
         return out
 
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor; one from outside of the model is there from the start."""
+        if self._outside is None or not is_real(tensor) or tensor.untyped_storage()._cdata in self._live:
+            return tensor
+        fake, is_new = self._outside.stand_in(tensor)
+        if is_new and (self.host_is_device or tensor.dim() or tensor.device.type != "cpu"):
+            shape = "×".join(map(str, tensor.shape)) or "1"
+            line = calling_line()
+            label = f"{shape} {str(tensor.dtype).removeprefix('torch.')}" + (f" read in {line}" if line else "")
+            self.mark([fake], Category.OTHER_TENSORS, [label])
+        return fake
+
     def _record(
         self,
         info: _OpInfo,
@@ -392,7 +468,8 @@ class Recorder(TorchDispatchMode):
         for after_op in info.after:
             after_op(func, args, kwargs, outputs)
         work = None if remembered is None else remembered.about
-        if info.writes or (work.may_be_known if work else all(map(is_followed, outputs))):
+        may_be_known = work.may_be_known if work else all(map(is_followed, outputs))
+        if info.writes or info.chooses or may_be_known or self._known.has_choices:
             self._follow_values(info, func, args, kwargs, inputs, outputs)
         if info.is_free:
             return
@@ -415,6 +492,8 @@ class Recorder(TorchDispatchMode):
         inputs: list[Tensor],
         outputs: list[Tensor],
     ) -> None:
+        if info.chooses and not self.first_choice:
+            self.first_choice = f"{info.name} in {self._modules.owner()!r}"
         if not info.is_random:
             self._known.follow(func, args, kwargs, inputs, outputs)
         elif self._known.follow_draw(func, args, kwargs, outputs):
@@ -436,23 +515,33 @@ class Recorder(TorchDispatchMode):
         except DynamicOutputShapeException:
             with suppress(NotKnownError):
                 out = run_with_known_shape(self._known, func, args, kwargs)
-                self.sizes_depend_on_values = True
+                self._note_decision(args, kwargs)
                 return out
             with suppress(NotKnownError):
                 out = run_with_largest_shape(self._known, func, args, kwargs)
+                self.sizes_are_guessed = True
+                extent = "small" if self._known.guess is Guess.LEAST else "large"
                 self.uncertain.setdefault(
-                    f"{func} in {self._modules.owner()!r}, taken for as large as it can be"
+                    f"{func} in {self._modules.owner()!r}, taken for as {extent} as it can be"
                 )
                 return out
             raise
+
+    def _note_decision(self, *values: Any) -> None:
+        """Note that known values decided a size, which were assumed perhaps."""
+        self.sizes_depend_on_values = True
+        if self._known.are_assumed(values):
+            self.sizes_are_guessed = True
+            assumed = _ASSUMED[self._known.guess]
+            self.uncertain.setdefault(f"sizes that depend on choices (first {self.first_choice}), {assumed}")
 
     def _number(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | bool:
         """What an op returns that reads a number: the true one, or else what is said to be read."""
         with suppress(NotKnownError):
             if func is aten._local_scalar_dense.default:
                 number = self._known.number_of(args[0])
-                is_size = type(number) is int and not self._is_in_optimizer()
-                self.sizes_depend_on_values = self.sizes_depend_on_values or is_size
+                if type(number) is int and not self._is_in_optimizer():
+                    self._note_decision(args)
                 return number
             answer: bool = self._known.compute(func, args, kwargs)
             return answer
@@ -601,7 +690,11 @@ def _describe(func: Any, rules: Iterable[Rule]) -> _OpInfo:
             if not returns and argument.alias_info is not None and argument.alias_info.is_write
         ),
         writes=has_writes(func),
-        before=tuple(rule.before_op for rule in watching if _overrides(rule, "before_op")),
+        chooses=func in CHOICES,
+        before=(
+            *([check_op_makes_dense_gradient] if func in SPARSE_ARGUMENT else []),
+            *(rule.before_op for rule in watching if _overrides(rule, "before_op")),
+        ),
         after=tuple(rule.after_op for rule in watching if _overrides(rule, "after_op")),
     )
 

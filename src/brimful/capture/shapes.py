@@ -1,7 +1,7 @@
 """Ops whose results have a shape that depends on values: `x[mask]`, `nonzero`, `unique`, packed sequences.
 
 Fake tensors cannot run them. Where the values are known (see `brimful.capture.values`), so is the shape. Where
-they are not, a result is as large as it can be.
+they are not, a result is as large as it can be, or as small where that is asked.
 
 Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._pytree` (checked: torch 2.13).
 """
@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from brimful.capture.values import LARGEST_KNOWN_NUMEL, KnownValues, NotKnownError
+from brimful.trace import Guess
 
 aten = torch.ops.aten
 
@@ -52,7 +54,8 @@ def run_with_known_shape(known: KnownValues, func: Any, args: tuple[Any, ...], k
     """
     if func in _RUNS:
         return _RUNS[func](known, *args, **kwargs)
-    return tree_map_only(Tensor, known.to_fake, known.compute(func, args, kwargs))
+    like = next((tensor for tensor in tree_leaves(args) if isinstance(tensor, Tensor)), None)
+    return tree_map_only(Tensor, partial(known.to_fake, like=like), known.compute(func, args, kwargs))
 
 
 def run_with_largest_shape(known: KnownValues, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,9 +63,11 @@ def run_with_largest_shape(known: KnownValues, func: Any, args: tuple[Any, ...],
 
     A mask is true everywhere, and counts as such from then on; elements differ; sequences have their full
     length; what is to be repeated an unknown number of times is repeated once, as an unknown number reads as 1.
+    Under `Guess.LEAST` a mask is true nowhere, elements are equal, sequences have the length 1, and nothing is
+    repeated.
 
     Args:
-        known: Is told what is supposed of masks.
+        known: Is told what is assumed of masks.
         func: An op that cannot be run on fake tensors for that reason.
         args: Its arguments.
         kwargs: Its keyword arguments.
@@ -75,26 +80,24 @@ def run_with_largest_shape(known: KnownValues, func: Any, args: tuple[Any, ...],
     """
     if func in _UNIQUES:
         return _all_different(known, func, args, kwargs)
-    if func not in _SUPPOSED:
+    if func not in _ASSUMED:
         raise NotKnownError
-    position, values_for = _SUPPOSED[func]
+    position, values_for = _ASSUMED[func]
 
-    def supposed(tensor: Any) -> Any:
+    def assumed(tensor: Any) -> Any:
         with suppress(NotKnownError):
             return known.of(tensor)
         with unset_fake_temporarily():
-            values: Tensor = values_for(tensor, args)
+            values: Tensor = _least(func, tensor) if known.guess is Guess.LEAST else values_for(tensor, args)
         if tensor.dtype is torch.bool:
             known.remember(tensor, values)
         return values
 
     decides = args[position]
     if func is aten.index.Tensor:
-        instead: Any = [
-            supposed(index) if index is not None and _is_mask(index) else index for index in decides
-        ]
+        instead: Any = [assumed(index) if index is not None and _is_mask(index) else index for index in decides]
     else:
-        instead = supposed(decides)
+        instead = assumed(decides)
     return run_with_known_shape(known, func, (*args[:position], instead, *args[position + 1 :]), kwargs)
 
 
@@ -102,18 +105,18 @@ def _index(known: KnownValues, tensor: Tensor, indices: Iterable[Tensor | None])
     """Each boolean index is given by the positions at which it is true."""
     plain: list[Tensor | None] = []
     for index in indices:
-        plain += _positions(known, known.of(index)) if index is not None and _is_mask(index) else [index]
+        plain += _positions(known, index) if index is not None and _is_mask(index) else [index]
     return aten.index.Tensor(tensor, plain)
 
 
 def _nonzero(known: KnownValues, tensor: Tensor) -> Tensor:
-    positions = _positions(known, known.of(tensor))
+    positions = _positions(known, tensor)
     table = torch.empty((positions[0].numel() if positions else 0, tensor.dim()), dtype=torch.int64)
     with suppress(NotKnownError):
         columns = [known.of(column) for column in positions]
         with unset_fake_temporarily():
             values = torch.stack(columns, 1)
-        known.remember(table, values)
+        known.remember(table, values, like=tensor)
     return table
 
 
@@ -163,25 +166,34 @@ def _all_different(
         raise NotKnownError
     with unset_fake_temporarily():
         numbers = torch.arange(tensor.numel()).view(tensor.shape)
+        if known.guess is Guess.LEAST:
+            numbers = torch.zeros_like(numbers)
         if not tensor.is_floating_point():
             numbers = numbers.to(tensor.dtype)  # of a type of 8 bits no more than 256 differ
     elements, *about = known.compute(func, (numbers, *args[1:]), kwargs)
     return tensor.new_empty(elements.shape), *(known.to_fake(each) for each in about)
 
 
-def _positions(known: KnownValues, mask: Tensor) -> list[Tensor]:
-    """Where a real mask is not zero, one fake tensor for each dimension; known if they are few."""
+def _positions(known: KnownValues, tensor: Tensor) -> list[Tensor]:
+    """Where a mask is not zero, one fake tensor for each dimension; known if they are few."""
+    mask = known.of(tensor)
     with unset_fake_temporarily():
         count = int(mask.count_nonzero())
         is_few = count * mask.dim() <= LARGEST_KNOWN_NUMEL
         real = mask.nonzero(as_tuple=True) if is_few else ()
     if is_few:
-        return [known.to_fake(positions) for positions in real]
+        return [known.to_fake(positions, like=tensor) for positions in real]
     return [torch.empty(count, dtype=torch.int64) for _ in range(mask.dim())]
 
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
+
+
+def _least(func: Any, tensor: Tensor) -> Tensor:
+    """Values at which a result is smallest: sequences have a length of 1, else there is nothing."""
+    is_length = func in (aten._ctc_loss.Tensor, aten._pack_padded_sequence.default)
+    return torch.full((), int(is_length), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _true_everywhere(tensor: Tensor, _args: tuple[Any, ...]) -> Tensor:
@@ -197,7 +209,7 @@ _RUNS: dict[Any, Callable[..., Any]] = {
 }
 """Ops of which some arguments need not be known."""
 
-_SUPPOSED: dict[Any, tuple[int, Callable[[Tensor, tuple[Any, ...]], Tensor]]] = {
+_ASSUMED: dict[Any, tuple[int, Callable[[Tensor, tuple[Any, ...]], Tensor]]] = {
     aten.index.Tensor: (1, _true_everywhere),
     aten.nonzero.default: (0, _true_everywhere),
     aten.masked_select.default: (1, _true_everywhere),

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
 from brimful.applying import apply_units
 from brimful.applying.host_update import UpdateOnHost, state_bytes
 from brimful.applying.sharding import Sharded, check_optimizer
-from brimful.batches import make_batch, map_tensors, named_tensors, own_part
+from brimful.batches import map_tensors, named_tensors, own_part
+from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
+from brimful.capture.coupling import Coupling
 from brimful.capture.fakes import (
     build_fake_model,
     fakes_behave,
@@ -28,25 +29,31 @@ from brimful.capture.fakes import (
     no_gradient_overflows,
     to_fake,
 )
-from brimful.capture.libraries import answers_of_a_real_step
+from brimful.capture.libraries import answers_of_a_real_step, nothing_is_saved
 from brimful.capture.lines import raising_line
 from brimful.capture.loop import run_loop
-from brimful.capture.marks import copy_to_device, mark_gradients, mark_model, mark_state
+from brimful.capture.marks import input_mover, mark_batch, mark_gradients, mark_model, mark_state
 from brimful.capture.modules import ModuleCalls
+from brimful.capture.outside import OutsideTensors
 from brimful.capture.recorder import Recorder
 from brimful.capture.sharding import fake_ranks, sharding_seen
 from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
 from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
-from brimful.errors import BrimfulError, CaptureError
+from brimful.errors import BatchError, BrimfulError, CaptureError
 from brimful.hardware import Device
+from brimful.inputs import InputMover
 from brimful.job import Batch, Job
+from brimful.layout import layout_of, make_batch
+from brimful.module_tree import own_checkpoints
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
-from brimful.step import CarryOut, at_once, autocast, make_scaler, run_step
+from brimful.status import report
+from brimful.step import CarryOut, at_once, autocast, loss_counts, make_scaler, run_step
 from brimful.timeline import pinned_bytes
-from brimful.trace import Category, Phase, Trace
+from brimful.trace import Category, Guess, Phase, Trace
 from brimful.updating import UpdateInBackward
+from brimful.wrappers import plain_namer
 
 _ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
 DISTINCT_MICRO_BATCHES = 2
@@ -61,6 +68,8 @@ def capture_step(
     steps: int = 2,
     evaluates: bool = False,
     without: Collection[str] = (),
+    guess: Guess = Guess.EXPECTED,
+    written_inputs: frozenset[str] = frozenset(),
 ) -> Trace:
     """Run training steps on fake tensors and record what they do.
 
@@ -75,6 +84,9 @@ def capture_step(
         steps: Optimizer steps to run, at least 1.
         evaluates: Run the loss once more afterwards, without gradients and in evaluation mode.
         without: Names of corrections to leave out.
+        guess: What is assumed of values that decide sizes and are not known, such as a router's choices.
+        written_inputs: Tensors of the batch that the loss writes to in place, which are copied on a CPU. Others
+            are found, and then the step is captured again.
 
     Returns:
         The trace. Of the micro-batches of a step it has at most two, but all of a job's own loop, which says
@@ -85,9 +97,11 @@ def capture_step(
         UnknownNameError: There is no correction of a name in `without`.
         BrimfulError: The job is wrong in another way: its loss, its batch, its model.
     """
+    report(f"capturing {settings.describe()}")
     rules = rules_for(device, settings, without)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    known = KnownValues()
+    known = KnownValues(guess)
+    compiled = CompiledCode()
 
     def begin_step() -> None:
         for rule in rules:
@@ -95,16 +109,26 @@ def capture_step(
 
     if job.loop is None:
         check_coupled(job, settings)
-    with _told_clearly(job, settings), without_garbage_collection():
-        batch = _fake_batch(make_batch(job, settings.micro_batch_size), mode, known)
+    with _told_clearly(job, settings), without_garbage_collection(), compiled.runs_eagerly():
+        is_there = device.kind == "cpu" and job.loop is None
+        real_batch = make_batch(job, settings.micro_batch_size)
+        parts = settings.global_batch_size // settings.micro_batch_size if is_there else 1
+        if parts > 1 and layout_of(job).copies(real_batch):
+            parts *= 2  # the batch, and its parts
+        _check_count(job, real_batch)
+        batch = _fake_batch(real_batch, mode, known, parts=parts)
         model = build_fake_model(job, mode, known)
         modules = ModuleCalls(model)
-        recorder = Recorder(modules, known, rules, host_is_device=device.kind == "cpu")
+        outside = OutsideTensors(mode, known)
+        recorder = Recorder(modules, known, rules, outside=outside, host_is_device=device.kind == "cpu")
+        move = input_mover(recorder, repeats=job.embed is not None)
+        coupling = Coupling(model, outside)
         with ExitStack() as stack:
             for rule in rules:
                 rule.recorder = recorder
                 stack.enter_context(rule.context())
             stack.enter_context(answers_of_a_real_step())
+            stack.enter_context(nothing_is_saved())
             stack.enter_context(fakes_behave())
             stack.enter_context(no_gradient_overflows())
             stack.enter_context(fakes_can_be_copied())
@@ -116,17 +140,19 @@ def capture_step(
                     sharded = Sharded(model, mesh, settings)
             applied = apply_units(model, settings)
             stack.enter_context(modules.follow())
+            stack.enter_context(outside.left_alone(model))
             stack.enter_context(mode)
             functions = stack.enter_context(CorrectedFunctions(rules))
             stack.enter_context(recorder)
             captured_micro_batches = _captured_micro_batches(settings)
             if job.loop is not None:
                 steps, captured_micro_batches = run_loop(
-                    job, model, batch, recorder, functions, steps=steps, begin_step=begin_step
+                    job, model, batch, recorder, functions, compiled, steps=steps, begin_step=begin_step
                 )
                 settings = replace(settings, gradient_accumulation_steps=captured_micro_batches)
             else:
-                run = _prepare(job, settings, model, batch, recorder, sharded)
+                move.written = written_inputs
+                run = _prepare(job, settings, model, batch, recorder, compiled, sharded, move, coupling)
                 for step in range(steps):
                     begin_step()
                     run(step)
@@ -146,34 +172,73 @@ def capture_step(
             module_classes=modules.classes,
             corrections=tuple(rule.record() for rule in rules),
             uncertain_ops=(*recorder.uncertain, *([_ASSUMED] if known.has_assumed else [])),
-            batch_coupled_modules=tuple(_batch_coupled(model)),
+            compiled_lines=compiled.lines,
+            batch_coupled_modules=(*coupling.batch_norms(), *coupling.stateful()),
+            stateful_modules=coupling.stateful(),
             is_own_loop=job.loop is not None,
+            sizes_are_guessed=recorder.sizes_are_guessed,
+            guess=guess,
             sizes_depend_on_values=recorder.sizes_depend_on_values,
             parameter_count=sum(p.numel() for p in model.parameters()),
             trainable_parameter_count=sum(p.numel() for p in model.parameters() if p.requires_grad),
             couples_samples=job.embed is not None and job.loop is None,
+            global_batch=recorder.global_batch,
             host_state_bytes=recorder.host_state_bytes,
             host_staging_bytes=0 if recorder.host_is_device else recorder.host_staging_bytes,
         )
         applied.remove()
+    trace = replace(trace, own_checkpoints=own_checkpoints(trace))
+    if move.written != written_inputs:
+        return capture_step(
+            job,
+            settings,
+            device,
+            steps=steps,
+            evaluates=evaluates,
+            without=without,
+            guess=guess,
+            written_inputs=move.written,
+        )
     return trace
 
 
-def _batch_coupled(model: nn.Module) -> Iterator[str]:
-    """BatchNorm layers that normalise with the statistics of the batch itself."""
-    for fqn, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
-            yield fqn
+def _fake_batch(batch: Batch, mode: FakeTensorMode, known: KnownValues, *, parts: int = 1) -> Batch:
+    """A micro-batch on fake tensors.
 
+    Args:
+        batch: The micro-batch.
+        mode: The fake mode.
+        known: Is told its values.
+        parts: How many such micro-batches the memory holds that it is in.
 
-def _fake_batch(batch: Batch, mode: FakeTensorMode, known: KnownValues) -> Batch:
+    Returns:
+        The same nest.
+    """
+    fakes: dict[int, Tensor] = {}
+
     def with_values(tensor: Tensor) -> Tensor:
-        fake = to_fake(tensor, mode)
+        if id(tensor) in fakes:
+            return fakes[id(tensor)]
+        fake = fakes[id(tensor)] = to_fake(tensor, mode, parts=parts if tensor.dim() else 1)
         known.remember(fake, tensor)
         setattr(fake, HOST_MARK, True)
         return fake
 
     return map_tensors(batch, with_values)
+
+
+def _check_count(job: Job, batch: Batch) -> None:
+    """Nothing of a captured step depends on what a batch counts, but a real step would fail."""
+    if job.count is None or job.loop is not None:
+        return
+    try:
+        loss_counts(job, [batch])
+    except BrimfulError:
+        raise
+    except Exception as error:
+        raise BatchError(
+            f"{job.name}: count(batch) raised {type(error).__name__}: {error}, on a batch that Job.batch made."
+        ) from error
 
 
 def _captured_micro_batches(settings: Settings) -> int:
@@ -186,11 +251,16 @@ def _prepare(
     model: nn.Module,
     batch: Batch,
     recorder: Recorder,
+    compiled: CompiledCode,
     sharded: Sharded | None,
+    move: InputMover,
+    coupling: Coupling,
 ) -> Callable[[int], None]:
     """Record what is there before training; what it returns runs and records the step of a number."""
     parts_on_host = settings.cpu_offload and not recorder.host_is_device
     mark_model(model, recorder, with_parameters=not parts_on_host)
+    if recorder.host_is_device:
+        mark_batch(batch, recorder)
     is_on_host = settings.optimizer_on_host or parts_on_host
     with recorder.on_host() if is_on_host else nullcontext():  # some make state at once
         optimizer = _make_optimizer(job, model, settings)
@@ -223,7 +293,8 @@ def _prepare(
             carry_out=carry_out,
             mark=mark,
         )
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    plain_name = plain_namer(model)
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     reached: set[int] = set()
 
     @contextmanager
@@ -237,15 +308,19 @@ def _prepare(
     in_backward = UpdateInBackward(optimizer, around=around_update) if settings.step_in_backward else None
     count = _captured_micro_batches(settings)
 
-    def move(host_batch: Batch) -> Batch:
-        return copy_to_device(host_batch, recorder)
-
     def begin_move(host_batch: Batch) -> Callable[[], Batch]:
         coming = [move(host_batch)]
         return coming.pop
 
     def observe(phase: Phase, micro_batch: int) -> None:
+        if phase is Phase.FORWARD:
+            coupling.begin_forward()
+        elif phase is Phase.BACKWARD:
+            coupling.end_forward()
         recorder.is_on_host = parts_on_host and phase is Phase.OPTIMIZER
+        compiled.end_backward(recorder)
+        if phase is Phase.BACKWARD:
+            compiled.begin_backward(model, recorder, are_kept_apart=settings.step_in_backward)
         if phase is Phase.OPTIMIZER:
             if not parts_on_host:
                 mark_gradients(model, recorder)
@@ -260,21 +335,22 @@ def _prepare(
     def run(step: int) -> None:
         recorder.is_on_host = False
         recorder.at(Phase.FORWARD, 0, step)
-        run_step(
-            model=model,
-            loss=loss_of(job) if sharded is None else loss,
-            optimizer=optimizer,
-            micro_batches=[batch] * count,
-            weights=[1 / settings.gradient_accumulation_steps] * count,
-            precision=settings.precision,
-            scaler=scaler,
-            observe=observe,
-            move=move,
-            begin_move=begin_move if settings.copies_ahead else None,
-            carry_out=carry_out,
-            stands_for=settings.gradient_accumulation_steps - count + 1,
-            in_backward=in_backward,
-        )
+        with move.one_step():
+            run_step(
+                model=model,
+                loss=loss_of(job) if sharded is None else loss,
+                optimizer=optimizer,
+                micro_batches=[batch] * count,
+                weights=[1 / settings.gradient_accumulation_steps] * count,
+                precision=settings.precision,
+                scaler=scaler,
+                observe=observe,
+                move=move,
+                begin_move=begin_move if settings.copies_ahead and not recorder.host_is_device else None,
+                carry_out=carry_out,
+                stands_for=settings.gradient_accumulation_steps - count + 1,
+                in_backward=in_backward,
+            )
         if in_backward is not None:
             _drop_state_of_unused(optimizer, [p for p in made_early if id(p) not in reached], recorder)
             made_early.clear()
@@ -294,17 +370,22 @@ def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
     """One micro-batch as validation runs it; all of the global batch where the loss couples them."""
-    loss = loss_of(job)
+    loss, move = loss_of(job), input_mover(recorder, repeats=True)
     model.eval()
     with torch.no_grad(), autocast(model, settings.precision):
         if isinstance(loss, CoupledLoss):
-            embed, move = partial(loss.embed, model), partial(copy_to_device, recorder=recorder)
-            count = settings.gradient_accumulation_steps
-            loss.of_embeddings(
-                gather_embeddings(embed, [batch] * min(count, 2), move, stands_for=max(count - 1, 1))
+            embed = partial(loss.embed, model)
+            steps = settings.gradient_accumulation_steps
+            gathered = gather_embeddings(
+                embed,
+                [batch] * min(steps, 2),
+                move,
+                count=layout_of(job, whole=settings.micro_batch_size).count,
+                stands_for=max(steps - 1, 1),
             )
+            loss.of_embeddings(gathered)
         else:
-            loss(model, copy_to_device(batch, recorder))
+            loss(model, move(batch))
     model.train()
 
 
@@ -367,5 +448,19 @@ def _told_clearly(job: Job, settings: Settings) -> Iterator[None]:
         raise CaptureError(
             f"one step of {job.name!r} cannot be run on fake tensors (micro_batch_size="
             f"{settings.micro_batch_size}): {type(error).__name__}: {error}{f' ({line})' if line else ''}. "
-            "If a real step fails too, which brimful.measure runs, the error is the job's own."
+            f"{_hint(error)}"
         ) from error
+
+
+_HINTS = {
+    "FlexAttention": "flex_attention cannot be captured. Take F.scaled_dot_product_attention with a mask.",
+    "shape_env must not be None": "Jagged nested tensors cannot be captured. Pad the samples and mask them.",
+}
+"""By what an error says: what cannot be captured, and what to take in its place."""
+
+
+def _hint(error: Exception) -> str:
+    """What to do about an error of a captured step."""
+    known = (hint for said, hint in _HINTS.items() if said in str(error))
+    real = "If a real step fails too, which brimful.measure runs, the error is the job's own."
+    return next(known, real)

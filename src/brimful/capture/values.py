@@ -4,6 +4,10 @@ A model may ask whether its attention mask is all ones, a loss which labels coun
 answer. Fake tensors have no values. So what is small of the real batch and of buffers is kept beside the fakes,
 and what is computed from it alone is computed for real as well.
 
+What a model chooses is assumed (see `brimful.capture.choices`), and what is computed from that and from
+constants follows. Where it meets values of the batch or of buffers, nothing is known: whether a class that was
+chosen is the true one, say.
+
 Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._pytree`,
 `torch.utils._python_dispatch` (checked: torch 2.13).
 """
@@ -20,20 +24,30 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from brimful.capture.choices import CHOICES, chosen
+from brimful.trace import Guess
 
 aten = torch.ops.aten
 
 LARGEST_KNOWN_NUMEL = 2**20
 """Tensors of more integers or booleans are not followed. An id for each token of a batch is fewer, a mask for
 each pair of tokens is more; so following an op takes a millisecond at most."""
+LARGEST_ASSUMED_NUMEL = 2**24
+"""The same for what is computed from assumed choices: of each token for each of many experts."""
 LARGEST_KNOWN_FLOATS = 2**16
 """The same for other numbers, which most ops have to do with: a mask that is added for each token is fewer,
 most activations are more."""
 
+_DATA, _CHOICE = 1, 2
+"""Where values are from: the batch, buffers and other tensors; or an assumed choice. 0 is a constant."""
+
 _WHOLE = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 _FILLS: dict[Any, Callable[..., Any]] = {
+    aten.zeros.default: lambda *_args, **_kwargs: 0,
+    aten.ones.default: lambda *_args, **_kwargs: 1,
     aten.zeros_like.default: lambda *_args, **_kwargs: 0,
     aten.ones_like.default: lambda *_args, **_kwargs: 1,
     aten.full_like.default: lambda _tensor, value, **_kwargs: value,
@@ -90,25 +104,48 @@ class NotKnownError(Exception):
 class KnownValues:
     """The values that some fake tensors stand for.
 
-    They are kept on the tensor, with how often its storage had been written to by then in unknown ways.
+    They are kept on the tensor, with how often its storage had been written to by then in unknown ways, and
+    where they are from.
+
+    Args:
+        guess: What is assumed of choices.
     """
 
     has_assumed = False
     """Whether a condition was answered as if numbers that are not known were 1."""
+    has_choices = False
+    """Whether any choice was assumed."""
 
     _ATTRIBUTE = "_brimful_known"
     _WRITES = "_brimful_unknown_writes"
 
-    def remember(self, fake: Tensor, real: Tensor) -> None:
-        """Keep the values of `real`, which `fake` stands for, if they are few."""
-        if isinstance(fake, FakeTensor) and is_followed(real) and real.device.type != "meta":
+    def __init__(self, guess: Guess = Guess.EXPECTED) -> None:
+        self.guess = guess
+
+    def remember(self, fake: Tensor, real: Tensor, *, like: Tensor | None = None) -> None:
+        """Keep the values of `real`, which `fake` stands for, if they are few.
+
+        Args:
+            fake: Stands for `real`.
+            real: Of the batch, or computed.
+            like: A tensor with values from where these are from; None for the batch, buffers and others.
+        """
+        source = _DATA if like is None else self._source(like)
+        is_few = is_followed(real) or (source & _CHOICE and is_followed_if_assumed(real))
+        if isinstance(fake, FakeTensor) and is_few and real.device.type != "meta":
             with _disable_current_modes():  # the recorder's too: the copy is none of the step's
-                self._keep(fake, real.detach().to("cpu", copy=True))
+                self._keep(fake, real.detach().to("cpu", copy=True), source)
 
     def carry_over(self, source: Tensor, copy: Tensor) -> None:
         """Keep for a copy the values of its source, if they are known."""
         with suppress(NotKnownError):
-            self.remember(copy, self.of(source))
+            self.remember(copy, self.of(source), like=source)
+
+    def are_assumed(self, *nests: Any) -> bool:
+        """Whether any tensor among arguments has values computed from an assumed choice."""
+        return self.has_choices and any(
+            self._source(tensor) & _CHOICE for tensor in tree_leaves(nests) if isinstance(tensor, Tensor)
+        )
 
     def of(self, tensor: Tensor) -> Tensor:
         """The values of a tensor.
@@ -173,7 +210,7 @@ class KnownValues:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
     ) -> None:
-        """Keep the values of an op's outputs where those of its inputs are known.
+        """Keep the values of an op's outputs where those of its inputs are known, or it chooses.
 
         Args:
             func: The op; it draws no random numbers.
@@ -183,13 +220,26 @@ class KnownValues:
             outputs: The tensors it returned.
         """
         try:
-            computed = self._computed(func, args, kwargs, inputs, outputs)
+            computed, source = self._computed(func, args, kwargs, inputs, outputs)
         except NotKnownError:
             self.forget_written(func, args, kwargs)
+            self._assume(func, args, kwargs, outputs)
             return
         values = computed if isinstance(computed, (tuple, list)) else (computed,)
         for out, value in zip(outputs, values, strict=True):
-            self._keep(out, value)
+            self._keep(out, value, source)
+
+    def _assume(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]
+    ) -> None:
+        """Suppose what an op chooses, if that is what it does."""
+        if func not in CHOICES or not is_followed_if_assumed(outputs[-1]):
+            return
+        with unset_fake_temporarily():
+            indices = chosen(func, args, kwargs, self.guess)
+        if indices is not None:
+            self.has_choices = True
+            self._keep(outputs[-1], indices, _CHOICE)
 
     def follow_draw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]
@@ -208,11 +258,12 @@ class KnownValues:
             Whether it drew one such number.
         """
         self.forget_written(func, args, kwargs)
+        self._assume(func, args, kwargs, outputs)
         if func not in _DRAWS or outputs[0].shape not in ((), (1,)):
             return False
         low, high = (*args[1:], *(0.0, 1.0)[len(args) - 1 :]) if func is aten.uniform_.default else (0.0, 1.0)
         with unset_fake_temporarily():
-            self._keep(outputs[0], torch.full(outputs[0].shape, (low + high) / 2))
+            self._keep(outputs[0], torch.full(outputs[0].shape, (low + high) / 2), _DATA)
         return True
 
     def forget_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -220,10 +271,18 @@ class KnownValues:
         for tensor in _written(func, args, kwargs):
             self._forget(tensor)
 
-    def to_fake(self, real: Tensor) -> Tensor:
-        """A fake tensor that stands for a real one; what is small of that is known."""
+    def to_fake(self, real: Tensor, *, like: Tensor | None = None) -> Tensor:
+        """A fake tensor that stands for a real one; what is small of that is known.
+
+        Args:
+            real: Computed from others.
+            like: One of those.
+
+        Returns:
+            A tensor of the same shape and type.
+        """
         fake = torch.empty_like(real)  # fake, as the fake mode is in force
-        self.remember(fake, real)
+        self.remember(fake, real, like=like)
         return fake
 
     def _computed(
@@ -233,25 +292,31 @@ class KnownValues:
         kwargs: dict[str, Any],
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-    ) -> Any:
-        if not outputs or not all(map(is_followed, outputs)):
+    ) -> tuple[Any, int]:
+        """What an op returns, and where the values of that are from."""
+        are_few = all(map(is_followed, outputs))
+        if not outputs or not (are_few or (self.has_choices and all(map(is_followed_if_assumed, outputs)))):
             raise NotKnownError
         if func in _FILLS:
-            return _filled(outputs[0], _FILLS[func](*args, **kwargs))
+            return _filled(outputs[0], _FILLS[func](*args, **kwargs)), 0
         if func in _UNDEFINED:
             if outputs[0].dtype not in _WHOLE:
                 raise NotKnownError
-            return _filled(outputs[0], 0)
+            return _filled(outputs[0], 0), 0
         if func in _ASK_WHETHER_FINITE or (func in _COMPARE and outputs[0].numel() == 1):
-            return self._answered(func, args, kwargs)
+            return self._answered(func, args, kwargs), _CHOICE if self.are_assumed(inputs) else _DATA
+        source = 0
         for tensor in inputs:  # most ops end here, at their first input
             self.of(tensor)
+            source |= self._source(tensor)
+        if source == _DATA | _CHOICE or not (are_few or source & _CHOICE):
+            raise NotKnownError
         if func in _LOOK_AT_STRIDES and self.of(inputs[0]).stride() != inputs[0].stride():
             raise NotKnownError
         for tensor in _written(func, args, kwargs):
             self._make_writable(tensor)
         try:
-            return self.compute(func, args, kwargs)
+            return self.compute(func, args, kwargs), source
         except (RuntimeError, ValueError, IndexError) as error:  # the CPU lacks some kernels that a GPU has
             raise NotKnownError from error
 
@@ -274,9 +339,10 @@ class KnownValues:
         """Give a tensor that is filled with one number, which is kept once, numbers of its own."""
         value = self.of(tensor)
         if type(tensor) is FakeTensor and 0 in value.stride():
+            source = self._source(tensor)
             self._forget(tensor)  # views of it were known by the one number
             with unset_fake_temporarily():
-                self._keep(tensor, value.clone(memory_format=torch.contiguous_format))
+                self._keep(tensor, value.clone(memory_format=torch.contiguous_format), source)
 
     def _forget(self, tensor: Tensor) -> None:
         if type(tensor) is FakeTensor and tensor.layout is torch.strided:
@@ -288,9 +354,16 @@ class KnownValues:
         writes: int = getattr(tensor.untyped_storage(), self._WRITES, 0)
         return writes
 
-    def _keep(self, fake: Tensor, value: Tensor) -> None:
+    def _source(self, tensor: Tensor) -> int:
+        """Where the values of a tensor are from; of one whose values are not known, nowhere."""
+        if type(tensor) is not FakeTensor:
+            return _DATA
+        known = tensor.__dict__.get(self._ATTRIBUTE)
+        return 0 if known is None else int(known[2])
+
+    def _keep(self, fake: Tensor, value: Tensor, source: int) -> None:
         if type(fake) is FakeTensor:
-            fake.__dict__[self._ATTRIBUTE] = (self._unknown_writes(fake), value)
+            fake.__dict__[self._ATTRIBUTE] = (self._unknown_writes(fake), value, source)
 
 
 def _filled(tensor: Tensor, value: Any) -> Tensor:
@@ -312,6 +385,12 @@ def is_followed(tensor: Tensor) -> bool:
     """Whether a tensor holds few enough numbers for its values to be followed."""
     largest = LARGEST_KNOWN_NUMEL if tensor.dtype in _WHOLE else LARGEST_KNOWN_FLOATS
     return tensor.layout is torch.strided and math.prod(tensor.shape) <= largest
+
+
+def is_followed_if_assumed(tensor: Tensor) -> bool:
+    """The same for what is computed from assumed choices."""
+    is_whole = tensor.layout is torch.strided and tensor.dtype in _WHOLE
+    return is_whole and math.prod(tensor.shape) <= LARGEST_ASSUMED_NUMEL
 
 
 def has_writes(func: Any) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,13 +32,15 @@ from brimful.cli.output import (
     errors_told,
     progress_shown,
     refuse,
+    report_bad_usage,
     show,
     show_warning,
-    waiting,
 )
-from brimful.cli.sources import find_job, find_source, job_of
+from brimful.cli.sources import built_in_source, find_job, find_source, job_of
+from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
+from brimful.status import busy
 
 if TYPE_CHECKING:
     from brimful.planning import JobSource, PlanCheck
@@ -59,7 +62,8 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
     if version:
-        print(f"brimful {__version__}")
+        with errors_told(as_json=False):
+            show(f"brimful {__version__}", dict, as_json=False)
         raise typer.Exit
 
 
@@ -151,9 +155,8 @@ def estimate(
                 without=without or (),
                 save_trace=save_trace,
             )
-        show(result, lambda: estimate_document(result), as_json)
-        if phases and not as_json:
-            print("\n".join(phase_lines(result)))
+        text = "\n".join([str(result), *(phase_lines(result) if phases else ())])
+        show(text, lambda: estimate_document(result), as_json)
     if result.verdict is Verdict.DOES_NOT_FIT:
         raise typer.Exit(1)
 
@@ -177,11 +180,10 @@ def gpus(
     """Tell which GPUs train a model, how, and how fast."""
     with errors_told(as_json):
         from brimful import api
-        from brimful.planning.text import gpus_text
         from brimful.report import gpus_document
 
         job = find_job(model, options)
-        with waiting("capturing for each kind of GPU"):
+        with busy("capturing for each kind of GPU"):
             fits = api.gpus(
                 job,
                 global_batch_size=global_batch_size,
@@ -190,8 +192,7 @@ def gpus(
                 split_batch_norm=split_batch_norm,
                 devices=device,
             )
-        text = gpus_text(job.name, global_batch_size, fits)
-        show(text, lambda: gpus_document(job.name, global_batch_size, fits), as_json)
+        show(str(fits), lambda: gpus_document(job.name, global_batch_size, fits), as_json)
 
 
 @app.command()
@@ -215,7 +216,10 @@ def plan(
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     check: Annotated[
         Path | None,
-        typer.Option(help="See whether the plan in this file still fits, for use in CI: exit status 1 if not."),
+        typer.Option(
+            help="See whether the plan in this file still fits, for use in CI: exit status 1 if not. A model "
+            "that is not built in must be named too."
+        ),
     ] = None,
     certify: Annotated[
         bool,
@@ -225,22 +229,23 @@ def plan(
 ) -> None:
     """Find the fastest way to train a global batch inside a memory budget."""
     with errors_told(as_json):
-        from brimful import api
-
         if check is not None:
             _check_nothing_is_asked_beside_a_check(context)
-            checked = _check(check, find_source(model, options), device, planning.budget)
+            given = find_source(model, options)
+            checked = _check(context, check, given, device, planning.budget)
             show(checked, checked.to_json, as_json)
             if not checked.fits:
                 raise typer.Exit(1)
             return
+        from brimful import api
+
         source = find_source(model, options)
         if source is None:
-            raise UsageError("a plan needs a model; only --check FILE does without.")
+            raise UsageError("a plan needs a model; only --check FILE of a built-in one does without.")
         job = job_of(source)
         if global_batch_size is None:
             raise UsageError("say --global-batch-size, the samples in an optimizer step.")
-        with waiting("planning"):
+        with busy("planning"):
             result = api.plan(
                 job,
                 device,
@@ -291,32 +296,45 @@ def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
         )
 
 
-def _check(file: Path, given: JobSource | None, device: str, budget: str | None) -> PlanCheck:
-    """A plan in a file against the job that is given, or else the one it was made for."""
-    from brimful import api
+def _check(
+    context: typer.Context, file: Path, given: JobSource | None, device: str, budget: str | None
+) -> PlanCheck:
+    """A plan in a file against the job that is given, or else the built-in one it was made for."""
     from brimful.planning import Plan
 
     kept = Plan.load(file)
-    source = given or kept.source
-    if source is None:
-        raise UsageError(f"{file} does not say what it was made for; name the model too.")
     if given is None:
-        source = _beside(file, source)
-    return api.check_plan(job_of(source), kept, None if device == "auto" else device, budget=budget)
+        asked = {"--device": device, "--budget": budget}
+        on_command_line = asked_on_command_line(context, lambda name: name in ("device", "budget", "as_json"))
+        repeated = [f"{option}={asked[option]}" if option in asked else option for option in on_command_line]
+        given = built_in_source(file, kept, repeated)
+    from brimful import api
 
-
-def _beside(file: Path, source: JobSource) -> JobSource:
-    """What a plan was made for, if its file is not here but where it was from the plan's own directory."""
-    path, colon, factory = source.name.rpartition(":")
-    found = file.parent / path
-    if not colon or not path.endswith(".py") or Path(path).exists() or not found.exists():
-        return source
-    return replace(source, name=f"{found}:{factory}")
+    return api.check_plan(job_of(given), kept, None if device == "auto" else device, budget=budget)
 
 
 def main() -> None:
     """Run the command line."""
+    replace_standard_streams()
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it is called by position
     if "WORLD_SIZE" in os.environ:  # DDP logs that looking for unused parameters takes time, once on every rank
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    app()
+    sys.exit(_exit_status())
+
+
+def _exit_status() -> int:
+    """Run the command that the arguments name."""
+    try:
+        return app(standalone_mode=False) or 0
+    except typer.Abort:
+        return 1
+    except Exception as error:
+        if not isinstance(error, _BAD_USAGE):
+            raise
+        error.show()
+        report_bad_usage(error.format_message(), as_json="--json" in sys.argv)
+        return int(error.exit_code)
+
+
+_BAD_USAGE: Any = typer.BadParameter.__base__
+"""click's UsageError; newer typer has a click of its own."""

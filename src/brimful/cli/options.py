@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from brimful.training import LARGEST_SEED
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
@@ -30,6 +32,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def call(**given: Any) -> None:
+        _check_paths(given.values())
         for name, record in records.items():
             given[name] = record(**{field.name: given.pop(field.name) for field in fields(record)})
         command(**given)
@@ -40,6 +43,18 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
     call.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
     return call
+
+
+def _check_paths(values: Iterable[Any]) -> None:
+    """Refuse paths at which no file can be: too long, through a file, through links that lead to themselves."""
+    several = [value if isinstance(value, list) else [value] for value in values]
+    for path in (path for paths in several for path in paths if isinstance(path, Path)):
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise typer.BadParameter(f"{error.strerror}: {path}.") from None
 
 
 def _options_of(record: type) -> list[inspect.Parameter]:
@@ -98,7 +113,8 @@ SplitBatchNorm = Annotated[
     bool,
     typer.Option(
         "--split-batch-norm",
-        help="Permit splitting a batch that BatchNorm couples; its statistics are then over micro-batches.",
+        help="Permit splitting a batch that BatchNorm couples, or a layer that each forward changes; "
+        "statistics are then over micro-batches.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
@@ -176,8 +192,8 @@ class PlanOptions:
         str | None,
         typer.Option(
             "--host-memory",
-            help="What offloading and an optimizer on the host may take there: 64GiB. Left out: half of what "
-            "this machine has.",
+            help="Host memory for offloading and an optimizer on the host: 64GiB. Default: half of this "
+            "machine's if the GPU is in it, half of the GPU's memory if it is only named.",
         ),
     ] = None
     split_batch_norm: SplitBatchNorm = False
@@ -206,6 +222,13 @@ class PlanOptions:
             "more.",
         ),
     ] = False
+    own_checkpointing: Annotated[
+        str,
+        typer.Option(
+            help="off turns off the model's own activation checkpointing (gradient_checkpointing), so that the "
+            "plan alone decides what is recomputed; keep leaves it on.",
+        ),
+    ] = "keep"
     parallelism: Annotated[
         str,
         typer.Option(
@@ -254,7 +277,9 @@ class TrainOptions:
         typer.Option(help="Passes over the training data, in all; 1 if --steps is not said either.", min=1),
     ] = None
     steps: Annotated[int | None, typer.Option(help="Most optimizer steps, in all.", min=1)] = None
-    seed: Annotated[int, typer.Option(help="Decides weights, order of samples and dropout.", min=0)] = 0
+    seed: Annotated[
+        int, typer.Option(help="Decides weights, order of samples and dropout.", min=0, max=LARGEST_SEED)
+    ] = 0
     max_gradient_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None
     schedule: Annotated[
         str, typer.Option(help="How the learning rate falls over the run: constant, linear or cosine.")

@@ -7,6 +7,7 @@ Ctrl-C, 143 after SIGTERM.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ from typing import Any
 
 import typer
 
+from brimful.cli.streams import check_result_is_written, keep_stdout_for_the_result, print_result
+from brimful.cli.tracebacks import job_exit, traceback_text
+from brimful.display import BestEffortText, make_console
 from brimful.errors import BrimfulError, InterruptedRunError, UsageError
 
 INTERRUPTED = 130
@@ -28,12 +32,17 @@ def refuse(beside: Mapping[str, object], why: str) -> None:
         raise UsageError(f"{why}; it does not go with {', '.join(asked)}.")
 
 
+def say(text: str) -> None:
+    """Print on standard error, best effort."""
+    print(text, file=BestEffortText(sys.stderr), flush=True)
+
+
 def show_warning(message: Warning | str, *_where: object) -> None:
     """Print a warning once, as a reader of the command line needs it, without where in the code it was made."""
     text = f"warning: {message}"
     if text not in _warned:
         _warned.add(text)
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
 
 _warned: set[str] = set()
@@ -49,45 +58,82 @@ def asked_on_command_line(context: typer.Context, is_meant: Callable[[str], bool
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """On a terminal, a line on standard error while something takes seconds or minutes."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"{what} …"):  # prints nothing where there is no terminal
-        yield
-
-
-@contextmanager
 def progress_shown() -> Iterator[Callable[[str], None]]:
     """What is being measured: one line on a terminal, a line each elsewhere; on standard error."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
+    console = make_console()
     if not console.is_terminal:
-        yield lambda what: print(f"measuring: {what}", file=sys.stderr, flush=True)
+        yield lambda what: say(f"measuring: {what}")
         return
     with console.status("measuring …") as status:
         yield lambda what: status.update(f"measuring: {what}")
 
 
 def show(result: object, document: Callable[[], dict[str, Any]], as_json: bool) -> None:
-    """Print a result for a reader, or its JSON."""
-    print(json.dumps(document(), indent=2) if as_json else str(result))
+    """Print the result of a command for a reader, or its JSON.
+
+    Args:
+        result: Its text is printed.
+        document: Makes the JSON.
+        as_json: Which of them.
+
+    Raises:
+        SaveError: Standard output cannot be written.
+    """
+    print_result(json.dumps(document(), indent=2) if as_json else str(result))
+    check_result_is_written()
 
 
 @contextmanager
 def errors_told(as_json: bool) -> Iterator[None]:
-    """Turn our own errors into a message and an exit status; anything else is a bug and shows its trace."""
+    """Turn errors into a message and an exit status; those of the job, and bugs, also show their traceback.
+
+    Args:
+        as_json: Errors are also printed as JSON; standard output has nothing but the result or the error.
+
+    Yields:
+        Nothing.
+    """
+    if as_json:
+        keep_stdout_for_the_result()
     try:
         yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt as error:
+        _print_error(error, as_json)
+        raise typer.Exit(INTERRUPTED) from None
+    except SystemExit as end:
+        _report(job_exit(end), as_json)
+        raise typer.Exit(1) from None
     except BrimfulError as error:
-        if as_json:
-            from brimful.report import error_document
-
-            print(json.dumps(error_document(error), indent=2))
-        print(
-            "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr
-        )
+        _report(error, as_json)
         if isinstance(error, InterruptedRunError):
             raise typer.Exit(INTERRUPTED) from None
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+    except Exception as error:
+        _print_error(error, as_json)
+        say(traceback_text(error).rstrip())
+        raise typer.Exit(1) from None
+
+
+def report_bad_usage(message: str, as_json: bool) -> None:
+    """Print what is wrong with a command's arguments as JSON, if that was asked for."""
+    _print_error(UsageError(message), as_json)
+
+
+def _report(error: BrimfulError, as_json: bool) -> None:
+    _print_error(error, as_json)
+    say("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
+
+
+def _print_error(error: BaseException, as_json: bool) -> None:
+    """As JSON, on the first of several ranks alone: two documents are not one."""
+    if as_json and _is_first_rank():
+        from brimful.report import error_document
+
+        print_result(json.dumps(error_document(error), indent=2))
+
+
+def _is_first_rank() -> bool:
+    """As a launcher says; known without torch, and before the ranks are connected."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") in ("", "0")

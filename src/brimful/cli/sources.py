@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from brimful.cli.options import ModelOptions
-from brimful.errors import UsageError
+from brimful.codec import parse_json
+from brimful.errors import FileFormatError, UsageError
 
 if TYPE_CHECKING:
     from brimful.job import Job
-    from brimful.planning import JobSource
+    from brimful.planning import JobSource, Plan
 
 
 def find_job(model: str, options: ModelOptions) -> Job:
@@ -24,7 +28,56 @@ def job_of(source: JobSource) -> Job:
     """The job of a source."""
     from brimful.architectures import resolve_job
 
-    return resolve_job(source.name, **dict(source.options))
+    return resolve_job(source.name, **source.options)
+
+
+def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
+    """The built-in architecture that a plan was made for.
+
+    A plan is data: whatever else it names is neither imported nor run, unless the command line names it too.
+
+    Args:
+        file: The plan's file.
+        plan: What it holds.
+        asked: Arguments that the command has beside it, to be said again.
+
+    Returns:
+        Its source.
+
+    Raises:
+        UsageError: It names none, or something else; says with which command the plan can be checked.
+    """
+    from brimful.architectures import architecture_names
+
+    source = plan.source
+    if source is not None and source.name in architecture_names():
+        return source
+    rest = shlex.join(["--check", str(file), *asked])
+    if source is None:
+        raise UsageError(f"{file} does not name its model. Name it: brimful plan MODEL {rest}")
+    options = [f"--set={name}={_text(value)}" for name, value in source.options.items()]
+    model = shlex.join([source.name, *options])
+    if source.name.startswith("-") or len(model) > _LONGEST_MODEL or not model.isprintable():
+        model = "MODEL"
+    raise UsageError(
+        f"{file} names a model that is not built in, {_shortened(source.name)!r}, and a plan's file does not "
+        f"decide which code runs. If you trust that code: brimful plan {model} {rest}"
+    )
+
+
+_LONGEST_MODEL = 1000
+"""Characters of a command that is shown. A choice."""
+_LONGEST_NAME = 100
+"""The same of a name."""
+
+
+def _shortened(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}…"
+
+
+def _text(value: bool | int | float | str) -> str:
+    """A value as `--set` takes it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def find_source(model: str | None, options: ModelOptions) -> JobSource | None:
@@ -45,13 +98,13 @@ def find_source(model: str | None, options: ModelOptions) -> JobSource | None:
         if given:
             raise UsageError(f"{', '.join(given)} is an option of a model, and no model is named.")
         return None
-    return JobSource(name=model, options=tuple(given.items()))
+    return JobSource(name=model, options=given)
 
 
 def _value(text: str) -> int | float | bool | str:
     """A number or truth value if `text` is one."""
     try:
-        value = json.loads(text)
-    except ValueError:
+        value = parse_json(text, where=text)
+    except FileFormatError:
         return text
     return value if isinstance(value, int | float | bool) else text

@@ -25,10 +25,12 @@ from brimful.cli.options import (
     arguments,
     flattened,
 )
-from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, errors_told, show, waiting
+from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, errors_told, show
 from brimful.cli.sources import find_job
+from brimful.cli.streams import print_result
 from brimful.errors import UsageError
 from brimful.files import write_file
+from brimful.status import busy
 from brimful.training import StopReason
 
 if TYPE_CHECKING:
@@ -108,7 +110,7 @@ def images(
     with errors_told(as_json):
         from brimful import tasks
 
-        with waiting("looking at the images"):
+        with busy("looking at the images"):
             job = tasks.image_classification(directory, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
@@ -128,7 +130,7 @@ def text_classification(
     with errors_told(as_json):
         from brimful import tasks
 
-        with waiting("reading the texts"):
+        with busy("reading the texts"):
             job = tasks.text_classification(file, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
@@ -150,7 +152,7 @@ def language_model(
     with errors_told(as_json):
         from brimful import tasks
 
-        with waiting("reading the texts"):
+        with busy("reading the texts"):
             job = tasks.language_model(*files, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
@@ -169,8 +171,9 @@ def _train(
     from brimful import api
     from brimful.local import choose_device
     from brimful.report import training_document, training_text
-    from brimful.train.ranks import device_here, joined_ranks, rank_here
+    from brimful.train.ranks import check_launch, device_here, joined_ranks, rank_here
 
+    check_launch()
     if run.plan_only and (run.plan_file is not None or run.resume):
         raise UsageError("--plan-only searches for a plan, and --plan and --resume bring one.")
     if run.plan_file is None and not run.resume and not run.plan_only:  # before time is spent on a plan
@@ -184,7 +187,7 @@ def _train(
 
     found = None
     if rank_here() == 0 and not as_json and usual_batch_size is not None:
-        print(_told(job), flush=True)
+        print_result(_told(job))
     if rank_here() == 0:
         found = _begin(job, context, run, planning, training, usual_batch_size)
     if run.plan_only:
@@ -194,7 +197,7 @@ def _train(
     with joined_ranks(device_here(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
         chosen, goes_on, where = ranks.of_first(found)  # FSDP2 is planned for before ranks are joined
         if ranks.is_first and not as_json:
-            print(chosen, flush=True)
+            print_result(str(chosen))
         result, plain = api.fit(
             job,
             chosen,
@@ -206,8 +209,11 @@ def _train(
         )
     if ranks.is_first:
         text = training_text(result, plain)
-        show(text, lambda: training_document(result, plain), as_json)
         write_file(where / "report.txt", f"{chosen}\n{text}\n")
+        if as_json:
+            show(text, lambda: training_document(result, plain), as_json)
+        else:
+            print_result(text)  # best effort: it is in the run directory
     status = {StopReason.INTERRUPTED: INTERRUPTED, StopReason.TERMINATED: TERMINATED}
     if result.stopped_because in status:
         raise typer.Exit(status[result.stopped_because])
@@ -255,7 +261,7 @@ def _begin(
         return _search(job, run.device, samples, planning)
 
     begun = _begun(run.run_dir, run.resume, training.compare_plain)
-    if run.run_dir is not None and begun is None:
+    if run.run_dir is not None and not run.resume:
         check_run_directory(run.run_dir)  # before time is spent on a plan
     where = run.run_dir or _new_run_dir(job.name)
     if begun is not None:
@@ -267,11 +273,11 @@ def _begin(
             raise UsageError(
                 f"{run.plan_file} is a plan for {chosen.job!r}, not for {job.name!r}. Plan this job."
             )
-        return chosen, False, where
+        return chosen, run.resume, where
     samples = usual_batch_size if run.global_batch_size is None else run.global_batch_size
     if samples is None:
         raise UsageError("say --global-batch-size, the samples per optimizer step, or give a --plan.")
-    return search(samples), False, where
+    return search(samples), run.resume, where
 
 
 def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
@@ -280,7 +286,7 @@ def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
     from brimful.train.ranks import nodes_launched, ranks_launched
 
     launched: dict[str, Any] = {"ranks": ranks_launched(), "nodes": nodes_launched()}
-    with waiting("planning"):
+    with busy("planning"):
         return api.plan(job, device, global_batch_size=samples, **launched, **planning.asked())
 
 
@@ -314,7 +320,7 @@ def _with_rates(
 
 def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:
     """The plan of the run that is to go on; None if one is to begin."""
-    from brimful.train.run_directory import clear_begun_run
+    from brimful.train.unsaved import check_restart
 
     if not resume:
         return None
@@ -325,7 +331,7 @@ def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | No
     plan = run_dir / "plan.json"
     if plan.exists():
         return plan
-    clear_begun_run(run_dir)  # it was killed before it had written as much as its plan
+    check_restart(run_dir)  # it was killed before it had written as much as its plan, or there is none yet
     return None
 
 

@@ -245,7 +245,8 @@ class _Step:
         if device.host_link_bytes_per_second is not None:
             link_seconds /= device.host_link_bytes_per_second
         places, shares = _region_places(part, micro_batch)
-        regions_seconds = len(trace.settings.recomputed) * region_seconds(device)
+        regions = len(trace.settings.recomputed) + trace.own_checkpoints
+        regions_seconds = regions * region_seconds(device)
         regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
         regions_seconds += len(trace.settings.nested) * NESTED_FORWARD_SECONDS
         return cls(

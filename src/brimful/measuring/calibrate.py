@@ -14,19 +14,30 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from brimful.codec import (
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    from_builtins,
+    parse_json,
+    read_regular_file,
+)
 from brimful.curves import RateCurve
+from brimful.errors import FileFormatError
 from brimful.hardware import MEASURED_BUSY, Device, Dispatch, find_device
 from brimful.measuring.dispatch import measure_dispatch
 from brimful.measuring.probes import Pool, Probe, probes
 from brimful.measuring.timing import Typical, typical_seconds
+from brimful.status import report
 from brimful.units import MIB
 
 if TYPE_CHECKING:
@@ -80,29 +91,34 @@ Progress = Callable[[str], None]
 class Calibration:
     """What was measured of one device; rates are achieved ones, at the largest size that was timed."""
 
-    fp32_flops_per_second: float
-    fp16_flops_per_second: float
-    bf16_flops_per_second: float
-    memory_bandwidth_bytes_per_second: float
-    launch_seconds: float
+    fp32_flops_per_second: PositiveFloat
+    fp16_flops_per_second: PositiveFloat
+    bf16_flops_per_second: PositiveFloat
+    memory_bandwidth_bytes_per_second: PositiveFloat
+    launch_seconds: PositiveFloat
     """One small elementwise op."""
-    page_fault_seconds_per_byte: float
+    page_fault_seconds_per_byte: NonNegativeFloat
     """0 on a GPU."""
-    to_device_bytes_per_second: float | None
+    to_device_bytes_per_second: PositiveFloat | None
     """From pinned memory; None on a CPU."""
-    to_host_bytes_per_second: float | None
-    host_update_bytes_per_second: float | None = None
+    to_host_bytes_per_second: PositiveFloat | None
+    host_update_bytes_per_second: PositiveFloat | None = None
     """At which the host reads and writes memory in AdamW's update; None on a CPU, or where an earlier version
     measured."""
     dispatch: Dispatch
-    curves: tuple[RateCurve, ...]
-    sweeps: int
+    curves: Annotated[tuple[RateCurve, ...], Meta(min_length=1)]
+    sweeps: PositiveInt
     """How often all kinds were gone through."""
-    disturbed_fraction: float
+    disturbed_fraction: NonNegativeFloat
     """Of the sizes of all kinds: those that other work on the machine never let run undisturbed."""
-    measured_at_seconds: float
+    measured_at_seconds: PositiveFloat
     """Since the epoch."""
-    took_seconds: float
+    took_seconds: PositiveFloat
+
+    @property
+    def has_link_rates(self) -> bool:
+        """Whether the link to the host was measured, as it is for every GPU."""
+        return None not in (self.to_device_bytes_per_second, self.to_host_bytes_per_second)
 
     def applied_to(self, device: Device) -> Device:
         """The device with these rates; a GPU's peaks stay, as its curves come before them."""
@@ -265,6 +281,10 @@ def measure_device(
     )
 
 
+def _report_measuring(what: str) -> None:
+    report(f"measuring this machine once: {what}")
+
+
 def measure_curves(
     where: torch.device, *, sweeps: int, progress: Progress | None = None
 ) -> tuple[tuple[RateCurve, ...], float]:
@@ -283,9 +303,8 @@ def measure_curves(
     with torch.no_grad():
         for sweep in range(1, sweeps + 1):
             for probe in probes(where):
-                if progress is not None:
-                    kind = probe.kind.replace(":", " in ").replace("_", " ")
-                    progress(f"{kind} ({sweep} of {sweeps})")
+                kind = probe.kind.replace(":", " in ").replace("_", " ")
+                (progress or _report_measuring)(f"{kind} ({sweep} of {sweeps})")
                 if probe.dtype not in pools:
                     pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
                 found = measure_probe(probe, pools[probe.dtype])
@@ -383,31 +402,49 @@ def cache_directory() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "brimful"
 
 
+_MOST_SHOWN = 100
+"""Characters of an entry's key that a warning shows. A choice."""
+
 Record = TypeVar("Record", bound="DataclassInstance")
 
 
-def read_kept(file_name: str, section: str, record: Callable[[dict[str, Any]], Record]) -> dict[str, Record]:
-    """Measurements kept earlier; none if the file is missing, broken or of another version.
+def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, Record]:
+    """Measurements kept earlier; none if the file is missing or of another version.
+
+    What is damaged is a warning, and is not used.
 
     Args:
         file_name: In the cache directory.
         section: The document's part that holds them.
-        record: Makes a record of an entry's values; an entry it raises ValueError or TypeError for is left out.
+        record: What an entry is.
 
     Returns:
         The records, each under the key it was kept with.
     """
     try:
-        document = json.loads((cache_directory() / file_name).read_text(encoding="utf-8"))
-        if document["version"] != CACHE_VERSION:
-            return {}
-        entries = dict(document[section])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError):
+        path = cache_directory() / file_name
+    except RuntimeError:  # there is no home directory
         return {}
-    kept = {}
-    for key, values in entries.items():
-        with suppress(ValueError, TypeError):
-            kept[key] = record(values)
+    if not os.path.lexists(path):
+        return {}
+    where = f"the cache of measurements {path}"
+    kept: dict[str, Record] = {}
+    damage: list[FileFormatError] = []
+    try:
+        content = parse_json(read_regular_file(path, what="cache of measurements"), where=where)
+        document = from_builtins(content, dict[str, Any], where=where)
+        if document.get("version") != CACHE_VERSION:
+            return {}
+        entries = from_builtins(document.get(section), dict[str, Any], where=f"{where}: field `{section}`")
+        for key, values in entries.items():
+            try:
+                kept[key] = from_builtins(values, record, where=f"{where}: {key[:_MOST_SHOWN]!r}")
+            except FileFormatError as error:
+                damage.append(error)
+    except FileFormatError as error:
+        damage.append(error)
+    if damage:
+        warnings.warn(f"{damage[0]} It is not used; what is needed is measured again.", stacklevel=3)
     return kept
 
 
@@ -451,7 +488,8 @@ def _calibrated(
 
 def _read(device: Device) -> dict[str, Calibration]:
     file_name, section = _CACHES[device.kind]
-    return read_kept(file_name, section, calibration_from_json)
+    kept = read_kept(file_name, section, Calibration)
+    return {key: each for key, each in kept.items() if device.kind == "cpu" or each.has_link_rates}
 
 
 def _end_rate(curve: RateCurve) -> float:
@@ -471,37 +509,3 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-_MAY_BE_ZERO = ("page_fault_seconds_per_byte", "disturbed_fraction")
-
-
-def calibration_from_json(values: dict[str, Any]) -> Calibration:
-    """What `dataclasses.asdict` made of a calibration.
-
-    Args:
-        values: As read from JSON.
-
-    Returns:
-        The same calibration.
-
-    Raises:
-        ValueError: A figure cannot be.
-        TypeError: A field is missing, or not of its type.
-    """
-    if not isinstance(values, dict) or not isinstance(values.get("curves"), list | tuple):
-        raise TypeError("a calibration is a table with a list of curves")
-    curves = tuple(
-        RateCurve(kind=curve["kind"], points=tuple((float(x), float(y)) for x, y in curve["points"]))
-        for curve in map(dict, values["curves"])
-        if {"kind", "points"} <= set(curve)
-    )
-    calibration = Calibration(**(values | {"dispatch": Dispatch(**values["dispatch"]), "curves": curves}))
-    for field in fields(calibration):
-        value = getattr(calibration, field.name)
-        least = 0.0 if field.name in _MAY_BE_ZERO else 1e-300
-        if isinstance(value, float | int) and not value >= least:
-            raise ValueError(f"{field.name} cannot be {value}")
-    if not curves or not all(value >= 0 for value in asdict(calibration.dispatch).values()):
-        raise ValueError(f"{calibration} cannot be")
-    return calibration

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +16,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from brimful.applying import apply_units
-from brimful.batches import make_batch, split_batch
+from brimful.capture.outside import is_state
 from brimful.certificate import Certificate, Comparison
-from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
+from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
+from brimful.layout import layout_of, make_batch
 from brimful.local import build_model, choose_device, device_name
-from brimful.random_state import RandomState
+from brimful.measuring.aligned_draws import DrawWatch
+from brimful.measuring.splitting import compare_split_loss
 from brimful.settings import Precision, Settings
-from brimful.step import autocast, copied_to, device_of, loss_weights, make_scaler, matmul_precision, run_step
+from brimful.step import copied_to, device_of, loss_weights, make_scaler, matmul_precision, run_step
 
 _BOUND_IN_ROUNDINGS = 1000
 """A gradient is a sum over samples and tokens, and splitting sums it in another order. Each of n float32 terms
@@ -130,7 +131,16 @@ def _certificate(
     splitting = _splitting(settings, kept, model, compute)
     comparisons.append(splitting)
     if splitting.left_out_because and settings.gradient_accumulation_steps > 1:
-        comparisons.append(_splitting_in_evaluation(job, settings, model, batch, device, seed))
+        comparisons.append(
+            compare_split_loss(
+                job,
+                model.to(device),
+                batch,
+                micro_batch_size=settings.micro_batch_size,
+                bound=_rounding(Precision.FP32),
+                seed=seed,
+            )
+        )
     return Certificate(
         job=job.name,
         device=device_name(device),
@@ -158,6 +168,8 @@ class _Computed:
     values: Mapping[str, Tensor]
     draws: bool
     """Whether random numbers were drawn."""
+    changed_buffers: tuple[str, ...]
+    """Names of those that the step changed, but for norms' running statistics."""
 
 
 def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
@@ -188,63 +200,11 @@ def _splitting(
     settings: Settings, kept: _Computed, model: nn.Module, compute: Callable[[Settings], _Computed]
 ) -> Comparison:
     """The batch in micro-batches, against the whole of it."""
-    reason = _why_not_split(settings, model, kept.draws)
+    reason = _why_not_split(settings, model, kept)
     if reason:
         return Comparison(name="splitting", left_out_because=reason)
     whole = compute(replace(settings, units=()).with_micro_batch_size(settings.rank_batch_size))
     return _comparison("splitting", whole, kept, bound=_rounding(settings.precision))
-
-
-def _splitting_in_evaluation(
-    job: Job, settings: Settings, model: nn.Module, batch: Batch, device: torch.device, seed: int
-) -> Comparison:
-    """The loss alone, where nothing is drawn, rounded or normalised: enough to see that it couples samples."""
-    loss, precision, move = loss_of(job), Precision.FP32, copied_to(device)
-    copied = copy.deepcopy(model).to(device).eval()
-    micro_batches = split_batch(batch, settings.micro_batch_size)
-    name = "splitting, in evaluation mode"
-    with _seeded(seed), matmul_precision(precision), torch.no_grad(), autocast(copied, precision):
-        before = RandomState.now(device).to_save()
-        try:
-            whole = float(loss(copied, move(batch)))
-            if isinstance(loss, CoupledLoss):
-                parts = [
-                    loss.of_embeddings(gather_embeddings(partial(loss.embed, copied), micro_batches, move))
-                ]
-            else:
-                weights = loss_weights(job.count, micro_batches)
-                pairs = zip(micro_batches, weights, strict=True)
-                parts = [loss(copied, move(part)) * weight for part, weight in pairs if weight]
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a model may have no loss in evaluation mode
-            return Comparison(name=name, left_out_because=f"the loss cannot be computed in it: {error}")
-        if not _are_same(before, RandomState.now(device).to_save()):
-            return Comparison(name=name, left_out_because="the model draws random numbers in it, too")
-    split = sum(float(part) for part in parts)
-    if not math.isfinite(whole):
-        return Comparison(name=name, left_out_because="plain training computes NaN or infinite numbers itself")
-    difference = abs(whole - split) / max(abs(whole), abs(split), _SMALL_LOSS)
-    return Comparison(
-        name=name,
-        is_bitwise=difference == 0,
-        largest_difference=difference if math.isfinite(difference) else math.inf,
-        where="the loss" if difference else "",
-        bound=_rounding(precision),
-    )
-
-
-_SMALL_LOSS = 0.01
-"""A loss that is smaller is compared as if it were this: a mean of large terms that cancel is known no better
-than they are. A choice; coupled losses are of the order of 1."""
-
-
-def _are_same(before: Any, after: Any) -> bool:
-    if isinstance(before, Tensor):
-        return torch.equal(before, after)
-    if isinstance(before, dict):
-        return all(_are_same(value, after[name]) for name, value in before.items())
-    return bool(before == after)
 
 
 def _computed(
@@ -253,7 +213,7 @@ def _computed(
     """Loss, gradients and buffers after one step of a copy of the model."""
     copied = copy.deepcopy(model).to(device)
     applied = apply_units(copied, settings)
-    micro_batches = split_batch(batch, settings.micro_batch_size)
+    micro_batches = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
     values: dict[str, Tensor] = {}
 
     def keep(loss: Tensor, _norm: Tensor) -> bool:
@@ -263,23 +223,35 @@ def _computed(
                 values[f"the gradient of {name}"] = parameter.grad.cpu()
         return False
 
-    with _seeded(seed), matmul_precision(settings.precision):
-        before = _generator_state(device)
+    with _seeded(seed), matmul_precision(settings.precision), DrawWatch(device) as watch:
         run_step(
             model=copied,
             loss=loss_of(job),
             optimizer=torch.optim.SGD(copied.parameters()),  # makes no update: `keep` declines
             micro_batches=micro_batches,
-            weights=loss_weights(job.count, micro_batches),
+            weights=loss_weights(job, micro_batches),
             precision=settings.precision,
             scaler=make_scaler(settings.precision, device.type),
             before_update=keep,
             move=copied_to(device),
         )
-        draws = not torch.equal(before, _generator_state(device))
-    values |= {f"the buffer {name}": buffer.detach().cpu() for name, buffer in copied.named_buffers()}
+        draws = watch.has_drawn
+    buffers = {name: buffer.detach().cpu() for name, buffer in copied.named_buffers()}
     applied.remove()
-    return _Computed(values, draws)
+    changed = tuple(_changed_states(dict(model.named_buffers()), buffers, model))
+    values |= {f"the buffer {name}": buffer for name, buffer in buffers.items()}
+    return _Computed(values, draws, changed)
+
+
+def _changed_states(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], model: nn.Module
+) -> Iterator[str]:
+    """Names of buffers that a step changed and that are more than counters, but for BatchNorm's."""
+    for name, buffer in after.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        is_changed = name not in before or not torch.equal(before[name].cpu(), buffer)
+        if is_changed and is_state(buffer) and not isinstance(owner, _BatchNorm):
+            yield name
 
 
 @contextmanager
@@ -287,22 +259,20 @@ def _seeded(seed: int) -> Iterator[None]:
     """Let torch, Python and NumPy draw the same numbers each time; theirs of before go on afterwards."""
     with _random_state_kept(torch.device("cpu")):
         random.seed(seed)
-        np.random.seed(seed)
+        np.random.seed(seed % 2**32)  # all that NumPy takes
         torch.manual_seed(seed)
         yield
 
 
-def _generator_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-
-
-def _why_not_split(settings: Settings, model: nn.Module, draws: bool) -> str:
+def _why_not_split(settings: Settings, model: nn.Module, kept: _Computed) -> str:
     """Why a split batch is not compared with a whole one; empty if it is."""
     if settings.gradient_accumulation_steps == 1:
         return "the plan does not split the batch"
     if any(isinstance(module, _BatchNorm) for module in model.modules()):
         return "BatchNorm computes with the micro-batch: the plan says what that changes"
-    if draws:
+    if kept.changed_buffers:
+        return f"each forward changes the buffer {kept.changed_buffers[0]}: the plan says so"
+    if kept.draws:
         return "the model draws random numbers, others for a split batch"
     if settings.precision not in (Precision.FP32, Precision.TF32):
         return f"rounding to {settings.precision} is larger than what splitting changes"

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from brimful.errors import UsageError
+from brimful.codec import PositiveFloat, PositiveInt, decode_json
+from brimful.errors import FileFormatError, UsageError
 from brimful.hardware import CudaContext, Device, cuda_context, find_device
 from brimful.measuring.calibrate import read_kept, write_kept
 
@@ -37,14 +38,20 @@ class KeptContext:
     """As `hardware.find_device` names it; the driver's name where that knows no such GPU."""
     driver_version: str
     torch_version: str
-    measured_at_seconds: float
+    measured_at_seconds: PositiveFloat
     """Since the epoch."""
-    context_bytes: int
+    context_bytes: PositiveInt
     """After a small training step, which loads cuBLAS, cuDNN and its own kernels."""
-    low_bytes: int
+    low_bytes: PositiveInt
     """Right after the context was made."""
-    high_bytes: int
+    high_bytes: PositiveInt
     """As much again for kernels of other ops as the small training step loaded; assumed, not measured."""
+
+    def __post_init__(self) -> None:
+        if not self.low_bytes <= self.context_bytes <= self.high_bytes:
+            raise ValueError(
+                f"a context of {self.context_bytes} bytes is not between {self.low_bytes} and {self.high_bytes}"
+            )
 
     @property
     def context(self) -> CudaContext:
@@ -89,7 +96,7 @@ def measure_context(device: torch.device | str | None = None) -> CudaContext:
         high_bytes=2 * reading.warm_bytes - reading.bare_bytes,
     )
     key = f"{measured.gpu_name}; driver {measured.driver_version}; torch {measured.torch_version}"
-    kept = read_kept(CACHE_FILE, "contexts", _kept)
+    kept = read_kept(CACHE_FILE, "contexts", KeptContext)
     write_kept(CACHE_FILE, "contexts", kept | {key: measured}, what="the measured CUDA context")
     return measured.context
 
@@ -106,7 +113,7 @@ def kept_context(gpu_name: str, torch_version: str | None = None) -> CudaContext
     """
     matching = [
         kept
-        for kept in read_kept(CACHE_FILE, "contexts", _kept).values()
+        for kept in read_kept(CACHE_FILE, "contexts", KeptContext).values()
         if gpu_name.casefold() in (kept.gpu_name.casefold(), kept.device_name.casefold())
         and (torch_version is None or _minor_release(kept.torch_version) == _minor_release(torch_version))
     ]
@@ -187,8 +194,8 @@ def _read_in_fresh_process(uuid: str) -> _Reading:
 def _parsed(output: str) -> _Reading:
     """The reading from the last line, as libraries may print lines of their own before."""
     try:
-        return _Reading(**json.loads(output.strip().splitlines()[-1]))
-    except (ValueError, IndexError, TypeError) as error:
+        return decode_json(output.strip().splitlines()[-1], _Reading, where="the measuring process's answer")
+    except (FileFormatError, IndexError) as error:
         raise UsageError(
             f"the CUDA context could not be measured: the measuring process wrote {output[-200:]!r}"
         ) from error
@@ -261,16 +268,6 @@ def _train_a_little(device: torch.device) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def _kept(values: dict[str, Any]) -> KeptContext:
-    kept = KeptContext(**values)
-    names = (kept.gpu_name, kept.device_name, kept.driver_version, kept.torch_version)
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{names} are no names")
-    if not 0 < kept.low_bytes <= kept.context_bytes <= kept.high_bytes or not kept.measured_at_seconds > 0:
-        raise ValueError(f"{kept} cannot be")
-    return kept
 
 
 def _table_name(gpu_name: str, capacity_bytes: int) -> str:

@@ -15,22 +15,25 @@ import ctypes
 import gc
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
-from torch.autograd.profiler import profile
+from torch._C._profiler import _EventType, _TensorMetadata
+from torch.autograd.profiler import profile, record_function
 
 from brimful.measurement import OpTemporary
 
 _SILENT = "6"
 """Above every level of the profiler's log, which else says on stderr that it starts and stops (kineto's
 ILoggerObserver.h, LoggerOutputType)."""
+
+_COUNTED_FROM = "brimful counts from here"
+"""Name of the range that marks the moment in the profile."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,6 +44,14 @@ class CpuPeak:
     """The most bytes live of those that the thread allocated since recording began, or others for it. It is not
     seen where a block from before is released (CPUAllocator.cpp, ProfiledCPUMemoryReporter)."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
+    read_from_before: Mapping[int, int] = field(default_factory=dict)
+    """By address: bytes of storages that ops were given and that were there before. Of a storage of which ops
+    were given parts only, the largest part counts."""
+
+    def count_from_here(self) -> None:
+        """Look for the peak from here on; what was allocated before is held still."""
+        with record_function(_COUNTED_FROM):
+            pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,12 +74,14 @@ def record_cpu_memory() -> Iterator[CpuPeak]:
     peak = CpuPeak()
     gc.collect()  # else cycles that earlier code left might be freed inside
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-    with _all_threads_counted(), profile(profile_memory=True) as profiler:
+    with _all_threads_counted(), profile(profile_memory=True, record_shapes=True) as profiler:
         yield peak
     results: Any = profiler.kineto_results
-    events = sorted(_memory_events(results.experimental_event_tree()), key=lambda event: event.time_ns)
-    peak.peak_bytes, position = _peak(events)
+    roots = results.experimental_event_tree()
+    events = sorted(_memory_events(roots), key=lambda event: event.time_ns)
+    peak.peak_bytes, position = _peak(events, since_ns=_counted_from_ns(roots))
     peak.temporaries_at_peak = _temporaries_at(events, position)
+    peak.read_from_before = _read_from_before(roots, {event.address for event in events})
 
 
 @contextmanager
@@ -98,6 +111,17 @@ def _count_flag() -> ctypes.c_bool | None:
     return None
 
 
+def _counted_from_ns(roots: Iterable[Any]) -> int:
+    """When the peak was last said to be looked for from there on; 0 if never."""
+    stack, latest = [*roots], 0
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.name == _COUNTED_FROM:
+            latest = max(latest, event.start_time_ns)
+    return latest
+
+
 def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
     """Allocations on the CPU below the roots of an event tree, each with the ops around it."""
     stack: list[tuple[Any, tuple[tuple[int, str], ...]]] = [(root, ()) for root in roots]
@@ -119,8 +143,34 @@ def _memory_events(roots: Iterable[Any]) -> Iterator[CpuEvent]:
         stack += [(child, ops) for child in event.children]
 
 
-def _peak(events: list[CpuEvent]) -> tuple[int, int]:
-    """The most bytes live and the index of the event that reached it; 0 and -1 if nothing was ever added.
+def _read_from_before(roots: Iterable[Any], made: Set[int]) -> dict[int, int]:
+    """Bytes of storages on the CPU that ops were given, but for those at addresses where blocks were made."""
+    read: dict[int, int] = {}
+    stack = [*roots]
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag != _EventType.TorchOp:
+            continue
+        for given in event.extra_fields.inputs:
+            for tensor in given if isinstance(given, list) else (given,):
+                if isinstance(tensor, _TensorMetadata) and tensor.device.type == "cpu":
+                    address = tensor.storage_data_ptr
+                    if address and address not in made:
+                        read[address] = max(read.get(address, 0), _spanned_bytes(tensor))
+    return read
+
+
+def _spanned_bytes(tensor: _TensorMetadata) -> int:
+    """Bytes from the first element of a tensor to its last."""
+    if not all(tensor.sizes):
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.sizes, tensor.strides, strict=False))
+    return (last + 1) * tensor.dtype.itemsize
+
+
+def _peak(events: list[CpuEvent], since_ns: int = 0) -> tuple[int, int]:
+    """The most bytes live from a moment on and the index of the event that reached it; 0 and -1 if none were.
 
     What the events add up to is too much by what other threads released of it, and what all threads hold by
     what others, such as one that reads batches ahead, allocated: the lesser is the nearer.
@@ -131,7 +181,7 @@ def _peak(events: list[CpuEvent]) -> tuple[int, int]:
     for index, event in enumerate(events):
         added += event.size_bytes
         live = min(added, event.all_threads_bytes - before)
-        if live > most:
+        if live > most and event.time_ns >= since_ns:
             most, position = live, index
     return most, position
 

@@ -18,6 +18,12 @@ class CudaPeak:
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     device_bytes: int | None = None
+    device: torch.device
+
+    def count_from_here(self) -> None:
+        """Leave out what was before."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
 
 
 @contextmanager
@@ -26,9 +32,8 @@ def record_cuda_memory(device: torch.device) -> Iterator[CudaPeak]:
 
     The allocator keeps its cache: as in a training run, what earlier steps left counts as reserved.
     """
-    peak = CudaPeak()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    peak = CudaPeak(device=device)
+    peak.count_from_here()
     yield peak
     torch.cuda.synchronize(device)
     peak.allocated_bytes = torch.cuda.max_memory_allocated(device)

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.batches import named_tensors, own_part
+from brimful.job import Batch
 
 
-def resident_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes of parameters, gradients, buffers and optimizer state; storage that several share counts once."""
-    storages = {
+def resident_storages(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
+    """Bytes of parameters, gradients, buffers and optimizer state, by the address of their storage."""
+    return {
         storage.data_ptr(): storage.nbytes()
         for tensor in _residents(model, optimizer)
         if (storage := own_part(tensor).untyped_storage()).nbytes() > 0
     }
-    return sum(storages.values())
+
+
+def tensor_storages(tensors: Batch) -> dict[int, int]:
+    """Bytes of the tensors in any nest of containers, by the address of their storage.
+
+    Of a storage of which they are a part only, that part counts.
+    """
+    parts = {
+        (tensor.data_ptr(), tensor.nbytes): tensor.untyped_storage()
+        for _path, tensor in named_tensors(tensors)
+        if tensor.layout is torch.strided and tensor.device.type == "cpu"
+    }
+    found: dict[int, int] = {}
+    for (_begin, nbytes), storage in parts.items():
+        address = storage.data_ptr()
+        found[address] = min(found.get(address, 0) + nbytes, storage.nbytes())
+    return found
 
 
 def _residents(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:

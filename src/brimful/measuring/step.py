@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -13,20 +12,22 @@ from torch.amp.grad_scaler import GradScaler
 from brimful.applying import apply_units
 from brimful.applying.host_update import UpdateOnHost
 from brimful.applying.input_copies import copied_ahead_to
-from brimful.batches import make_batch, split_batch
 from brimful.coupled import check_coupled, loss_of
 from brimful.errors import UsageError
-from brimful.job import Job
-from brimful.local import build_model, choose_device, device_name, set_up_allocator
+from brimful.inputs import InputMover
+from brimful.job import Batch, Job
+from brimful.layout import layout_of, make_batch
+from brimful.local import build_model, choose_device, set_up_allocator
 from brimful.measurement import Measurement
-from brimful.measuring.peak import peak_memory
+from brimful.measuring.loop import measure_loop
+from brimful.measuring.peak import measurement_of, peak_memory
 from brimful.optimizers import make_optimizer
+from brimful.own_loops import check_loop_decides
 from brimful.settings import Settings
 from brimful.step import (
     CarryOut,
     StepOutcome,
     at_once,
-    copied_to,
     device_of,
     loss_weights,
     make_scaler,
@@ -48,8 +49,9 @@ def measure_step(
     warm up, one step's peak memory is measured, and then some steps are timed.
 
     Args:
-        job: Its model, loss, batch and optimizer are used as they are.
-        settings: How the steps are carried out; the batch is of their global batch size.
+        job: Its model, loss, batch and optimizer are used as they are, or its loop.
+        settings: How the steps are carried out; the batch is of their global batch size. A job's own loop
+            decides all but the micro-batch size.
         device: "cpu" or a CUDA device of this machine.
         steps: How many steps to time, at least 1.
         seed: Of the model's weights, the batch and dropout.
@@ -65,6 +67,9 @@ def measure_step(
     device = choose_device(device, None)
     if steps < 1:
         raise UsageError(f"steps is {steps}; at least 1 must be timed.")
+    if job.loop is not None:
+        check_loop_decides(job, settings)
+        return measure_loop(job, settings.micro_batch_size, device=device, steps=steps, seed=seed)
     check_coupled(job, settings)
     set_up_allocator(settings, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -73,6 +78,7 @@ def measure_step(
         optimizer = make_optimizer(job, model, settings)
         applied = apply_units(model, settings)
         on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
+        batch = make_batch(job, settings.rank_batch_size)
         run = repeated_step(
             job,
             settings,
@@ -80,26 +86,17 @@ def measure_step(
             optimizer,
             make_scaler(settings.precision, device.type),
             at_once if on_host is None else on_host.run,
+            batch=batch,
         )
         with matmul_precision(settings.precision):
             first = run()
             for _ in range(_WARM_STEPS - 1):
                 run()
-            staging_bytes = 0 if on_host is None else on_host.staging_bytes
-            with peak_memory(model, optimizer, device, held_besides_bytes=staging_bytes) as peak:
+            with peak_memory(model, optimizer, device, batch=batch) as peak:
                 run()
             seconds = [_seconds(run, device) for _ in range(steps)]
         applied.remove()
-    return Measurement(
-        device=device_name(device),
-        measured_peak_allocated_bytes=peak.allocated_bytes,
-        measured_peak_reserved_bytes=peak.reserved_bytes,
-        measured_peak_device_bytes=peak.device_bytes,
-        measured_step_seconds=statistics.median(seconds),
-        measured_steps=steps,
-        loss=float(first.loss),
-        temporaries_at_peak=peak.temporaries_at_peak,
-    )
+    return measurement_of(peak, seconds, device, loss=float(first.loss))
 
 
 def repeated_step(
@@ -109,42 +106,48 @@ def repeated_step(
     optimizer: torch.optim.Optimizer,
     scaler: GradScaler | None,
     carry_out: CarryOut = at_once,
+    *,
+    batch: Batch,
 ) -> Callable[[], StepOutcome]:
     """One optimizer step on one global batch, to be run again and again.
 
     Args:
-        job: Its loss is minimised, on a batch made once.
+        job: Its loss is minimised.
         settings: How the step is carried out.
         model: Is trained where it is.
         optimizer: Of the model's parameters.
         scaler: For float16; None without.
         carry_out: Calls the optimizer's step.
+        batch: On the host.
 
     Returns:
         Runs the step.
 
     Raises:
-        BatchError: The job's batch cannot be made or split.
+        BatchError: The batch cannot be split.
     """
     device = device_of(model)
-    micro_batches = split_batch(make_batch(job, settings.rank_batch_size), settings.micro_batch_size)
-    weights = loss_weights(job.count, micro_batches)
+    micro_batches = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
+    move = InputMover.to(device, repeats=job.embed is not None)
+    copies_ahead = settings.copies_ahead and device.type != "cpu"
+    weights = loss_weights(job, micro_batches)
     in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
 
     def run() -> StepOutcome:
-        return run_step(
-            model=model,
-            loss=loss_of(job),
-            optimizer=optimizer,
-            micro_batches=micro_batches,
-            weights=weights,
-            precision=settings.precision,
-            scaler=scaler,
-            move=copied_to(device),
-            begin_move=copied_ahead_to(device) if settings.copies_ahead else None,
-            carry_out=carry_out,
-            in_backward=in_backward,
-        )
+        with move.one_step():
+            return run_step(
+                model=model,
+                loss=loss_of(job),
+                optimizer=optimizer,
+                micro_batches=micro_batches,
+                weights=weights,
+                precision=settings.precision,
+                scaler=scaler,
+                move=move,
+                begin_move=copied_ahead_to(device) if copies_ahead else None,
+                carry_out=carry_out,
+                in_backward=in_backward,
+            )
 
     return run
 

@@ -31,16 +31,30 @@ from brimful.optimizers.by_name import (
     named_optimizer,
     optimizer_names,
 )
+from brimful.optimizers.closures import check_needs_no_closure
 from brimful.optimizers.four_bit import AdamW4bit
 from brimful.optimizers.implementations import check_gaps, has_gaps, has_implementation, set_implementation
 from brimful.optimizers.muon import Muon
+from brimful.optimizers.ownership import check_parameters
+from brimful.optimizers.sparse import (
+    SPARSE_ARGUMENT,
+    check_dense_gradients,
+    check_gradients_are_dense,
+    check_op_makes_dense_gradient,
+)
 
 __all__ = [
+    "SPARSE_ARGUMENT",
     "ZERO_OPTIMIZERS",
     "AdamW4bit",
     "Muon",
     "NamedOptimizer",
+    "check_dense_gradients",
     "check_gaps",
+    "check_gradients_are_dense",
+    "check_needs_no_closure",
+    "check_op_makes_dense_gradient",
+    "check_parameters",
     "has_gaps",
     "has_implementation",
     "make_optimizer",

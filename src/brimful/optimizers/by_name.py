@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,14 @@ from torch.optim import Optimizer
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
+from brimful.optimizers.closures import check_needs_no_closure
 from brimful.optimizers.four_bit import AdamW4bit
 from brimful.optimizers.implementations import check_gaps, set_implementation
 from brimful.optimizers.muon import Muon
+from brimful.optimizers.ownership import check_parameters
+from brimful.optimizers.sparse import check_dense_gradients
 from brimful.settings import Settings
+from brimful.wrappers import plain_namer
 
 ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
 """Those that compute each number from its own gradient and state alone, so that flat parts of all parameters
@@ -122,10 +128,16 @@ def make_optimizer(
 
     Raises:
         UnknownNameError: No optimizer has the name.
-        UsageError: No parameter requires a gradient, or the optimizer cannot take the parameters or has no such
-            implementation.
+        UsageError: No parameter requires a gradient, or the optimizer updates others, cannot take these or has
+            no such implementation, needs a closure or
+            sparse gradients.
     """
-    optimizer = _make(job, parameters, None if settings is None else settings.optimizer)
+    model = parameters if isinstance(parameters, nn.Module) else None
+    given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    optimizer = _make(job, given, model, None if settings is None else settings.optimizer)
+    check_parameters(optimizer, given, job=job.name)
+    check_needs_no_closure(optimizer, job=job.name)
+    check_dense_gradients(optimizer, model)
     if type(optimizer).__module__.startswith("torchao."):
         raise UsageError(
             f"{job.name}: the optimizer is torchao's {type(optimizer).__name__}, whose state is in tensors of "
@@ -138,27 +150,42 @@ def make_optimizer(
     return optimizer
 
 
-def _make(job: Job, parameters: Iterable[nn.Parameter] | nn.Module, name: str | None) -> Optimizer:
-    model = parameters if isinstance(parameters, nn.Module) else None
-    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
-    trainable = [parameter for parameter in given if parameter.requires_grad]
+def _make(job: Job, parameters: list[nn.Parameter], model: nn.Module | None, name: str | None) -> Optimizer:
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
     if not trainable:
         raise UsageError(f"{job.name}: no parameter requires a gradient, so there is nothing to optimize.")
     chosen = job.optimizer if name is None else name
     if isinstance(chosen, NamedOptimizer) and model is not None:
         return chosen(model)
     if callable(chosen):
-        return chosen(trainable)
-    if not isinstance(chosen, str):
-        raise UsageError(
-            f"{job.name}: optimizer is a {type(chosen).__name__}. Give a name, or a function that makes one: "
-            "Job(optimizer=lambda params: torch.optim.AdamW(params))."
-        )
+        return _make_own(chosen, trainable, model)
     if chosen not in _MAKERS:
         raise UnknownNameError(
             "optimizer", chosen, _MAKERS, hint="Any other can be given as Job(optimizer=lambda params: …)."
         )
     return _MAKERS[chosen](trainable, model)
+
+
+def _make_own(
+    make: Callable[[Any], Optimizer], parameters: list[nn.Parameter], model: nn.Module | None
+) -> Optimizer:
+    """The optimizer of a job's function, which gets what its argument is named after."""
+    wanted = _first_argument(make)
+    if wanted not in ("model", "named_parameters"):
+        return make(parameters)
+    if model is None:
+        raise UsageError(f"the function of Job(optimizer=…) takes `{wanted}`, so it needs the model.")
+    if wanted == "model":
+        return make(model)
+    plain_name = plain_namer(model)
+    return make([(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad])
+
+
+def _first_argument(make: Callable[..., Any]) -> str | None:
+    try:
+        return next(iter(inspect.signature(make).parameters), None)
+    except (TypeError, ValueError):  # of a function without a signature, in C
+        return None
 
 
 def _by_class(kind: Callable[[list[nn.Parameter]], Optimizer]) -> _Maker:

@@ -39,6 +39,7 @@ def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
     """
     if implementation is OptimizerImplementation.FUSED:
         _refuse_gaps(optimizer)
+        _refuse_complex(optimizer)
     flags = _flags(implementation)
     missing = [name for name, value in flags.items() if value and name not in optimizer.defaults]
     if missing:
@@ -63,6 +64,18 @@ def has_gaps(tensor: Tensor) -> bool:
 
 def _with_gaps(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if has_gaps(p)]
+
+
+def _refuse_complex(optimizer: Optimizer) -> None:
+    """As torch does at the first step (optimizer.py, `_get_fused_kernels_supported_devices`)."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [parameter for parameter in parameters if not parameter.is_floating_point()]
+    if others:
+        dtype = str(others[0].dtype).removeprefix("torch.")
+        raise UsageError(
+            f"fused kernels update real floating-point parameters, and {len(others)} of {len(parameters)} are "
+            f"{dtype}."
+        )
 
 
 def check_gaps(optimizer: Optimizer) -> None:

@@ -1,8 +1,15 @@
 """Options, solver, joint search → Plan. Never imports torch: what runs a step is handed in."""
 
 from brimful.planning.check import PlanCheck, check_trace
-from brimful.planning.estimate import MARGIN_FRACTION, Estimate, PhasePeak, Verdict, estimate_trace
-from brimful.planning.gpus import GpuFit, survey_gpus
+from brimful.planning.estimate import (
+    MARGIN_FRACTION,
+    Estimate,
+    Extremes,
+    PhasePeak,
+    Verdict,
+    estimate_trace,
+)
+from brimful.planning.gpus import GpuFit, GpuSurvey, survey_gpus
 from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative, JobSource, Plan, PlanStatus
 from brimful.planning.request import OptimizerChoice, Request
@@ -16,7 +23,9 @@ __all__ = [
     "Capture",
     "Estimate",
     "Estimator",
+    "Extremes",
     "GpuFit",
+    "GpuSurvey",
     "JobSource",
     "OptimizerChoice",
     "PhasePeak",

@@ -7,7 +7,8 @@ affine in the micro-batch, so captures at two sizes pose it for every divisor of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -287,7 +288,7 @@ class Candidate:
             return None
 
     def _leave_out(self, error: CaptureError | BatchError) -> None:
-        note = f"{self.settings.describe()} is left out at small budgets: {error}"
+        note = f"{self.settings.describe()} is not considered at small budgets: {error}"
         if note not in self._notes:
             self._notes.append(note)
 
@@ -428,6 +429,15 @@ def _outstanding(recomputed: Trace, units: tuple[str, ...]) -> str | None:
     return units[highest] if highest >= 0 and stands_out else None
 
 
+def _of_sizes_that_failed(failures: Mapping[int, Exception]) -> Iterator[str]:
+    """A note for each reason for which micro-batches cannot be captured."""
+    sizes: defaultdict[str, list[int]] = defaultdict(list)
+    for size, error in failures.items():
+        sizes[str(error).replace(f" (micro_batch_size={size})", "")].append(size)
+    for reason, failed in sizes.items():
+        yield f"Micro-batches of {', '.join(map(str, failed))} are not considered: {reason}"
+
+
 class CandidateFamily:
     """All micro-batches under settings that are otherwise the same.
 
@@ -466,15 +476,15 @@ class CandidateFamily:
             BatchError: None can.
         """
         found: list[Candidate] = []
-        failed: CaptureError | BatchError | None = None
+        failures: dict[int, CaptureError | BatchError] = {}
         for size in self._sizes:
             try:
                 found += self._of_size(size)
             except (CaptureError, BatchError) as error:
-                failed = error
-                self._notes.append(f"Micro-batches of {size} are left out: {error}")
-        if failed is not None and not found:
-            raise failed
+                failures[size] = error
+        if failures and not found:
+            raise next(iter(failures.values()))
+        self._notes += _of_sizes_that_failed(failures)
         return found
 
     def _of_size(self, micro_batch_size: int) -> list[Candidate]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from brimful.display import NotebookText
 from brimful.hardware import Device
 from brimful.planning.estimate import estimate_unlimited
 from brimful.planning.ranks import of_one_rank
@@ -15,7 +16,7 @@ from brimful.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCheck:
+class PlanCheck(NotebookText):
     """A plan's settings, predicted anew."""
 
     job: str

@@ -39,12 +39,12 @@ def with_one_micro_batch(trace: Trace) -> Trace:
                 gone.add(event.storage)
         if event.storage not in gone:
             events.append(replace(event, op=index[event.op] if event.op >= 0 else event.op))
+    alone = trace.with_settings(replace(trace.settings, gradient_accumulation_steps=1))
     return replace(
-        trace,
-        settings=replace(trace.settings, gradient_accumulation_steps=1),
+        alone,
         captured_micro_batches=1,
         ops=tuple(ops),
-        storages=tuple(s if s.op is None else replace(s, op=index[s.op]) for s in trace.storages),
+        storages=tuple(s if s.op is None else replace(s, op=index[s.op]) for s in alone.storages),
         events=tuple(events),
     )
 

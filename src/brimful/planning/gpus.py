@@ -9,18 +9,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from brimful.cost import step_seconds
+from brimful.display import NotebookText
 from brimful.errors import CaptureError
 from brimful.hardware import Device
 from brimful.kernels import CUBLAS_WORKSPACE
 from brimful.planning.estimate import MARGIN_FRACTION
 from brimful.planning.sizes import ScaledTraces
+from brimful.planning.text import gpus_text
 from brimful.planning.units import find_units
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.timeline import predict_memory
 from brimful.trace import Storage, Trace
+
+
+class GpuSurvey(tuple["GpuFit", ...], NotebookText):
+    """One record for each GPU; printed, a table."""
+
+    job: str
+    global_batch_size: int
+
+    def __new__(cls, fits: Iterable[GpuFit], *, job: str, global_batch_size: int) -> GpuSurvey:
+        """Of a job and its global batch."""
+        survey = super().__new__(cls, fits)
+        survey.job, survey.global_batch_size = job, global_batch_size
+        return survey
+
+    def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, object]]:
+        return (tuple(self),), {"job": self.job, "global_batch_size": self.global_batch_size}
+
+    def __str__(self) -> str:
+        return gpus_text(self.job, self.global_batch_size, self)
 
 
 class CaptureOn(Protocol):
@@ -65,6 +86,7 @@ def survey_gpus(
     base: Settings,
     *,
     splits_coupled_batches: bool = False,
+    can_split: bool = True,
 ) -> tuple[GpuFit, ...]:
     """Try plain training, smaller micro-batches and recomputation on every GPU.
 
@@ -72,7 +94,8 @@ def survey_gpus(
         capture: Runs a step on fake tensors.
         devices: GPUs of the table.
         base: Plain training: its micro-batch is the global batch. GPUs without its precision take fp32.
-        splits_coupled_batches: Whether a batch may be split although BatchNorm couples its samples.
+        splits_coupled_batches: Whether a batch may be split although layers couple its samples.
+        can_split: Whether the job's batches can be split at all.
 
     Returns:
         One record for each device, in the same order.
@@ -81,9 +104,8 @@ def survey_gpus(
         CaptureError: The step cannot be run on fake tensors.
     """
     families: list[_Family] = []
-    return tuple(
-        _fit(_family_of(device, base, capture, families, splits_coupled_batches), device) for device in devices
-    )
+    splitting = _Splitting(can_split, splits_coupled_batches)
+    return tuple(_fit(_family_of(device, base, capture, families, splitting), device) for device in devices)
 
 
 def deciding_class(device: Device) -> tuple[int, int]:
@@ -92,13 +114,20 @@ def deciding_class(device: Device) -> tuple[int, int]:
     return (6, 0) if capability[0] == 6 else capability
 
 
+class _Splitting(NamedTuple):
+    """Whether batches can be split, and may be where layers couple their samples."""
+
+    can: bool
+    may_if_coupled: bool
+
+
 class _Family:
     """The traces of one job for GPUs that run the same ops."""
 
-    def __init__(self, capture: CaptureOn, device: Device, base: Settings, splits: bool) -> None:
+    def __init__(self, capture: CaptureOn, device: Device, base: Settings, splitting: _Splitting) -> None:
         self._scaled = ScaledTraces(partial(capture, device=device))
         self._device = device
-        self._splits = splits
+        self._splitting = splitting
         self.classes = {deciding_class(device)}
         self.precision = base.precision if device.supports(base.precision) else Precision.FP32
         self._base = replace(base, precision=self.precision)
@@ -109,7 +138,8 @@ class _Family:
     def candidates(self) -> list[Settings]:
         """Plain training, its micro-batches, and the same recomputed; plain first."""
         batch = self._base.global_batch_size
-        is_whole = bool(self.plain.batch_coupled_modules) and not self._splits
+        is_coupled = bool(self.plain.batch_coupled_modules)
+        is_whole = not self._splitting.can or (is_coupled and not self._splitting.may_if_coupled)
         sizes = [batch] if is_whole else [size for size in range(batch, 0, -1) if batch % size == 0]
         kept = [self._base.with_micro_batch_size(size) for size in sizes]
         return [*kept, *(replace(settings, units=self._all_recomputed()) for settings in kept if self._units)]
@@ -137,14 +167,14 @@ class _Family:
 
 
 def _family_of(
-    device: Device, base: Settings, capture: CaptureOn, families: list[_Family], splits: bool
+    device: Device, base: Settings, capture: CaptureOn, families: list[_Family], splitting: _Splitting
 ) -> _Family:
     """The family whose ops the device runs; a new one if there is none."""
     precision = base.precision if device.supports(base.precision) else Precision.FP32
     for family in families:
         if family.precision is precision and deciding_class(device) in family.classes:
             return family
-    fresh = _Family(capture, device, base, splits)
+    fresh = _Family(capture, device, base, splitting)
     for family in families:
         if family.precision is precision and _decide_alike(family.plain, fresh.plain):
             family.classes.add(deciding_class(device))

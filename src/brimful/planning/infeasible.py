@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from brimful.errors import CaptureError, InfeasibleError, UsageError
+from brimful.planning.coupling import why_kept_whole
 from brimful.planning.estimate import Estimate, estimate_unlimited
 from brimful.planning.ranks import of_one_rank
 from brimful.planning.records import Alternative
 from brimful.planning.request import Request
 from brimful.planning.sizes import Capture
-from brimful.settings import Action, Precision
+from brimful.settings import Action, Precision, Settings
+from brimful.timeline import pinned_host_bytes
 from brimful.trace import Trace
 from brimful.units import format_bytes, parse_bytes
 
@@ -49,11 +51,12 @@ def nothing_fits(
     ]
     if request.device.context_bytes:
         lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
-    if request.keeps_batch_whole(plain_trace):
+    if request.why_not_split is not None:
+        lines.append(f"  the batch was not split: {request.why_not_split}")
+    elif request.keeps_batch_whole(plain_trace):
         lines.append(
-            f"  the batch was not split: {len(plain_trace.batch_coupled_modules)} BatchNorm layers "
-            f"(first: {plain_trace.batch_coupled_modules[0]!r}) compute with the whole of it. Permit it with "
-            "split_batch_norm, --split-batch-norm (statistics are then over a micro-batch)"
+            f"  the batch was not split: {why_kept_whole(plain_trace)}. Permit it with "
+            "split_batch_norm, --split-batch-norm (statistics and states are then those of micro-batches)"
         )
     if held_back := ", ".join(_what_was_asked(request)):
         lines.append(f"  you asked for: {held_back}; without that, a smaller budget may do")
@@ -101,7 +104,27 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
             continue
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
+    yield from _more_host_memory(capture, request, settings)
     yield f"a budget of {_rounded_up(smallest.predicted_peak_device_bytes)}"
+
+
+def _more_host_memory(capture: Capture, request: Request, settings: Settings) -> Iterator[str]:
+    """The host memory with which the optimizer on the host would fit, if what is permitted is too little."""
+    if not request.may_put_optimizer_on_host or settings.optimizer_on_host:
+        return
+    try:
+        trace = of_one_rank(capture(replace(settings, optimizer_on_host=True)))
+    except (CaptureError, UsageError):
+        return
+    needed_bytes = trace.host_state_bytes + pinned_host_bytes(trace)
+    estimate = estimate_unlimited(trace, request.device)
+    fits = estimate.predicted_peak_device_bytes <= request.budget_bytes
+    if fits and needed_bytes > request.offload_host_bytes:
+        yield (
+            f"host_memory {_rounded_up(needed_bytes)}, --host-memory, for the optimizer's state "
+            f"({format_bytes(request.offload_host_bytes)} permitted now; "
+            f"{format_bytes(estimate.predicted_peak_device_bytes)} predicted on the device)"
+        )
 
 
 def _rounded_up(size_bytes: int) -> str:

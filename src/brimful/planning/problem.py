@@ -468,11 +468,11 @@ def _held(
     freed_at = {event.storage: event.op for event in trace.events if event.kind is EventKind.FREE}
     held: tuple[Counter[_Made], Counter[_Made]] = (Counter(), Counter())
     for event in trace.events:
-        if event.kind is EventKind.ALLOCATE and forward[0] <= event.op <= forward[-1]:
-            storage = trace.storages[event.storage]
+        storage = trace.storages[event.storage]
+        is_by_op = storage.op is not None
+        op = event.op if is_by_op else event.op + 1  # what no op made is put by for the next one
+        if event.kind is EventKind.ALLOCATE and forward[0] <= op <= forward[-1]:
             size_bytes = round_up(storage.size_bytes, rounding_bytes)
-            is_by_op = storage.op is not None
-            op = event.op if is_by_op else event.op + 1
             made = _Made(int(owner[op]), int(begun[op]), storage.label, size_bytes, is_by_op)
             for moment, at_moment in zip(moments, held, strict=True):
                 at_moment[made] += freed_at.get(event.storage, len(trace.ops)) >= moment

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
+
+from brimful.codec import (
+    ALWAYS_WRITTEN,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    fields_of_version,
+    from_builtins,
+    parse_json,
+    read_regular_file,
+)
+from brimful.display import NotebookText
 from brimful.errors import UsageError
 from brimful.files import write_file
 from brimful.planning.text import plan_text
-from brimful.settings import Settings, settings_from_json, settings_to_json
+from brimful.settings import Settings, settings_to_json
 
 PLAN_VERSION = 1
 
@@ -30,8 +44,8 @@ class Alternative:
     label: str
     """What it is, for a reader."""
     settings: Settings
-    predicted_peak_reserved_bytes: int
-    predicted_step_seconds: float
+    predicted_peak_reserved_bytes: NonNegativeInt
+    predicted_step_seconds: PositiveFloat
     fits: bool
     """Whether it is predicted to be within the budget."""
 
@@ -40,57 +54,72 @@ class Alternative:
 class BudgetPoint:
     """What another budget would buy, as the solver tells it, without a capture."""
 
-    budget_bytes: int
-    predicted_step_seconds: float
+    budget_bytes: NonNegativeInt
+    predicted_step_seconds: PositiveFloat
+
+
+_LONGEST_NAME = 4096
+"""Characters; a path on Linux has no more (PATH_MAX)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    """What the command line named to be trained, so that a plan's file tells it."""
+    """The model that the command line was given, so that a plan's file names it.
 
-    name: str
+    Reading a plan neither imports nor runs what it names.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
     """A built-in architecture, or where a factory of the user's is."""
-    options: tuple[tuple[str, int | float | bool | str], ...] = ()
+    options: Mapping[str, bool | int | float | str] = field(default_factory=dict, metadata=ALWAYS_WRITTEN)
     """The model's own, by name."""
 
 
+_MOST_FLOPS = 10**40
+"""Of a step: beyond any, and far below what a float cannot hold. A choice."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(NotebookText):
     """The fastest way found to train a job's global batch within a budget."""
 
     status: PlanStatus
     job: str
     device: str
-    device_kind: str
-    """"cuda" or "cpu": where the plan can run."""
-    budget_bytes: int
+    device_kind: Literal["cuda", "cpu"]
+    """Where the plan can run."""
+    budget_bytes: PositiveInt
     """Bytes permitted to the process on the device, the CUDA context included."""
     settings: Settings
-    predicted_peak_allocated_bytes: int
-    predicted_peak_reserved_bytes: int
-    predicted_peak_device_bytes: int
-    predicted_step_seconds: float
+    predicted_peak_allocated_bytes: PositiveInt
+    predicted_peak_reserved_bytes: PositiveInt
+    predicted_peak_device_bytes: PositiveInt
+    predicted_step_seconds: PositiveFloat
     plain: Alternative
     """Training as it would be without a plan: the whole global batch at once, everything kept."""
     alternatives: tuple[Alternative, ...]
     """What else was searched, fastest first."""
-    peak_at: str = ""
+    peak_at: str = field(default="", metadata=ALWAYS_WRITTEN)
     """Where in the step most memory is held: the part of the step, and the module if it is in one."""
-    budget_curve: tuple[BudgetPoint, ...] = ()
+    budget_curve: tuple[BudgetPoint, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
-    predicted_pinned_host_bytes: int = 0
+    predicted_pinned_host_bytes: NonNegativeInt = 0
     """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
     training."""
-    predicted_host_state_bytes: int = 0
+    predicted_host_state_bytes: NonNegativeInt = 0
     """Optimizer state in the host's memory; with `cpu_offload` parts of parameters and gradients too."""
-    model_flops: int | None = None
+    model_flops: Annotated[int, Meta(ge=0)] | None = None
     """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
-    peak_flops_per_second: float | None = None
+    peak_flops_per_second: PositiveFloat | None = None
     """Of the device in the plan's precision; None if it is not known, as for a CPU nobody calibrated."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """What a reader should know: what could not be searched, and why."""
-    source: JobSource | None = None
+    source: JobSource | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """None if the plan was not made by the command line."""
+
+    def __post_init__(self) -> None:
+        if self.model_flops is not None and self.model_flops > _MOST_FLOPS:
+            raise UsageError(f"model_flops has {len(str(self.model_flops))} digits; no step takes as many.")
 
     def __str__(self) -> str:
         return plan_text(self)
@@ -149,39 +178,22 @@ class Plan:
         }
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> Plan:
+    def from_json(cls, document: Any, *, where: str = "the plan") -> Plan:
         """The plan that `to_json` wrote.
 
         Args:
             document: As read from JSON.
+            where: Names it in errors.
 
         Returns:
             A plan equal to the one written.
 
         Raises:
-            UsageError: The document is no plan of this version.
+            FileFormatError: The document is not a plan of this version, or a field is unknown, missing, of
+                another type or out of range.
         """
-        version = document.get("brimful_plan") if isinstance(document, dict) else None
-        if version != PLAN_VERSION:
-            found = "no brimful plan" if version is None else f"a plan of version {version}"
-            raise UsageError(f"this is {found}; this brimful reads plans of version {PLAN_VERSION}.")
-        try:
-            return cls(
-                status=PlanStatus(document["status"]),
-                settings=settings_from_json(document["settings"]),
-                plain=_alternative_from_json(document["plain"]),
-                alternatives=tuple(map(_alternative_from_json, document["alternatives"])),
-                budget_curve=tuple(BudgetPoint(**point) for point in document["budget_curve"]),
-                predicted_pinned_host_bytes=document.get("predicted_pinned_host_bytes", 0),
-                predicted_host_state_bytes=document.get("predicted_host_state_bytes", 0),
-                model_flops=document.get("model_flops"),
-                peak_flops_per_second=document.get("peak_flops_per_second"),
-                notes=tuple(document["notes"]),
-                source=_source_from_json(document["source"]),
-                **{name: document[name] for name in _SCALARS},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"the plan is damaged: {error!r}") from error
+        values = fields_of_version(document, "brimful_plan", PLAN_VERSION, what="plan", where=where)
+        return from_builtins(values, cls, where=where)
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON.
@@ -205,28 +217,10 @@ class Plan:
             A plan equal to the one saved.
 
         Raises:
-            UsageError: The file cannot be read, or is no plan of this version.
+            FileFormatError: The file cannot be read, or is not a plan of this version.
         """
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"the plan {path} cannot be read: {error.strerror}.") from error
-        except ValueError as error:
-            raise UsageError(f"{path} is no plan: {error}") from error
-        return cls.from_json(document)
-
-
-_SCALARS = (
-    "job",
-    "device",
-    "device_kind",
-    "budget_bytes",
-    "peak_at",
-    "predicted_peak_allocated_bytes",
-    "predicted_peak_reserved_bytes",
-    "predicted_peak_device_bytes",
-    "predicted_step_seconds",
-)
+        where = f"the plan {path}"
+        return cls.from_json(parse_json(read_regular_file(path, what="plan"), where=where), where=where)
 
 
 def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
@@ -237,19 +231,3 @@ def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
         "predicted_step_seconds": alternative.predicted_step_seconds,
         "fits": alternative.fits,
     }
-
-
-def _source_from_json(document: dict[str, Any] | None) -> JobSource | None:
-    if document is None:
-        return None
-    return JobSource(name=document["name"], options=tuple(document["options"].items()))
-
-
-def _alternative_from_json(document: dict[str, Any]) -> Alternative:
-    return Alternative(
-        label=document["label"],
-        settings=settings_from_json(document["settings"]),
-        predicted_peak_reserved_bytes=document["predicted_peak_reserved_bytes"],
-        predicted_step_seconds=document["predicted_step_seconds"],
-        fits=document["fits"],
-    )

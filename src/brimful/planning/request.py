@@ -46,10 +46,14 @@ class Request:
     offload_host_bytes: int = 0
     """Host memory that offloaded units and an optimizer on the host may take; where it is 0, no plan chooses
     either."""
+    own_checkpointing: bool = True
+    """Whether the model's own activation checkpointing stays as it is; plain training leaves it so."""
     copies_ahead: bool = False
     """Whether the next micro-batch is copied to the device while one is computed."""
     optimizer_on_host: bool | None = False
     """None lets the plan choose."""
+    why_not_split: str | None = None
+    """Why the job's batches cannot be split; None if they can. Then each rank's part is one micro-batch."""
     weighs_by_count: bool = False
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False
@@ -67,8 +71,9 @@ class Request:
     cpu_offload: bool = False
     """Under FSDP2."""
     splits_coupled_batches: bool = False
-    """Whether a batch may be split although a layer (BatchNorm) couples its samples, which changes what is
-    computed. False keeps the mathematics: such a model trains its whole batch at once."""
+    """Whether a batch may be split although a layer couples its samples (BatchNorm) or changes its buffers in
+    each forward (spectral norm), which changes what is computed. False keeps the mathematics: such a model
+    trains its whole batch at once."""
 
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
@@ -80,6 +85,8 @@ class Request:
                 f"micro_batch_size is {self.micro_batch_size}, and step_in_backward takes the global batch of "
                 f"{self.global_batch_size} at once. Leave out one of the two."
             )
+        if self.why_not_split is not None:
+            self._check_whole(self.why_not_split)
         if self.global_batch_size % self.ranks:
             raise UsageError(
                 f"the global batch size {self.global_batch_size} cannot be divided evenly among {self.ranks} "
@@ -101,6 +108,14 @@ class Request:
                     f"({', '.join(self.parallelisms)}, {self.ranks} ranks)."
                 )
 
+    def _check_whole(self, why_not_split: str) -> None:
+        """Check that nothing asks for parts of a batch that cannot be split."""
+        asked = f"{self.ranks} ranks, which divide each batch" if self.ranks > 1 else ""
+        if self.micro_batch_size not in (None, self.rank_batch_size):
+            asked = f"micro-batches of {self.micro_batch_size} samples of {self.global_batch_size}"
+        if asked:
+            raise UsageError(f"you asked for {asked}, and {why_not_split}")
+
     @property
     def rank_batch_size(self) -> int:
         """Samples of the global batch that each rank computes."""
@@ -115,7 +130,8 @@ class Request:
         Raises:
             UsageError: The pinned one is no divisor.
         """
-        pinned = self.rank_batch_size if self.step_in_backward else self.micro_batch_size
+        is_whole = self.step_in_backward or self.why_not_split is not None
+        pinned = self.rank_batch_size if is_whole else self.micro_batch_size
         if pinned is None:
             return _divisors(self.rank_batch_size)
         if self.rank_batch_size % pinned:
@@ -152,6 +168,7 @@ class Request:
                 step_in_backward=self.step_in_backward,
                 optimizer_on_host=bool(self.optimizer_on_host),
                 copies_ahead=self.copies_ahead,
+                own_checkpointing=self.own_checkpointing,
                 ranks=self.ranks,
                 nodes=self.nodes,
                 parallelism=parallelism,

@@ -17,6 +17,7 @@ from operator import itemgetter
 from brimful.cost import least_host_update_seconds, model_flops
 from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, Expected, alternative
+from brimful.planning.coupling import what_splitting_changes
 from brimful.planning.estimate import MARGIN_FRACTION, NO_LIMIT_BYTES, Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.logits import LOSS_CHUNKS, logits_layer
@@ -27,7 +28,7 @@ from brimful.planning.sizes import Capture
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Parallelism, Settings
 from brimful.timeline import most_held_bytes, pinned_host_bytes
 from brimful.trace import Category, Trace
-from brimful.units import GIB, format_bytes
+from brimful.units import GIB, format_bytes, format_seconds
 
 _OWN_LOOP_NOTE = (
     "The job's own training loop is not used: this is a plan for brimful's own step, with one loss and one "
@@ -46,6 +47,11 @@ _CHUNKED_NOTE = (
 _EXPANDABLE_NOTE = (
     "The CUDA allocator is to grow its segments, or less fits. brimful's own step and training tell it so; "
     "elsewhere set PYTORCH_ALLOC_CONF=expandable_segments:True."
+)
+
+_GUESSED_NOTE = (
+    "Values that are not known before training decide sizes, such as the experts that a router selects. The "
+    "plan assumes an even or the most uneven selection, whichever takes more; others may take a little more."
 )
 
 _BUSY_NOTE = (
@@ -123,11 +129,14 @@ def search(capture: Capture, request: Request) -> Plan:
         notes=(
             *dict.fromkeys(notes),
             *([_BUSY_NOTE] if request.device.was_measured_busy else []),
+            *_why_the_batch_is_whole(request),
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
             *_what_the_host_gives(best, request),
             *_where_the_optimizer_returns(best, request, candidates),
+            *_what_the_model_recomputes(best, plain_trace),
+            *([_GUESSED_NOTE] if plain_trace.sizes_are_guessed else []),
             *_what_ranks_take(best.settings, plain_trace, request),
             *([_CHUNKED_NOTE] if best.settings.chunked_loss else []),
             *([_EXPANDABLE_NOTE] if best.settings.expandable_segments else []),
@@ -150,13 +159,13 @@ def _candidates(
             found += CandidateFamily(capture, request, base, sizes, notes).candidates()
         except (CaptureError, UsageError) as error:
             if base.parallelism is Parallelism.FSDP2 and len(request.parallelisms) > 1:
-                notes.append(f"FSDP2 is left out: {error}")
+                notes.append(f"FSDP2 is not considered: {error}")
                 continue
             if base.optimizer_implementation is None:
                 raise
             left_to_torch = replace(base, optimizer_implementation=None)
             found += CandidateFamily(capture, request, left_to_torch, sizes, notes).candidates()
-            notes.append(f"The {base.optimizer_implementation} optimizer is left out: {error}")
+            notes.append(f"The {base.optimizer_implementation} optimizer is not considered: {error}")
     return found
 
 
@@ -235,8 +244,8 @@ def _why_not_on_host(kept: Trace, request: Request) -> str | None:
     taken_bytes = kept.host_state_bytes + pinned_host_bytes(kept)
     if taken_bytes > request.offload_host_bytes:
         return (
-            f"on the host it takes {format_bytes(taken_bytes)}, of which "
-            f"{format_bytes(request.offload_host_bytes)} are permitted."
+            f"it needs {format_bytes(taken_bytes)} of host memory, and host_memory (--host-memory) permits "
+            f"{format_bytes(request.offload_host_bytes)}."
         )
     if any(op.on_host and op.flops for op in kept.ops):
         return "its update multiplies matrices, and how fast the host does that is not known."
@@ -429,6 +438,13 @@ def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) ->
     return None
 
 
+def _why_the_batch_is_whole(request: Request) -> list[str]:
+    """That no smaller micro-batches were tried, if the job's batches cannot be split."""
+    if request.why_not_split is None:
+        return []
+    return [f"The batch is not split, and no smaller micro-batch was tried: {request.why_not_split}"]
+
+
 def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:
     """That the optimizer is another than the job's, if it is."""
     if settings.optimizer == request.optimizer:
@@ -496,7 +512,7 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
     taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
     if taken_bytes and device.kind == "cuda":
         permitted = (
-            f"{format_bytes(request.offload_host_bytes)} permitted (host_memory; else half of this machine's)"
+            f"{format_bytes(request.offload_host_bytes)} permitted (set it with host_memory, --host-memory)"
         )
         how = "of the" if taken_bytes <= request.offload_host_bytes else "more than the"
         notes.append(
@@ -516,6 +532,28 @@ def _where_the_optimizer_returns(best: Estimate, request: Request, candidates: l
     if least_bytes <= request.budget_bytes:
         return []
     return [f"With its optimizer on the device a plan takes about {format_bytes(least_bytes)} or more."]
+
+
+def _what_the_model_recomputes(best: Estimate, plain: Trace) -> list[str]:
+    """What the model's own activation checkpointing costs, or whether it is off."""
+    regions = plain.own_checkpoints
+    if not regions:
+        return []
+    if best.settings.own_checkpointing:
+        recompute = format_seconds(best.step_time.recompute_seconds)
+        return [
+            f"The model itself checkpoints {regions} regions of its forward, which are recomputed in backward "
+            f"whatever the plan chooses. Recomputation takes {recompute} of a step of "
+            f'{format_seconds(best.predicted_step_seconds)}. Turn it off (own_checkpointing="off", '
+            "--own-checkpointing off), and the plan alone decides what is recomputed."
+        ]
+    if best.own_checkpoints:
+        return [
+            f"The model itself still checkpoints {best.own_checkpoints} regions of its forward: they have no "
+            "attribute gradient_checkpointing or grad_checkpointing that turns them off. Remove "
+            "torch.utils.checkpoint from the model's code."
+        ]
+    return [f"The model's own checkpointing of {regions} regions is off while the plan is applied."]
 
 
 def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:
@@ -542,9 +580,14 @@ def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list
         notes.append(
             "What DeepSpeed takes is computed by its rules, not captured: how-ranks-train.md says how well."
         )
-    if plain.batch_coupled_modules:
+    if plain.stateful_modules:
         notes.append(
-            f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over each rank's own samples, not "
+            f"{len(plain.stateful_modules)} layers change their buffers in forward, each rank for itself; "
+            "those of the first are kept."
+        )
+    if plain.batch_norm_modules:
+        notes.append(
+            f"{len(plain.batch_norm_modules)} BatchNorm layers normalise over each rank's own samples, not "
             "over the global batch. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model) lets ranks share "
             "statistics; the first rank's running statistics are those kept."
         )
@@ -563,15 +606,10 @@ def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) 
         )
     elif not request.weighs_by_count:
         changes.append(
-            "The loss is taken for a mean over samples. If it is one over something else, such as the tokens "
-            "that are not ignored, say so by Job(count=...): else micro-batches are weighted wrongly."
+            "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
+            'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
         )
-    if plain.batch_coupled_modules:
-        changes.append(
-            f"{len(plain.batch_coupled_modules)} BatchNorm layers normalise over micro-batches of "
-            f"{settings.micro_batch_size}, not over the global batch, and update their running statistics "
-            f"{settings.gradient_accumulation_steps} times a step."
-        )
+    changes += what_splitting_changes(plain, settings)
     if any(op.random for op in plain.ops):
         changes.append(
             "Random layers (dropout) draw other numbers for a split batch: the same distribution, "

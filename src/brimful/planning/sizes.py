@@ -10,9 +10,9 @@ from typing import Protocol
 from brimful.errors import BatchError, CaptureError, InfeasibleError
 from brimful.hardware import Device
 from brimful.planning.derived import Counterparts, with_one_micro_batch
-from brimful.planning.estimate import Estimate, Verdict, estimate_trace
+from brimful.planning.estimate import Estimate, Extremes, Verdict, estimate_trace
 from brimful.settings import Settings
-from brimful.trace import Trace, TraceLine
+from brimful.trace import Guess, Trace, TraceLine
 from brimful.units import format_bytes
 
 SCALED_SIZES = (2, 3)
@@ -69,7 +69,7 @@ class ScaledTraces:
         if line is None or settings.micro_batch_size == 1:
             return self._capture(settings)
         trace = line.at(settings.micro_batch_size)
-        return trace if trace.is_own_loop else replace(trace, settings=settings)
+        return trace if trace.is_own_loop else trace.with_settings(settings)
 
     def _line(self, settings: Settings) -> TraceLine | None:
         """The line through captures at two sizes that run the same ops; None if there are none."""
@@ -114,7 +114,7 @@ class RoughlyScaledTraces(ScaledTraces):
             return super().at(settings)
         if settings.gradient_accumulation_steps == 1:
             trace = with_one_micro_batch(trace)
-        return replace(trace, settings=settings)
+        return trace.with_settings(settings)
 
     def _recomputed(self, settings: Settings, kept: TraceLine) -> Trace | None:
         at_small = replace(settings, micro_batch_size=self.sizes[0])
@@ -131,23 +131,23 @@ class Estimator:
     """Tells what a step takes at any micro-batch size, from captures at two; see `ScaledTraces`.
 
     Args:
-        capture: Runs a step on fake tensors.
+        capture: Runs `steps` steps under some settings on fake tensors, with a `guess`.
         settings: Their micro-batch size is replaced.
         device: Where the step would run.
         steps: Optimizer steps of each capture.
-        estimate: Makes an estimate of a trace; for instance `estimate_trace` with a capacity.
+        estimate: Makes an estimate as `estimate_trace` does, with a capacity for instance.
     """
 
     def __init__(
         self,
-        capture: Capture,
+        capture: Callable[..., Trace],
         settings: Settings,
         device: Device,
         *,
         steps: int = 2,
-        estimate: Callable[[Trace, Device], Estimate] = estimate_trace,
+        estimate: Callable[..., Estimate] = estimate_trace,
     ) -> None:
-        self._traces = ScaledTraces(partial(capture, steps=steps))
+        self._traces = {guess: ScaledTraces(partial(capture, steps=steps, guess=guess)) for guess in Guess}
         self._settings = settings
         self._device = device
         self._estimate = estimate
@@ -164,8 +164,10 @@ class Estimator:
         Raises:
             CaptureError: The step cannot be run on fake tensors.
         """
-        trace = self._traces.at(replace(self._settings, micro_batch_size=micro_batch_size))
-        return self._estimate(trace, self._device)
+        settings = replace(self._settings, micro_batch_size=micro_batch_size)
+        trace = self._traces[Guess.EXPECTED].at(settings)
+        extremes = Extremes.of(trace, lambda guess: self._traces[guess].at(settings))
+        return self._estimate(trace, self._device, extremes=extremes)
 
     def largest(self) -> Estimate:
         """The largest micro-batch that fits, with the upper end of its interval and no cache given back.

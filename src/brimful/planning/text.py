@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from brimful.trace import Category
 from brimful.units import GIB, format_bytes, format_rate, format_seconds
 
 if TYPE_CHECKING:
@@ -89,11 +90,18 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
         yield f"  interval        {format_bytes(low)} needed at least, {format_bytes(high)} taken at most"
     yield f"  predicted step  {_step(estimate)}"
+    if estimate.own_checkpoints:
+        yield (
+            f"  checkpointing   by the model itself: {estimate.own_checkpoints} regions are recomputed in "
+            'backward. With bf.plan(own_checkpointing="off") the plan decides'
+        )
     yield from _what_happens_at_capacity(estimate)
     module = "setup" if estimate.peak_module is None else estimate.peak_module or "the model itself"
     where = f"{estimate.peak_phase}, {module}, {estimate.peak_op or '-'}"
     yield f"  at the peak ({where})"
     for category, held_bytes in estimate.breakdown:
+        if category is Category.OTHER_TENSORS and not held_bytes:
+            continue
         share = held_bytes / max(estimate.predicted_peak_allocated_bytes, 1)
         name = category.replace("_", " ")
         yield f"    {name:<16}{format_bytes(held_bytes):>9}  {bar(share)}".rstrip()
@@ -121,7 +129,10 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
 def _settings(estimate: Estimate) -> str:
     settings = estimate.settings
     if not estimate.is_own_loop:
-        return settings.describe()
+        described = settings.describe()
+        return (
+            described.replace("everything kept", "own checkpointing") if estimate.own_checkpoints else described
+        )
     accumulated = settings.gradient_accumulation_steps
     parts = [
         f"the job's own loop, batches of {settings.micro_batch_size}",
@@ -198,7 +209,7 @@ def _peak(estimate: Estimate) -> str:
 def _step(estimate: Estimate) -> str:
     time = estimate.step_time
     parts = [("forward", time.forward_seconds), ("backward", time.backward_seconds)]
-    if estimate.settings.recomputed:
+    if estimate.settings.recomputed or estimate.own_checkpoints:
         parts.append(("recompute", time.recompute_seconds))
     parts.append(("optimizer", time.optimizer_seconds))
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)

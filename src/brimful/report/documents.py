@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from brimful.errors import BrimfulError, InfeasibleError
+from brimful.errors import InfeasibleError
 from brimful.planning import Estimate, GpuFit
 from brimful.settings import settings_to_json
 
@@ -71,7 +71,7 @@ def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> d
     }
 
 
-def error_document(error: BrimfulError) -> dict[str, Any]:
+def error_document(error: BaseException) -> dict[str, Any]:
     """What a command with `--json` prints instead of its result when it fails."""
     document: dict[str, Any] = {"error": {"type": type(error).__name__, "message": str(error)}}
     if isinstance(error, InfeasibleError):

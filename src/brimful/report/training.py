@@ -71,6 +71,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _budget(result)
     yield from _throughput(result)
     yield from _recoveries(result)
+    yield from (f"  note                {note}" for note in result.notes)
     yield from _feeding(result)
     yield from _plain_rows(result, plain)
     yield from _curves(result, plain)

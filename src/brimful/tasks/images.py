@@ -9,6 +9,7 @@ deviation (torchvision's documentation of its models), of timm's models by those
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from brimful.architectures import architecture_names, find_architecture
 from brimful.architectures.vision import VISION_ARCHITECTURES
 from brimful.errors import DataError, UnknownNameError, UsageError
+from brimful.files import is_directory
 from brimful.job import Batch, Data, Job
 from brimful.optimizers import named_optimizer
 from brimful.tasks.bad_samples import BadSample, BadSamples, heed
@@ -242,18 +244,21 @@ def _find_images(
     directory: Path, validation_fraction: float, seed: int, *, bad: BadSamples, decodes: bool
 ) -> tuple[tuple[str, ...], _Labelled, _Labelled]:
     """The classes, and the images to train on and to validate with."""
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise UsageError(
             f"there is no folder {directory}. Images lie in a folder with a folder for each class."
         )
     by_name = {folder.name.lower(): folder for folder in _folders(directory)}
     training_folder = by_name.get("train")
     apart = [by_name[name] for name in _VALIDATION_FOLDERS if name in by_name]
+    is_alone = len(by_name) == 1
+    if training_folder is not None and (apart or is_alone):
+        lost = _lost_links(directory)
+        heed(lost, of=len(by_name) + len(lost), asked=bad)
     if training_folder is not None and apart:
         classes, found = _images_of(training_folder, None, bad=bad, decodes=decodes)
         _, validation_found = _images_of(apart[0], classes, bad=bad, decodes=decodes)
         return classes, found, validation_found
-    is_alone = len(by_name) == 1 and training_folder is not None
     within = training_folder if is_alone and training_folder is not None else directory
     _check_classes_are_no_parts(within)
     classes, found = _images_of(within, None, bad=bad, decodes=decodes)
@@ -273,7 +278,21 @@ def _check_classes_are_no_parts(directory: Path) -> None:
 
 
 def _folders(directory: Path) -> list[Path]:
-    return sorted(entry for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    return [entry for entry in _entries(directory) if is_directory(entry)]
+
+
+def _entries(directory: Path) -> list[Path]:
+    """All but what is hidden."""
+    try:
+        return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise UsageError(f"the folder {directory} cannot be read: {error.strerror or error}.") from error
+
+
+def _lost_links(directory: Path) -> list[BadSample]:
+    """Links in the place of folders that lead nowhere, as to a disk that is not mounted."""
+    entries = ((entry, _why_lost(entry)) for entry in _entries(directory) if entry.is_symlink())
+    return [BadSample(where=str(entry), why=why) for entry, why in entries if why is not None]
 
 
 def _images_of(
@@ -281,9 +300,12 @@ def _images_of(
 ) -> tuple[tuple[str, ...], _Labelled]:
     """The classes, unless they are known, and the images of one folder of class folders."""
     folders = _folders(directory)
-    files = [(path, folder.name) for folder in folders for path in _files(folder)]
+    broken = _lost_links(directory)
+    files: list[tuple[Path, str]] = []
+    for folder in folders:
+        files += [(path, folder.name) for path in _files(folder, broken)]
     files = _images_by_name(directory, files)
-    broken = list(_broken([path for path, _ in files])) if decodes else []
+    broken += _broken([path for path, _ in files], decodes=decodes)
     left_out = {sample.where for sample in broken}
     files = [(path, name) for path, name in files if str(path) not in left_out]
     present = {name for _, name in files}
@@ -310,12 +332,29 @@ def _images_of(
     )
 
 
-def _files(folder: Path) -> Iterator[Path]:
-    """All but what is hidden, at any depth."""
-    for path in sorted(folder.rglob("*")):
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if not is_hidden and path.is_file():
-            yield path
+def _files(folder: Path, unreadable: list[BadSample]) -> list[Path]:
+    """All but what is hidden, at any depth, also behind links; folders that cannot be read go to a list."""
+
+    def add(error: OSError) -> None:
+        why = f"a folder that cannot be read: {error.strerror or error}"
+        unreadable.append(BadSample(where=str(error.filename), why=why))
+
+    found: list[Path] = []
+    seen = {_identity(parent) for parent in folder.resolve().parents}  # a link may lead to a folder above it
+    for root, folders, names in os.walk(folder, onerror=add, followlinks=True):
+        identity = _identity(Path(root))
+        if identity in seen:
+            folders.clear()
+            continue
+        seen.add(identity)
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(root, name) for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    found = folder.stat()
+    return found.st_dev, found.st_ino
 
 
 def _images_by_name(directory: Path, files: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
@@ -342,17 +381,37 @@ def _names(directory: Path, *parts: _Labelled) -> Iterator[str]:
             yield f"{path.relative_to(directory)} {label} {path.stat().st_size}"
 
 
-def _broken(paths: Sequence[Path]) -> Iterator[BadSample]:
-    """The files that cannot be decoded to their end."""
+def _broken(paths: Sequence[Path], *, decodes: bool) -> Iterator[BadSample]:
+    """What is not a file, and, if they are decoded, files that cannot be decoded to their end."""
+    why_broken = _why_broken if decodes else _why_no_file
     with ThreadPoolExecutor(processors_here()) as threads:  # Pillow decodes without holding the interpreter
-        for path, why in zip(paths, threads.map(_why_broken, paths), strict=True):
+        for path, why in zip(paths, threads.map(why_broken, paths), strict=True):
             if why is not None:
                 yield BadSample(where=str(path), why=why)
+
+
+def _why_no_file(path: Path) -> str | None:
+    """Why there is not a regular file at a path; None if there is one."""
+    why = _why_lost(path)
+    return "not a regular file" if why is None and not path.is_file() else why
+
+
+def _why_lost(path: Path) -> str | None:
+    """Why there is nothing at a path that a folder names; None if there is something."""
+    try:
+        path.stat()
+    except OSError as error:
+        reason = error.strerror or error
+        return f"a link to {path.readlink()}: {reason}" if path.is_symlink() else f"cannot be read: {reason}"
+    return None
 
 
 def _why_broken(path: Path) -> str | None:
     from PIL import Image
 
+    why = _why_no_file(path)
+    if why is not None:
+        return why
     if path.stat().st_size == 0:
         return "an empty file"
     try:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from brimful.codec import DOCUMENT_BYTES, read_regular_file
 from brimful.errors import DataError, UsageError
 from brimful.tasks.bad_samples import BadSample
 
@@ -44,13 +46,10 @@ def read_text(path: Path, encoding: str) -> str:
         Its text, without a mark of byte order.
 
     Raises:
-        UsageError: There is no such file or encoding.
+        UsageError: There is no such file or encoding, or it is not a regular file.
         DataError: Another encoding than UTF-8 does not fit the file.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}.") from error
+    content = read_regular_file(path, what="file", limit_bytes=_size_bytes(path))
     if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
         if content.startswith((b"\xff\xfe", b"\xfe\xff")):
             raise DataError(f"{path} begins as UTF-16 does. Say so: encoding='utf-16', --encoding utf-16.")
@@ -61,6 +60,16 @@ def read_text(path: Path, encoding: str) -> str:
         raise UsageError(f"there is no encoding {encoding!r}; utf-8 and latin-1 are ones.") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not in {encoding}: at byte {error.start}, {error.reason}.") from error
+    except ValueError as error:  # some encodings say no place
+        raise DataError(f"{path} is not in {encoding}: {error}.") from error
+
+
+def _size_bytes(path: Path) -> int:
+    """How much of a file to read; a file without a size, as in /proc, is read as a small document."""
+    try:
+        return max(path.stat().st_size, DOCUMENT_BYTES)
+    except (OSError, ValueError):
+        return DOCUMENT_BYTES  # reading it says why
 
 
 def undecoded(text: str) -> str | None:
@@ -175,12 +184,14 @@ def _parsed_lines(path: Path, text: str) -> _Records:
             yield where, BadSample(where=where, why=why)
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line)  # which takes NaN, as Python and pandas write it, in other columns too
         except ValueError as error:
-            yield where, BadSample(where=where, why=f"no JSON: {error}")
+            yield where, BadSample(where=where, why=f"not JSON: {error}")
+        except RecursionError:
+            yield where, BadSample(where=where, why="not JSON: nested too deeply")
         else:
             is_object = isinstance(record, dict)
-            yield where, record if is_object else BadSample(where=where, why="no JSON object")
+            yield where, record if is_object else BadSample(where=where, why="not a JSON object")
 
 
 def _row(where: str, record: dict[str, Any], columns: Sequence[str]) -> Row | BadSample:
@@ -199,6 +210,8 @@ def _as_text(value: Any) -> tuple[str, str | None]:
         return "", "there is none"
     if isinstance(value, dict | list):
         return "", f"a {type(value).__name__}, not a text"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "", f"{value}, not a text"
     is_whole = isinstance(value, float) and value.is_integer()
     text = str(int(value) if is_whole else value)
     if not text.strip():

@@ -196,12 +196,19 @@ def text_classification(
 
 
 def _good_rows(path: Path, columns: Sequence[str], encoding: str, asked: BadSamples) -> list[Row]:
-    rows = list(read_rows(path, columns, encoding))
+    rows = [_with_a_label(row) for row in read_rows(path, columns, encoding)]
     heed((row for row in rows if isinstance(row, BadSample)), of=len(rows), asked=asked)
     good = [row for row in rows if isinstance(row, Row)]
     if not good:
         raise UsageError(f"{path} has no rows.")
     return good
+
+
+def _with_a_label(row: Row | BadSample) -> Row | BadSample:
+    """Refuse NaN, which is how pandas and NumPy write that there is no label."""
+    if isinstance(row, BadSample) or _label(row).lower() != "nan":
+        return row
+    return BadSample(where=row.where, why="the label is NaN; rename the class if it is one")
 
 
 def _label(row: Row) -> str:

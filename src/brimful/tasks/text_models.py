@@ -17,9 +17,10 @@ from brimful.architectures import find_architecture
 from brimful.architectures.huggingface import attention
 from brimful.architectures.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
 from brimful.errors import UnknownNameError, UsageError
+from brimful.files import is_directory
 from brimful.optimizers import NamedOptimizer, named_optimizer
 from brimful.tasks.tokens import Tokenizer, find_tokenizer
-from brimful.tasks.weights import check_most_is_loaded, tell_new
+from brimful.tasks.weights import check_most_is_loaded, tell_new, unreadable
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """What transformers calls them; ".index.json" behind it where they are in several files."""
@@ -74,16 +75,16 @@ def find_text_model(
         UsageError: The directory has no such model, or it cannot take the tokenizer or the length.
     """
     known = LANGUAGE_MODELS if num_labels is None else TEXT_CLASSIFIERS
-    is_directory, is_built_in = Path(name).is_dir(), str(name) in known
-    if is_directory and is_built_in:
+    has_directory, is_built_in = is_directory(Path(name)), str(name) in known
+    if has_directory and is_built_in:
         raise UsageError(
             f"{name!r} is both a built-in model and a directory here. Write ./{name} for the directory, or "
             "begin elsewhere for the built-in model."
         )
-    if not is_directory and not is_built_in:
+    if not has_directory and not is_built_in:
         kind = "language model" if num_labels is None else "text classifier"
         raise UnknownNameError(kind, str(name), known, hint="A directory that transformers saved does too.")
-    read_from = name if is_directory and tokenizer is None else tokenizer
+    read_from = name if has_directory and tokenizer is None else tokenizer
     found = find_tokenizer(read_from)
     told = {"model": str(name), "tokenizer": "bytes" if read_from is None else str(read_from)}
     if is_built_in:
@@ -218,16 +219,19 @@ def _check_causal(directory: Path, build: Callable[[], nn.Module]) -> None:
 
 def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: Any) -> None:
     """Through transformers, which knows what tensors were called once; a new head stays random."""
-    with _silent_transformers():
-        pretrained, found = make.from_pretrained(
-            str(directory),
-            config=config,
-            local_files_only=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
+    try:
+        with _silent_transformers():
+            pretrained, found = make.from_pretrained(
+                str(directory),
+                config=config,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises whatever its files lead to
+        raise unreadable(directory, error) from error
     new = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
     check_most_is_loaded(model, directory, [name for name in model.state_dict() if name not in new])
     model.load_state_dict(pretrained.state_dict())

@@ -8,11 +8,12 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from brimful.errors import UsageError
+from brimful.execution.out_of_memory import out_of_memory
+from brimful.files import is_file
 
 _MOST_NAMED = 6
 
@@ -60,6 +61,27 @@ def check_most_is_loaded(model: nn.Module, path: Path, fitting: Collection[str])
         )
 
 
+def unreadable(path: Path, error: Exception) -> Exception:
+    """The error for weights that cannot be read, unless memory ran out.
+
+    Args:
+        path: Of a file or a directory.
+        error: What reading them raised.
+
+    Returns:
+        A `UsageError` of one line, or `error` itself.
+    """
+    if out_of_memory(error) is not None:
+        return error
+    if isinstance(error, pickle.UnpicklingError):
+        return UsageError(
+            f"the weights in {path} are damaged, or are not tensors alone; what could run code is not loaded. "
+            "Convert weights that you trust to .safetensors."
+        )
+    reason = str(error).strip().partition("\n")[0]
+    return UsageError(f"{path} has no weights that can be read: {reason or type(error).__name__}")
+
+
 def tell_new(path: Path, names: list[str]) -> None:
     """Warn that parts of a model are not in a file, or not in that shape."""
     warnings.warn(
@@ -74,12 +96,14 @@ def _fits(tensor: Tensor, own: Tensor | None) -> bool:
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    if path.exists() and not is_file(path):  # opening a FIFO would wait
+        raise UsageError(f"{path} has no weights that can be read: it is not a regular file.")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UsageError(f"{path} has no weights that can be read: {error}") from error
+    except Exception as error:  # a damaged pickle may raise anything
+        raise unreadable(path, error) from error
     for inside in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(inside), dict):
             found = found[inside]

@@ -10,7 +10,7 @@ from brimful.errors import UsageError
 from brimful.timeline.allocator import CachingAllocator
 from brimful.timeline.allocator_settings import AllocatorSettings
 from brimful.timeline.liveness import LiveProfile, live_profile, profile_of_levels, rounding_bytes_of
-from brimful.trace import Category, EventKind, Phase, Storage, Trace
+from brimful.trace import Category, EventKind, Op, Phase, Storage, Trace
 
 LARGEST_STORAGES = 20
 """How many of the storages live at the peak a prediction names."""
@@ -173,6 +173,37 @@ def most_held_bytes(trace: Trace, category: Category) -> int:
     return most
 
 
+def least_allocated_bytes(trace: Trace) -> int:
+    """Peak allocated bytes if `torch.compile` fuses all that it can of a trace.
+
+    Results of matmuls, convolutions and attention stay: a compiler does not compute them again. All else that
+    forward and backward make may be inside of a fused kernel, or made again in backward.
+
+    Args:
+        trace: Some training steps; in part compiled, in which part is not known.
+
+    Returns:
+        At most what the trace itself takes.
+    """
+    fixed = (Category.GRADIENTS, Category.INPUTS)
+    return live_profile(
+        replace(
+            trace,
+            storages=tuple(
+                storage
+                if storage.op is None or storage.category in fixed or _stays_if_compiled(trace.ops[storage.op])
+                else replace(storage, size_bytes=0)
+                for storage in trace.storages
+            ),
+        ),
+        rounding_bytes_of(trace.device_kind),
+    ).peak_bytes
+
+
+def _stays_if_compiled(op: Op) -> bool:
+    return op.flops > 0 or op.phase in (Phase.SETUP, Phase.OPTIMIZER)
+
+
 def most_reserved_bytes(trace: Trace, likely_bytes: int, *, allocator: AllocatorSettings | None = None) -> int:
     """Peak reserved bytes if what is not known for sure is as large as it may be.
 
@@ -324,10 +355,13 @@ def _module_shares(profile: LiveProfile, position: int) -> tuple[ModuleShare, ..
 
 
 def _owner(trace: Trace, storage: Storage) -> str:
-    """Path of the module a storage belongs to; "<…>" for loss and optimizer, "" for what is no module's."""
+    """Path of the module a storage belongs to; "<…>" for what is outside of the model, "" for what is no
+    module's."""
     if storage.category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE):
         name = storage.label.partition(" ")[0]
         return name.rpartition(".")[0]
+    if storage.category is Category.OTHER_TENSORS:
+        return "<other>"
     return "" if storage.op is None else trace.ops[storage.op].module
 
 

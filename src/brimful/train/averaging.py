@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from brimful.errors import ResumeError, UsageError
+from brimful.execution.out_of_memory import with_room
 
 
 class MovingAverage:
@@ -38,11 +39,19 @@ class MovingAverage:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within, the model has the averages for parameters; nothing is copied."""
-        self._swap()
+        own = with_room(
+            lambda: {name: parameter.data for name, parameter in self._parameters.items()},
+            during="the average takes the place of the weights",
+        )
         try:
+            self._give(self._averages)
             yield
         finally:
-            self._swap()
+            self._give(own)
+
+    def _give(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data = values[name]
 
     def state(self) -> dict[str, Tensor]:
         """The averages by the names of their parameters."""
@@ -58,7 +67,7 @@ class MovingAverage:
         Raises:
             ResumeError: There is none, or it is of other parameters.
         """
-        if state is None or state.keys() != self._averages.keys():
+        if state is None or _kinds(state) != _kinds(self._averages):
             raise ResumeError(
                 "the saved run has no moving average of these parameters. Resume without ema_decay, or begin "
                 "anew."
@@ -66,6 +75,6 @@ class MovingAverage:
         for name, average in self._averages.items():
             average.copy_(state[name])
 
-    def _swap(self) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.data, self._averages[name] = self._averages[name], parameter.data
+
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -7,6 +7,7 @@ from functools import partial
 
 from brimful.certificate import Certificate
 from brimful.job import Data
+from brimful.layout import layout_of
 from brimful.train.certifying import certified
 from brimful.train.data import Batches, check_validation, find_data, refuse_single_samples
 from brimful.train.feed import Feed
@@ -66,15 +67,17 @@ def begin(options: Options, ranks: Ranks) -> Beginning:
     """
     start = find_start(options, ranks)
     data = find_data(options.job, options.data)
+    layout = layout_of(options.job, whole=start.settings.global_batch_size)
     batches = Batches(
         data.train,
         global_batch_size=start.settings.global_batch_size,
         seed=options.seed,
+        layout=layout,
         device=options.device,
         warns=ranks.is_first,
     )
     if data.validation is not None:
-        check_validation(data.validation)
+        check_validation(data.validation, layout)
     refuse_single_samples(options.job, data, batches, start.settings.micro_batch_size)
     utilisation = Utilisation(options.plan, options.job)
     model = seeded_model(options, start)
@@ -108,6 +111,7 @@ def make_journal(begun: Beginning) -> Journal:
         job=options.job,
         progress=make_progress(begun.total_steps, show=options.shows_progress, counted=options.counted),
         keep_saves=saving.keep,
+        may_resume=saving.resumes,
         resumed=begun.start.saved,
         saves=_saves_of_parts(begun),
     )
@@ -140,4 +144,6 @@ def _saves_of_parts(begun: Beginning) -> Saves | None:
     saving = begun.options.saving
     if saving.run_dir is None or not begun.learner.parallel.saves_parts:
         return None
-    return Saves(saving.run_dir, keep=saving.keep, ranks=begun.ranks.apart())
+    saved = begun.start.saved
+    saved_step = None if saved is None else saved.step
+    return Saves(saving.run_dir, keep=saving.keep, ranks=begun.ranks.apart(), saved_step=saved_step)

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class Callback:
     """Told of what happens in a run, between steps, on every rank; override what is of interest.
 
-    `trainer.model` and `trainer.optimizer` are those in training, `trainer.stop()` ends the run.
+    `trainer.model` and `trainer.optimizer` are those in training, `trainer.stop()` ends the run. An error that
+    a callback raises ends the run, which is saved first; `TensorBoard` and `WandB` turn theirs into a warning.
     """
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:

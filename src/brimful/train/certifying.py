@@ -8,9 +8,9 @@ from torch import nn
 
 from brimful.certificate import Certificate
 from brimful.errors import CertificateError
-from brimful.measuring import certify_model
+from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.measuring import certify_model, split_not_compared
 from brimful.train.options import Options
-from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.train.ranks import Ranks
 
 
@@ -58,4 +58,6 @@ def _certified_here(model: nn.Module, options: Options) -> Certificate | None:
         raise CertificateError(
             f"{certificate}\nNothing was trained. If the difference is meant, pass certifies=False."
         )
+    if certificate.why_split_is_unknown:
+        warnings.warn(split_not_compared(settings, certificate.why_split_is_unknown), stacklevel=3)
     return certificate

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from brimful.batches import count_samples, make_batch, named_tensors, take
-from brimful.errors import BatchError, UsageError
+from brimful.batches import is_applicable, is_record, named_tensors
+from brimful.errors import BatchError, DataError, UsageError
+from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch, Data, Job, Samples
+from brimful.layout import BatchLayout, make_batch
 from brimful.train.randomness import generator_of
 from brimful.train.ranks import ALONE, Ranks, processors_here
 from brimful.train.read_ahead import read_ahead
@@ -71,6 +73,7 @@ class Batches:
             dataclass is one batch; a list is one if a tensor is directly in it, else a list of batches.
         global_batch_size: Samples per global batch.
         seed: Decides the order of the samples, with the epoch.
+        layout: How the samples of a batch are found.
         device: Where batches go. For a GPU, those cut from one batch are read ahead: the host's processors have
             time for that, and on a CPU the step would lack what reading takes.
         warns: Of batches that are no global batch; of several ranks one does.
@@ -86,6 +89,7 @@ class Batches:
         *,
         global_batch_size: int,
         seed: int,
+        layout: BatchLayout = BatchLayout(),  # noqa: B008 - immutable
         device: torch.device = torch.device("cpu"),  # noqa: B008 - immutable
         warns: bool = True,
     ) -> None:
@@ -93,7 +97,8 @@ class Batches:
         self._train = train
         self._global_batch_size = global_batch_size
         self._seed = seed
-        self._samples = _count_if_known(train)
+        self._layout = layout
+        self._samples = _count_if_known(train, layout)
         is_on_host = is_one_batch(train) and all(tensor.is_cpu for _, tensor in named_tensors(train))
         self._device = device
         self._reads_ahead = device.type == "cuda" and is_on_host
@@ -143,7 +148,7 @@ class Batches:
         """Global batches in an epoch; None if the data do not say."""
         if self._samples is not None:
             return math.ceil(self._samples / self._global_batch_size)
-        return len(self._train) if isinstance(self._train, Sized) else None
+        return _length(self._train)
 
     def epoch(self, epoch: int, *, skip: int = 0) -> Iterator[Batch]:
         """The global batches of one epoch, on the host.
@@ -158,6 +163,7 @@ class Batches:
 
         Raises:
             UsageError: The data give no batch.
+            DataError: They give fewer than are to be skipped.
         """
         if _are_samples(self._train):
             return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
@@ -166,21 +172,30 @@ class Batches:
         order = torch.randperm(self._samples, generator=generator_of(self._seed, epoch))
         parts = order.split(self._global_batch_size)[skip:]
         if self._reads_ahead:
-            return read_ahead(parts, partial(take, self._train), self._device)
-        return (take(self._train, indices) for indices in parts)
+            return read_ahead(parts, self._cut, self._device)
+        return map(self._cut, parts)
+
+    def _cut(self, indices: Tensor) -> Batch:
+        return with_room(
+            partial(self._layout.take, self._train, indices), during="a batch is cut from the training data"
+        )
 
     def _of_iterable(self, train: Iterable[Batch], epoch: int, skip: int) -> Iterator[Batch]:
         _tell_epoch(train, epoch)
         batches = iter(train)
-        for _ in range(skip):
-            next(batches, None)
+        for read in range(skip):
+            if next(batches, None) is None:
+                raise DataError(
+                    f"the training data ({type(self._train).__name__}) gave {read} batches in epoch {epoch}, "
+                    f"of which {skip} were trained on before: they are not those that the run was begun with."
+                )
         return self._sized(batches if skip else self._at_least_one(batches, epoch))
 
     def _sized(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same; warns once if one is more than a global batch, or if none is a whole one."""
         largest = count = 0
         for batch in batches:
-            largest, count = max(largest, count_samples(batch)), count + 1
+            largest, count = max(largest, self._layout.count(batch)), count + 1
             if largest > self._global_batch_size or count == BATCHES_LOOKED_AT:
                 self._tell_size(largest)
             yield batch
@@ -213,27 +228,29 @@ class Batches:
 
 
 def validation_batches(
-    validation: Batch | Iterable[Batch], micro_batch_size: int, ranks: Ranks = ALONE
+    validation: Batch | Iterable[Batch], micro_batch_size: int, layout: BatchLayout, ranks: Ranks = ALONE
 ) -> Iterator[tuple[Batch, bool]]:
     """The validation samples of this rank in micro-batches, in their own order.
 
     Args:
         validation: One batch with all samples, or an iterable of batches.
         micro_batch_size: Most samples of each.
+        layout: How the samples of a batch are found.
         ranks: Among which each batch is divided.
 
     Yields:
         Micro-batches on the host, and whether they count.
     """
     for batch in [validation] if is_one_batch(validation) else validation:
-        yield from ranks.micro_batches(batch, micro_batch_size)
+        yield from ranks.micro_batches(batch, micro_batch_size, layout)
 
 
-def check_validation(validation: Batch | Iterable[Batch]) -> None:
+def check_validation(validation: Batch | Iterable[Batch], layout: BatchLayout) -> None:
     """Check that data can be validated with.
 
     Args:
         validation: What `Data` was given.
+        layout: How the samples of a batch are found.
 
     Raises:
         UsageError: They are no data.
@@ -241,7 +258,7 @@ def check_validation(validation: Batch | Iterable[Batch]) -> None:
     """
     _check_data("validation", validation)
     if is_one_batch(validation):
-        _check_some(validation)
+        _check_some(validation, layout)
 
 
 def refuse_single_samples(job: Job, data: Data, batches: Batches, samples: int) -> None:
@@ -313,7 +330,9 @@ def is_one_batch(data: Batch | Iterable[Batch]) -> bool:
         return False
     if isinstance(data, list):
         return any(isinstance(entry, Tensor) for entry in data)
-    return isinstance(data, Tensor | Mapping | tuple) or dataclasses.is_dataclass(data)
+    if isinstance(data, Tensor | tuple | Mapping) or is_applicable(data) or dataclasses.is_dataclass(data):
+        return True
+    return is_record(data) and not hasattr(type(data), "__iter__")  # a loader may have a method `to`
 
 
 def _are_samples(data: object) -> TypeGuard[Samples]:
@@ -321,13 +340,32 @@ def _are_samples(data: object) -> TypeGuard[Samples]:
     return isinstance(data, Samples) and callable(data.batches)
 
 
-def _count_if_known(train: Batch | Iterable[Batch] | Samples) -> int | None:
+def _count_if_known(train: Batch | Iterable[Batch] | Samples, layout: BatchLayout) -> int | None:
     """Samples in an epoch; None of an iterable, whose batches are as they come."""
     if not _are_samples(train):
-        return _check_some(train) if is_one_batch(train) else None
-    if len(train) == 0:
-        raise UsageError(f"the training data ({type(train).__name__}) have no samples.")
-    return len(train)
+        return _check_some(train, layout) if is_one_batch(train) else None
+    samples = _length(train)
+    if not samples:
+        found = (
+            "do not tell how many samples an epoch has: len() of them raises"
+            if samples is None
+            else "have no samples"
+        )
+        raise UsageError(f"the training data ({type(train).__name__}) {found}.")
+    return samples
+
+
+def _length(data: object) -> int | None:
+    """How many samples or batches data have; None if they do not tell.
+
+    A class may have a length and its objects none, as a DataLoader of an IterableDataset: `len` is a TypeError.
+    """
+    if not isinstance(data, Sized):
+        return None
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _check_data(name: str, data: Any) -> None:
@@ -356,8 +394,11 @@ def _leaves_few(samples: int, global_batch_size: int) -> bool:
     return 0 < samples % global_batch_size < global_batch_size * FEW_SAMPLES_FRACTION
 
 
-def _check_some(batch: Batch) -> int:
-    samples = count_samples(batch)
+def _check_some(batch: Batch, layout: BatchLayout) -> int:
+    reason = layout.why_whole(batch)
+    if reason is not None:
+        raise BatchError(f"the data are one batch, which is split, and {reason} Or give a DataLoader.")
+    samples = layout.count(batch)
     if samples == 0:
         raise UsageError("the data have no samples: the first dimension of their tensors is 0.")
     return samples

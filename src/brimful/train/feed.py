@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
-from brimful.errors import BrimfulError, DataError
+import torch
+
+from brimful.errors import BrimfulError, DataError, OutOfMemoryError
+from brimful.execution.out_of_memory import make_room, out_of_memory, with_room
 from brimful.job import Batch
+from brimful.train.checkpoint import DataState
 from brimful.train.data import Batches
 from brimful.train.place import Place
 from brimful.train.randomness import RandomState, RandomStream
 from brimful.train.ranks import Ranks
-from brimful.train.saves import Save
+from brimful.train.restore import Save
 
 
 class Feed:
@@ -36,20 +39,21 @@ class Feed:
         self._resumed = resumed
         """None again once the rest of its epoch is read."""
         self._restore_random = restore_random
-        self._randomness = RandomStream()
+        self.randomness = RandomStream()
+        """Random numbers of the data."""
         self._before_batch: RandomState | None = None
         """Random numbers of the data before the batch was read that is not trained on yet."""
-        self.place = self._first_of(1) if resumed is None else Place.from_save(resumed.state["place"])
+        self.place = self._first_of(1) if resumed is None else _place_of(resumed.checkpoint.data)
         """Where the next batch is."""
 
-    def to_save(self) -> dict[str, Any]:
-        """What the same batches are read from again: place and random numbers, in plain containers."""
-        random = self._before_batch or self._randomness.state
-        return {"data_random": random.to_save(), "place": self.place.to_save()}
-
-    def drawn_from(self) -> AbstractContextManager[None]:
-        """Within, random numbers are those of the data."""
-        return self._randomness.drawn_from()
+    def state(self) -> DataState:
+        """What the same batches are read from again: place and random numbers."""
+        return DataState(
+            epoch=self.place.epoch,
+            batches=self.place.batches,
+            epoch_random=self.place.random,
+            random=self._before_batch or self.randomness.state,
+        )
 
     def move_on(self) -> None:
         """Past the batch that was read last, which is trained on."""
@@ -60,68 +64,117 @@ class Feed:
         """Go to the first batch of the epoch that follows."""
         self.place = self._first_of(self.place.epoch + 1)
 
-    def rest_of_epoch(self, is_stopped: Callable[[], bool]) -> Iterator[tuple[Batch, float]]:
+    def rest_of_epoch(
+        self, is_stopped: Callable[[], bool], on_out_of_memory: Callable[[str, float], None]
+    ) -> Iterator[tuple[Batch, float]]:
         """The batches from the place on, each with the seconds that were waited for it.
 
         All ranks go on with a batch or none does: a signal reaches a DataLoader's workers too, and then one
         rank may miss its worker before the others have heard of it.
 
+        Where memory runs out, an iterator cannot be asked for the same batch again. The data are opened anew
+        and read up to the place, as in a resumed run; of several ranks none does so alone.
+
         Args:
             is_stopped: Asked after each is read; if any rank is, it was the last, and is not given.
+            on_out_of_memory: Told of each time that memory ran out: what the error said, and the seconds lost.
 
-        Returns:
+        Yields:
             Global batches, on the host.
 
         Raises:
             DataError: They could not be read, on this rank or another.
+            OutOfMemoryError: Memory ran out, in reading the same batch twice.
         """
-        return self._waited_for(self._opened(), is_stopped)
+        batches = self._opened()
+        while True:
+            start = time.perf_counter()
+            self._before_batch = self.randomness.state
+            batch, failure = self._read(batches)
+            ran_out = None if failure is None or self._ranks.are_several else out_of_memory(failure)
+            if ran_out is not None:
+                del batches, failure  # which hold what was read ahead
+                make_room(_HOST)
+                batches = self._opened_again(self._before_batch)
+                on_out_of_memory(ran_out, time.perf_counter() - start)
+                batch, failure = self._read(batches)
+            if self._is_over(batch, failure, is_stopped()):
+                return
+            assert batch is not None
+            yield batch, time.perf_counter() - start
 
     def _first_of(self, epoch: int) -> Place:
-        return Place(epoch=epoch, random=self._randomness.state)
+        return Place(epoch=epoch, random=self.randomness.state)
 
     def _opened(self) -> Iterator[Batch]:
         """The rest of the epoch, before its first batch is read."""
         if self._resumed is None:
-            with self.drawn_from():
-                return self._batches.epoch(self.place.epoch)
-        resumed, self._resumed = self._resumed, None
-        self._randomness.state = self.place.random
-        with self.drawn_from():
-            rest = self._batches.epoch(self.place.epoch, skip=self.place.batches)
-        self._randomness.state = RandomState.from_save(resumed.state["data_random"])
-        self._restore_random(resumed)
+            return self._opened_at(0)
+        rest = self._opened_again(self._resumed.checkpoint.data.random)
+        self._restore_random(self._resumed)
+        self._resumed = None
         return rest
 
-    def _waited_for(
-        self, batches: Iterator[Batch], is_stopped: Callable[[], bool]
-    ) -> Iterator[tuple[Batch, float]]:
-        while True:
-            start = time.perf_counter()
-            self._before_batch = self._randomness.state
-            batch, failure = None, None
-            try:
-                with self.drawn_from():
-                    batch = next(batches, None)
-            except Exception as error:
-                failure = error
-            failed, stopped, ended = self._ranks.sum(
-                failure is not None, is_stopped(), failure is None and batch is None
+    def _opened_again(self, before_batch: RandomState) -> Iterator[Batch]:
+        """The same after the batches that were trained on, which are read again, and skipped.
+
+        Args:
+            before_batch: Random numbers that the next batch is read with.
+
+        Returns:
+            Global batches, on the host.
+        """
+        rest = self._opened_at(self.place.batches)
+        self.randomness.state = before_batch
+        return rest
+
+    def _opened_at(self, batches: int) -> Iterator[Batch]:
+        def opened() -> Iterator[Batch]:
+            self.randomness.state = self.place.random
+            with self.randomness.drawn_from():
+                return self._batches.epoch(self.place.epoch, skip=batches)
+
+        return with_room(opened, during=f"the training data of epoch {self.place.epoch} are opened")
+
+    def _read(self, batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
+        """The next batch, or why there is none."""
+        try:
+            with self.randomness.drawn_from():
+                return next(batches, None), None
+        except Exception as error:
+            return None, error
+
+    def _is_over(self, batch: Batch | None, failure: Exception | None, is_stopped: bool) -> bool:
+        """Whether the epoch is, on all ranks; or raise what ends the run."""
+        failed, stopped, ended = self._ranks.sum(
+            failure is not None, is_stopped, failure is None and batch is None
+        )
+        if stopped or ended == self._ranks.count:
+            return True
+        if isinstance(failure, BrimfulError):
+            raise failure
+        if failure is not None:
+            raise _reading_error(failure, self.place)
+        if failed or ended:
+            raise DataError(
+                f"after {self.place} the training data failed on {failed:.0f} of {self._ranks.count} "
+                f"ranks, and ended on {ended:.0f}. Every rank must read the same batches."
             )
-            if stopped or ended == self._ranks.count:
-                return
-            if isinstance(failure, BrimfulError):
-                raise failure
-            if failure is not None:
-                raise DataError(
-                    f"the training data failed after {self.place}: {type(failure).__name__}: {failure}"
-                ) from failure
-            if failed or ended:
-                raise DataError(
-                    f"after {self.place} the training data failed on {failed:.0f} of {self._ranks.count} "
-                    f"ranks, and ended on {ended:.0f}. Every rank must read the same batches."
-                )
-            yield batch, time.perf_counter() - start
+        return False
+
+
+def _reading_error(failure: Exception, place: Place) -> DataError | OutOfMemoryError:
+    """What ends a run whose data raised."""
+    ran_out = out_of_memory(failure)
+    if ran_out is not None:
+        return OutOfMemoryError(f"memory ran out while the training data were read, after {place}: {ran_out}.")
+    error = DataError(f"the training data failed after {place}: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
+
+
+def _place_of(state: DataState) -> Place:
+    return Place(epoch=state.epoch, batches=state.batches, random=state.epoch_random)
 
 
 @contextmanager
@@ -133,3 +186,6 @@ def dead_workers_told() -> Iterator[None]:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise DataError(f"the training data failed: {error}") from error
+
+
+_HOST = torch.device("cpu")

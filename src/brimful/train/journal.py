@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import warnings
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from torch import nn
 
@@ -16,18 +16,28 @@ from brimful.errors import SaveError, UsageError
 from brimful.job import Job
 from brimful.planning import Plan
 from brimful.settings import Settings, settings_to_json
+from brimful.train.checkpoint import Checkpoint
+from brimful.train.history import read_history
 from brimful.train.progress import ProgressDisplay, recovery_text
-from brimful.train.run_directory import AVERAGE, BEST, JOB, PLAN, RESULT, SETTINGS, WEIGHTS, RunDirectory
-from brimful.train.saves import Save, Saves
+from brimful.train.restore import Save
+from brimful.train.run_directory import (
+    JOB,
+    METRICS,
+    PLAN,
+    RESULT,
+    SETTINGS,
+    RunDirectory,
+)
+from brimful.train.saves import Saves
 from brimful.train.step_log import StepLog
+from brimful.train.unsaved import set_unsaved_run_aside
+from brimful.train.weights import AVERAGE, BEST, WEIGHTS
 from brimful.training import (
     Recovery,
     StepRecord,
     TrainingResult,
     ValidationRecord,
-    step_from_json,
     step_to_json,
-    validation_from_json,
     validation_to_json,
 )
 
@@ -43,6 +53,7 @@ class Journal:
         job: What is trained.
         progress: Shows the run.
         keep_saves: How many saves to keep, the newest.
+        may_resume: `run_dir` may have a run in it; one without a save is set aside.
         resumed: The save that the run goes on from; None begins it.
         saves: Writes them where every rank has a part of it; None where one writes them whole.
     """
@@ -55,31 +66,39 @@ class Journal:
         job: Job,
         progress: ProgressDisplay,
         keep_saves: int = 2,
+        may_resume: bool = False,
         resumed: Save | None = None,
         saves: Saves | None = None,
     ) -> None:
         self.steps = StepLog()
-        self.validations: list[ValidationRecord] = []
+        self.validations = [] if resumed is None else list(resumed.checkpoint.validations)
         self.recoveries: list[Recovery] = []
+        self.notes: list[str] = []
         self.saved_step: int | None = None
         """After how many steps the weights were saved last; None before that."""
-        self.saved_run_step: int | None = None if resumed is None else resumed.step
-        """After how many steps the run was saved last; None before that."""
         self._run_dir = run_dir
         self._plan = plan
         self._job = job
         self._progress = progress
+        self._may_resume = may_resume
         self._resumed = resumed
-        self._saves = saves or (None if run_dir is None else Saves(run_dir, keep=keep_saves))
+        resumed_step = None if resumed is None else resumed.step
+        self._requested_step = resumed_step
+        self._saves = saves
+        if saves is None and run_dir is not None:
+            self._saves = Saves(run_dir, keep=keep_saves, saved_step=resumed_step)
         self._directory: RunDirectory | None = None
 
     def __enter__(self) -> Self:
+        aside = None
         if self._run_dir is not None:
-            self._directory = RunDirectory(self._run_dir, resumes=self._resumed is not None)
+            if self._may_resume and self._resumed is None:
+                aside = set_unsaved_run_aside(self._run_dir)
+            self._directory = RunDirectory(self._run_dir, resumes=self._may_resume)
             if self._resumed is not None:
                 assert self._saves is not None
                 self._saves.set_aside_after(self._resumed.step)
-                self._read(self._directory.cut_metrics(self._resumed.state["metrics_bytes"]))
+                self._read_history(self._directory, self._resumed)
             if isinstance(self._plan, Plan):
                 self._directory.write_json(PLAN, self._plan.to_json())
             else:
@@ -87,6 +106,11 @@ class Journal:
             if self._job.about is not None:
                 self._directory.write_json(JOB, dict(self._job.about))
         self._progress.start()
+        if aside is not None:
+            self.note(
+                f"the run in {self._run_dir} ended before its first save, so it starts from the beginning; "
+                f"what it left is in {aside}"
+            )
         return self
 
     def __exit__(
@@ -134,6 +158,14 @@ class Journal:
         if self._directory is not None:
             self._directory.append_metrics({"kind": "recovery"} | asdict(recovery))
         self._progress.show_note(recovery_text(recovery))
+
+    def show_validating(self, samples: int) -> None:
+        """Show how far a validation is.
+
+        Args:
+            samples: Validated so far.
+        """
+        self._progress.show_validating(samples)
 
     def add_validation(self, record: ValidationRecord, model: nn.Module) -> None:
         """Keep, write and show a validation; keep the weights apart if none had a lower loss.
@@ -191,52 +223,91 @@ class Journal:
         losses = [record.loss for record in self.validations]
         return len(losses) - 1 - losses.index(min(losses)) if losses else 0
 
-    def save(self, model: nn.Module, step: int, state: dict[str, Any]) -> None:
-        """Write what the run needs to go on, while it goes on.
+    @property
+    def saved_run_step(self) -> int | None:
+        """Of the newest save that is known to be whole; None if there is none, or another rank writes them."""
+        return None if self._saves is None else self._saves.saved_step
 
-        A later save that fails is told, and training goes on with those before it.
+    def needs_save(self, step: int) -> bool:
+        """Whether the run is neither saved after a step nor being saved.
+
+        Args:
+            step: Steps taken.
+
+        Returns:
+            False as well while the save is being written; `wait_for_save` tells how that ends.
+        """
+        return self._requested_step != step
+
+    def save(self, model: nn.Module, checkpoint: Checkpoint) -> None:
+        """Write what the run is resumed from, while training continues.
+
+        A later save that fails is noted, and training continues with those before it.
 
         Args:
             model: Its parameters and buffers.
-            step: Steps taken.
-            state: All else.
+            checkpoint: All else, but what is recorded here.
 
         Raises:
             SaveError: The first save could not be written.
             UsageError: What is to be saved cannot be loaded without running code.
         """
-        self.saved_run_step = step
-        if self._saves is None:
-            return
-        try:
-            self._saves.wait()
-        except SaveError as error:
-            self._note_failure(error)
-        if self._directory is not None:
-            self._directory.bring_metrics_to_disk()
-            state = state | {"metrics_bytes": self._directory.metrics_bytes}
-        self._saves.write(step, model, state)
+        if self._saves is not None:
+            try:
+                self.wait_for_save()
+            except SaveError as error:
+                self._note_failure(error)
+            recorded = replace(checkpoint, validations=tuple(self.validations))
+            if self._directory is not None:
+                self._directory.bring_metrics_to_disk()
+                recorded = replace(recorded, metrics_bytes=self._directory.metrics_bytes)
+            self._saves.write(model, recorded)
+        self._requested_step = checkpoint.steps.taken
 
     def wait_for_save(self) -> None:
-        """Wait until the last save is on the disk.
+        """Wait until the save under way is on the disk.
 
         Raises:
             SaveError: It could not be written; those before it are whole.
         """
         if self._saves is not None:
-            self._saves.wait()
+            try:
+                self._saves.wait()
+            except (SaveError, UsageError):
+                self._requested_step = None
+                raise
 
-    def known(self) -> tuple[StepLog, list[ValidationRecord], list[Recovery]]:
-        """Everything that was told so far."""
-        return self.steps, self.validations, self.recoveries
+    def history(self) -> tuple[StepLog, list[Recovery], list[str]]:
+        """What was read from `metrics.jsonl` of a run that is resumed, and recorded since."""
+        return self.steps, self.recoveries, self.notes
 
-    def know(self, steps: StepLog, validations: list[ValidationRecord], recoveries: list[Recovery]) -> None:
-        """Take over what another rank has read of a run that goes on."""
-        self.steps, self.validations, self.recoveries = steps, validations, recoveries
+    def load_history(self, steps: StepLog, recoveries: list[Recovery], notes: list[str]) -> None:
+        """Take over what the first rank has read."""
+        self.steps, self.recoveries, self.notes = steps, recoveries, notes
 
     def note(self, note: str) -> None:
         """Show a line."""
         self._progress.show_note(note)
+
+    def add_note(self, note: str) -> None:
+        """Keep, write and show what was not as it was promised; once, also if the run is resumed.
+
+        Args:
+            note: A line.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        if note in self.notes:
+            return
+        self.notes.append(note)
+        if self._directory is not None:
+            self._directory.append_metrics({"kind": "note", "message": note})
+        self._progress.show_note(note)
+
+    def show_total(self, total_steps: int | None) -> None:
+        """Show how long the run is, as the data turn out to have other lengths than they said."""
+        self._progress.set_total(total_steps)
 
     def _note_failure(self, error: SaveError) -> None:
         if self._directory is None:  # the first rank tells
@@ -245,16 +316,18 @@ class Journal:
         with suppress(SaveError):  # the disk may be full
             self._directory.append_metrics({"kind": "failed save", "message": str(error)})
 
-    def _read(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Take over what was told before the save that the run goes on from."""
-        for line in lines:
-            kind = line.pop("kind")
-            if kind == "step":
-                self.steps.append(step_from_json(line))
-            elif kind == "validation":
-                self.validations.append(validation_from_json(line))
-            elif kind == "recovery":
-                self.recoveries.append(Recovery(**line))
+    def _read_history(self, directory: RunDirectory, resumed: Save) -> None:
+        """Take over what was recorded before the save that the run is resumed from."""
+        history = read_history(directory.read_metrics(), resumed.checkpoint)
+        aside = directory.cut_metrics(history.lines, keeps_copy=history.is_damaged)
+        self.load_history(history.steps, history.recoveries, history.notes)
+        if history.is_damaged or len(history.steps) < resumed.step:
+            kept = "" if aside is None else f" What was there is kept as {aside.name}."
+            warnings.warn(
+                f"{directory.path / METRICS} is damaged: it has {len(history.steps)} of the {resumed.step} "
+                f"steps before the save. Training resumes exactly; the record of those steps is lost.{kept}",
+                stacklevel=2,
+            )
 
     def write_result(self, result: TrainingResult) -> None:
         """Write the result of the run.

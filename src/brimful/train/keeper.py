@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from brimful.errors import NonFiniteError
+from contextlib import suppress
+
+from brimful.errors import NonFiniteError, SaveError, UsageError
+from brimful.train.checkpoint import Checkpoint
 from brimful.train.feed import Feed
 from brimful.train.journal import Journal
 from brimful.train.learner import Learner
 from brimful.train.not_finite import step_not_finite, update_not_finite
 from brimful.train.options import Options
-from brimful.train.randomness import RandomState
-from brimful.train.resuming import identity
+from brimful.train.randomness import random_state_now
+from brimful.train.resuming import asked_run
 from brimful.train.steps import Steps
 from brimful.training import StepRecord
 
@@ -38,14 +41,20 @@ class Keeper:
 
     def save(self) -> None:
         """Save all that the run needs to go on, unless NaN or infinity is in it."""
-        is_saved = self._run_dir is None or self._journal.saved_run_step == self._steps.taken
-        if is_saved or not self._learner.is_finite():
+        if self._run_dir is None:
             return
-        randoms = self._ranks.gather(RandomState.now(self._options.device).to_save())
-        state = self._steps.state() | self._feed.to_save() | identity(self._options, self._learner.rates)
+        needs_save = self._ranks.any(self._journal.needs_save(self._steps.taken))
+        if not needs_save or not self._learner.is_finite():
+            return
+        checkpoint = Checkpoint(
+            asked=asked_run(self._options, self._learner.rates),
+            steps=self._ranks.with_room(self._steps.state, during="the optimizer's state is read"),
+            data=self._feed.state(),
+            random=tuple(self._ranks.gather(random_state_now(self._options.device))),
+        )
         in_parts = self._learner.parallel.saves_parts
         model = self._learner.model if in_parts else self._learner.whole_model(self._run_dir)
-        self._journal.save(model, self._steps.taken, state | {"random": randoms})
+        self._journal.save(model, checkpoint)
 
     def save_weights(self) -> None:
         """Write the weights, and their average, unless the last step left NaN or infinity in them.
@@ -68,15 +77,34 @@ class Keeper:
         if self._steps.taken == 0 or self._run_dir is None or self._ranks.are_several:
             return  # of several ranks one may not answer any more
         try:
-            self.save()
-            self._journal.wait_for_save()
+            self._save_now()
             self.save_weights()
         except Exception as failure:  # not to take the place of the error that ends the run
             error.add_note(f"Saving after it failed as well: {type(failure).__name__}: {failure}")
-        else:
-            error.add_note(
-                f"The run is saved after step {self._steps.taken}; resuming {self._run_dir} goes on there."
-            )
+        error.add_note(self._where_saved())
+
+    def note_save_before(self, error: Exception) -> None:
+        """Add to an error, after which nothing is saved, from where the run can be resumed."""
+        if self._run_dir is None or self._ranks.are_several:
+            return
+        with suppress(SaveError, UsageError):
+            self._journal.wait_for_save()
+        error.add_note(self._where_saved())
+
+    def _save_now(self) -> None:
+        """Save, and wait for it; once more if a save of this step was under way and fails."""
+        self.save()
+        try:
+            self._journal.wait_for_save()
+        except SaveError:
+            self.save()
+            self._journal.wait_for_save()
+
+    def _where_saved(self) -> str:
+        step = self._journal.saved_run_step
+        if step is None:
+            return f"The run has no save; resuming {self._run_dir} starts from the beginning."
+        return f"The run is saved after step {step}; resuming {self._run_dir} goes on there."
 
     def not_finite(self, record: StepRecord) -> NonFiniteError:
         """Write the weights from before a step that was not taken, as it came to no number.

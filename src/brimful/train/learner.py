@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
+from brimful.execution.out_of_memory import with_room
 from brimful.local import build_model, set_up_allocator
 from brimful.optimizers import make_optimizer
 from brimful.train.averaging import MovingAverage
+from brimful.train.checkpoint import Rates
 from brimful.train.not_finite import has_finite_parameters
 from brimful.train.options import Options
 from brimful.train.parallel import DataParallel, data_parallel
 from brimful.train.randomness import seed_all
 from brimful.train.ranks import Ranks
 from brimful.train.resuming import Start
-from brimful.train.saves import SAVES
-from brimful.train.schedules import Schedule
+from brimful.train.run_directory import SAVES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +35,8 @@ class Learner:
     """How the ranks share the model."""
     average: MovingAverage | None
     optimizer: Optimizer
-    rates: list[Any]
-    """Learning rates and weight decays that were asked for, and the schedule."""
+    rates: Rates
+    """Learning rates and weight decays that were asked for."""
 
     def averaged(self) -> AbstractContextManager[None]:
         """Within, the model has the average for its parameters, if one is kept."""
@@ -43,7 +44,8 @@ class Learner:
 
     def is_finite(self) -> bool:
         """Whether no rank has a parameter that is NaN or infinite."""
-        return not self.ranks.any(not has_finite_parameters(self.model))
+        check = partial(has_finite_parameters, self.model)
+        return not self.ranks.any(not with_room(check, during="weights are checked for NaN and infinity"))
 
     def take_buffers_of_first(self) -> None:
         """Give every rank the first one's buffers; the others' are of their own samples."""
@@ -60,10 +62,14 @@ def seeded_model(options: Options, start: Start) -> nn.Module:
 
     Every rank's is the same, and so are its random numbers.
     """
-    seed_all(options.seed)
     set_up_allocator(start.settings, options.device)
     job = options.job if start.saved is None else replace(options.job, weights=None)
-    return build_model(job).to(options.device).train()
+
+    def built() -> nn.Module:
+        seed_all(options.seed)
+        return build_model(job).to(options.device).train()
+
+    return with_room(built, during="the model is built")
 
 
 def make_learner(model: nn.Module, options: Options, start: Start, ranks: Ranks) -> Learner:
@@ -89,23 +95,25 @@ def make_learner(model: nn.Module, options: Options, start: Start, ranks: Ranks)
     if parallel.is_sharded and decay is not None:
         raise UsageError("ema_decay is not kept under FSDP2 and ZeRO. Leave it out, or train by DDP.")
     if start.saved is not None:
-        start.saved.load_model(model)
-    average = None if decay is None else MovingAverage(model, decay)
-    optimizer = parallel.divided(make_optimizer(options.job, model, start.settings))
+        with_room(partial(start.saved.load_model, model), during="the saved weights are loaded")
+    average = None
+    if decay is not None:
+        average = with_room(partial(MovingAverage, model, decay), during="the average of the weights is made")
+    make = partial(make_optimizer, options.job, model, start.settings)
+    optimizer = parallel.divided(with_room(make, during="the optimizer is made"))
     return Learner(
         model=model,
         ranks=ranks,
         parallel=parallel,
         average=average,
         optimizer=optimizer,
-        rates=_rates(optimizer, options.updating.schedule),
+        rates=_rates(optimizer),
     )
 
 
-def _rates(optimizer: Optimizer, schedule: object) -> list[Any]:
+def _rates(optimizer: Optimizer) -> Rates:
     """What was asked of the learning rate and the decay, before a schedule changes it."""
-    of_groups = [
-        [float(group[name]) for name in ("lr", "weight_decay") if group.get(name) is not None]
+    return tuple(
+        tuple(float(group[name]) for name in ("lr", "weight_decay") if group.get(name) is not None)
         for group in optimizer.param_groups
-    ]
-    return [of_groups, str(schedule) if isinstance(schedule, Schedule) else None]
+    )

@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from brimful.capture import capture_step
+from brimful.capture import CautiousCapture, capture_step
 from brimful.errors import BrimfulError, OutOfMemoryError
 from brimful.hardware import Device
 from brimful.job import Job
+from brimful.layout import why_not_split
 from brimful.measuring import device_record
 from brimful.planning import Plan, Request, estimate_trace, of_one_rank, search
 from brimful.settings import Settings
@@ -68,10 +69,11 @@ class Lowering:
 
     def _planned_anew(self, settings: Settings) -> Settings:
         device = device_record(self._device)
+        cautious = CautiousCapture(self._job, device)
 
         @functools.cache
         def capture(how: Settings, steps: int = 1) -> Trace:
-            return capture_step(self._job, how, device, steps=steps)
+            return cautious(how, steps)
 
         taken = estimate_trace(of_one_rank(capture(settings, 2)), device).predicted_peak_reserved_bytes
         taken = self._least_bytes = taken if self._least_bytes is None else min(taken, self._least_bytes)
@@ -93,7 +95,9 @@ class Lowering:
             offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
             optimizer_on_host=settings.optimizer_on_host,
             copies_ahead=settings.copies_ahead,
-            weighs_by_count=self._job.count is not None,
+            own_checkpointing=settings.own_checkpointing,
+            why_not_split=why_not_split(self._job, settings.rank_batch_size),
+            weighs_by_count=self._job.count is not None or self._job.reduction == "sum",
             step_in_backward=settings.step_in_backward,
             splits_coupled_batches=settings.gradient_accumulation_steps > 1,
             ranks=settings.ranks,
@@ -113,10 +117,15 @@ class Lowering:
         smaller = [size for size in range(1, settings.micro_batch_size) if total % size == 0]
         if not smaller:
             raise OutOfMemoryError("the micro-batch is one sample already.")
+        if settings.gradient_accumulation_steps == 1:  # else batches of this run are split already
+            reason = why_not_split(self._job, total)
+            if reason is not None:
+                raise OutOfMemoryError(f"the batch was not split: {reason}")
         coupled = list(self._batch_coupled(settings))
         if coupled and settings.gradient_accumulation_steps == 1:
             raise OutOfMemoryError(
-                f"the batch was not split: {coupled[0]} computes with the whole of it (BatchNorm)."
+                f"the batch was not split: {coupled[0]} computes with the whole of it, as BatchNorm does, or "
+                "changes its buffers in each forward."
             )
         return settings.with_micro_batch_size(smaller[-1])
 

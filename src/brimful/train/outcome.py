@@ -59,6 +59,7 @@ def result_of(
         counted=options.counted,
         predicted_mfu=None if plan is None else plan.predicted_mfu,
         data_loading=data_loading,
+        notes=tuple(journal.notes),
     )
 
 

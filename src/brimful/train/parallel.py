@@ -7,7 +7,7 @@ model itself, with all its methods and attributes, and they see all that it comp
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeVar
@@ -75,10 +75,12 @@ class DataParallel:
         """
         return model
 
-    @property
-    def held_bytes(self) -> int:
-        """What is held for as long as this is, beside the model and the optimizer."""
-        return 0
+    def held_tensors(self) -> Sequence[Tensor]:
+        """What is held between steps beside the model and the optimizer, and beside what a step's ops read.
+
+        DDP's buckets are read, so that they are found where memory is measured.
+        """
+        return ()
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -103,12 +105,6 @@ class _Replicated(DataParallel):
     def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
         assert self._ddp is not None
         return nullcontext() if is_last else self._ddp.no_sync()
-
-    @property
-    def held_bytes(self) -> int:
-        """The buckets: as large as all gradients, which lie in them once they are averaged."""
-        assert self._ddp is not None
-        return sum(parameter.nbytes for parameter in self._ddp.parameters() if parameter.requires_grad)
 
     def close(self) -> None:
         self._ddp = None
@@ -189,10 +185,9 @@ class _Zero(DataParallel):
             return model
         return WholeZeroModel(model, is_kept=folder is not None)
 
-    @property
-    def held_bytes(self) -> int:
+    def held_tensors(self) -> Sequence[Tensor]:
         assert self._engine is not None
-        return self._engine.held_bytes()
+        return self._engine.held_tensors()
 
     def close(self) -> None:
         if self._engine is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
 
 from brimful.train.randomness import RandomState
 
@@ -21,13 +20,3 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.batches} batches of epoch {self.epoch}"
-
-    def to_save(self) -> dict[str, Any]:
-        """The place in plain containers."""
-        return {"epoch": self.epoch, "batches": self.batches, "random": self.random.to_save()}
-
-    @classmethod
-    def from_save(cls, saved: dict[str, Any]) -> Self:
-        """The place that `to_save` gave."""
-        random = RandomState.from_save(saved["random"])
-        return cls(epoch=saved["epoch"], batches=saved["batches"], random=random)

@@ -1,4 +1,7 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere, or nothing."""
+"""How far a run is: a bar on a terminal, a line now and then elsewhere, or nothing.
+
+Standard error that cannot be written does not end a run; see `display`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from brimful.display import make_console
 from brimful.training import Recovery, StepRecord, ValidationRecord
 from brimful.units import format_bytes, format_rate, format_seconds
 
@@ -30,11 +34,25 @@ class ProgressDisplay(Protocol):
             memory: How much is in use, for a reader; empty if it is not known.
         """
 
+    def show_validating(self, samples: int) -> None:
+        """During a pass over the validation data, after each micro-batch.
+
+        Args:
+            samples: Validated so far in this pass.
+        """
+
     def show_validation(self, record: ValidationRecord) -> None:
         """After each pass over the validation data."""
 
     def show_note(self, note: str) -> None:
         """What else there is to say, in a line."""
+
+    def set_total(self, total_steps: int | None) -> None:
+        """As the data turn out to have other lengths than they said.
+
+        Args:
+            total_steps: Optimizer steps of the run; None if not known.
+        """
 
     def stop(self) -> None:
         """After the last step, and when the run fails; more than one call does nothing."""
@@ -56,9 +74,9 @@ def make_progress(
     """
     if not show:
         return _Silence()
-    console = console or Console(stderr=True)
+    console = console or make_console()
     pace = _Pace(total_steps, counted)
-    return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(total_steps, pace, console)
+    return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(pace, console)
 
 
 def memory_text(in_use_bytes: int | None, budget_bytes: int | None, *, predicted: bool = False) -> str:
@@ -76,10 +94,16 @@ class _Silence:
     def show_step(self, record: StepRecord, memory: str) -> None:
         pass
 
+    def show_validating(self, samples: int) -> None:
+        pass
+
     def show_validation(self, record: ValidationRecord) -> None:
         pass
 
     def show_note(self, note: str) -> None:
+        pass
+
+    def set_total(self, total_steps: int | None) -> None:
         pass
 
     def stop(self) -> None:
@@ -90,7 +114,7 @@ class _Pace:
     """How fast the recent steps were, waiting for data included, and how long it takes at that."""
 
     def __init__(self, total_steps: int | None, counted: str | None) -> None:
-        self._total_steps = total_steps
+        self.total_steps = total_steps
         self._counted = counted
         self._latest: StepRecord | None = None
         self._recent: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
@@ -99,6 +123,10 @@ class _Pace:
         self._latest = record
         if not record.memory_measured:  # measuring slows a step down
             self._recent.append(record)
+
+    def of_total(self, step: int) -> str:
+        """ "/60" after the number of a step; nothing where the total is not known, or was not true."""
+        return "" if self.total_steps is None or step > self.total_steps else f"/{self.total_steps}"
 
     def describe(self, memory: str) -> str:
         """The latest step in a line: "loss 1.23  154 samples/s  MFU 41%  312 MiB of 640 MiB  12 s left"."""
@@ -112,8 +140,8 @@ class _Pace:
             useful_seconds = sum((record.mfu or 0.0) * record.total_seconds for record in self._recent)
             parts.append(f"MFU {useful_seconds / seconds:.0%}")
         parts.append(memory)
-        if seconds and self._total_steps is not None and self._latest.step < self._total_steps:
-            seconds_left = (self._total_steps - self._latest.step) * seconds / len(self._recent)
+        if seconds and self.total_steps is not None and self._latest.step < self.total_steps:
+            seconds_left = (self.total_steps - self._latest.step) * seconds / len(self._recent)
             parts.append(f"{format_seconds(seconds_left)} left")
         return "  ".join(part for part in parts if part)
 
@@ -122,9 +150,8 @@ class _Bar:
     def __init__(self, total_steps: int | None, pace: _Pace, console: Console) -> None:
         self._pace = pace
         columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("{task.description}"))
-        self._of_total = "" if total_steps is None else f"/{total_steps}"
         self._progress = Progress(*columns, console=console)
-        self._task = self._progress.add_task("", total=total_steps, step=f"0{self._of_total}")
+        self._task = self._progress.add_task("", total=total_steps, step=f"0{pace.of_total(0)}")
 
     def start(self) -> None:
         self._progress.start()
@@ -134,9 +161,12 @@ class _Bar:
         self._progress.update(
             self._task,
             completed=record.step,
-            step=f"{record.step}{self._of_total}",
+            step=f"{record.step}{self._pace.of_total(record.step)}",
             description=self._pace.describe(memory),
         )
+
+    def show_validating(self, samples: int) -> None:
+        self._progress.update(self._task, description=_validating(samples))
 
     def show_validation(self, record: ValidationRecord) -> None:
         self._progress.console.print(_validation_line(record), highlight=False, markup=False)
@@ -144,14 +174,17 @@ class _Bar:
     def show_note(self, note: str) -> None:
         self._progress.console.print(note, highlight=False, markup=False)
 
+    def set_total(self, total_steps: int | None) -> None:
+        self._pace.total_steps = total_steps
+        self._progress.update(self._task, total=total_steps)
+
     def stop(self) -> None:
         self._progress.stop()
 
 
 class _Lines:
-    def __init__(self, total_steps: int | None, pace: _Pace, console: Console) -> None:
+    def __init__(self, pace: _Pace, console: Console) -> None:
         self._pace = pace
-        self._total_steps = total_steps
         self._console = console
         self._latest: tuple[StepRecord, str] | None = None
         self._printed_seconds = -SECONDS_BETWEEN_LINES
@@ -166,6 +199,12 @@ class _Lines:
         if time.monotonic() - self._printed_seconds >= SECONDS_BETWEEN_LINES:
             self._print_latest()
 
+    def show_validating(self, samples: int) -> None:
+        if time.monotonic() - self._printed_seconds >= SECONDS_BETWEEN_LINES:
+            self._print_latest()
+            self._print(_validating(samples))
+            self._printed_seconds = time.monotonic()
+
     def show_validation(self, record: ValidationRecord) -> None:
         self._print_latest()
         self._print(_validation_line(record))
@@ -174,6 +213,10 @@ class _Lines:
         self._print_latest()
         self._print(note)
 
+    def set_total(self, total_steps: int | None) -> None:
+        self._print_latest()
+        self._pace.total_steps = total_steps
+
     def stop(self) -> None:
         self._print_latest()
 
@@ -181,12 +224,15 @@ class _Lines:
         if self._latest is None or self._latest[0].step == self._printed_step:
             return
         record, memory = self._latest
-        of_total = "" if self._total_steps is None else f"/{self._total_steps}"
-        self._print(f"step {record.step}{of_total}  {self._pace.describe(memory)}")
+        self._print(f"step {record.step}{self._pace.of_total(record.step)}  {self._pace.describe(memory)}")
         self._printed_seconds, self._printed_step = time.monotonic(), record.step
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _validating(samples: int) -> str:
+    return f"validating, {samples} samples so far"
 
 
 def _validation_line(record: ValidationRecord) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 
+from brimful.errors import HalfUpdatedError
+from brimful.execution.out_of_memory import with_room
 from brimful.random_state import RandomState as RandomState
 
 
@@ -20,18 +23,59 @@ class RandomStream:
     """
 
     def __init__(self) -> None:
-        self.state = RandomState.now(_HOST)
+        self.state = random_state_now(_HOST)
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Within, random numbers come from here."""
-        elsewhere = RandomState.now(_HOST)
-        self.state.restore(_HOST)
+        """Within, random numbers come from here.
+
+        Raises:
+            HalfUpdatedError: The numbers of elsewhere could not be restored.
+        """
+        elsewhere = random_state_now(_HOST)
+        try:
+            with_room(partial(self.state.restore, _HOST), during="random numbers are restored")
+        except BaseException:
+            restore_random_state(elsewhere, _HOST)
+            raise
         try:
             yield
         finally:
-            self.state = RandomState.now(_HOST)
-            elsewhere.restore(_HOST)
+            try:
+                self.state = random_state_now(_HOST)
+            finally:
+                restore_random_state(elsewhere, _HOST)
+
+
+def random_state_now(device: torch.device) -> RandomState:
+    """The state of all generators, even where memory runs out once.
+
+    Args:
+        device: Whose generator counts beside the host's.
+
+    Returns:
+        A copy.
+    """
+    return with_room(partial(RandomState.now, device), during="the state of random generators is read")
+
+
+def restore_random_state(state: RandomState, device: torch.device) -> None:
+    """Set all generators back, even where memory runs out once.
+
+    Args:
+        state: Of all generators.
+        device: Whose generator counts beside the host's.
+
+    Raises:
+        HalfUpdatedError: They could not be set back: what follows would draw other numbers, saved or not.
+    """
+    try:
+        with_room(partial(state.restore, device), during="random numbers are restored")
+    except Exception as error:
+        raise HalfUpdatedError(
+            f"random numbers could not be restored: {error} What follows would be another run, so it is not "
+            "saved. Resume from the last save."
+        ) from error
 
 
 def seed_all(seed: int, rank: int = 0) -> None:

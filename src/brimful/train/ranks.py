@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -16,11 +16,16 @@ from torch import nn
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from brimful.batches import count_samples, split_batch, take
-from brimful.errors import UsageError
+from brimful.errors import TrainingError, UsageError
+from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch
+from brimful.layout import BatchLayout
 
 T = TypeVar("T")
+
+_MOST_PORT = 2**16 - 1
+_MOST_DIGITS = 10
+"""Of a number in the environment; no launcher has as many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +47,31 @@ class Ranks:
         """Whether there is another."""
         return self.count > 1
 
-    def micro_batches(self, batch: Batch, micro_batch_size: int) -> list[tuple[Batch, bool]]:
+    def micro_batches(
+        self, batch: Batch, micro_batch_size: int, layout: BatchLayout
+    ) -> list[tuple[Batch, bool]]:
         """This rank's part of a global batch, in micro-batches: as many on each rank, as they run together.
 
         Args:
             batch: On the host, the same on every rank.
             micro_batch_size: Most samples of each.
+            layout: How the batch's samples are found.
 
         Returns:
             Micro-batches, and whether they count: a rank with too few samples runs its own, or the batch's
             first, once more for nothing.
         """
         if not self.are_several:
-            return [(part, True) for part in split_batch(batch, micro_batch_size)]
-        shares = torch.arange(count_samples(batch)).tensor_split(self.count)
+            return [(part, True) for part in layout.split(batch, micro_batch_size)]
+        shares = torch.arange(layout.count(batch)).tensor_split(self.count)
         runs = math.ceil(len(shares[0]) / micro_batch_size)
         share = shares[self.rank]
-        found = (
-            [(part, True) for part in split_batch(take(batch, share), micro_batch_size)] if len(share) else []
-        )
+        found = []
+        if len(share):
+            own = layout.part(batch, int(share[0]), int(share[-1]) + 1)
+            found = [(part, True) for part in layout.split(own, micro_batch_size)]
         # two samples: BatchNorm refuses to normalise over one
-        again = take(batch, share[:2] if len(share) else torch.arange(min(2, count_samples(batch))))
+        again = layout.take(batch, share[:2] if len(share) else torch.arange(min(2, layout.count(batch))))
         return found + [(again, False)] * (runs - len(found))
 
     def sum(self, *values: float) -> tuple[float, ...]:
@@ -105,6 +114,21 @@ class Ranks:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
 
+    def with_room(self, action: Callable[[], T], *, during: str) -> T:
+        """What an action returns that all ranks do together; alone, called once more where memory runs out.
+
+        Args:
+            action: As `with_room` takes it, but that it may wait for other ranks.
+            during: As `with_room` takes it.
+
+        Returns:
+            What the action returned.
+
+        Raises:
+            OutOfMemoryError: Memory ran out in both calls.
+        """
+        return action() if self.are_several else with_room(action, during=during)
+
     def apart(self) -> Ranks:
         """The same ranks over connections of their own, for a thread beside this one."""
         return self if not self.are_several else replace(self, group=dist.new_group(backend="gloo"))
@@ -122,7 +146,7 @@ def ranks_launched() -> int:
     """How many ranks a launcher started, this one included: `torchrun` and `accelerate launch` say so."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return _number("WORLD_SIZE", 1)
+    return _number("WORLD_SIZE", 1, least=1)
 
 
 def processors_here() -> int:
@@ -133,15 +157,15 @@ def processors_here() -> int:
 
 def nodes_launched() -> int:
     """On how many machines, as far as the launcher says."""
-    ranks, of_machine = ranks_launched(), _number("LOCAL_WORLD_SIZE", ranks_launched())
-    return ranks // of_machine if of_machine and ranks % of_machine == 0 else 1
+    ranks, of_machine = ranks_launched(), _number("LOCAL_WORLD_SIZE", ranks_launched(), least=1)
+    return ranks // of_machine if ranks % of_machine == 0 else 1
 
 
 def rank_here() -> int:
     """Which of them this is, from 0."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return _number("RANK", 0)
+    return _number("RANK", 0) if ranks_launched() > 1 else 0
 
 
 def device_here(device: torch.device) -> torch.device:
@@ -149,6 +173,30 @@ def device_here(device: torch.device) -> torch.device:
     if device.type != "cuda" or device.index is not None or ranks_launched() == 1:
         return device
     return torch.device("cuda", _number("LOCAL_RANK", 0))
+
+
+def check_launch() -> None:
+    """Check that a launcher set all environment variables by which the ranks connect.
+
+    Raises:
+        UsageError: One is missing or nonsense.
+    """
+    count = ranks_launched()
+    if count == 1 or dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE is {count}, so this process is one of {count} ranks, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Start it by `torchrun --nproc-per-node {count} "
+            "-m brimful train …`, which sets them, or unset WORLD_SIZE to train in one process."
+        )
+    if rank_here() >= count:
+        raise UsageError(
+            f"RANK is {rank_here()}, and WORLD_SIZE is {count}: ranks count from 0 to {count - 1}."
+        )
+    if _number("MASTER_PORT", 0) > _MOST_PORT:
+        raise UsageError(f"MASTER_PORT is {os.environ['MASTER_PORT']}; the largest port is {_MOST_PORT}.")
 
 
 @contextmanager
@@ -160,6 +208,10 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
 
     Yields:
         The ranks. A process group that is there already is used, and stays.
+
+    Raises:
+        UsageError: The launcher's environment variables are incomplete.
+        TrainingError: The ranks cannot connect.
     """
     if ranks_launched() == 1:
         yield ALONE
@@ -168,7 +220,15 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     if is_own:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        _connect(device)
+        check_launch()
+        try:
+            _connect(device)
+        except (RuntimeError, OSError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            reason = str(error).partition("\n")[0]
+            raise TrainingError(
+                f"rank {rank_here()} cannot connect to the others at {where}: {reason}"
+            ) from error
     try:
         group = None if is_own else dist.new_group(backend="gloo")  # another's may be for GPUs alone
         yield Ranks(rank=dist.get_rank(), count=dist.get_world_size(), group=group)
@@ -216,6 +276,13 @@ def check_ranks(asked: int) -> None:
     raise UsageError(f"{found} ranks were launched, and the plan is for {asked}. Plan again for {found}.")
 
 
-def _number(name: str, default: int) -> int:
+def _number(name: str, default: int, *, least: int = 0) -> int:
     text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else default
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < _MOST_DIGITS and int(text) >= least):
+        raise UsageError(
+            f"the environment variable {name} is {text[:_MOST_DIGITS]!r}; launchers such as torchrun set it to "
+            f"a whole number from {least} on. Unset it to train in one process."
+        )
+    return int(text)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from brimful.codec import decode_json, read_regular_file
 from brimful.files import write_file
 from brimful.settings import Settings, settings_from_json, settings_to_json
 from brimful.train.run_directory import LOWERED
@@ -48,11 +50,23 @@ def settings_left(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] 
 
     Returns:
         Them and what happened; None if nothing was left, or it is of other settings.
+
+    Raises:
+        FileFormatError: What was left is damaged.
     """
     path = run_dir / LOWERED
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
-    document = json.loads(path.read_text(encoding="utf-8"))
-    if settings_from_json(document["before"]) != before:
+    left = decode_json(read_regular_file(path, what="file"), _Left, where=str(path))
+    if settings_from_json(left.before) != before:
         return None
-    return settings_from_json(document["after"]), Recovery(**document["recovery"])
+    return settings_from_json(left.after), left.recovery
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Left:
+    """`lowered.json`."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    recovery: Recovery

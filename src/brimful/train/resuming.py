@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
-from brimful.errors import ResumeError
-from brimful.settings import Settings, settings_from_json, settings_to_json
+from brimful.errors import BrimfulError, FileFormatError, ResumeError, RunDirectoryError
+from brimful.settings import Settings
+from brimful.train.checkpoint import AskedRun, Rates
 from brimful.train.options import Options
-from brimful.train.randomness import RandomState, seed_all
+from brimful.train.randomness import seed_all
 from brimful.train.ranks import Ranks
 from brimful.train.relaunch import leave_settings, settings_left
-from brimful.train.run_directory import JOB, check_run_directory, clear_begun_run
-from brimful.train.saves import Save, newest_save
+from brimful.train.restore import Save, newest_save
+from brimful.train.run_directory import JOB, LOWERED, check_run_directory
+from brimful.train.schedules import Schedule
+from brimful.train.unsaved import check_restart
 from brimful.training import Recovery
 
 
@@ -48,7 +50,7 @@ def find_start(options: Options, ranks: Ranks) -> Start:
     ranks.wait()  # the first may still be writing what a run before this saved last
     saved = _newest_save(options, ranks)
     if saved is None:
-        _prepare_run_directory(options, ranks)
+        _check_run_directory(options, ranks)
         before = options.settings
     else:
         _check_same_run(options, saved)
@@ -79,41 +81,44 @@ def hand_over(options: Options, start: Start, after: Settings, recovery: Recover
     )
 
 
-def identity(options: Options, rates: list[Any]) -> dict[str, Any]:
-    """By what a save is known to be of the same run, in plain containers.
+def asked_run(options: Options, rates: Rates) -> AskedRun:
+    """By what a save is known to be of the same run.
 
     Args:
         options: What was asked.
-        rates: Learning rates, weight decays and schedule that were asked for.
+        rates: Learning rates and weight decays that were asked for.
 
     Returns:
         What is saved with the run.
     """
-    return {
-        "asked_settings": settings_to_json(options.settings),
-        "seed": options.seed,
-        "about": options.about,
-        "asked_rates": rates,
-    }
+    schedule = options.updating.schedule
+    return AskedRun(
+        settings=options.settings,
+        seed=options.seed,
+        about=options.about,
+        rates=rates,
+        schedule=str(schedule) if isinstance(schedule, Schedule) else None,
+    )
 
 
-def check_rates(options: Options, rates: list[Any], saved: Save) -> None:
+def check_rates(options: Options, rates: Rates, saved: Save) -> None:
     """Check that the rates are those that were saved; others that are asked for now would not be taken.
 
     Args:
-        options: Name the run.
-        rates: Learning rates, weight decays and schedule that are asked for now.
+        options: Name the run, and its schedule.
+        rates: Learning rates and weight decays that are asked for now.
         saved: Its own take their place.
 
     Raises:
         ResumeError: They are others.
     """
-    before = saved.state["asked_rates"]
-    if before != rates:
+    before, now = saved.checkpoint.asked, asked_run(options, rates)
+    if (before.rates, before.schedule) != (now.rates, now.schedule):
         raise ResumeError(
-            f"the run in {options.saving.run_dir} was begun with learning rates and weight decays {before[0]} "
-            f"and schedule {before[1]}, and is to go on with {rates[0]} and {rates[1]}: it would not be the "
-            "same run. Resume it as it was begun, or begin another in a new run directory."
+            f"the run in {options.saving.run_dir} was begun with learning rates and weight decays "
+            f"{_listed(before.rates)} and schedule {before.schedule}, and is to go on with "
+            f"{_listed(now.rates)} and {now.schedule}: it would not be the same run. Resume it as it was "
+            "begun, or begin another in a new run directory."
         )
 
 
@@ -125,7 +130,7 @@ def restore_random(options: Options, ranks: Ranks, saved: Save) -> None:
         ranks: Those that go on.
         saved: By as many ranks as it may be.
     """
-    of_ranks = saved.state["random"]
+    of_ranks = saved.checkpoint.random
     if ranks.count != len(of_ranks):
         warnings.warn(
             f"the run was saved by {len(of_ranks)} ranks and goes on with {ranks.count}: dropout "
@@ -135,7 +140,11 @@ def restore_random(options: Options, ranks: Ranks, saved: Save) -> None:
     if ranks.rank >= len(of_ranks):
         seed_all(options.seed + saved.step, ranks.rank)
     else:
-        RandomState.from_save(of_ranks[ranks.rank]).restore(options.device)
+        of_ranks[ranks.rank].restore(options.device)
+
+
+def _listed(rates: Rates) -> list[list[float]]:
+    return [list(group) for group in rates]
 
 
 def _newest_save(options: Options, ranks: Ranks) -> Save | None:
@@ -150,28 +159,32 @@ def _newest_save(options: Options, ranks: Ranks) -> Save | None:
     )
 
 
-def _prepare_run_directory(options: Options, ranks: Ranks) -> None:
+def _check_run_directory(options: Options, ranks: Ranks) -> None:
+    """Check on the first rank, for all, that a run can begin where it is to; nothing is written yet."""
     run_dir = options.saving.run_dir
-    if run_dir is None or not ranks.is_first:
-        return
-    if options.saving.resumes:
-        clear_begun_run(run_dir)
-    check_run_directory(run_dir)
+    refusal: BrimfulError | None = None
+    if run_dir is not None and ranks.is_first:
+        try:
+            check_restart(run_dir) if options.saving.resumes else check_run_directory(run_dir)
+        except (ResumeError, RunDirectoryError) as error:
+            refusal = error
+    if (of_first := ranks.of_first(refusal)) is not None:
+        raise of_first
 
 
 def _check_same_run(options: Options, saved: Save) -> None:
-    asked = settings_from_json(saved.state["asked_settings"])
+    asked = saved.checkpoint.asked
     run_dir = options.saving.run_dir
     for name, before, now in (
-        ("seed", saved.state["seed"], options.seed),
-        ("global batch size", asked.global_batch_size, options.settings.global_batch_size),
+        ("seed", asked.seed, options.seed),
+        ("global batch size", asked.settings.global_batch_size, options.settings.global_batch_size),
     ):
         if before != now:
             raise ResumeError(
                 f"the run in {run_dir} has {name} {before}, and this one {now}: it would not be the "
                 f"same run. Resume with {before}, or begin another in a new run directory."
             )
-    if saved.state.get("about") != options.about:
+    if asked.about != options.about:
         raise ResumeError(
             f"the run in {run_dir} is of a job that says other things about itself in `about` (see "
             f"{JOB} there) than {options.job.name!r} does now; of ready tasks, their files or flags have "
@@ -181,17 +194,20 @@ def _check_same_run(options: Options, saved: Save) -> None:
 
 def _settings_to_resume(options: Options, saved: Save) -> Settings:
     """Those in force when the run was saved, lowered perhaps, unless others are asked for now."""
-    asked_before = settings_from_json(saved.state["asked_settings"])
-    if asked_before != options.settings:
+    if saved.checkpoint.asked.settings != options.settings:
         return options.settings
-    return settings_from_json(saved.state["settings"])
+    return saved.checkpoint.steps.settings
 
 
 def _lowered(options: Options, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
     """The settings to go on with, and what happened if the launch before this left others."""
     if options.saving.resumes and ranks.are_several:
         assert options.saving.run_dir is not None
-        left = settings_left(options.saving.run_dir, settings)
+        try:
+            left = settings_left(options.saving.run_dir, settings)
+        except (FileFormatError, KeyError, TypeError) as error:  # the run goes on as it was saved
+            warnings.warn(f"{LOWERED} is not used: {error}", stacklevel=3)
+            left = None
         if left is not None:
             return left
     return settings, None

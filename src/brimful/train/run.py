@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from brimful.batches import count_samples
-from brimful.errors import HalfUpdatedError, NonFiniteError
+from brimful.display import write_from_signal
+from brimful.errors import DataError, HalfUpdatedError, NonFiniteError, OutOfMemoryError
+from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.job import Batch
+from brimful.layout import layout_of
 from brimful.report.feeding import feeding_lines
 from brimful.step import matmul_precision
 from brimful.train.beginning import Beginning, make_journal, make_steps
@@ -22,9 +24,10 @@ from brimful.train.keeper import Keeper
 from brimful.train.outcome import result_of
 from brimful.train.progress import memory_text
 from brimful.train.resuming import check_rates
+from brimful.train.schedules import Schedule
 from brimful.train.steps import NotFiniteStep
 from brimful.train.validation import Validator
-from brimful.training import StepRecord, StopReason, TrainingResult
+from brimful.training import Recovery, StepRecord, StopReason, TrainingResult
 
 MEASURED_UPDATE = 3
 """The update whose memory is measured: the first makes the optimizer's state, the second may still warm up."""
@@ -65,6 +68,8 @@ class Run:
         self._callbacks = callbacks
         self._data_loading = data_loading(begun.data.train)
         self._start = _Counts()
+        self._batches_noted: int | None = None
+        """Of an epoch whose length was not as the data said, so that not each of them is noted."""
         self._journal = make_journal(begun)
         self._steps = make_steps(begun, self._journal)
         self._keeper = Keeper(
@@ -96,8 +101,13 @@ class Run:
     def _load_state(self) -> None:
         saved = self._begun.start.saved
         if saved is not None:
+            optimizer_state = saved.optimizer_state_for(self._learner.optimizer)
+            state = saved.checkpoint.with_optimizer(optimizer_state).steps
             with self._steps.loading():
-                self._steps.load_state(saved.state_for(self._learner.optimizer))
+                self._ranks.with_room(
+                    partial(self._steps.load_state, state), during="the saved state is loaded"
+                )
+            saved.release()
             check_rates(self._options, self._learner.rates, saved)
             self._start = _Counts(taken=self._steps.taken, updates=self._steps.updates)
 
@@ -123,7 +133,7 @@ class Run:
         """Tell from where the run goes on, and all ranks what was told before."""
         start = self._begun.start
         if start.saved is not None:
-            self._journal.know(*self._ranks.of_first(self._journal.known()))
+            self._journal.load_history(*self._ranks.of_first(self._journal.history()))
             self._journal.note(f"resumed after step {start.saved.step} from {start.saved.path}")
         if start.lowered is not None:
             self._journal.add_recovery(start.lowered)
@@ -145,17 +155,27 @@ class Run:
     def _run_epochs_and_save(self) -> StopReason:
         """Run the epochs and write the weights; before an error ends that, save what can be saved."""
         try:
-            with dead_workers_told():
-                stopped_because = self._run_epochs()
-                self._keeper.save_weights()
-                return stopped_because
+            found = unless_out_of_memory(self._run_epochs_and_write)
         except NotFiniteStep as step:
             raise self._not_finite(step.record) from None
-        except HalfUpdatedError:
-            raise  # what is in the model is not to be saved
+        except HalfUpdatedError as error:
+            self._keeper.note_save_before(error)  # what is in the model is not to be saved
+            raise
         except Exception as error:
             self._keeper.save_after(error)
             raise
+        if not isinstance(found, RanOut):
+            return found
+        make_room(self._options.device)
+        ran_out = OutOfMemoryError(f"memory ran out outside of a step ({found.place}): {found.message}.")
+        self._keeper.save_after(ran_out)
+        raise ran_out
+
+    @dead_workers_told()
+    def _run_epochs_and_write(self) -> StopReason:
+        stopped_because = self._run_epochs()
+        self._keeper.save_weights()
+        return stopped_because
 
     def _not_finite(self, record: StepRecord) -> NonFiniteError:
         if self._steps.taken:
@@ -178,19 +198,61 @@ class Run:
 
     def _run_epoch(self, validator: Validator | None) -> StopReason | None:
         """Train on the rest of an epoch, save the run and validate; tell why it is to stop, if it is."""
-        for batch, data_seconds in self._feed.rest_of_epoch(self._stop.is_requested):
+        has_ended = False
+        for batch, data_seconds in self._feed.rest_of_epoch(self._stop.is_requested, self._add_reading):
             self._take_step(batch, data_seconds)
             stopped_because = self._stop.agreed(self._ranks)
             if self._is_to_be_saved():
                 self._keeper.save()
             if stopped_because is not None or self._has_enough():
                 break
+        else:
+            has_ended = True
         stopped_because = self._stop.agreed(self._ranks)
+        if has_ended and stopped_because is None:
+            self._check_batches()
         self._keeper.save()
         if stopped_because is None and validator is not None:
             self._validate(validator)
             stopped_because = self._stop.agreed(self._ranks)
         return stopped_because
+
+    def _check_batches(self) -> None:
+        """At the end of an epoch, compare its batches with those that the data said they have."""
+        place, promised = self._feed.place, self._begun.batches.steps_per_epoch
+        if place.batches == 0:
+            raise DataError(f"the training data gave no batch in epoch {place.epoch}.")
+        if promised is None or place.batches == promised:
+            return
+        length = self._options.length
+        total_steps = length.steps
+        if length.epochs is not None:
+            by_epochs = self._steps.taken + (length.epochs - place.epoch) * place.batches
+            total_steps = by_epochs if total_steps is None else min(by_epochs, total_steps)
+        self._journal.show_total(total_steps)
+        if place.batches == self._batches_noted:
+            return
+        self._batches_noted = place.batches
+        note = f"epoch {place.epoch} ended after {place.batches} of {promised} batches; the data gave no more"
+        if place.batches > promised:
+            note = f"epoch {place.epoch} had {place.batches} batches, and the data said {promised}"
+        if isinstance(self._options.updating.schedule, Schedule):
+            note += f". The schedule is for {self._begun.total_steps} steps"
+        self._journal.add_note(note)
+
+    def _add_reading(self, message: str, seconds: float) -> None:
+        """Record that memory ran out in reading a batch, which was read again."""
+        how = self._steps.settings.describe()
+        self._journal.add_recovery(
+            Recovery(
+                step=self._steps.taken + 1,
+                during="reading",
+                message=message,
+                before=how,
+                after=how,
+                seconds=seconds,
+            )
+        )
 
     def _take_step(self, batch: Batch, data_seconds: float) -> None:
         """Take a step on a batch, and tell of it."""
@@ -235,7 +297,8 @@ class Run:
         if total_steps is not None:
             measured_update = min(MEASURED_UPDATE, total_steps - before.taken)
         is_steady = self._steps.updates - before.updates >= max(measured_update - 1, 1)
-        return self._steps.peak is None and is_steady and count_samples(batch) >= self._full_samples
+        layout = layout_of(self._options.job, whole=self._options.settings.global_batch_size)
+        return self._steps.peak is None and is_steady and layout.count(batch) >= self._full_samples
 
     def _holds_copies(self) -> bool:
         """Whether copies on the host, by which an update can be taken back, are in the memory of the device."""
@@ -267,7 +330,7 @@ class Run:
             on_recovery=self._journal.add_recovery,
             ranks=self._ranks,
             parallel=self._learner.parallel,
-            fetching=self._feed.drawn_from,
+            stream=self._feed.randomness,
         )
 
     def _validate(self, validator: Validator) -> None:
@@ -279,6 +342,7 @@ class Run:
                 step=self._steps.taken,
                 epoch=self._feed.place.epoch,
                 is_stopped=self._stop.is_requested,
+                on_samples=self._journal.show_validating,
             )
             if record is None:
                 return
@@ -308,5 +372,4 @@ class Run:
     def _heed_signal(self, number: signal.Signals) -> None:
         self._stop.heed(number)
         if self._options.shows_progress:
-            # not print: a signal may come in the middle of one
-            os.write(2, b"\nEnding after this step; the weights are saved. Once more to stop at once.\n")
+            write_from_signal("\nEnding after this step; the weights are saved. Once more to stop at once.\n")

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from brimful.batches import own_part
 from brimful.errors import SaveError
+from brimful.wrappers import plain_namer
 
 
 class WholeModel(nn.Module):
@@ -37,11 +38,13 @@ class WholeModel(nn.Module):
         gathered: dict[int, Tensor] = {}
         failure: OSError | None = None
         self._whole: dict[str, Any] = {}
-        for name, value in model.state_dict().items():
+        plain_name = plain_namer(model)
+        for own_name, value in model.state_dict().items():
+            name = plain_name(own_name)
             if not isinstance(value, DTensor):
                 self._whole[name] = value
                 continue
-            key = parameters.get(name, id(value))  # tied ones are gathered once
+            key = parameters.get(own_name, id(value))  # tied ones are gathered once
             if key not in gathered:
                 whole = value.full_tensor().detach()
                 gathered[key] = torch.empty(0)

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from brimful.errors import ResumeError
-from brimful.train.weights import TIED
+from brimful.train.manifest import SHARDS
+from brimful.train.weights import read_tied, write_tensors
+from brimful.wrappers import plain_namer, plain_state, wrapped_state
 
-SHARDS = "shards"
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """What DCP's reader looks for in a file."""
@@ -62,7 +62,7 @@ class Shards:
         Args:
             path: Is overwritten.
         """
-        save_file(self.tensors, path, metadata={"format": "pt", _HEADER: json.dumps(self._header)})
+        write_tensors(self.tensors, path, {_HEADER: json.dumps(self._header)})
 
 
 class SavedTensors:
@@ -125,15 +125,17 @@ def divided_of_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, DTenso
         model: Any.
 
     Returns:
-        What is whole; what is divided, once each, by its name in the shards; the first name of each divided
-        one that is tied.
+        By names without wrappers: what is whole; what is divided, once each, by its name in the shards; the
+        first name of each divided one that is tied.
     """
-    keys = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    plain_name = plain_namer(model)
+    parameters = model.named_parameters(remove_duplicate=False)
+    keys = {plain_name(name): id(parameter) for name, parameter in parameters}
     first_of: dict[int, str] = {}
     whole: dict[str, Any] = {}
     divided: dict[str, DTensor] = {}
     tied: dict[str, str] = {}
-    for name, value in model.state_dict().items():
+    for name, value in plain_state(model).items():
         if not isinstance(value, DTensor):
             whole[name] = value
             continue
@@ -171,12 +173,8 @@ def load_model(model: nn.Module, save: Path, whole_name: str) -> None:
     Raises:
         ResumeError: It is of another structure.
     """
-    wanted = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    try:
-        with safe_open(save / whole_name, framework="pt") as file:
-            tied = json.loads((file.metadata() or {}).get(TIED, "{}"))
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ResumeError(f"{save / whole_name} cannot be read: {error}") from error
+    wanted = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
+    tied = read_tied(save / whole_name, elsewhere=True)
     saved_names = {name: tied.get(name, name) for name in wanted}
     known: set[str] = set()
     for source, prefix in ((SavedTensors(save), ""), (SavedTensors(save / SHARDS), _MODEL)):
@@ -185,7 +183,7 @@ def load_model(model: nn.Module, save: Path, whole_name: str) -> None:
         targets: dict[str, Tensor] = {}
         for name, saved_name in saved_names.items():
             if prefix + saved_name in own:
-                _check_shape(name, wanted[name].shape, source.sizes[prefix + saved_name][0])
+                check_alike(name, wanted[name], *source.sizes[prefix + saved_name])
                 targets.setdefault(prefix + saved_name, wanted[name])
         source.fill(targets)
         for name, saved_name in saved_names.items():  # not tied any more
@@ -199,7 +197,8 @@ def load_model(model: nn.Module, save: Path, whole_name: str) -> None:
             f"the run cannot be resumed with this model: {save} has no {sorted(missing)}, and the model has no "
             f"{sorted(unexpected)}."
         )
-    model.load_state_dict(wanted, strict=False)  # for hooks; what it copies is there already
+    # for hooks; what it copies is there already
+    model.load_state_dict(wrapped_state(model, wanted), strict=False)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: Path) -> dict[str, Any]:
@@ -231,7 +230,8 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
             of_deepspeed = getattr(
                 parameter, "ds_shape", None
             )  # which has a part, and divides whole state itself
-            _check_shape(name, of_deepspeed or parameter.shape, shape)
+            if (of_deepspeed or parameter.shape) != shape:
+                raise _unlike(name, "shape", tuple(of_deepspeed or parameter.shape), tuple(shape))
             targets[name] = (
                 torch.empty(shape, dtype=dtype)
                 if of_deepspeed is not None
@@ -247,9 +247,25 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
     return {**state, "state": filled}
 
 
-def _check_shape(name: str, found: torch.Size, saved: torch.Size) -> None:
-    if found != saved:
-        raise ResumeError(
-            f"the run cannot be resumed with this model: {name!r} has shape {tuple(found)}, and "
-            f"{tuple(saved)} was saved."
-        )
+def check_alike(name: str, own: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Check that a tensor is of the shape and type of the one that was saved.
+
+    Args:
+        name: Names it in errors.
+        own: The model's.
+        shape: Of the saved one.
+        dtype: Of the saved one.
+
+    Raises:
+        ResumeError: It is not.
+    """
+    if own.shape != shape:
+        raise _unlike(name, "shape", tuple(own.shape), tuple(shape))
+    if own.dtype != dtype:
+        raise _unlike(name, "type", own.dtype, dtype)
+
+
+def _unlike(name: str, what: str, own: object, saved: object) -> ResumeError:
+    return ResumeError(
+        f"the run cannot be resumed with this model: {name!r} has {what} {own}, and {saved} was saved."
+    )

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,24 +21,34 @@ from torch.optim.lr_scheduler import LRScheduler
 from brimful.applying import apply_units
 from brimful.applying.host_update import UpdateOnHost
 from brimful.applying.input_copies import copied_ahead_to
-from brimful.batches import count_samples, take
 from brimful.coupled import loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
+from brimful.execution.buffers import BufferSnapshot
+from brimful.execution.out_of_memory import (
+    RanOut,
+    despite_out_of_memory,
+    make_room,
+    out_of_memory,
+    unless_out_of_memory,
+    with_room,
+)
+from brimful.execution.update import SurvivingUpdate, WholeUpdate
+from brimful.inputs import InputMover
 from brimful.job import Batch, Job
+from brimful.layout import layout_of
 from brimful.measuring import PeakMemory, peak_memory
 from brimful.optimizers import has_implementation, set_implementation
-from brimful.settings import OptimizerImplementation, Settings, settings_to_json
-from brimful.step import StepOutcome, copied_to, loss_counts, make_scaler, run_step, shares_of
+from brimful.settings import OptimizerImplementation, Settings
+from brimful.step import StepOutcome, loss_counts, make_scaler, run_step, shares_of, unused_scaler
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
-from brimful.train.buffers import BufferSnapshot
-from brimful.train.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.train.checkpoint import StepState
 from brimful.train.parallel import DataParallel
-from brimful.train.randomness import RandomState
+from brimful.train.randomness import RandomState, random_state_now, restore_random_state
 from brimful.train.ranks import ALONE, Ranks
 from brimful.train.schedules import learning_rate
 from brimful.train.sharded_state import divided_state
-from brimful.train.update import SurvivingUpdate, WholeUpdate
+from brimful.train.state_checks import check_optimizer_state, check_scaler_state, check_scheduler_state
 from brimful.train.zero import ZeroOptimizer
 from brimful.training import Recovery, StepRecord
 from brimful.updating import UpdateInBackward
@@ -111,6 +120,7 @@ class Steps:
         hand_over: HandOver = lambda _after, _recovery: "",
     ) -> None:
         self._job = job
+        self._layout = layout_of(job, whole=settings.global_batch_size)
         self._ranks = ranks
         self._parallel = parallel or DataParallel(job)
         self._hand_over = hand_over
@@ -125,8 +135,8 @@ class Steps:
         self._corrects_batch_norm = corrects_batch_norm
         self._lower = lower
         self._on_recovery = on_recovery
-        self._move = copied_to(device)
-        self._begin_move = copied_ahead_to(device) if settings.copies_ahead else None
+        self._move = InputMover.to(device, repeats=job.embed is not None)
+        self._begin_move = copied_ahead_to(device) if settings.copies_ahead and device.type != "cpu" else None
         self._scaler = make_scaler(settings.precision, device.type)
         self._buffers = BufferSnapshot(model)
         self._on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
@@ -136,7 +146,7 @@ class Steps:
         )
         self._finite: tuple[float, float] = (math.nan, math.nan)
         self._terms = 0.0
-        self._is_updating = self._is_updated = False
+        self._is_updated = False
         self._skipped_in_a_row = 0
         self._thrashed_in_a_row = 0
         self._allocator_retries = _allocator_retries(device)
@@ -176,8 +186,8 @@ class Steps:
             OutOfMemoryError: Memory ran out however little was taken; parameters and buffers are as before.
             HalfUpdatedError: Memory ran out in the update, which could not be finished.
         """
-        random = RandomState.now(self._device)
-        rate = learning_rate(self._optimizer)
+        random = random_state_now(self._device)
+        rate = with_room(partial(learning_rate, self._optimizer), during="the learning rate is read")
         self._heed_thrashing(random)
         seconds, outcome, peak = self._surviving(
             "step", partial(self._attempt, batch, measure_memory=measure_memory), random
@@ -189,7 +199,7 @@ class Steps:
             loss=loss,
             gradient_norm=gradient_norm,
             seconds=seconds,
-            samples=count_samples(batch),
+            samples=self._layout.count(batch),
             updated=outcome.updated,
             data_seconds=data_seconds,
             memory_measured=measure_memory,
@@ -199,32 +209,31 @@ class Steps:
         try:
             self._settle(record)
         except NotFiniteStep:
-            random.restore(self._device)
+            restore_random_state(random, self._device)
             raise
         if record.updated and peak is not None:
             self.peak = peak
         return record
 
-    def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on but the model, the data and random numbers; in plain
-        containers, of what is divided this rank's parts."""
-        return {
-            "optimizer": self._optimizer.state_dict(),
-            "optimizer_class": self._optimizer_class,
-            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
-            "average": None if self._average is None else self._average.state(),
-            "settings": settings_to_json(self.settings),
-            "taken": self.taken,
-            "updates": self.updates,
-            "skipped_in_a_row": self._skipped_in_a_row,
-        }
+    def state(self) -> StepState:
+        """What the next step depends on; of what is divided, this rank's parts."""
+        return StepState(
+            taken=self.taken,
+            updates=self.updates,
+            skipped_in_a_row=self._skipped_in_a_row,
+            settings=self.settings,
+            optimizer_class=self._optimizer_class,
+            optimizer=self._optimizer.state_dict(),
+            scheduler=None if self._scheduler is None else self._scheduler.state_dict(),
+            scaler=None if self._scaler is None else self._scaler.state_dict(),
+            average=None if self._average is None else self._average.state(),
+        )
 
     def loading(self) -> AbstractContextManager[object]:
         """Within, what the optimizer loads comes where its state belongs."""
         return nullcontext() if self._on_host is None else self._on_host.loading()
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: StepState) -> None:
         """Go on from what `state` gave; random numbers are the caller's to restore.
 
         Args:
@@ -233,24 +242,21 @@ class Steps:
         Raises:
             ResumeError: It is of another optimizer, or a schedule or loss scaler is in one of the runs only.
         """
-        if state["optimizer_class"] != self._optimizer_class:
+        if state.optimizer_class != self._optimizer_class:
             raise ResumeError(
-                f"the saved run has the optimizer {state['optimizer_class']}, and this one "
+                f"the saved run has the optimizer {state.optimizer_class}, and this one "
                 f"{self._optimizer_class}. Resume it as it was."
             )
-        parts = {"scheduler": self._scheduler, "scaler": self._scaler}
-        for name, part in parts.items():
-            if (part is None) != (state[name] is None):
-                had, has = ("a", "none") if part is None else ("no", "one")
-                raise ResumeError(
-                    f"the saved run had {had} {name}, and this one has {has}. Resume it as it was."
-                )
+        self._check_parts(state)
         try:
-            self._optimizer.load_state_dict(divided_state(self._optimizer, state["optimizer"]))
-            for name, part in parts.items():
-                if part is not None:
-                    part.load_state_dict(state[name])
-        except (ValueError, KeyError, RuntimeError) as error:
+            self._optimizer.load_state_dict(divided_state(self._optimizer, state.optimizer))
+            if self._scheduler is not None:
+                self._scheduler.load_state_dict(state.scheduler or {})
+            if self._scaler is not None:
+                self._scaler.load_state_dict(state.scaler or {})
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if out_of_memory(error) is not None:
+                raise
             raise ResumeError(
                 f"the saved state is not that of this {self._optimizer_class}: {error}. Resume with "
                 "the optimizer and schedule that the run was begun with."
@@ -258,9 +264,26 @@ class Steps:
         if self.settings.optimizer_implementation is not None:  # that of the saved run came with its groups
             set_implementation(self._optimizer, self.settings.optimizer_implementation)
         if self._average is not None:
-            self._average.load_state(state["average"])
-        self.taken, self.updates = state["taken"], state["updates"]
-        self._skipped_in_a_row = state["skipped_in_a_row"]
+            self._average.load_state(state.average)
+        self.taken, self.updates = state.taken, state.updates
+        self._skipped_in_a_row = state.skipped_in_a_row
+
+    def _check_parts(self, state: StepState) -> None:
+        """Check that optimizer, schedule and loss scaler can take over what was saved of such."""
+        check_optimizer_state(self._optimizer, state.optimizer)
+        for name, part, saved in (
+            ("scheduler", self._scheduler, state.scheduler),
+            ("scaler", self._scaler, state.scaler),
+        ):
+            if (part is None) != (saved is None):
+                had, has = ("a", "none") if part is None else ("no", "one")
+                raise ResumeError(
+                    f"the saved run had {had} {name}, and this one has {has}. Resume it as it was."
+                )
+        if self._scheduler is not None and state.scheduler is not None:
+            check_scheduler_state(self._scheduler, state.scheduler)
+        if state.scaler is not None:
+            check_scaler_state(state.scaler)
 
     def rehearse(self, batch: Batch) -> None:
         """See that a step on a batch fits, and take less if it does not; nothing is learned from it.
@@ -271,7 +294,7 @@ class Steps:
         Raises:
             OutOfMemoryError: It does not fit however little is taken.
         """
-        random = RandomState.now(self._device)
+        random = random_state_now(self._device)
         self._surviving("rehearsal", partial(self._attempt, batch, updates=False), random)
         self._take_back(random)
 
@@ -285,17 +308,17 @@ class Steps:
         out."""
         is_again = False
         while True:
-            self._is_updating = self._is_updated = False
+            self._is_updated = False
             start = time.perf_counter()
             try:
                 found = unless_out_of_memory(attempt)
             except BaseException as error:
-                if not self._is_updating:
-                    self._take_back(random)
+                if not self._is_updated and not isinstance(error, HalfUpdatedError):
+                    self._take_back(random)  # the update itself is as before, too
                 elif isinstance(error, Exception) and not isinstance(error, HalfUpdatedError):
                     raise HalfUpdatedError(
-                        f"an error came in the update or after it: {type(error).__name__}: {error}. Some "
-                        "parameters are updated; they are not saved. Resume from the last save."
+                        f"an error came once parameters were updated: {type(error).__name__}: {error}. They "
+                        "are not saved. Resume from the last save."
                     ) from error
                 raise
             if not isinstance(found, RanOut):
@@ -307,12 +330,18 @@ class Steps:
                 )
             if self._is_updated:
                 raise HalfUpdatedError(f"memory ran out after an update, in what follows it: {found.message}.")
+            if self._move.changed:
+                raise HalfUpdatedError(
+                    f"memory ran out in a step whose loss had changed its batch in place "
+                    f"({', '.join(sorted(self._move.changed))}): {found.message}. The step cannot be repeated. "
+                    "Resume from the last save, or let the loss work on a copy."
+                )
             self._take_back(random)
             make_room(self._device)
             if self._ranks.are_several:
                 raise self._ended_on_one_rank(during, found.message, start)
             self._recover(during, found.message, start, with_less=is_again)
-            random.restore(self._device)  # planning anew draws batches
+            restore_random_state(random, self._device)  # planning anew draws batches
             is_again = True
 
     def _attempt(
@@ -322,16 +351,16 @@ class Steps:
         start = time.perf_counter()
         if self._parallel.is_sharded:  # DDP does so itself
             self._ranks.take_buffers_of_first(self._model)
-        parts = self._ranks.micro_batches(batch, self.settings.micro_batch_size)
+        parts = self._ranks.micro_batches(batch, self.settings.micro_batch_size, self._layout)
         weights = self._weights(parts)
         micro_batches = self._without_nothing(batch, [part for part, _counts in parts], weights)
         weights = weights if self._ranks.are_several else [weight for weight in weights if weight]
         self._buffers.take()
         if self._in_backward is not None:
             self._in_backward.updates = updates
-        measuring = self._measuring() if measure_memory else nullcontext()
+        measuring = self._measuring(batch) if measure_memory else nullcontext()
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
-        with measuring as peak, corrected_momentum(self._model, forwards):
+        with self._move.one_step(), measuring as peak, corrected_momentum(self._model, forwards):
             outcome = run_step(
                 model=self._model,
                 loss=self._parallel.loss if self._job.embed is None else loss_of(self._job),
@@ -370,19 +399,23 @@ class Steps:
         count = self._job.count
         if count is None:
             return micro_batches
-        samples = (take(batch, torch.tensor([index, index])) for index in range(count_samples(batch)))
+        samples = (
+            self._layout.take(batch, torch.tensor([index, index])) for index in range(self._layout.count(batch))
+        )
         counting = next(sample for sample in samples if float(count(sample)) > 0)
         return [part if weight else counting for part, weight in zip(micro_batches, weights, strict=True)]
 
-    def _measuring(self) -> AbstractContextManager[PeakMemory]:
-        held_bytes = self._parallel.held_bytes + (0 if self._on_host is None else self._on_host.staging_bytes)
-        return peak_memory(self._model, self._optimizer, self._device, held_besides_bytes=held_bytes)
+    def _measuring(self, batch: Batch) -> AbstractContextManager[PeakMemory]:
+        held = self._parallel.held_tensors()
+        return peak_memory(self._model, self._optimizer, self._device, batch=batch, held_besides=held)
 
     def _weights(self, parts: list[tuple[Batch, bool]]) -> list[float]:
         """Weights for the losses, such that the mean over the ranks is that of the global batch."""
-        of_parts = loss_counts(self._job.count, [part for part, counts in parts if counts])
+        of_parts = loss_counts(self._job, [part for part, counts in parts if counts], whole=self._layout.whole)
         counts = of_parts + [0.0] * (len(parts) - len(of_parts))
         (self._terms,) = self._ranks.sum(sum(counts))
+        if self._job.reduction == "sum":
+            return [float(self._ranks.count * part_counts) for _part, part_counts in parts]
         return [self._ranks.count * share for share in shares_of(counts, self._terms)]
 
     def _may_update(self, loss: Tensor, gradient_norm: Tensor) -> bool:
@@ -394,7 +427,8 @@ class Steps:
     def _update_of(self, optimizer: Optimizer) -> SurvivingUpdate | WholeUpdate:
         if self._on_host is not None:  # which takes no memory of the device
             way_out = "Resume from the last save, on a host with more memory."
-            return WholeUpdate("parameters on the host", lambda _message: way_out)
+            on_host = self._on_host
+            return WholeUpdate("parameters on the host", lambda _message: way_out, lambda: on_host.has_begun)
         if self._parallel.is_sharded:
             return WholeUpdate("divided parameters", self._out_of_an_update)
         return SurvivingUpdate(optimizer, partial(make_room, self._device))
@@ -424,7 +458,7 @@ class Steps:
 
     def _begin_update(self) -> None:
         """From now on nothing can be taken back."""
-        self._is_updating = self._is_updated = True
+        self._is_updated = True
 
     def _check_gradients(self, outcome: StepOutcome) -> None:
         """Gradients that were used already are looked at now."""
@@ -437,26 +471,25 @@ class Steps:
             )
 
     def _carry_out(self, update: Callable[[], object]) -> None:
-        self._is_updating = True
         self._update.run(update if self._on_host is None else partial(self._on_host.run, update))
         self._is_updated = True
 
     def _follow_up(self, action: Callable[[], object]) -> None:
         """What follows an update is not to undo it: it is called again where memory runs out."""
-        if isinstance(unless_out_of_memory(action), RanOut):
-            make_room(self._device)
-            action()
+        despite_out_of_memory(action, self._device)
 
     def _take_back(self, random: RandomState) -> None:
-        """Leave everything as it was before the step, if there was no update yet."""
+        """Leave everything as it was before the step, if there was no update yet; or raise HalfUpdatedError, so
+        that what is in the model is not saved as if it were whole."""
+        with _whole_or_partial("the step could not be taken back"):
+            with_room(partial(self._restore_before, random), during="the step is taken back")
+
+    def _restore_before(self, random: RandomState) -> None:
         self._buffers.restore()
         self._optimizer.zero_grad(set_to_none=True)
         random.restore(self._device)
-        if self._scaler is not None:  # one that has found nothing yet about this step's gradients
-            before = self._scaler.state_dict()
-            self._scaler = make_scaler(self.settings.precision, self._device.type)
-            assert self._scaler is not None
-            self._scaler.load_state_dict(before)
+        if self._scaler is not None:
+            self._scaler = unused_scaler(self._scaler, self._device.type)
 
     def _recover(self, during: str, message: str, since: float, *, with_less: bool) -> None:
         """Take less if that is wanted, and tell."""
@@ -502,23 +535,47 @@ class Steps:
         what = f"the allocator gave back its cache to find memory in each of {THRASHING_STEPS} steps"
         with suppress(OutOfMemoryError):
             self._recover("allocator", what, time.perf_counter(), with_less=True)
-        random.restore(self._device)
+        restore_random_state(random, self._device)
 
     def _settle(self, record: StepRecord) -> None:
-        """Count the step and let the schedule follow; or undo what it left behind and raise NotFiniteStep."""
+        """Count the step, let average and schedule follow; or undo what it left and raise NotFiniteStep."""
         skipped_by_scaler = not record.updated and math.isfinite(record.loss) and self._scaler is not None
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped_by_scaler else 0
         if not record.updated and (not skipped_by_scaler or self._skipped_in_a_row > MOST_SKIPPED_STEPS):
-            self._buffers.restore()
+            with _whole_or_partial("buffers could not be restored after a step that was not taken"):
+                with_room(self._buffers.restore, during="buffers are restored")
             raise NotFiniteStep(record)
         self._buffers.release()
         self.taken += 1
         if record.updated:
             self.updates += 1
             if self._average is not None:
-                self._follow_up(self._average.update)
+                with _whole_or_partial("the average of the weights could not follow an update"):
+                    with_room(self._average.update, during="the average of the weights is updated")
             if self._scheduler is not None:
-                self._scheduler.step()
+                self._step_schedule(self._scheduler)
+
+    def _step_schedule(self, scheduler: LRScheduler) -> None:
+        """Step the schedule, which is not stepped again where memory runs out in the midst of it."""
+        found = unless_out_of_memory(scheduler.step)
+        if isinstance(found, RanOut):
+            raise HalfUpdatedError(
+                f"memory ran out in {type(scheduler).__name__}.step, after an update: {found.message}. The "
+                "learning rates may be changed in part; they are not saved. Resume from the last save."
+            )
+
+
+@contextmanager
+def _whole_or_partial(what: str) -> Iterator[None]:
+    """Within, any error leaves a model that is neither as before a step nor as after it."""
+    try:
+        yield
+    except HalfUpdatedError:
+        raise
+    except Exception as error:
+        raise HalfUpdatedError(
+            f"{what}: {type(error).__name__}: {error} The model is not saved so. Resume from the last save."
+        ) from error
 
 
 def _allocator_retries(device: torch.device) -> int:

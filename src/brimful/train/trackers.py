@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +19,50 @@ if TYPE_CHECKING:
 
 
 class _Tracker(Callback):
-    """Names the numbers of each record, and hands them on."""
+    """Logs the numbers of each record. A tracker that fails ends with a warning, and training continues."""
+
+    _has_failed = False
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Hand on a step's loss, gradient norm, learning rate, times and speed."""
+        """Log a step's loss, gradient norm, learning rate, times and speed."""
         if rank_here() == 0:
-            self._track(_of_step(trainer, record), record.step)
+            self._try(record.step, lambda: self._track(_of_step(trainer, record), record.step))
 
     def on_validation(self, trainer: Trainer, record: ValidationRecord) -> None:
-        """Hand on the validation loss and the job's metrics."""
+        """Log the validation loss and the job's metrics."""
         if rank_here() == 0:
             values = {"loss": record.loss, **record.metrics}
-            self._track({f"validation/{name}": value for name, value in values.items()}, record.step)
+            named = {f"validation/{name}": value for name, value in values.items()}
+            self._try(record.step, lambda: self._track(named, record.step))
+
+    def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
+        """Write what is not written yet, and close the log."""
+        if self._has_failed:
+            with suppress(Exception):  # which may work, and was reported if not
+                self._close(result)
+        self._try(None, lambda: self._close(result))
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
         raise NotImplementedError
+
+    def _close(self, result: TrainingResult | None) -> None:
+        raise NotImplementedError
+
+    def _try(self, step: int | None, log: Callable[[], None]) -> None:
+        """Log, unless an earlier try failed; `metrics.jsonl` has the same numbers."""
+        if self._has_failed:
+            return
+        try:
+            log()
+        except Exception as error:  # a full disk, a server that does not answer, a key that is missing
+            self._has_failed = True
+            reason = str(error).partition("\n")[0]
+            since = "at the end of the run" if step is None else f"from step {step} on"
+            warnings.warn(
+                f"{type(self).__name__} failed, so nothing is logged to it {since}; training continues. "
+                f"{type(error).__name__}: {reason}",
+                stacklevel=4,
+            )
 
 
 class TensorBoard(_Tracker):
@@ -51,8 +82,7 @@ class TensorBoard(_Tracker):
         self._log_dir = str(log_dir)
         self._writer: Any = None
 
-    def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
-        """Write what is not written yet, and close the file."""
+    def _close(self, result: TrainingResult | None) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -82,7 +112,7 @@ class WandB(_Tracker):
         self._options = {"project": project} | options
         self._run: Any = None
 
-    def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
+    def _close(self, result: TrainingResult | None) -> None:
         """Finish the run there, as failed where an error ended this one."""
         if self._run is not None:
             self._run.finish(exit_code=int(result is None))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.coupled import check_coupled
-from brimful.errors import UsageError
+from brimful.errors import OutOfMemoryError, UsageError
+from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.job import Data, Job
 from brimful.local import choose_device
 from brimful.planning import Plan
@@ -25,7 +27,7 @@ from brimful.train.options import Length, Options, Saving, Updating
 from brimful.train.ranks import Ranks, check_ranks, device_here, joined_ranks, rank_here
 from brimful.train.run import Run
 from brimful.train.schedules import MakeSchedule, Schedule
-from brimful.training import TrainingResult
+from brimful.training import LARGEST_SEED, TrainingResult
 from brimful.updating import clipped_in_backward
 
 
@@ -45,13 +47,14 @@ class Trainer:
         data: What to train on; None means the job's own.
         run_dir: A new or empty directory for weights, records and saves; None writes nothing.
         resume: Go on from the newest whole save in `run_dir`, exactly where it was made; from the start if
-            there is none yet, so that a scheduler can give the same command each time.
+            there is none yet, so that a scheduler can give the same command each time. Nothing that was trained
+            is deleted: weights without saves are refused.
         save_every: Save after so many steps, beside the end of each epoch and of the run. A run that is killed
             loses the steps since the last save.
         keep_saves: How many saves to keep, the newest.
         epochs: Passes over the training data; 1 if neither this nor `steps` is given.
         steps: Most optimizer steps.
-        seed: At least 0.
+        seed: From 0 to 2**64 - 1.
         device: A torch device; None means the GPU if there is one, unless the plan is for a CPU.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
         schedule: A `Schedule` over the steps of the run, which its data or `steps` must say; or what makes one
@@ -98,6 +101,8 @@ class Trainer:
         counts = {"epochs": epochs, "steps": steps, "save_every": save_every, "keep_saves": keep_saves}
         _check_counts(counts | {"patience": patience}, least=1)
         _check_counts({"seed": seed}, least=0)
+        if seed > LARGEST_SEED:
+            raise UsageError(f"seed is {seed}; it must be at most {LARGEST_SEED}.")
         for name, is_asked in (("resume", resume), ("save_every", save_every is not None)):
             if is_asked and run_dir is None:
                 raise UsageError(f"{name} needs a run_dir, in which saves are.")
@@ -181,9 +186,9 @@ class Trainer:
         Raises:
             UsageError: There are no data, or they, the model or the loss are none.
             RunDirectoryError: The run directory is not empty or cannot be written to.
-            ResumeError: No save is whole, or they are of another run.
+            ResumeError: No save is whole, or they are of another run; or weights are there without saves.
             CertificateError: The plan does not compute what plain training does; nothing was trained.
-            OutOfMemoryError: Memory ran out however little was taken; the run is saved.
+            OutOfMemoryError: Memory ran out however little was taken, or outside of a step; says what is saved.
             DataError: The training data raised; the run is saved.
             HalfUpdatedError: An error came in an update that could not be finished; the weights are not saved.
             NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
@@ -191,7 +196,14 @@ class Trainer:
         """
         check_ranks(self._options.settings.ranks)
         with joined_ranks(self._options.device) as ranks:
-            return self._fit(ranks)
+            found = unless_out_of_memory(partial(self._fit, ranks))
+        if isinstance(found, RanOut):
+            make_room(self._options.device)
+            raise OutOfMemoryError(
+                f"memory ran out before the first step or after the last ({found.place}): {found.message}. "
+                "What was saved stays. Train where there is more memory, or a smaller model."
+            )
+        return found
 
     def _fit(self, ranks: Ranks) -> TrainingResult:
         """Apart from `fit`, so that a run is gone, with what speaks to the other ranks, before they part."""
@@ -210,6 +222,6 @@ def _check_counts(counts: Mapping[str, int | None], *, least: int) -> None:
 def _as_read_again(job: Job) -> Any:
     """What a job says about itself, as it is in a file."""
     try:
-        return json.loads(json.dumps(job.about))
+        return json.loads(json.dumps(job.about, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{job.name}: `about` cannot be written as JSON: {error}.") from error

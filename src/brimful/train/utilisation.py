@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from brimful.batches import make_batch, named_tensors
+from brimful.batches import named_tensors
 from brimful.job import Batch, Job
+from brimful.layout import make_batch
 from brimful.planning import Plan
 from brimful.training import StepRecord
 

@@ -19,7 +19,7 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from brimful.applying.sharding import Around
 from brimful.errors import UsageError
 from brimful.planning.zero import PREFETCHED_PART, bucket_elements
 from brimful.settings import Parallelism
+from brimful.wrappers import plain_namer, plain_state
 
 T = TypeVar("T")
 
@@ -170,13 +171,13 @@ class ZeroEngine:
             held.update(dict.fromkeys(held))
         self.zero.micro_step_id = 0 if self.stage == 3 else -1
 
-    def held_bytes(self) -> int:
+    def held_tensors(self) -> Sequence[Tensor]:
         """What is held between steps beside parameters, as far as this rank has them, and optimizer state."""
         held = [flat for flat, _parameters in self.flat_parts()] if self.stage < 3 else []
         if self.stage == 3:
             held += [self.zero.grad_partitions_flat_buffer]
             held += [bucket.buffer for bucket in self.zero.ipg_buckets.values()]
-        return sum(tensor.nbytes for tensor in held)
+        return held
 
     def close(self) -> None:
         """Let go of the other ranks."""
@@ -326,12 +327,13 @@ class WholeZeroModel(nn.Module):
 
         parameters = dict(model.named_parameters(remove_duplicate=False))
         gathered: dict[int, Tensor] = {}
-        self._whole: dict[str, Any] = dict(model.state_dict())
+        self._whole: dict[str, Any] = plain_state(model)
+        plain_name = plain_namer(model)
         for name, parameter in parameters.items():  # in one order on all ranks
             if id(parameter) not in gathered:  # tied ones are gathered once
                 with GatheredParameters([parameter]):
                     gathered[id(parameter)] = _on_host(parameter, is_kept=is_kept)
-            self._whole[name] = gathered[id(parameter)]
+            self._whole[plain_name(name)] = gathered[id(parameter)]
 
     def state_dict(self, *_arguments: Any, **_options: Any) -> dict[str, Any]:  # type: ignore[override]
         """As the model's own, of whole tensors."""

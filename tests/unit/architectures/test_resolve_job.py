@@ -1,5 +1,6 @@
 import builtins
 import sys
+from pathlib import Path
 
 import pytest
 from torch import nn
@@ -13,7 +14,8 @@ import torch
 
 def make(width=3):
     model = torch.nn.Linear(width, 1)
-    return brimful.job.Job(model=model, loss=None, batch=None, name=f"width {width}")
+    loss = lambda model, batch: model(batch).sum()
+    return brimful.job.Job(model=model, loss=loss, batch=torch.zeros(1, 3), name=f"width {width}")
 
 def make_any(**options):
     return make(**options)
@@ -181,3 +183,14 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
 def test_names_are_unique_and_looking_them_up_builds_nothing():
     assert len(set(architecture_names())) == len(architecture_names())
     assert not any(isinstance(find_architecture(name).model, nn.Module) for name in architecture_names())
+
+
+def test_a_file_without_a_function_is_answered_with_what_to_write(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import brimful\ndef helper():\n    return 1\ndef job():\n    return brimful.Job(...)\nraise SystemExit"
+    )
+    with pytest.raises(UsageError, match=r"mine.py:job$"):
+        resolve_job(str(file))
+    with pytest.raises(UsageError, match="there is no file"):
+        resolve_job(str(tmp_path / "absent.py"))

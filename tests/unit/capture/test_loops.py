@@ -351,3 +351,82 @@ def test_what_saving_takes_is_what_there_is_after_a_step() -> None:
     assert phases["saving weights"].predicted_peak_allocated_bytes == pytest.approx(
         3 * PARAMETER_BYTES, rel=0.01
     )
+
+
+def lbfgs(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+    optimizer = torch.optim.LBFGS(network.parameters(), history_size=7, max_iter=4)
+    for batch in batches:
+
+        def closure(batch: dict[str, Tensor] = batch) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(network(batch["x"]), batch["y"])
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def test_the_steps_of_lbfgs_are_captured_with_all_iterations_and_a_full_history() -> None:
+    trace = captured(lbfgs, CPU)
+    forwards = [op for op in trace.ops if op.name == "aten.addmm.default" and op.step == 2]
+    assert {op.phase for op in forwards} == {Phase.FORWARD}
+    assert len(forwards) == 2 * 4  # two layers; the first iteration uses the first of the closure's calls
+    state = [s for s in trace.storages if s.category is Category.OPTIMIZER_STATE]
+    assert sum(s.size_bytes == PARAMETER_BYTES for s in state) >= 2 * 7
+    assert any("a full history of 7" in note for note in trace.uncertain_ops)
+
+
+def keeping(what: Callable[[Tensor], object], most: int) -> Loop:
+    """A plain loop that keeps something of its latest losses."""
+
+    def loop(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters(), momentum=0.9)
+        kept: list[object] = []
+        for batch in batches:
+            loss = F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda())
+            optimizer.zero_grad()
+            loss.backward(retain_graph=True)
+            optimizer.step()
+            kept = [*kept, what(loss)][-most:]
+
+    return loop
+
+
+def test_an_estimate_says_where_memory_grows_with_every_step() -> None:
+    notes = captured(keeping(lambda loss: loss, most=1000)).uncertain_ops
+    (note,) = [note for note in notes if "grows by" in note]
+    assert "3 steps are predicted" in note
+    assert "loss.item()" in note
+
+
+@pytest.mark.parametrize(
+    ("what", "most"),
+    [(lambda loss: loss.item(), 1000), (lambda loss: loss.detach(), 1000), (lambda loss: loss, 1)],
+)
+def test_a_loop_that_keeps_no_more_from_step_to_step_is_not_said_to_grow(
+    what: Callable[[Tensor], object], most: int
+) -> None:
+    assert not [note for note in captured(keeping(what, most)).uncertain_ops if "grows by" in note]
+
+
+def test_a_loop_may_ask_for_more_batches_than_there_are() -> None:
+    def loop(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        waiting = iter(batches)
+        for _ in range(100):
+            batch = next(waiting)
+            F.cross_entropy(network(batch["x"].cuda()), batch["y"].cuda()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert captured(loop).captured_steps == 3
+
+
+def test_an_iterator_of_the_loops_own_that_ends_is_an_error() -> None:
+    def loop(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        for batch in batches:
+            network(batch["x"].cuda()).sum().backward()
+            next(iter(()))
+
+    with pytest.raises(CaptureError, match="StopIteration"):
+        captured(loop)

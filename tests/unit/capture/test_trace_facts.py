@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,9 +49,48 @@ def test_parameters_and_optimizer_state_have_their_sizes() -> None:
     )  # AdamW: and a count for each tensor
 
 
-def test_inputs_are_the_copied_batch_of_every_step() -> None:
-    trace = capture(job())
-    assert bytes_of(trace, Category.INPUTS) == 2 * (SAMPLES * INPUTS * 4 + SAMPLES * 8)
+BATCH_BYTES = SAMPLES * INPUTS * 4 + SAMPLES * 8
+
+
+def test_on_a_gpu_inputs_are_a_copy_of_every_micro_batch() -> None:
+    trace = capture(job(), A100, gradient_accumulation_steps=2)
+    assert bytes_of(trace, Category.INPUTS) == 4 * BATCH_BYTES  # two steps of two
+    assert trace.global_batch == ()
+
+
+def test_on_a_cpu_inputs_are_the_global_batch_itself() -> None:
+    trace = capture(job(), gradient_accumulation_steps=5)
+    assert bytes_of(trace, Category.INPUTS) == 5 * BATCH_BYTES
+    assert {trace.storages[index].label for index in trace.global_batch} == {'batch["x"]', 'batch["y"]'}
+    held = {event.storage for event in trace.events if event.op == -1} - {
+        event.storage for event in trace.events if event.kind is EventKind.FREE
+    }
+    assert held >= set(trace.global_batch)
+
+
+def test_a_tensor_that_stands_twice_in_a_batch_is_there_once() -> None:
+    def batch(samples: int) -> dict[str, Tensor]:
+        ids = torch.randint(0, CLASSES, (samples,))
+        return {"x": torch.randn(samples, INPUTS), "y": ids, "again": ids}
+
+    assert bytes_of(capture(job(batch=batch)), Category.INPUTS) == BATCH_BYTES
+
+
+def test_what_the_loss_writes_to_in_place_is_copied_on_a_cpu_too() -> None:
+    def writes(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        batch["x"].mul_(2)
+        return cross_entropy(model, batch)
+
+    trace = capture(job(loss=writes), gradient_accumulation_steps=3)
+    copies = 2 * 2 * SAMPLES * INPUTS * 4  # of two micro-batches in two steps
+    assert bytes_of(trace, Category.INPUTS) == 3 * BATCH_BYTES + copies
+
+
+def test_a_trace_of_more_micro_batches_holds_a_larger_global_batch() -> None:
+    two, seven = (capture(job(), gradient_accumulation_steps=steps) for steps in (2, 7))
+    scaled = two.with_settings(seven.settings)
+    assert [s.size_bytes for s in scaled.storages] == [s.size_bytes for s in seven.storages]
+    assert Trace.from_json(json.loads(json.dumps(seven.to_json()))) == seven
 
 
 def test_tied_weights_count_once() -> None:
@@ -332,7 +372,7 @@ def test_the_batch_may_be_any_nest() -> None:
         return [made["x"]], made["y"]
 
     trace = capture(job(loss=lambda model, b: F.cross_entropy(model(b[0][0]), b[1]), batch=batch), CPU)
-    assert bytes_of(trace, Category.INPUTS) == 2 * (SAMPLES * INPUTS * 4 + SAMPLES * 8)
+    assert bytes_of(trace, Category.INPUTS) == BATCH_BYTES
 
 
 def test_flops_of_an_lstm() -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.batches import split_batch
 from brimful.job import Job
+from brimful.layout import BatchLayout
 from brimful.optimizers import make_optimizer
 from brimful.settings import Precision
 from brimful.step import copied_to, run_step
@@ -99,7 +99,7 @@ def real_ops(the_job: Job) -> list[tuple[Phase, str]]:
                 model=model,
                 loss=the_job.loss,
                 optimizer=optimizer,
-                micro_batches=split_batch(batch, SAMPLES),
+                micro_batches=BatchLayout().split(batch, SAMPLES),
                 weights=[1.0],
                 precision=Precision.FP32,
                 observe=observe,

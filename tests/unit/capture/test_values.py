@@ -74,7 +74,8 @@ def test_writes_in_place_are_followed_and_leave_the_batch_as_it_was() -> None:
         labels[1:2] -= 1
 
     capture(job(loss=loss_that(read), batch=lambda n: {"x": torch.randn(n, INPUTS), "y": real}))
-    assert seen == [5, 5]
+    assert seen
+    assert set(seen) == {5}
     assert torch.equal(real, torch.arange(SAMPLES) % CLASSES)
 
 

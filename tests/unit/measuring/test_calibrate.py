@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from brimful import api
+from brimful.codec import DOCUMENT_BYTES, from_builtins
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS
 from brimful.hardware import Device, find_device
 from brimful.measuring import calibrate, probes, timing, with_kept_calibration
@@ -22,7 +23,6 @@ from brimful.measuring.calibrate import (
     cache_path,
     calibrate_cpu,
     calibrate_gpu,
-    calibration_from_json,
     link_bytes_per_second,
     measure_device,
     measure_probe,
@@ -184,28 +184,70 @@ RATES_OF_AN_OLDER_VERSION = (
         "",
         "{",
         "[]",
-        '{"version": 0}',
         '{"version": 2}',
         '{"version": 2, "cpus": {"x": {"fp32": 1}}}',
         '{"version": 2, "cpus": {"x": []}}',
         '{"version": 2, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
         RATES_OF_AN_OLDER_VERSION,
         "\x00",
+        "[" * 100_000,
+        '{"version": 2, "cpus": {"x": NaN}}',
     ],
 )
-def test_a_broken_cache_is_ignored_and_rewritten(
+def test_a_damaged_cache_is_named_in_a_warning_and_rewritten(
     measured: list[Calibration], broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "_cache_key", lambda device: "x")
     cache_path().parent.mkdir()
     cache_path().write_text(broken)
+    with pytest.warns(UserWarning, match=r"cpu\.json.* It is not used; what is needed is measured again"):
+        calibrate_cpu()
+    calibrate_cpu()
+    assert len(measured) == 1
+
+
+def test_a_cache_of_another_version_is_rewritten(measured: list[Calibration]) -> None:
+    cache_path().parent.mkdir()
+    cache_path().write_text('{"version": 0}')
     calibrate_cpu()
     calibrate_cpu()
     assert len(measured) == 1
 
 
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory", "dangling link", "huge"])
+def test_a_cache_that_is_not_a_file_of_a_usual_size_is_not_waited_for(
+    measured: list[Calibration], kind: str, tmp_path: Path
+) -> None:
+    path = cache_path()
+    path.parent.mkdir()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(2 * DOCUMENT_BYTES)
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else tmp_path / "nowhere")
+    with pytest.warns(UserWarning, match=r"cpu\.json") as warned:
+        assert calibrate_cpu().curves == CALIBRATION.curves
+    assert "It is not used; what is needed is measured again" in str(warned[0].message)
+    assert len(measured) == 1
+
+
+def test_the_kept_figures_of_a_gpu_have_those_of_its_link(measured: list[Calibration]) -> None:
+    device = find_device("RTX 3090")
+    calibrate_gpu(device, CPU)
+    path = cache_path("cuda")
+    document = json.loads(path.read_text())
+    for values in document["gpus"].values():
+        values["to_host_bytes_per_second"] = None
+    path.write_text(json.dumps(document))
+    assert with_kept_calibration(device) == device
+
+
 def test_a_calibration_is_read_back_as_it_was_written() -> None:
-    assert calibration_from_json(json.loads(json.dumps(asdict(CALIBRATION)))) == CALIBRATION
+    assert from_builtins(json.loads(json.dumps(asdict(CALIBRATION))), Calibration, where="it") == CALIBRATION
 
 
 @pytest.mark.parametrize(
@@ -217,6 +259,9 @@ def test_a_calibration_is_read_back_as_it_was_written() -> None:
         ("curves", [{"kind": "elementwise", "points": [[8, 0]]}]),
         ("page_fault_seconds_per_byte", -1e-9),
         ("dispatch", {"forward_seconds": -1, "backward_seconds": 1, "optimizer_seconds": 1}),
+        ("sweeps", 1.5),
+        ("took_seconds", "5"),
+        ("launch_second", 1e-6),
     ],
 )
 def test_a_kept_figure_that_cannot_be_is_measured_anew(
@@ -227,7 +272,8 @@ def test_a_kept_figure_that_cannot_be_is_measured_anew(
     for values in document["cpus"].values():
         values[field] = value
     cache_path().write_text(json.dumps(document))
-    assert calibrate_cpu().curves == CALIBRATION.curves
+    with pytest.warns(UserWarning, match=rf"field `{field}.*It is not used"):
+        assert calibrate_cpu().curves == CALIBRATION.curves
     assert len(measured) == 2
 
 
@@ -372,7 +418,7 @@ def test_what_is_around_ops_is_measured_with_the_ops_of_a_capture() -> None:
 @pytest.mark.slow
 def test_a_real_measurement_is_whole_and_survives_being_kept() -> None:
     found = measure_device(find_device("cpu"), CPU)
-    assert calibration_from_json(json.loads(json.dumps(asdict(found)))) == found
+    assert from_builtins(json.loads(json.dumps(asdict(found))), Calibration, where="it") == found
     assert {curve.kind.partition(":")[0] for curve in found.curves} == {*ARITHMETIC_KINDS, *BYTE_KINDS}
     assert page_fault_seconds_per_byte() >= 0
 

@@ -164,14 +164,16 @@ def test_best_context_refuses_what_is_no_version() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    ["", "{", "[]", '{"version": 0}', '{"version": 2}', '{"version": 2, "contexts": [1]}', "\x00"],
+    ["", "{", "[]", '{"version": 2}', '{"version": 2, "contexts": [1]}', "\x00"],
 )
-def test_a_broken_cache_is_ignored_and_rewritten(answers: Answers, broken: str) -> None:
+def test_a_damaged_cache_is_named_in_a_warning_and_rewritten(answers: Answers, broken: str) -> None:
     cache_directory().mkdir()
     (cache_directory() / CACHE_FILE).write_text(broken)
-    assert kept_context(GPU) is None
+    with pytest.warns(UserWarning, match=r"cuda_contexts\.json.* It is not used"):
+        assert kept_context(GPU) is None
     answers(READING)
-    measured = measure_context()
+    with pytest.warns(UserWarning, match="It is not used"):
+        measured = measure_context()
     assert kept_context(GPU) == measured
 
 
@@ -184,7 +186,8 @@ def test_a_broken_entry_is_ignored_and_the_others_are_not(answers: Answers, dama
     ((key, entry),) = document["contexts"].items()
     document["contexts"] = {"broken": entry | {"measured_at_seconds": 9e9} | damage, "no entry": 7, key: entry}
     path.write_text(json.dumps(document))
-    assert kept_context(GPU) == measured
+    with pytest.warns(UserWarning, match="'broken': .*It is not used"):
+        assert kept_context(GPU) == measured
 
 
 def test_a_cache_that_cannot_be_written_is_only_a_warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -113,6 +114,46 @@ def test_broken_images_and_empty_classes_are_listed_and_refused(folder: Path) ->
     assert job.about is not None
     assert job.about["classes"] == ["blue", "green", "red"]
     assert len(data_of(job).train) == 24
+
+
+def test_links_that_lead_nowhere_and_what_is_not_a_file_are_bad_samples(folder: Path) -> None:
+    red = folder / "red"
+    (red / "unmounted.jpg").symlink_to("/nowhere/1.jpg")
+    (red / "loop.jpg").symlink_to("loop.jpg")
+    (red / "device.jpg").symlink_to("/dev/null")
+    os.mkfifo(red / "pipe.jpg")
+    (folder / "yellow").symlink_to("/nowhere/yellow")
+    for check_files in (True, False):
+        with pytest.raises(DataError) as refused:
+            job_of(folder, check_files=check_files)
+        for part in (
+            "5 of 35",
+            "yellow: a link to /nowhere/yellow: No such file",
+            "unmounted.jpg: a link to /nowhere/1.jpg: No such file",
+            "loop.jpg: a link to loop.jpg: Too many levels",
+            "device.jpg: not a regular file",
+            "pipe.jpg: not a regular file",
+        ):
+            assert part in str(refused.value)
+    with pytest.warns(UserWarning, match="5 of 35 samples"):
+        assert len(data_of(job_of(folder, bad_samples="skip")).train) == 27
+
+
+def test_validation_images_on_a_disk_that_is_not_mounted_are_not_replaced(tmp_path: Path) -> None:
+    make_images(tmp_path / "train", 4)
+    (tmp_path / "val").symlink_to("/nowhere/val")
+    with pytest.raises(DataError, match="val: a link to /nowhere/val"):
+        job_of(tmp_path)
+
+
+def test_folders_behind_links_are_read_once_and_never_those_above(folder: Path, tmp_path: Path) -> None:
+    make_images(tmp_path / "other", 2)
+    (folder / "red" / "more").symlink_to(tmp_path / "other" / "red")
+    (folder / "red" / "again").symlink_to(tmp_path / "other" / "red")
+    (folder / "red" / "self").symlink_to(folder / "red")
+    (folder / "red" / "up").symlink_to(folder)
+    assert len(data_of(job_of(folder)).train) == 27 + 2
+    assert job_of(folder).about["classes"] == ["blue", "green", "red"]  # type: ignore[index]
 
 
 def test_balanced_classes_weigh_the_same_together(folder: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import brimful as bf
-from brimful.errors import DataError, UnknownNameError, UsageError
+from brimful.errors import BrimfulError, DataError, UnknownNameError, UsageError
 from brimful.job import Data
 from brimful.tasks import language_model, text_classification
 from brimful.tasks.bad_samples import BadSample
@@ -173,10 +175,10 @@ def test_bad_rows_are_listed_by_line(tmp_path: Path, bert: Path) -> None:
     with pytest.raises(DataError) as refused:
         classify(file, bert)
     for part in (
-        ":2: no JSON",
+        ":2: not JSON",
         ":3: 'text': empty",
         ":4: 'label': there is none",
-        ":6: no JSON object",
+        ":6: not a JSON object",
         "4 of 16",
     ):
         assert part in str(refused.value)
@@ -184,6 +186,78 @@ def test_bad_rows_are_listed_by_line(tmp_path: Path, bert: Path) -> None:
         job = classify(file, bert, bad_samples="skip")
     assert job.about is not None
     assert job.about["classes"] == ["0", "1"]
+
+
+def test_a_row_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    good, bad = read_rows(tmp_path / "deep.jsonl", ("text",), "utf-8")
+    assert isinstance(good, Row)
+    assert bad == BadSample(where=f"{tmp_path / 'deep.jsonl'}:2", why="not JSON: nested too deeply")
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("rows.jsonl", ['{"text": "a film", "label": NaN}', '{"text": "a film", "label": "nan"}']),
+        ("rows.csv", ["a film,nan", "a film, NaN"]),
+    ],
+)
+def test_labels_that_are_nan_are_bad_rows_and_not_a_class(
+    tmp_path: Path, bert: Path, name: str, lines: list[str]
+) -> None:
+    """As pandas and NumPy write labels that are missing; other columns may have them."""
+    rows = ["text,label"] if name.endswith("csv") else []
+    for label in (0, 1) * 4:
+        is_json = name.endswith("jsonl")
+        rows.append(f'{{"text": "a film", "label": {label}, "age": NaN}}' if is_json else f"a film,{label}")
+    (tmp_path / name).write_text("\n".join([*rows, *lines]))
+    with pytest.raises(DataError, match="2 of 10"):
+        classify(tmp_path / name, bert)
+    with pytest.warns(UserWarning, match="2 of 10"):
+        job = classify(tmp_path / name, bert, bad_samples="skip")
+    assert job.about is not None
+    assert job.about["classes"] == ["0", "1"]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
+def test_what_is_not_a_regular_file_is_refused_without_waiting_for_it(tmp_path: Path, name: str) -> None:
+    def read() -> None:
+        if name.endswith("txt"):
+            language_model(tmp_path / name, sequence_length=16)
+        else:
+            text_classification(tmp_path / name, sequence_length=16)
+
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        read()
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        read()
+
+
+@pytest.mark.parametrize("encoding", ["undefined", "punycode", "utf-32", "hex", "nonsense\n"])
+def test_an_encoding_that_does_not_fit_is_an_error_of_one_line(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na,0\n")
+    with pytest.raises(BrimfulError, match=r"a\.csv is not in|there is no encoding") as refused:
+        text_classification(tmp_path / "a.csv", encoding=encoding, sequence_length=16)
+    assert "\n" not in str(refused.value)
+
+
+def test_weights_that_would_run_code_are_refused(tmp_path: Path, bert: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    shutil.copytree(bert, tmp_path / "evil")
+    (tmp_path / "evil" / "model.safetensors").unlink()
+    torch.save({"a": Runs()}, tmp_path / "evil" / "pytorch_model.bin")
+    job = classify(write_reviews(tmp_path / "reviews.csv"), tmp_path / "evil")
+    assert job.weights is not None
+    with pytest.raises(UsageError, match="could run code is not loaded") as refused:
+        job.weights(job.model())  # type: ignore[operator]
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_the_breakdown_names_every_category_in_order():
         (Category.OPTIMIZER_STATE, 0),
         (Category.SAVED_TENSORS, 8 * MIB),
         (Category.INPUTS, 0),
+        (Category.OTHER_TENSORS, 0),
         (Category.TEMPORARIES, 3 * MIB),
     )
 

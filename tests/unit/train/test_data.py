@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from brimful.batches import count_samples
 from brimful.errors import BatchError, UsageError
 from brimful.job import Data, Job
+from brimful.layout import BatchLayout
 from brimful.train.data import (
     Batches,
     check_validation,
@@ -53,7 +53,7 @@ def test_the_order_does_not_hang_on_the_global_generator_nor_repeat_in_a_neighbo
 
 def test_fewer_samples_than_a_global_batch_make_one_smaller_batch():
     (batch,) = Batches(X, global_batch_size=64, seed=0).epoch(1)
-    assert count_samples(batch) == 10
+    assert BatchLayout().count(batch) == 10
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_data_loader_gives_its_own_batches_and_their_number():
     loader = DataLoader(TensorDataset(X), batch_size=4)
     batches = Batches(loader, global_batch_size=64, seed=0)
     assert batches.steps_per_epoch == 3
-    assert [count_samples(batch) for batch in batches.epoch(1)] == [4, 4, 2]
+    assert [BatchLayout().count(batch) for batch in batches.epoch(1)] == [4, 4, 2]
 
 
 def test_an_iterable_that_does_not_say_its_length_has_unknown_steps():
@@ -93,7 +93,10 @@ class Stream(IterableDataset):
 
 @pytest.mark.parametrize("dataset", [TensorDataset(X), Stream()])
 def test_a_dataset_of_single_samples_is_refused_with_the_way_to_batch_it(dataset):
-    for check in (lambda: Batches(dataset, global_batch_size=4, seed=0), lambda: check_validation(dataset)):
+    for check in (
+        lambda: Batches(dataset, global_batch_size=4, seed=0),
+        lambda: check_validation(dataset, BatchLayout()),
+    ):
         with pytest.raises(UsageError, match="DataLoader"):
             check()
 
@@ -138,13 +141,13 @@ def test_data_without_batches_or_samples_are_refused(data, error):
     with pytest.raises(error):
         Batches(data, global_batch_size=4, seed=0)
     with pytest.raises(error):
-        check_validation(data)
+        check_validation(data, BatchLayout())
 
 
 def test_validation_keeps_the_order_and_splits_every_batch():
-    one = [part for part, _counts in validation_batches({"x": X}, 4)]
+    one = [part for part, _counts in validation_batches({"x": X}, 4, BatchLayout())]
     assert [part["x"].tolist() for part in one] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    many = [part for part, _counts in validation_batches([{"x": X[:5]}, {"x": X[5:]}], 4)]
+    many = [part for part, _counts in validation_batches([{"x": X[:5]}, {"x": X[5:]}], 4, BatchLayout())]
     assert [part["x"].tolist() for part in many] == [[0, 1, 2, 3], [4], [5, 6, 7, 8], [9]]
 
 
@@ -204,7 +207,7 @@ def test_batches_that_are_no_global_batch_are_told_once(sizes, said):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for epoch in (1, 2):
-            assert [count_samples(batch) for batch in batches.epoch(epoch)] == sizes
+            assert [BatchLayout().count(batch) for batch in batches.epoch(epoch)] == sizes
     assert len(told) == (said is not None)
     assert said is None or f"give batches of {said}, and the global batch is 4" in str(told[0].message)
 

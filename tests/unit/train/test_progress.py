@@ -1,9 +1,12 @@
 import io
+import sys
 
 import pytest
 from rich.console import Console
 
-from brimful.train import progress
+from brimful.job import Data
+from brimful.settings import Settings
+from brimful.train import Trainer, progress
 from brimful.train.progress import make_progress, memory_text
 from brimful.training import StepRecord, ValidationRecord
 
@@ -111,3 +114,38 @@ def test_silence_says_nothing(capsys):
 def test_memory_for_a_reader(arguments, text):
     assert memory_text(*arguments) == text
     assert memory_text(*arguments, predicted=True) == ("~" + text if text else "")
+
+
+def test_standard_error_that_cannot_be_written_does_not_end_a_run(job_with, trained, tmp_path, monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    _, result = trained(job_with(), epochs=2, run_dir=tmp_path / "run", show_progress=True)
+    assert len(result.steps) == 8
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+def test_a_validation_that_takes_long_says_how_far_it_is(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+
+    def show(display):
+        display.show_step(step(1), "")
+        for samples in range(64, 25 * 64, 64):
+            now[0] += 1.0
+            display.show_validating(samples)
+
+    lines = shown(None, show).splitlines()
+    assert lines[1:] == ["validating, 640 samples so far", "validating, 1280 samples so far"]
+    assert "validating, 1536 samples so far" in shown(None, show, terminal=True)
+
+
+def test_training_reports_each_micro_batch_of_a_validation(job_with, samples, monkeypatch):
+    seen = []
+    monkeypatch.setattr(progress._Silence, "show_validating", lambda _self, count: seen.append(count))
+    part = {name: tensor[:20] for name, tensor in samples.items()}
+    job = job_with(data=lambda: Data(train=samples, validation=part))
+    Trainer(job, Settings(micro_batch_size=8), epochs=1, device="cpu", show_progress=False).fit()
+    assert seen == [8, 16, 20]

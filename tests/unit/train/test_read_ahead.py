@@ -6,7 +6,7 @@ import torch
 from tests.helpers.tiny_jobs import StopAfter
 
 from brimful.errors import DataError
-from brimful.train import data as data_module
+from brimful.layout import BatchLayout
 from brimful.train.data import Batches
 from brimful.train.read_ahead import read_ahead
 
@@ -88,16 +88,16 @@ def test_a_batch_that_cannot_be_read_ahead_ends_the_run_after_the_steps_before_i
 ):
     _, expected = trained(job_with(), epochs=1)
     ahead()
-    whole, taken = data_module.take, []
+    whole, taken = BatchLayout.take, []
 
-    def take(batch, indices):
+    def take(layout, batch, indices):
         taken.append(indices)
         if len(taken) == 3:
             raise OSError("the disk is gone")
-        return whole(batch, indices)
+        return whole(layout, batch, indices)
 
     with monkeypatch.context() as patch:
-        patch.setattr(data_module, "take", take)
+        patch.setattr(BatchLayout, "take", take)
         with pytest.raises(DataError, match="the disk is gone") as error:
             trained(job_with(), epochs=1, run_dir=tmp_path / "run")
     assert "saved after step 2" in error.value.__notes__[-1]
@@ -113,4 +113,3 @@ def test_only_batches_on_the_host_that_go_to_a_gpu_are_read_ahead():
     assert reads_ahead(rows, "cuda:0")
     assert not reads_ahead(rows, "cpu")
     assert not reads_ahead([{"x": rows}], "cuda:0")
-    assert not reads_ahead({"x": rows, "y": torch.zeros(4, device="meta")}, "cuda:0")

@@ -5,10 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from brimful.errors import UsageError
+from brimful.certificate import Certificate, Comparison
+from brimful.errors import FileFormatError
 from brimful.measurement import OpTemporary
 from brimful.settings import Settings
-from brimful.training import DataLoading, StepRecord, StopReason, TrainingResult, ValidationRecord
+from brimful.training import (
+    DataLoading,
+    StepRecord,
+    StopReason,
+    TrainingResult,
+    ValidationRecord,
+    recovery_from_json,
+    step_from_json,
+    step_to_json,
+    validation_from_json,
+    validation_to_json,
+)
 
 RESULT = TrainingResult(
     job="tiny",
@@ -67,11 +79,56 @@ def test_nan_survives_json():
 @pytest.mark.parametrize(
     ("document", "said"),
     [
-        ({}, "no training result"),
-        ({"brimful_training": 99}, "version 99"),
-        ({"brimful_training": 3}, "damaged"),
+        ([], "not a brimful training result"),
+        ({}, "not a brimful training result"),
+        ({"brimful_training": 99}, "this is version 99; this brimful reads version 3"),
+        ({"brimful_training": True}, "this is version True"),
+        ({"brimful_training": 3}, "missing field `job`"),
+        (RESULT.to_json() | {"steps": 3}, "field `steps`: expected `array`"),
+        (RESULT.to_json() | {"run_dir": 3}, "field `run_dir`: expected `path`, got `int`"),
+        (RESULT.to_json() | {"budget_bytes": -1}, "field `budget_bytes`: expected `int` >= 0"),
+        (RESULT.to_json() | {"losses": []}, "field `losses`: unknown"),
+        (RESULT.to_json() | {"certificate": {"holds": True}}, "the certificate: missing field `job`"),
+        ({name: value for name, value in RESULT.to_json().items() if name != "recoveries"}, "`recoveries`"),
     ],
 )
-def test_documents_that_are_no_result_are_refused(document, said):
-    with pytest.raises(UsageError, match=said):
+def test_documents_that_are_not_a_result_are_refused_by_their_field(document, said):
+    with pytest.raises(FileFormatError, match=said) as caught:
         TrainingResult.from_json(document)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"step": 0}, "field `step`: expected `int` >= 1"),
+        ({"step": 1.5}, "field `step`: expected `int`"),
+        ({"updated": 1}, "field `updated`: expected `bool`"),
+        ({"loss": "much"}, "field `loss`: expected `float`"),
+        ({"loss": None}, "field `loss`: expected `float`"),
+        ({"seconds": "nan"}, "field `seconds`: expected `float`"),
+        ({"lost": 1.0}, "field `lost`: unknown"),
+    ],
+)
+def test_a_damaged_step_is_refused_by_its_field(damage, said):
+    with pytest.raises(FileFormatError, match=said):
+        step_from_json(step_to_json(RESULT.steps[0]) | damage, where="metrics.jsonl, line 3")
+
+
+def test_a_validation_and_a_recovery_are_refused_by_their_field():
+    with pytest.raises(FileFormatError, match=r"line 4: field `metrics\[\.\.\.\]`: expected `float`"):
+        validation_from_json(
+            validation_to_json(RESULT.validations[0]) | {"metrics": {"accuracy": "high"}}, where="line 4"
+        )
+    with pytest.raises(FileFormatError, match="line 5: missing field `during`"):
+        recovery_from_json({"step": 1}, where="line 5")
+
+
+def test_a_difference_without_bound_is_valid_json_and_read_back():
+    beyond = Certificate(
+        job="a",
+        device="cpu",
+        samples=2,
+        comparisons=(Comparison(name="recomputing", largest_difference=math.inf, where="the loss"),),
+    )
+    assert Certificate.from_json(json.loads(json.dumps(beyond.to_json(), allow_nan=False))) == beyond

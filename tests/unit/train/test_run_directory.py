@@ -2,6 +2,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from brimful.errors import RunDirectoryError, SaveError, UsageError
-from brimful.train.run_directory import WEIGHTS, RunDirectory, check_run_directory, clear_begun_run
-from brimful.train.weights import load_weights
+from brimful.train.run_directory import SAVES, RunDirectory, check_run_directory
+from brimful.train.unsaved import check_restart, set_unsaved_run_aside
+from brimful.train.weights import WEIGHTS, load_weights
 
 
 class Tied(nn.Module):
@@ -65,7 +67,7 @@ def test_a_file_is_refused(tmp_path):
     path.write_text("mine")
     with pytest.raises(RunDirectoryError, match="is a file"):
         RunDirectory(path)
-    with pytest.raises(RunDirectoryError, match="cannot be written to"):
+    with pytest.raises(RunDirectoryError, match="cannot be opened and written to"):
         RunDirectory(path / "below")
     assert path.read_text() == "mine"
 
@@ -75,6 +77,13 @@ def test_a_place_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(RunDirectoryError, match="Permission denied"):
         RunDirectory(tmp_path / "run")
+
+
+def test_a_directory_in_the_place_of_weights_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / WEIGHTS).mkdir()
+    with pytest.raises(RunDirectoryError, match=r"weights\.safetensors is a directory"):
+        RunDirectory(tmp_path, resumes=True)
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
 
 
 def test_checking_writes_nothing(tmp_path):
@@ -123,9 +132,7 @@ def test_state_that_is_no_tensor_is_left_out_with_a_warning(directory):
     assert set(load_file(path)) == {"weight", "bias"}
 
 
-@pytest.mark.parametrize(
-    "failing", ["brimful.train.run_directory.save_file", "pathlib.Path.replace", "os.fsync"]
-)
+@pytest.mark.parametrize("failing", ["brimful.train.weights.save_file", "pathlib.Path.replace", "os.fsync"])
 def test_a_full_disk_leaves_the_file_that_was_there(directory, tmp_path, monkeypatch, failing):
     model = nn.Linear(64, 64)
     path = directory.save_weights(model, WEIGHTS, {})
@@ -143,7 +150,7 @@ def test_a_full_disk_leaves_the_file_that_was_there(directory, tmp_path, monkeyp
     ):
         assert said in str(caught.value)
     assert path.read_bytes() == before
-    assert sorted(entry.name for entry in path.parent.iterdir()) == ["metrics.jsonl", WEIGHTS]
+    assert sorted(entry.name for entry in path.parent.iterdir()) == ["metrics.jsonl", SAVES, WEIGHTS]
 
 
 def test_json_that_cannot_be_written_leaves_the_file_that_was_there(directory, tmp_path, monkeypatch):
@@ -157,8 +164,7 @@ def test_json_that_cannot_be_written_leaves_the_file_that_was_there(directory, t
 
 
 def test_a_run_directory_that_is_gone_is_a_save_error(directory, tmp_path):
-    (tmp_path / "run" / "metrics.jsonl").unlink()
-    (tmp_path / "run").rmdir()
+    shutil.rmtree(tmp_path / "run")
     with pytest.raises(SaveError, match=r"No such file or directory|I/O error"):
         directory.save_weights(nn.Linear(2, 2), WEIGHTS, {})
 
@@ -169,6 +175,26 @@ def test_discarding_leaves_the_directory_empty(directory, tmp_path):
     assert list((tmp_path / "run").iterdir()) == []
 
 
+def test_discarding_deletes_nothing_that_was_there_before(tmp_path):
+    path = tmp_path / "run"
+    with contextlib.closing(RunDirectory(path)) as earlier:
+        earlier.write_json("plan.json", {"a": 1})
+        earlier.save_weights(nn.Linear(2, 2), WEIGHTS, {})
+    before = sorted(entry.name for entry in path.iterdir())
+    later = RunDirectory(path, resumes=True)
+    later.write_json("plan.json", {"a": 2})
+    later.write_json("result.json", {})
+    later.discard()
+    assert sorted(entry.name for entry in path.iterdir()) == before
+
+
+def test_metrics_that_are_not_a_regular_file_are_refused_without_waiting(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    for attempt in (lambda: RunDirectory(tmp_path, resumes=True), lambda: check_restart(tmp_path)):
+        with pytest.raises(RunDirectoryError, match="is not a regular file"):
+            attempt()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits on file sizes there")
 def test_a_real_limit_on_file_size_keeps_old_weights_and_whole_lines(tmp_path):
     script = """
@@ -176,7 +202,8 @@ def test_a_real_limit_on_file_size_keeps_old_weights_and_whole_lines(tmp_path):
         from pathlib import Path
         from torch import nn
         from brimful.errors import SaveError
-        from brimful.train.run_directory import WEIGHTS, RunDirectory
+        from brimful.train.run_directory import RunDirectory
+        from brimful.train.weights import WEIGHTS
 
         directory = RunDirectory(Path(sys.argv[1]))
         directory.save_weights(nn.Linear(10, 10), WEIGHTS, {"step": "1"})
@@ -206,13 +233,15 @@ def test_a_real_limit_on_file_size_keeps_old_weights_and_whole_lines(tmp_path):
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 2000 // 103
     assert all(json.loads(line)["text"] == "x" * 90 for line in lines)
-    assert sorted(path.name for path in run_dir.iterdir()) == ["metrics.jsonl", WEIGHTS]
+    assert sorted(path.name for path in run_dir.iterdir()) == ["metrics.jsonl", SAVES, WEIGHTS]
 
 
 def test_a_second_run_in_the_same_directory_is_refused_while_the_first_goes_on(tmp_path):
     path = tmp_path / "run"
     first = RunDirectory(path)
-    for attempt in (lambda: RunDirectory(path, resumes=True), lambda: clear_begun_run(path)):
+    first.append_metrics({"kind": "step"})
+    restart = (lambda: check_restart(path), lambda: set_unsaved_run_aside(path))
+    for attempt in (lambda: RunDirectory(path, resumes=True), *restart):
         with pytest.raises(RunDirectoryError, match="another process is training"):
             attempt()
     assert (path / "metrics.jsonl").exists()

@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from brimful.errors import ResumeError, UsageError
 from brimful.job import Data
 from brimful.train import Callback, Trainer
-from brimful.train.saves import SAVES, _manifest_text, newest_save
+from brimful.train.manifest import manifest_text
+from brimful.train.restore import newest_save
+from brimful.train.run_directory import SAVES
 from brimful.training import StopReason
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")  # told in tests of their own
@@ -122,7 +124,7 @@ def test_only_the_newest_saves_are_kept(job_with, trained, tmp_path):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt", "manifest.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "run.json", "state.pt", "manifest.json"])
 @pytest.mark.parametrize("damage", ["a bit", "torn", "gone"])
 def test_a_damaged_save_is_refused_and_the_one_before_it_used(job_with, trained, tmp_path, name, damage):
     whole, expected = trained(job_with(), epochs=2)
@@ -165,7 +167,7 @@ def test_a_save_that_would_run_code_is_not_loaded(job_with, trained, tmp_path):
     files = json.loads((save / "manifest.json").read_text())["files"]
     content = (save / "state.pt").read_bytes()
     files["state.pt"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (save / "manifest.json").write_text(_manifest_text(2, files))
+    (save / "manifest.json").write_text(manifest_text(2, files))
     with pytest.raises(ResumeError, match=r"state\.pt cannot be read"):
         newest_save(tmp_path / "run", lambda _reason: None)
 

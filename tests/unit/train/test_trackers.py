@@ -105,6 +105,30 @@ def test_wandb_is_given_the_records_and_told_how_the_run_ended(job, trained, wan
     assert wandb[1].exit_code == 1
 
 
+def test_a_tracker_that_cannot_begin_is_reported_once_and_training_continues(job, trained, tmp_path):
+    (tmp_path / "board").write_text("a file, not a folder")
+    with pytest.warns(
+        UserWarning, match="TensorBoard failed, so nothing is logged to it from step 1 on"
+    ) as told:
+        _, result = trained(job, epochs=2, callbacks=[TensorBoard(tmp_path / "board")])
+    assert len(result.steps) == 8
+    assert len(told) == 1
+
+
+def test_a_tracker_that_fails_later_is_closed_all_the_same(job, trained, wandb, monkeypatch):
+    def log(self, values, step):
+        if step == 2:
+            raise ConnectionError("no answer\nfor long")
+        self.logged.append((step, values))
+
+    monkeypatch.setattr(FakeRun, "log", log)
+    with pytest.warns(UserWarning, match=r"from step 2 on; training continues\. ConnectionError: no answer$"):
+        _, result = trained(job, epochs=2, callbacks=[WandB("toys")])
+    assert len(result.steps) == 8
+    assert [step for step, _ in wandb[0].logged] == [1]
+    assert wandb[0].exit_code == 0
+
+
 def test_only_the_first_rank_writes(job, trained, tmp_path, wandb, monkeypatch):
     monkeypatch.setattr(trackers, "rank_here", lambda: 1)
     trained(job, steps=2, callbacks=[TensorBoard(tmp_path / "board"), WandB("toys")])

@@ -187,6 +187,30 @@ def test_metrics_are_averaged_by_samples_and_the_loss_by_count(job_with, trained
     assert last.loss == pytest.approx(F.cross_entropy(logits, validation["y"]).item())
 
 
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (5, "returned int"),
+        (None, "returned NoneType"),
+        ({"a": "much"}, "returned str for 'a'"),
+        ({"a": torch.zeros(2)}, r"a tensor of shape \(2,\) for 'a'"),
+        ({3: 0.5}, "the name 3"),
+    ],
+    ids=["number", "nothing", "text", "vector", "name"],
+)
+def test_metrics_that_are_not_names_and_numbers_are_refused(job_with, trained, samples, returned, found):
+    job = job_with(
+        data=lambda: Data(train=samples, validation=samples), metrics=lambda _model, _batch: returned
+    )
+    with pytest.raises(UsageError, match=found):
+        trained(job, 16)
+
+
+def test_a_model_on_the_meta_device_is_refused_where_its_values_are_needed(job_with, trained):
+    with pytest.raises(UsageError, match=r"weight of .* is on the meta device"):
+        trained(job_with(model=lambda: nn.Linear(8, 3, device="meta")), 16)
+
+
 def test_the_validation_loss_is_averaged_by_what_the_job_counts(job_with, trained, samples):
     labels = samples["y"].clone()
     labels[:20] = -100
@@ -507,7 +531,7 @@ def test_training_warns_of_nothing(job_with, trained, tmp_path, recompute, sampl
         ({"steps": -1}, "steps is -1"),
         ({"seed": -1}, "seed is -1"),
         ({"max_gradient_norm": 0.0}, "max_gradient_norm is 0.0"),
-        ({"device": "rtx"}, "'rtx' is no torch device"),
+        ({"device": "rtx"}, "'rtx' is not a torch device"),
     ],
 )
 def test_arguments_that_cannot_be_meant_are_refused(job_with, options, said):
@@ -530,10 +554,10 @@ def test_data_that_are_no_data_are_refused(job_with, trained, samples):
         trained(job_with(data=lambda: samples))
 
 
-def test_a_batch_that_cannot_be_split_is_refused(job_with, trained):
+def test_a_batch_that_has_to_be_split_and_cannot_be_is_refused(job_with, trained):
     batches = [{"x": torch.rand(4, 8), "y": torch.zeros(3, dtype=torch.long)}]
     with pytest.raises(BatchError, match="do not agree"):
-        trained(job_with(data=lambda: Data(train=batches)))
+        trained(job_with(data=lambda: Data(train=batches)), accumulation=2)
 
 
 def test_a_generator_that_is_used_up_is_told(job_with, trained, samples):

@@ -21,6 +21,8 @@ class Recording(Protocol):
 
     is_on_host: bool
 
+    @property
+    def live_bytes(self) -> int: ...  # noqa: D102
     def add_temporary(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None: ...  # noqa: D102
     def add_kernel(self, kernel: Kernel, label: str) -> int: ...  # noqa: D102
     def allocate_block(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> int: ...  # noqa: D102
@@ -30,6 +32,7 @@ class Recording(Protocol):
     def mark_input(self, tensor: torch.Tensor) -> None: ...  # noqa: D102
     def see(self, tensor: torch.Tensor, label: str) -> None: ...  # noqa: D102
     def values_of(self, tensor: torch.Tensor) -> torch.Tensor: ...  # noqa: D102
+    def array_of(self, tensor: torch.Tensor) -> torch.Tensor | None: ...  # noqa: D102
     def remember(self, fake: torch.Tensor, real: torch.Tensor) -> None: ...  # noqa: D102
     def note_uncertain(self, what: str) -> None: ...  # noqa: D102
 

@@ -1,4 +1,7 @@
-"""Code that names the device "cuda" runs, and what it copies there is counted."""
+"""Code that names the device "cuda" runs, and what it copies there is counted.
+
+Private torch API used here: `torch._C._get_dispatch_mode` (checked: torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch.amp.autocast_mode import autocast
 from torch.amp.grad_scaler import GradScaler
 
 from brimful.capture.corrections.base import Rule
+from brimful.capture.outside import is_real
 from brimful.capture.replaced import replaced
 
 HOST_MARK = "_brimful_host"
@@ -19,7 +23,9 @@ HOST_MARK = "_brimful_host"
 
 
 class DeviceCalls(Rule):
-    """Take "cuda" for the CPU that the fakes are on; a batch that is moved to any device is copied.
+    """Take "cuda" for the CPU that the fakes are on; what is moved from the host to any device is copied.
+
+    That is the batch, and real tensors that the code holds on the CPU.
 
     A model is on the device from the start, so moving it does nothing. `torch.autocast("cuda")` and
     `GradScaler("cuda")`, which turn themselves off without a GPU, are in force.
@@ -47,9 +53,9 @@ class DeviceCalls(Rule):
             def init(self: Any, device: Any = "cuda", *args: Any, **kwargs: Any) -> None:
                 kwargs.pop("device_type", None)
                 kwargs.pop("device", None)
-                if make is make_autocast and not args and kwargs.get("dtype") is None and _is_cuda(device):
+                if make is make_autocast and not args and kwargs.get("dtype") is None and is_cuda(device):
                     kwargs["dtype"] = torch.float16  # autocast's default on CUDA; on a CPU it is bfloat16
-                make(self, "cpu" if _is_cuda(device) else device, *args, **kwargs)
+                make(self, "cpu" if is_cuda(device) else device, *args, **kwargs)
 
             return init
 
@@ -75,17 +81,26 @@ class DeviceCalls(Rule):
 
     def _copied(self, tensor: Tensor) -> Tensor:
         """A recorded copy of what lies on the host; anything else is on the device already."""
-        if not getattr(tensor, HOST_MARK, False):
+        is_input = getattr(tensor, HOST_MARK, False)
+        is_on_host = is_input or (_is_captured() and is_real(tensor) and tensor.device.type == "cpu")
+        if not is_on_host:
             return tensor
         copy: Tensor = self.recorder.empty_copy(tensor)
-        self.recorder.mark_input(copy)
+        if is_input:
+            self.recorder.mark_input(copy)
         self.count(copy.nbytes)
         return copy
+
+
+def _is_captured() -> bool:
+    """Whether what runs is of the step, and not the following of its values, which works on real tensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_device(value: Any) -> bool:
     return isinstance(value, (str, int, torch.device)) and not isinstance(value, bool)
 
 
-def _is_cuda(device: Any) -> bool:
+def is_cuda(device: Any) -> bool:
+    """Whether a device that code asks for is a GPU."""
     return isinstance(device, int) or str(device).startswith("cuda")

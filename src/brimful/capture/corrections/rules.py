@@ -11,6 +11,7 @@ from brimful.capture.corrections.base import Rule
 from brimful.capture.corrections.contiguous import ContiguousCopies
 from brimful.capture.corrections.convolution import BlockedConvolution
 from brimful.capture.corrections.cublas import CublasWorkspace
+from brimful.capture.corrections.cuda_calls import CudaCalls
 from brimful.capture.corrections.cudnn_convolution import CudnnConvolution
 from brimful.capture.corrections.cudnn_rnn import CudnnRnn
 from brimful.capture.corrections.device_calls import DeviceCalls
@@ -21,6 +22,7 @@ from brimful.capture.corrections.foreach import ForeachOptimizers
 from brimful.capture.corrections.foreach_norm import ForeachNorm
 from brimful.capture.corrections.gloo import GlooTemporaries
 from brimful.capture.corrections.hidden_copies import HiddenCopies
+from brimful.capture.corrections.host_arrays import HostArrays
 from brimful.capture.corrections.indexing import IndexBackward, SortMemory
 from brimful.capture.corrections.kernel_temporaries import KernelTemporaries
 from brimful.capture.corrections.losses import ReducedLosses
@@ -65,6 +67,8 @@ RULES: tuple[type[Rule], ...] = (
     PaddedSequences,
     RandomState,
     GlooTemporaries,
+    HostArrays,
+    CudaCalls,
 )
 """All rules, in the order in which reports list them."""
 

@@ -10,6 +10,9 @@ from it is refused. So the step ends as if memory had not run out, or says that 
 known how often a step changes each tensor, usually in the first two steps, are parameters and state copied to
 the host, and a step is taken back instead.
 
+Any other error is raised to the caller. Parameters and state are then as before the step if nothing was changed
+yet, or if there are copies; else the error is a `HalfUpdatedError`.
+
 If there is not enough memory for all parameters at once (`foreach` takes a copy of all) they are taken by
 halves, quarters, … down to single ones, which compute the same.
 
@@ -18,9 +21,10 @@ Private torch API used here: `OpOverload._schema`, `Tensor._version` (checked: t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,8 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from brimful.batches import map_leaves, tensors_in
 from brimful.errors import HalfUpdatedError
-from brimful.train.out_of_memory import RanOut, unless_out_of_memory
+from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
 
 _Place = tuple[int, int]
 """Where a tensor's bytes are, and how many: the same for a tensor and a view of the whole of it."""
@@ -44,27 +49,42 @@ class WholeUpdate:
 
     Args:
         what: Is updated.
-        way_out: Told that memory ran out; returns what to tell the user of how to go on.
+        way_out: Called with what was said of memory that ran out; returns how the user can continue.
+        has_begun: Whether the step that is running may have changed something.
     """
 
-    def __init__(self, what: str, way_out: Callable[[str], str]) -> None:
+    def __init__(
+        self, what: str, way_out: Callable[[str], str], has_begun: Callable[[], bool] = lambda: True
+    ) -> None:
         self._what = what
         self._way_out = way_out
+        self._has_begun = has_begun
 
     def run(self, step: Callable[[], object]) -> None:
-        """Take it.
+        """Run one step.
 
         Args:
-            step: The optimizer's.
+            step: Calls the optimizer's `step`. What it raises before it has begun is raised as it is.
 
         Raises:
-            HalfUpdatedError: Memory ran out in it.
+            HalfUpdatedError: An error was raised once the step had begun.
         """
-        if (ran_out := _whether_ran_out(step)) is not None:
-            raise HalfUpdatedError(
-                f"memory ran out in the optimizer's update of {self._what}: {ran_out.message}.\n"
-                f"  {self._way_out(ran_out.message)}"
-            )
+        try:
+            ran_out = _whether_ran_out(step)
+        except HalfUpdatedError:
+            raise
+        except BaseException as error:
+            if not self._has_begun():
+                raise
+            raise _half_updated(f"the optimizer's update of {self._what}", error) from error
+        if ran_out is None:
+            return
+        if not self._has_begun():
+            raise torch.OutOfMemoryError(ran_out.message)
+        raise HalfUpdatedError(
+            f"memory ran out in the optimizer's update of {self._what}: {ran_out.message}.\n"
+            f"  {self._way_out(ran_out.message)}"
+        )
 
 
 class SurvivingUpdate:
@@ -88,30 +108,58 @@ class SurvivingUpdate:
         """Carry out one step.
 
         Args:
-            step: Calls the optimizer's `step`.
+            step: Calls the optimizer's `step`. Where it raises, all is as before, or there is a
+                `HalfUpdatedError`.
 
         Raises:
-            HalfUpdatedError: Memory ran out, and the step can neither be finished nor taken back.
+            torch.OutOfMemoryError: Memory ran out, and the step cannot be finished; all is as before.
+            HalfUpdatedError: An error was raised, and the step can neither be finished nor taken back.
         """
         before = _Before(self._optimizer, self._layout)
         self._layout = before.layout
         is_known = all(id(parameter) in self._usual for parameter in before.parameters)
         copies = None if is_known else _Copies(self._optimizer, before)
-        with before.counting():
-            ran_out = _whether_ran_out(step)
-        if ran_out is None:
-            if not is_known and before.has_seen_all():
-                self._usual |= before.changes_by_parameter()
-            return
-        self._make_room()
-        ran_out = self._finish(step, before) if copies is None else self._take_again(step, before, copies)
-        if ran_out is not None:
-            raise HalfUpdatedError(
-                f"memory ran out in the update by {type(self._optimizer).__name__}, and it cannot be finished: "
-                f"{ran_out.message}. Some parameters are updated, and they are not saved. Resume from "
-                "the last save, with less: another optimizer_implementation ('fused' takes no temporaries), a "
-                "smaller optimizer, or a smaller budget."
-            )
+        try:
+            with before.counting():
+                ran_out = _whether_ran_out(step)
+            if ran_out is None:
+                if not is_known and before.has_seen_all():
+                    self._usual |= before.changes_by_parameter()
+                return
+            self._make_room()
+            ran_out = self._finish(step, before) if copies is None else self._take_again(step, before, copies)
+            if ran_out is not None:
+                raise self._unfinished(ran_out, is_undone=copies is not None)
+        except HalfUpdatedError:
+            raise
+        except BaseException as error:
+            self._undo(before, copies, error)
+            raise
+
+    def _unfinished(self, ran_out: RanOut, *, is_undone: bool) -> Exception:
+        """The error of a step that memory ran out in."""
+        what = f"memory ran out in the update by {type(self._optimizer).__name__}, and it cannot be finished"
+        with_less = (
+            "with less: another optimizer_implementation ('fused' takes no temporaries), a smaller optimizer, "
+            "or a smaller budget."
+        )
+        if is_undone:
+            return torch.OutOfMemoryError(f"{what}: {ran_out.message}. Train {with_less}")
+        return HalfUpdatedError(
+            f"{what}: {ran_out.message}. Some parameters are updated and others not. Resume from the last "
+            f"checkpoint, {with_less}"
+        )
+
+    def _undo(self, before: _Before, copies: _Copies | None, error: BaseException) -> None:
+        """Leave parameters and state as before a step that raised, or raise HalfUpdatedError."""
+        if copies is None and not (self._is_of_torch and before.has_changed_nothing()):
+            raise _half_updated(f"the update by {type(self._optimizer).__name__}", error) from error
+        try:
+            if copies is not None:
+                copies.restore(before.parameters)
+            before.restore_numbers()
+        except BaseException as failure:
+            raise _half_updated("taking back an update", failure) from error
 
     def _take_again(self, step: Callable[[], object], before: _Before, copies: _Copies) -> RanOut | None:
         """Take a step from its beginning, which is restored."""
@@ -165,6 +213,7 @@ class _Layout:
         self.tensors = {id(p): (p, *_state_tensors(optimizer, p)) for p in parameters}
         """Of each parameter: itself and its state."""
         self.all_tensors = [tensor for each in self.tensors.values() for tensor in each]
+        self.ids = tuple(map(id, self.all_tensors))
         self.holders_of_numbers = [holder for holder in states if _numbers_in(holder)]
         self._known = [(id(parameter), len(state)) for parameter, state in zip(parameters, states, strict=True)]
 
@@ -182,8 +231,10 @@ class _Before:
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         is_known = layout is not None and layout.is_of(optimizer, self.parameters)
         self.layout = layout if layout is not None and is_known else _Layout(optimizer, self.parameters)
-        self._counter = _Counter() if any(map(_takes_lists, optimizer.param_groups)) else None
         self._gradients: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
+        takes_lists = any(map(_takes_lists, optimizer.param_groups))
+        ids = (*self.layout.ids, *map(id, self._gradients))
+        self._counter = _Counter(ids) if takes_lists else None
         versions = self._counter is None
         self._versions = [tensor._version for tensor in self.layout.all_tensors] if versions else []
         self._gradient_versions = [gradient._version for gradient in self._gradients] if versions else []
@@ -197,6 +248,11 @@ class _Before:
     def has_seen_all(self) -> bool:
         """Whether the step made no state of which it was not known before."""
         return self.layout.is_of(self._optimizer, self.parameters)
+
+    def has_changed_nothing(self) -> bool:
+        """Whether parameters and state are what they were, numbers aside."""
+        kept = islice(self._changes(), len(self.layout.all_tensors))  # the gradients come after them
+        return self.has_seen_all() and not any(times for _tensor, times in kept)
 
     def changes(self) -> dict[_Place, int]:
         """How often each tensor was changed since."""
@@ -233,22 +289,39 @@ class _Copies:
 
     def __init__(self, optimizer: Optimizer, before: _Before) -> None:
         self._optimizer = optimizer
-        self._copies = {id(p): _on_host([p, *_state_tensors(optimizer, p)]) for p in before.parameters}
+        self._parameters = {id(p): _Copy(p) for p in before.parameters}
+        state = optimizer.state
+        self._states = {
+            id(p): map_leaves(dict(state[p]), Tensor, _Copy, into_objects=False)
+            for p in before.parameters
+            if p in state
+        }
 
     def restore(self, parameters: Sequence[nn.Parameter]) -> None:
         """Take the step back for some parameters."""
+        for parameter in parameters:
+            self._parameters[id(parameter)].restored()
+            if id(parameter) not in self._states:
+                self._optimizer.state.pop(parameter, None)
+                continue
+            state = self._optimizer.state[parameter]
+            before = map_leaves(self._states[id(parameter)], _Copy, _Copy.restored, into_objects=False)
+            state.clear()
+            state.update(before)
+
+
+class _Copy:
+    """A tensor and a copy of its values on the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._values = tensor.detach().to("cpu", copy=True)
+
+    def restored(self) -> Tensor:
+        """The tensor, with the values that were copied."""
         with torch.no_grad():
-            for parameter in parameters:
-                copies = self._copies[id(parameter)]
-                if len(copies) == 1:  # there was no state
-                    self._optimizer.state.pop(parameter, None)
-                tensors = [parameter, *_state_tensors(self._optimizer, parameter)]
-                for tensor, copy in zip(tensors, copies, strict=True):
-                    tensor.copy_(copy)
-
-
-def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+            self._tensor.copy_(self._values)
+        return self._tensor
 
 
 def _state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
@@ -256,17 +329,19 @@ def _state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor
 
 
 class _Counter(TorchDispatchMode):
-    """Counts the changes of tensors."""
+    """Counts the changes of tensors.
 
-    def __init__(self) -> None:
+    Args:
+        ids: Of those to count, which live longer than this.
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
         super().__init__()
-        self._changes: dict[int, int] = {}
-        self._held: list[Tensor] = []
-        """So that no other tensor gets the id of a counted one."""
+        self._changes = dict.fromkeys(ids, 0)
 
     def changes(self, tensor: Tensor) -> int:
         """How often a tensor was changed."""
-        return self._changes.get(id(tensor), 0)
+        return self._changes[id(tensor)]
 
     def __torch_dispatch__(
         self,
@@ -276,10 +351,10 @@ class _Counter(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in _written(func, args, kwargs or {}):
-            if id(tensor) not in self._changes:
-                self._held.append(tensor)
-            self._changes[id(tensor)] = self.changes(tensor) + 1
+        changes = self._changes
+        for key in map(id, _written(func, args, kwargs or {})):
+            if key in changes:
+                changes[key] += 1
         return result
 
 
@@ -352,8 +427,15 @@ class _Again(TorchDispatchMode):
     def _refuse(self, func: torch._ops.OpOverload) -> None:
         raise HalfUpdatedError(
             f"memory ran out in the optimizer's update, which cannot be gone on with: {func} needs a value "
-            "that was overwritten since. Resume from the last save."
+            "that was overwritten since. Resume from the last checkpoint."
         )
+
+
+def _half_updated(where: str, error: BaseException) -> HalfUpdatedError:
+    return HalfUpdatedError(
+        f"an error was raised in {where}: {type(error).__name__}: {error}. Some parameters may be updated and "
+        "others not. Resume from the last checkpoint."
+    )
 
 
 def _whether_ran_out(step: Callable[[], object]) -> RanOut | None:
@@ -375,7 +457,7 @@ def _again(
         if made or any(map(again.is_wrong, _state_tensors(optimizer, parameter))):
             raise HalfUpdatedError(
                 "memory ran out in the optimizer's update, which cannot be gone on with: state was made from a "
-                "value that was overwritten since. Resume from the last save."
+                "value that was overwritten since. Resume from the last checkpoint."
             )
 
 
@@ -406,11 +488,21 @@ def _takes_lists(group: Mapping[str, Any]) -> bool:
 
 def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an op changes."""
-    found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
-    return [tensor for tensor in found if _is_tensor(tensor)]
+    found: list[Tensor] = []
+    for position, name in _written_arguments(func):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        found += given if isinstance(given, list) else tensors_in(given)
+    return found
+
+
+@cache
+def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of each argument that an op changes."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def _place(tensor: Tensor) -> _Place:

@@ -1,0 +1,50 @@
+"""A loop whose memory grows with every step: losses kept with their graphs, outputs appended to a list."""
+
+from __future__ import annotations
+
+from brimful.capture.recorder import Recorder
+from brimful.units import format_bytes
+
+_LEAST_FRACTION = 1 / 1000
+"""Growth by less of what is held is not reported: a list of numbers for a plot, say."""
+
+
+class Growth:
+    """Compares what tensors hold from step to step.
+
+    Args:
+        recorder: Of the loop.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._held_bytes: list[int] = []
+        self._latest: frozenset[int] = frozenset()
+        self._new: frozenset[int] = frozenset()
+
+    def note_step(self) -> None:
+        """Note what is held; to be called before each step and after the last."""
+        self._held_bytes.append(self._recorder.live_bytes)
+        live = self._recorder.live_storages
+        self._new, self._latest = live - self._latest, live
+
+    def report(self) -> None:
+        """Add a note to the estimate if each of the last two steps kept more than the one before."""
+        if len(self._held_bytes) < 3:
+            return
+        first, second, third = self._held_bytes[-3:]
+        grown_bytes = min(third - second, second - first)
+        if grown_bytes > third * _LEAST_FRACTION:
+            self._recorder.note_uncertain(
+                f"memory that grows by {format_bytes(grown_bytes)} with every step{self._line()}: "
+                f"{len(self._held_bytes) - 1} steps are predicted. A loss that is kept keeps its graph; keep "
+                "loss.item() or loss.detach()"
+            )
+
+    def _line(self) -> str:
+        """Where the largest tensor was made that the latest step kept."""
+        makers, sizes = self._recorder.makers, self._recorder.sizes
+        largest = max(self._new, key=lambda index: sizes[index], default=None)
+        maker = None if largest is None else makers[largest]
+        line = "" if maker is None else self._recorder.ops[maker].line
+        return f" (the largest tensor kept was made in {line})" if line else ""

@@ -1,0 +1,128 @@
+"""Buffers that a forward pass changes, such as BatchNorm's running statistics, as they were before a step.
+
+Private torch API used here: `_NormBase`, the class of all layers with running statistics, `Module._buffers` and
+`Module._modules` (checked: 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from brimful.errors import HalfUpdatedError
+
+_Place = tuple[nn.Module, str]
+"""The module that a buffer is directly in, and its name there."""
+
+
+class BufferSnapshot:
+    """Keeps what a step's forward passes may change, until it is known that the step is good.
+
+    Only what is known to change is copied; in the first step that is everything.
+
+    Args:
+        model: Its buffers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._changing: set[_Place] | None = None
+        self._modules: Sequence[nn.Module] = ()
+        """Those that were there before the step; none between steps."""
+        self._kept: list[_Kept] = []
+
+    def take(self, modules: Sequence[nn.Module] | None = None) -> None:
+        """Copy the buffers.
+
+        Args:
+            modules: All modules of the model, if they are known.
+        """
+        modules = modules_of(self._model) if modules is None else modules
+        kept = [
+            _Kept(
+                place=place,
+                buffer=buffer,
+                version=0 if buffer is None else buffer._version,
+                values=None if buffer is None else self._copy(place, buffer),
+            )
+            for place, buffer in _buffers(modules)
+        ]
+        self._modules, self._kept = modules, kept  # both or, where a copy fails, none
+
+    def release(self) -> None:
+        """The step is good: learn which buffers change, and drop the copies."""
+        if self._changing is None:
+            # BatchNorm's kernel writes its statistics without a new version (torch 2.13).
+            self._changing = {place for place, _ in _buffers(self._modules) if isinstance(place[0], _NormBase)}
+        self._changing |= {kept.place for kept in self._kept if kept.has_changed()}
+        self._modules, self._kept = (), []
+
+    def restore(self) -> None:
+        """The step is not good: give the buffers back the values that were copied, if there are any.
+
+        Raises:
+            HalfUpdatedError: One changed that never did before, and has no copy.
+        """
+        made = {place for place, _ in _buffers(self._modules)} - {kept.place for kept in self._kept}
+        lost = [kept.place for kept in self._kept if kept.values is None and kept.is_written()]
+        for module, name in made:
+            delattr(module, name)
+        for kept in self._kept:
+            module, name = kept.place
+            if kept.buffer is not None and kept.values is not None:
+                with torch.no_grad():
+                    kept.buffer.copy_(kept.values)
+            if kept.values is not None or kept.has_changed():
+                setattr(module, name, kept.buffer)
+        self._modules, self._kept = (), []
+        if lost:
+            module, name = lost[0]
+            raise HalfUpdatedError(
+                f"the buffer {name!r} of {type(module).__name__} changed for the first time in a step that is "
+                "to be taken back, and has no copy. Resume from the last checkpoint."
+            )
+
+    def _copy(self, place: _Place, buffer: Tensor) -> Tensor | None:
+        if self._changing is None:
+            return buffer.detach().to("cpu", copy=True)  # of all, once: no plan counts that on a GPU
+        return buffer.detach().clone() if place in self._changing else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    place: _Place
+    buffer: Tensor | None
+    version: int
+    values: Tensor | None
+
+    def has_changed(self) -> bool:
+        """Whether there is another buffer now, or other values in it."""
+        module, name = self.place
+        return module._buffers.get(name) is not self.buffer or self.is_written()
+
+    def is_written(self) -> bool:
+        """Whether there are other values in it."""
+        return self.buffer is not None and self.buffer._version != self.version
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """All modules in a model, in any order; `Module.modules`, which keeps their order, takes thrice as long."""
+    found: dict[int, nn.Module] = {}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            pending += [child for child in module._modules.values() if child is not None]
+    return list(found.values())
+
+
+def _buffers(modules: Sequence[nn.Module]) -> Iterator[tuple[_Place, Tensor | None]]:
+    """Every buffer and where it is. (Names from the root would take as long again, and are not needed.)"""
+    for module in modules:
+        for name, buffer in module._buffers.items():
+            yield (module, name), buffer

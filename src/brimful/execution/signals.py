@@ -1,0 +1,69 @@
+"""Delaying signal handlers, which may raise (KeyboardInterrupt, above all), while a step cannot be left."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+_NAMES = ("SIGINT", "SIGTERM", "SIGALRM")
+"""Signals whose handlers usually raise: Ctrl-C, a request to end, a timeout. Windows has no SIGALRM."""
+
+SIGNALS = tuple(getattr(signal, name) for name in _NAMES if hasattr(signal, name))
+
+
+class HeldSignals:
+    """Calls the handlers of signals as they come, or later, once they are held back.
+
+    A handler that raises holds back those that come after it: what it raises is being handled.
+    """
+
+    def __init__(self) -> None:
+        self._is_holding = False
+        self._before: dict[int, Any] = {}
+        self._pending: dict[int, None] = {}
+
+    def hold(self) -> None:
+        """From now on until `in_force` ends, handlers wait."""
+        self._is_holding = True
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Within, signals come here; at its end, handlers that waited are called.
+
+        Outside the main thread, which alone gets signals, it does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self._is_holding = False
+        self._pending = {}
+        handlers = {number: signal.getsignal(number) for number in SIGNALS}
+        self._before = {number: handler for number, handler in handlers.items() if callable(handler)}
+        with ExitStack() as at_end:
+            at_end.callback(self._deliver)
+            for number in self._before:
+                at_end.callback(self._give_back, number)
+                signal.signal(number, self._handle)
+            yield
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._is_holding:
+            self._pending[number] = None
+            return
+        self._is_holding = True
+        self._before[number](number, frame)
+        self._is_holding = False  # it raised nothing
+
+    def _give_back(self, number: int) -> None:
+        found = signal.signal(number, self._before[number])
+        if found != self._handle:  # somebody else took it meanwhile
+            signal.signal(number, found)
+
+    def _deliver(self) -> None:
+        with ExitStack() as each:  # the others too, if one raises
+            for number in self._pending:
+                each.callback(signal.raise_signal, number)

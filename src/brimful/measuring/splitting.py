@@ -1,0 +1,284 @@
+"""Whether the loss of a batch is made of the losses of its parts, found by computing both."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import nn
+
+from brimful.certificate import Certificate, Comparison
+from brimful.coupled import CoupledLoss, gather_embeddings, loss_of
+from brimful.errors import CertificateError
+from brimful.execution.buffers import BufferSnapshot
+from brimful.job import Batch, Job
+from brimful.layout import layout_of
+from brimful.measuring.aligned_draws import AlignedDraws
+from brimful.random_state import RandomState
+from brimful.settings import Precision, Settings
+from brimful.step import autocast, copied_to, device_of, loss_weights, matmul_precision
+
+IN_EVALUATION = "splitting, in evaluation mode"
+WITH_SAME_DRAWS = "splitting, with the same random numbers for each sample"
+ON_AVERAGE = "splitting, on average over random numbers"
+
+_SMALL_LOSS = 0.01
+"""A loss that is smaller is compared as if it were this: a mean of large terms that cancel is known no better
+than they are. A choice; coupled losses are of the order of 1."""
+CHECKED_SAMPLES = 2
+"""Of each of two micro-batches, where a few samples are enough."""
+ROUNDINGS = 1000
+"""A sum of n float32 terms in another order is off by about √n roundings: 1000 are those of a million terms."""
+_REPETITIONS = 16
+"""How often a loss is computed whose random numbers cannot be aligned."""
+_STANDARD_ERRORS = 5.0
+"""By how many two means must differ to be called different: with 16 values each, equal means do so about once
+in 40,000 times (Student's t with 30 degrees of freedom)."""
+
+
+def compare_split_loss(
+    job: Job, model: nn.Module, batch: Batch, *, micro_batch_size: int, bound: float, seed: int = 0
+) -> Comparison:
+    """Compare the loss of a batch with that of its parts, in float32, evaluation mode and without gradients.
+
+    Where the loss draws random numbers, each sample gets the same in both (`AlignedDraws`). Where that does
+    not make them equal, the means of several draws are compared: a sum in place of a mean, or a loss that
+    compares samples, differs by far more than its noise.
+
+    Args:
+        job: Its loss and count are used.
+        model: Its modes, its buffers and all generators are left as they were.
+        batch: On any device.
+        micro_batch_size: Samples in each part.
+        bound: The largest difference, over the loss, that rounding explains.
+        seed: Of what is drawn.
+
+    Returns:
+        What was found; not made where the loss cannot be computed in evaluation mode, or where its noise hides
+        the answer.
+    """
+    split = _SplitLoss(job, model, batch, micro_batch_size)
+    with (
+        _restoring_buffers(model),
+        evaluation_mode(model),
+        torch.no_grad(),
+        matmul_precision(Precision.FP32),
+        autocast(model, Precision.FP32),
+    ):
+        try:
+            whole, parts, draws = split.values(seed, aligned=True)
+            comparison = _compared(WITH_SAME_DRAWS if draws else IN_EVALUATION, whole, parts, bound)
+            other = None if comparison.holds else split.other_reduction(whole, parts, bound)
+            if other is not None:
+                where = f'{comparison.where}, which is a {other}: pass Job(reduction="{other}")'
+                return replace(comparison, where=where)
+            if comparison.holds or not draws:
+                return comparison
+            return _compared_on_average(split, seed, bound)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may have no loss in evaluation mode
+            return Comparison(
+                name=IN_EVALUATION, left_out_because=f"the loss cannot be computed in it: {error}"
+            )
+
+
+def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Batch) -> None:
+    """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
+
+    The forward pass of at most four samples runs twice, in evaluation mode and without gradients.
+
+    Args:
+        job: Its loss and count are used.
+        settings: Say whether the batch is split.
+        model: Left as it was, as are all generators.
+        global_batch: What the step is about to train on.
+
+    Raises:
+        CertificateError: The loss of the batch is not the mean of those of its parts.
+    """
+    size = min(settings.micro_batch_size, CHECKED_SAMPLES)
+    layout = layout_of(job, whole=settings.rank_batch_size)
+    samples = layout.count(global_batch)
+    if settings.gradient_accumulation_steps == 1 or samples <= size or job.embed is not None:
+        return
+    few = layout.resize(global_batch, min(2 * size, samples))
+    bound = ROUNDINGS * torch.finfo(torch.float32).eps
+    try:
+        comparison = compare_split_loss(job, model, few, micro_batch_size=size, bound=bound)
+    except torch.OutOfMemoryError as error:
+        comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
+    if comparison.left_out_because:
+        warnings.warn(split_not_compared(settings, comparison.left_out_because), stacklevel=4)
+    elif not comparison.holds:
+        certificate = Certificate(
+            job=job.name,
+            device=device_of(model).type,
+            samples=layout.count(few),
+            comparisons=(comparison,),
+        )
+        raise CertificateError(
+            f"{certificate}\nNothing was trained. If the difference is meant, pass verify=False."
+        )
+
+
+def split_not_compared(settings: Settings, reason: str) -> str:
+    """The warning for a split batch of which it is not known whether its parts' losses make up its own."""
+    return (
+        f"each batch is split into {settings.gradient_accumulation_steps} micro-batches, and whether that "
+        f"changes the loss could not be checked: {reason}. If the loss is a sum over samples, or compares "
+        "samples with each other, training differs from that of the whole batch. Then plan with the global "
+        "batch as micro_batch_size, or see Job(reduction=…), Job(count=…) and Job(embed=…)."
+    )
+
+
+class _SplitLoss:
+    """The loss of a batch and of its parts.
+
+    Args:
+        job: Its loss and count are used.
+        model: In evaluation mode.
+        batch: On any device.
+        micro_batch_size: Samples in each part.
+    """
+
+    def __init__(self, job: Job, model: nn.Module, batch: Batch, micro_batch_size: int) -> None:
+        self._model, self._batch = model, batch
+        self._loss = loss_of(job)
+        layout = layout_of(job)
+        self._dim = job.batch_dim or 0
+        self._parts = layout.split(batch, micro_batch_size)
+        self._reduction = job.reduction
+        self._weights = loss_weights(job, self._parts)
+        self._move = copied_to(device_of(model))
+        self._samples = [layout.count(part) for part in self._parts]
+
+    def values(self, seed: int, *, aligned: bool = False) -> tuple[float, float, bool]:
+        """Compute both from the same state of all generators.
+
+        Args:
+            seed: Of all generators.
+            aligned: Give each sample the same random numbers in both.
+
+        Returns:
+            The loss of the batch, that of its parts, and whether random numbers were drawn.
+        """
+        device = device_of(self._model)
+        with _seeded(seed, device):
+            before = RandomState.now(device)
+            with self._drawing(aligned, 0, sum(self._samples)) as draws:
+                whole = float(self._loss(self._model, self._move(self._batch)))
+            after = RandomState.now(device)
+            parts = self._of_parts(aligned)
+        of_others = (before.python, before.numpy[2]) != (after.python, after.numpy[2])
+        return whole, parts, of_others or (draws is not None and draws.drawn > 0)
+
+    def other_reduction(self, whole: float, parts: float, bound: float) -> str | None:
+        """What the loss is instead of what the job says it is: "sum", "mean", or None if it is neither."""
+        count = len(self._parts)
+        if len(set(self._samples)) > 1:
+            return None
+        if self._reduction == "mean" and abs(whole - count * parts) <= bound * abs(whole):
+            return "sum"
+        if self._reduction == "sum" and abs(parts - count * whole) <= bound * abs(parts):
+            return "mean"
+        return None
+
+    def _of_parts(self, aligned: bool) -> float:
+        if isinstance(self._loss, CoupledLoss):
+            embed = partial(self._loss.embed, self._model)
+            gathered = gather_embeddings(embed, self._parts, self._move, count=self._loss.layout.count)
+            return float(self._loss.of_embeddings(gathered))
+        total = 0.0
+        begins = accumulate(self._samples, initial=0)
+        for part, begin, samples, weight in zip(
+            self._parts, begins, self._samples, self._weights, strict=False
+        ):
+            if weight:
+                with self._drawing(aligned, begin, samples):
+                    total += float(self._loss(self._model, self._move(part))) * weight
+        return total
+
+    def _drawing(self, aligned: bool, begin: int, samples: int) -> AbstractContextManager[AlignedDraws | None]:
+        if not aligned:
+            return nullcontext()
+        return AlignedDraws(begin=begin, samples=samples, whole=sum(self._samples), dim=self._dim)
+
+
+def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparison:
+    """The means over several draws; not made where their noise is as large as their difference."""
+    found = [split.values(seed + 1 + repetition)[:2] for repetition in range(_REPETITIONS)]
+    wholes, parts = [whole for whole, _ in found], [of_parts for _, of_parts in found]
+    if not all(map(math.isfinite, wholes + parts)):
+        return Comparison(name=ON_AVERAGE, left_out_because=_NOT_FINITE)
+    noise = math.sqrt((statistics.variance(wholes) + statistics.variance(parts)) / _REPETITIONS)
+    comparison = _compared(ON_AVERAGE, statistics.mean(wholes), statistics.mean(parts), bound)
+    differ = abs(statistics.mean(wholes) - statistics.mean(parts)) > _STANDARD_ERRORS * noise
+    if comparison.holds or differ:
+        return comparison
+    return Comparison(
+        name=ON_AVERAGE,
+        left_out_because="the loss draws random numbers that do not belong to single samples, and varies more "
+        "between draws than between the batch and its parts",
+    )
+
+
+_NOT_FINITE = "plain training computes NaN or infinite numbers itself"
+
+
+def _compared(name: str, whole: float, parts: float, bound: float) -> Comparison:
+    if not math.isfinite(whole):
+        return Comparison(name=name, left_out_because=_NOT_FINITE)
+    difference = abs(whole - parts) / max(abs(whole), abs(parts), _SMALL_LOSS)
+    return Comparison(
+        name=name,
+        is_bitwise=difference == 0,
+        largest_difference=difference if math.isfinite(difference) else math.inf,
+        where=f"the loss ({whole:.6g} of the batch, {parts:.6g} of its parts)" if difference else "",
+        bound=bound,
+    )
+
+
+@contextmanager
+def _restoring_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards, buffers have the values that they had before, whatever forward passes wrote."""
+    buffers = BufferSnapshot(model)
+    buffers.take()
+    try:
+        yield
+    finally:
+        buffers.restore()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within, all modules are in evaluation mode; afterwards each is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within, torch, Python and NumPy draw from a seed; afterwards as if nothing had been drawn."""
+    before = RandomState.now(device)
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        yield
+    finally:
+        before.restore(device)

@@ -1,0 +1,55 @@
+"""Whether an optimizer updates the model that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.errors import UsageError
+
+_MOST_SHAPES_NAMED = 3
+
+
+def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, job: str) -> None:
+    """Check that an optimizer is one, and updates parameters of the model and nothing else.
+
+    It may update a part of them. Parameters that need no gradient are never updated, so they do not count.
+
+    Args:
+        optimizer: Any.
+        parameters: Those of the model.
+        job: Its name, for the message.
+
+    Raises:
+        UsageError: It is no optimizer, or updates others or none.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"{job}: the optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer. Return "
+            "one: Job(optimizer=lambda parameters: torch.optim.AdamW(parameters))."
+        )
+    own = {id(parameter) for parameter in parameters}
+    updated = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    others = [parameter for parameter in updated if id(parameter) not in own]
+    if updated and not others:
+        return
+    name = type(optimizer).__name__
+    if not updated:
+        found = f"{name} updates nothing: none of its parameters requires a gradient"
+    elif len(others) == len(updated):
+        found = f"{name} updates none of the model's parameters, but {_described(others)}"
+    else:
+        found = f"{name} updates {_described(others)} that the model does not have"
+    raise UsageError(
+        f"{job}: {found}. Build it from the parameters that Job.optimizer receives: Job(optimizer=lambda "
+        f"parameters: {name}(parameters)); for brimful.apply, from model.parameters(). To train a parameter of "
+        "the loss, assign it to a module of the model."
+    )
+
+
+def _described(parameters: list[nn.Parameter]) -> str:
+    named = ", ".join(str(tuple(parameter.shape)) for parameter in parameters[:_MOST_SHAPES_NAMED])
+    shapes = f"{named}, …" if len(parameters) > _MOST_SHAPES_NAMED else named
+    return f"{len(parameters)} parameter{'s' if len(parameters) > 1 else ''} of shape {shapes}"

@@ -1,0 +1,56 @@
+"""What a split batch changes in layers that couple its samples, for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from brimful.settings import Settings
+from brimful.trace import Trace
+
+_NAMED = 3
+"""Layers named before the others are only counted."""
+
+
+def why_kept_whole(plain: Trace) -> str:
+    """Why a plan does not split the batch unasked.
+
+    Args:
+        plain: Plain training, with `batch_coupled_modules`.
+
+    Returns:
+        One or two clauses.
+    """
+    reasons = []
+    if norms := plain.batch_norm_modules:
+        reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
+    if stateful := plain.stateful_modules:
+        reasons.append(f"each forward changes buffers, which would change more often: {_listed(stateful)}")
+    return "; ".join(reasons)
+
+
+def what_splitting_changes(plain: Trace, settings: Settings) -> Iterator[str]:
+    """What such layers do otherwise where the batch is split.
+
+    Args:
+        plain: Plain training.
+        settings: Of a plan with several micro-batches.
+
+    Yields:
+        Sentences.
+    """
+    steps = settings.gradient_accumulation_steps
+    if norms := plain.batch_norm_modules:
+        yield (
+            f"{len(norms)} BatchNorm layers normalise over micro-batches of {settings.micro_batch_size}, not "
+            f"over the global batch, and update their running statistics {steps} times a step."
+        )
+    if stateful := plain.stateful_modules:
+        yield (
+            f"Each forward changes buffers: {steps} times a step, and each micro-batch sees other values: "
+            f"{_listed(stateful)}."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    others = len(names) - _NAMED
+    return ", ".join(map(repr, names[:_NAMED])) + (f" and {others} more" if others > 0 else "")

@@ -1,0 +1,171 @@
+"""What is in a save's directory, and that it is what was written there.
+
+`manifest.json` names the files of a save, each with its size and SHA-256, and has a digest of itself. The files
+must be regular ones, of names that a save has: nothing else is opened, and no more is read than was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from brimful.codec import NonNegativeInt, from_builtins, parse_json, read_regular_file
+from brimful.errors import FileFormatError
+
+VERSION = 4
+MODEL, RUN, STATE, MANIFEST = "model.safetensors", "run.json", "state.pt", "manifest.json"
+SHARDS = "shards"
+_SHARD = re.compile(SHARDS + r"/[0-9]{5}-of-[0-9]{5}\.safetensors")
+_NAME = re.compile(r"step-[0-9]{1,18}")
+
+
+def name_of(step: int) -> str:
+    """The name of the save after so many steps."""
+    return f"step-{step:09d}"
+
+
+def by_step(saves: Path) -> list[Path]:
+    """The saves in a directory by name, the newest first."""
+    paths = [path for path in saves.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def step_of(save: Path) -> int:
+    """The steps in the name of a save."""
+    return int(save.name.removeprefix("step-"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Digest:
+    """By what a file is known again."""
+
+    bytes: NonNegativeInt
+    sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """`manifest.json`."""
+
+    brimful_save: int
+    step: NonNegativeInt
+    files: dict[str, Digest]
+    sha256: str
+    """Of the manifest without this line."""
+
+
+def read_manifest(save: Path) -> Manifest:
+    """The manifest of a save.
+
+    Args:
+        save: Its directory.
+
+    Returns:
+        The manifest, unchanged since it was written.
+
+    Raises:
+        FileFormatError: It is damaged, or of another version or step.
+    """
+    content = read_regular_file(save / MANIFEST, what="manifest")
+    where = f"its {MANIFEST}"
+    document = parse_json(content, where=where)
+    version = document.get("brimful_save") if isinstance(document, dict) else None
+    if isinstance(version, int) and version != VERSION:
+        raise FileFormatError(f"it is of version {version}; this brimful reads version {VERSION}")
+    manifest = from_builtins(document, Manifest, where=where)
+    if content != manifest_text(document["step"], document["files"]).encode():
+        raise FileFormatError(f"{where} was changed")
+    if manifest.step != step_of(save):
+        raise FileFormatError(f"{where} is of step {manifest.step}")
+    return manifest
+
+
+def manifest_text(step: int, files: Mapping[str, Any]) -> str:
+    """The content of a manifest; the last line is the digest of those before.
+
+    Args:
+        step: Steps taken.
+        files: Size and digest of each.
+
+    Returns:
+        JSON.
+    """
+    manifest = {"brimful_save": VERSION, "step": step, "files": files}
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps(manifest | {"sha256": digest}, indent=2) + "\n"
+
+
+def check_names(save: Path, manifest: Manifest) -> None:
+    """Check that a save names what a save has, and has nothing else in it.
+
+    Args:
+        save: Its directory.
+        manifest: Its manifest.
+
+    Raises:
+        FileFormatError: It does not.
+    """
+    for name in manifest.files:
+        if name not in (MODEL, RUN, STATE) and not _SHARD.fullmatch(name):
+            raise FileFormatError(f"its {MANIFEST} names {name!r}, which is not a file of a save")
+    if missing := {MODEL, RUN, STATE} - manifest.files.keys():
+        raise FileFormatError(f"its {MANIFEST} does not name {min(missing)}")
+    try:
+        found = {path.name for path in save.iterdir()} - {MANIFEST, SHARDS}
+        if os.path.lexists(save / SHARDS):
+            found |= {f"{SHARDS}/{path.name}" for path in (save / SHARDS).iterdir()}
+    except OSError as error:
+        raise FileFormatError(f"it cannot be read ({error.strerror})") from error
+    if unknown := found - manifest.files.keys():
+        raise FileFormatError(f"its {min(unknown)} was not saved with it")
+
+
+def check_file(save: Path, name: str, expected: Digest) -> None:
+    """Check a file's size, before all of it is read, and its digest.
+
+    Args:
+        save: The directory of the save.
+        name: Of the file in it.
+        expected: What was written.
+
+    Raises:
+        FileFormatError: It is another file.
+    """
+    try:
+        with _opened(save / name) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            if size_bytes != expected.bytes:
+                raise FileFormatError(f"its {name} has bytes {size_bytes}, and {expected.bytes} were saved")
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise FileFormatError(f"its {name} cannot be read ({error.strerror})") from error
+    if digest != expected.sha256:
+        raise FileFormatError(f"its {name} has sha256 {digest}, and {expected.sha256} were saved")
+
+
+def digest_of(path: Path) -> dict[str, Any]:
+    """By what a file is known again, as a manifest has it."""
+    with _opened(path) as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    """A regular file; a FIFO or a device is refused without waiting for it."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise FileFormatError(f"its {path.name} is not a regular file")
+        yield file

@@ -1,0 +1,136 @@
+"""Modules that only wrap another one, for a compiler or for data parallelism, seen through by name.
+
+`torch.compile(model)` calls a model's weights "_orig_mod.head.weight", `DistributedDataParallel(model)`
+"module.head.weight". A plain name is the one without wrappers. A module is a wrapper by its class alone, so a
+submodule that someone calls "module" keeps its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from itertools import combinations
+from typing import Any
+
+from torch import nn
+
+_COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
+_INNER = {
+    _COMPILED: "_orig_mod",
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "module",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
+    (
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "CheckpointWrapper",
+    ): "_checkpoint_wrapped_module",
+    ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
+    ("lightning_fabric.wrappers", "_FabricModule"): "_forward_module",
+    ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
+}
+"""By module and name of a wrapper's class, what it calls what it wraps (torch 2.13, lightning 2.6, deepspeed
+0.19). By name, so that nothing is imported that a model does not use."""
+_INNER_NAMES = frozenset(_INNER.values())
+
+
+def plain_namer(model: nn.Module) -> Callable[[str], str]:
+    """What gives the plain name of a module, parameter or buffer.
+
+    Args:
+        model: Any, wrapped or with wrappers inside.
+
+    Returns:
+        Takes a name as in `named_modules`, `named_parameters` or `state_dict`.
+    """
+    inner = {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules(remove_duplicate=False)
+        if (name := _inner_name(module)) is not None
+    }
+
+    def plain_name(name: str) -> str:
+        path, kept = "", []
+        for part in name.split("."):
+            path = f"{path}.{part}" if path else part
+            if path not in inner:
+                kept.append(part)
+        return ".".join(kept)
+
+    return plain_name if inner else str
+
+
+def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by plain name.
+
+    Args:
+        model: Any.
+
+    Returns:
+        In the order of `named_modules`. Where a module is compiled, what compiles it; no other wrapper.
+    """
+    plain_name = plain_namer(model)
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        name = plain_name(path)
+        if name not in found or not _is_compiled(found[name]):
+            found[name] = module
+    return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """What all wrappers around a module wrap; the module itself where there is none."""
+    name = _inner_name(module)
+    return module if name is None else unwrapped(getattr(module, name))
+
+
+def plain_state(model: nn.Module) -> dict[str, Any]:
+    """A model's `state_dict` by plain names."""
+    plain_name = plain_namer(model)
+    return {plain_name(name): value for name, value in model.state_dict().items()}
+
+
+def wrapped_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state by the names that `model.load_state_dict` takes.
+
+    Args:
+        model: Any.
+        state: By plain names, or by those that a wrapped model's `state_dict` has.
+
+    Returns:
+        The same values; a name that the model does not have stays as it is.
+    """
+    plain_name = plain_namer(model)
+    own = {plain_name(name): name for name in model.state_dict()}
+    return {own.get(resolved(name, own), name): value for name, value in state.items()}
+
+
+def resolved(name: str, known: Container[str]) -> str:
+    """The plain name that is meant by a name, which a wrapped model may have given.
+
+    Args:
+        name: Plain, or with wrappers' names in it.
+        known: Plain names.
+
+    Returns:
+        The name as it is, if it is known; else what is known when as few of its parts as possible are left out
+        that are called as wrappers call what they wrap; else the name as it is.
+    """
+    parts = name.split(".")
+    inner = [index for index, part in enumerate(parts) if part in _INNER_NAMES]
+    for count in range(len(inner) + 1):
+        for left_out in combinations(inner, count):
+            candidate = ".".join(part for index, part in enumerate(parts) if index not in left_out)
+            if candidate in known:
+                return candidate
+    return name
+
+
+def _inner_name(module: nn.Module) -> str | None:
+    for cls in type(module).__mro__:
+        name = _INNER.get((cls.__module__, cls.__qualname__))
+        if name is not None and isinstance(getattr(module, name, None), nn.Module):
+            return name
+    return None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (type(module).__module__, type(module).__qualname__) == _COMPILED

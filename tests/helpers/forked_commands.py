@@ -1,0 +1,178 @@
+"""Several commands at the cost of one start: each in a fork of a process that has loaded torch.
+
+A fork has standard streams of its own and ends as any process does: it flushes them, calls what is registered
+for its exit, and returns its status.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+KEPT, FULL, CLOSED, UNREAD = "kept", "full", "closed", "unread"
+"""Where a stream goes: to a file that is returned, a full disk, nowhere, a pipe whose reader is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What `brimful` is called with."""
+
+    arguments: Sequence[str]
+    stdout: str = KEPT
+    stderr: str = KEPT
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict:
+        """Standard output as JSON."""
+        return json.loads(self.out)
+
+
+def as_case(command: Command, *, folder: str, outputs: str, seconds: float) -> dict:
+    """A command for the process that serves them: run in a folder, with its output in another one."""
+    return asdict(command) | {"folder": folder, "outputs": outputs, "seconds": seconds}
+
+
+def run(folder: Path, commands: Sequence[Command]) -> list[Done]:
+    """Run commands one after another in a folder, with this machine's calibration."""
+    cases = [asdict(command) for command in commands]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, __file__],
+        cwd=folder,
+        env=environment,
+        input=json.dumps(cases),
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    statuses = json.loads((folder / "statuses.json").read_text())
+    return [
+        Done(status=status, out=_read(folder / f"{number}.out"), err=_read(folder / f"{number}.err"))
+        for number, status in enumerate(statuses)
+    ]
+
+
+def _read(path: Path) -> str:
+    return path.read_text(errors="surrogateescape") if path.exists() else ""
+
+
+def _forked(number: int, case: dict) -> int:
+    """The exit status of a command, run in a fork of this process."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        os.environ.update(case["environment"])
+        _carry_out(number, case, Path())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _carry_out(number: int, case: dict, outputs: Path) -> NoReturn:
+    """Be the command, from here to its end."""
+    for descriptor, name in ((1, "out"), (2, "err")):
+        _redirect(descriptor, case[f"std{name}"], str(outputs / f"{number}.{name}"))
+    sys.argv = ["brimful", *case["arguments"]]
+    _make_streams(case)
+
+    from brimful.cli.app import main
+
+    main()
+    raise AssertionError("main ends the process")
+
+
+def _redirect(descriptor: int, kind: str, file: str) -> None:
+    if kind == CLOSED:
+        os.close(descriptor)
+        return
+    if kind == UNREAD:
+        reader, opened = os.pipe()
+        os.close(reader)
+    else:
+        opened = os.open("/dev/full" if kind == FULL else file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(opened, descriptor)
+    os.close(opened)
+
+
+def _make_streams(case: dict) -> None:
+    """As the interpreter does when it starts."""
+    encoding = case["environment"].get("PYTHONIOENCODING", "utf-8")
+    for name, descriptor, buffering, errors in (
+        ("stdout", 1, -1, "strict"),
+        ("stderr", 2, 1, "backslashreplace"),
+    ):
+        stream = None
+        if case[name] != CLOSED:
+            stream = os.fdopen(descriptor, "w", buffering, encoding, errors, closefd=False)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _serve() -> None:
+    """Run the command of each line of standard input; its exit status is a line of standard output."""
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        case = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            _carry_out_apart(case)
+        print(json.dumps(_status_within(pid, case["seconds"])), file=answers, flush=True)
+
+
+def _carry_out_apart(case: dict) -> NoReturn:
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(case["environment"])
+    os.chdir(case["folder"])
+    sys.path[0] = case["folder"]
+    reader = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(reader, 0)
+    _carry_out(0, case, Path(case["outputs"]))
+
+
+def _status_within(pid: int, seconds: float) -> int | None:
+    """The exit status of a process; None if it had to be killed for its time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _main() -> None:
+    sys.path[0] = str(Path.cwd())
+    import brimful.api
+    import brimful.train  # noqa: F401
+
+    gc.freeze()  # a fork need not look through what is loaded as it ends
+    if sys.argv[1:] == ["serve"]:
+        _serve()
+        return
+    cases = json.load(sys.stdin)
+    statuses = [_forked(number, case) for number, case in enumerate(cases)]
+    Path("statuses.json").write_text(json.dumps(statuses))
+
+
+if __name__ == "__main__":
+    _main()

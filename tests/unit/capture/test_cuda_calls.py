@@ -1,0 +1,149 @@
+"""Loops for a GPU are captured on a machine without one, with the calls that only a GPU answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.cuda.amp.common import amp_definitely_not_available
+from torch.nn.attention.flex_attention import flex_attention
+
+from brimful.capture import capture_step
+from brimful.errors import CaptureError
+from brimful.settings import Settings
+from brimful.timeline import predict_memory
+from brimful.trace import Trace
+from helpers.captured_jobs import A100, CPU, job
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU answers for itself")
+
+WIDTH, SAMPLES = 64, 8
+
+
+def rows(samples: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(samples, WIDTH)}
+
+
+def square(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    loss: Tensor = network(batch["x"]).square().mean()
+    return loss
+
+
+def captured(after_step: Callable[[nn.Module], object], device: Any = A100) -> Trace:
+    def loop(network: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(network.parameters())
+        for batch in batches:
+            optimizer.zero_grad()
+            square(network, {"x": batch["x"].to("cuda")}).backward()
+            optimizer.step()
+            after_step(network)
+
+    the_job = job(lambda: nn.Linear(WIDTH, WIDTH), square, rows, loop=loop)
+    return capture_step(the_job, Settings(micro_batch_size=SAMPLES), device, steps=3)
+
+
+def nothing(_network: nn.Module) -> None:
+    pass
+
+
+def timed(_network: nn.Module) -> None:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) > 0
+
+
+def streamed(_network: nn.Module) -> None:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.cuda.nvtx.range("copy"):
+        pass
+
+
+def measured(_network: nn.Module) -> None:
+    held = torch.cuda.memory_allocated()
+    assert held >= 2 * WIDTH * (WIDTH + 1) * 4  # parameters and gradients
+    assert torch.cuda.max_memory_allocated() >= held
+    free, capacity = torch.cuda.mem_get_info()
+    assert free + held == capacity == A100.capacity_bytes
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.empty_cache()
+
+
+def named(_network: nn.Module) -> None:
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 1
+    assert torch.cuda.get_device_name(0) == A100.name
+    assert torch.cuda.get_device_properties(0).total_memory == A100.capacity_bytes
+    assert torch.cuda.is_bf16_supported()
+
+
+def drawn(_network: nn.Module) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.randperm(4, generator=torch.Generator(device=device).manual_seed(1), device=device)
+
+
+@pytest.mark.parametrize("after_step", [timed, streamed, measured, named, drawn])
+def test_a_loop_that_calls_a_gpu_takes_what_it_takes_without_the_calls(
+    after_step: Callable[[nn.Module], object],
+) -> None:
+    trace = captured(after_step)
+    assert predict_memory(trace).peak_allocated_bytes == pytest.approx(
+        predict_memory(captured(nothing)).peak_allocated_bytes, rel=0.001
+    )
+    assert not torch.cuda.is_available()
+
+
+def test_libraries_find_no_gpu_while_a_step_is_captured() -> None:
+    found: list[bool] = []
+    captured(lambda _network: found.append(amp_definitely_not_available()))
+    assert found == [True] * 3
+
+
+def test_a_checkpoint_that_a_loop_saves_is_left_as_it_was(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "last.pt"
+    torch.save({"step": 7}, checkpoint)
+    trace = captured(lambda network: torch.save(network.state_dict(), checkpoint))
+    assert trace.captured_steps == 3
+    assert torch.load(checkpoint) == {"step": 7}
+
+
+class Flex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        query, key, value = self.mixed(x).view(len(x), -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return flex_attention(query, key, value)
+
+
+class Jagged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        offsets = torch.arange(len(x) + 1) * x.shape[1]
+        nested = torch.nested.nested_tensor_from_jagged(x.flatten(0, 1), offsets)
+        values: Tensor = self.mixed(nested).values()
+        return values
+
+
+@pytest.mark.parametrize(
+    ("model", "hint"),
+    [(Flex, "Take F.scaled_dot_product_attention"), (Jagged, "Pad the samples and mask them")],
+)
+@pytest.mark.parametrize("device", [A100, CPU])
+def test_what_cannot_be_captured_is_refused_with_what_to_take_instead(
+    model: Callable[[], nn.Module], hint: str, device: Any
+) -> None:
+    the_job = job(model, square, lambda samples: {"x": torch.randn(samples, 32, WIDTH)})
+    with pytest.raises(CaptureError, match=hint) as refused:
+        capture_step(the_job, Settings(micro_batch_size=4), device)
+    assert "the error is the job's own" not in str(refused.value)

@@ -1,0 +1,234 @@
+"""What is read from files: bounded, regular, and of the type that its record declares."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tracemalloc
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Literal, TypedDict
+
+import msgspec
+import pytest
+
+from brimful.codec import (
+    ALWAYS_WRITTEN,
+    PositiveInt,
+    decode_directly,
+    decode_json,
+    fields_of_version,
+    from_builtins,
+    number_to_json,
+    numbers_from_json,
+    parse_json,
+    read_regular_file,
+)
+from brimful.errors import FileFormatError
+
+
+class Colour(StrEnum):
+    RED = "red"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    name: str
+    size: PositiveInt = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    colour: Colour
+    parts: tuple[Part, ...]
+    seconds: float = 1.0
+
+
+def test_a_document_becomes_the_record_that_its_annotations_describe() -> None:
+    found = decode_json('{"colour": "red", "parts": [{"name": "a", "size": 2}]}', Whole, where="f.json")
+    assert found == Whole(colour=Colour.RED, parts=(Part(name="a", size=2),))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            '{"colour": "blue", "parts": []}',
+            r"f.json: field `colour`: invalid enum value 'blue'; expected 'red'\.",
+        ),
+        ('{"colour": "red"}', r"missing field `parts`"),
+        (
+            '{"colour": "red", "parts": [{"name": "a", "size": 0}]}',
+            r"field `parts\[0\].size`: expected `int` >= 1",
+        ),
+        (
+            '{"colour": "red", "parts": [{"name": "a", "size": 1.5}]}',
+            r"field `parts\[0\].size`: expected `int`",
+        ),
+        (
+            '{"colour": "red", "parts": [{"name": "a", "size": true}]}',
+            r"field `parts\[0\].size`: expected `int`",
+        ),
+        ('{"colour": "red", "parts": [{"name": "a", "size": 1' + "0" * 30 + "}]}", r"size`: expected `int`"),
+        ('{"colour": "red", "parts": [{"nom": "a"}]}', r"field `parts\[0\]`: missing field `name`"),
+        ('{"colour": "red", "parts": [{"name": "a", "sise": 3}]}', r"field `parts\[0\].sise`: unknown"),
+        ('{"colour": "red", "parts": [], "seconds": NaN}', "not valid JSON"),
+        ('{"colour": "red", "parts": [], "seconds": "1"}', r"field `seconds`: expected `float`"),
+        ("[1]", r"expected `object`"),
+        ("", "not valid JSON"),
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    ],
+)
+def test_damage_is_one_line_with_the_file_and_the_field(text: str, expected: str) -> None:
+    with pytest.raises(FileFormatError, match=expected) as caught:
+        decode_json(text, Whole, where="f.json")
+    assert str(caught.value).startswith("f.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_not_utf_8_are_refused() -> None:
+    with pytest.raises(FileFormatError, match="not valid JSON"):
+        parse_json(b'{"a": "\xff"}', where="f.json")
+
+
+def test_a_document_of_another_type_is_refused_after_parsing_too() -> None:
+    with pytest.raises(FileFormatError, match="expected `object`, got `str`"):
+        from_builtins("text", Whole, where="f.json")
+
+
+def test_only_regular_files_of_a_limited_size_are_read(tmp_path: Path) -> None:
+    (tmp_path / "small").write_bytes(b"12345")
+    assert read_regular_file(tmp_path / "small", what="plan", limit_bytes=5) == b"12345"
+    with pytest.raises(FileFormatError, match="at most 4 B are read"):
+        read_regular_file(tmp_path / "small", what="plan", limit_bytes=4)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, expected in (
+        ("fifo", "not a regular file"),
+        (".", "(not a regular file|Is a directory)"),
+        ("link", "No such file"),
+        ("x" * 300, "too long"),
+        ("nul\0byte", "cannot be read"),
+        ("/dev/zero", "not a regular file"),
+    ):
+        with pytest.raises(FileFormatError, match=expected):
+            read_regular_file(tmp_path / name, what="plan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    parts: tuple[Part, ...]
+    where: Path | None = None
+    note: str = field(default="", metadata=ALWAYS_WRITTEN)
+
+
+def test_a_field_that_is_always_written_must_be_there_although_it_has_a_default() -> None:
+    assert decode_json('{"parts": [], "note": ""}', Noted, where="f.json") == Noted(parts=())
+    with pytest.raises(FileFormatError, match=r"f\.json: missing field `note`"):
+        decode_json('{"parts": []}', Noted, where="f.json")
+    with pytest.raises(FileFormatError, match=r"f.json: missing field `\[1\].note`"):
+        decode_json('[{"parts": [], "note": ""}, {"parts": []}]', list[Noted], where="f.json")
+
+
+def test_a_path_is_read_from_text_and_from_nothing_else() -> None:
+    assert from_builtins({"parts": [], "note": "", "where": "a/b"}, Noted, where="f").where == Path("a/b")
+    with pytest.raises(FileFormatError, match="field `where`: expected `path`, got `int`"):
+        from_builtins({"parts": [], "note": "", "where": 5}, Noted, where="f")
+
+
+def test_what_a_file_says_cannot_fill_the_terminal_or_write_to_it() -> None:
+    long = "x" * 10_000
+    for text in (f'{{"colour": "{long}", "parts": []}}', f'{{"colour": "red", "parts": [], "{long}": 1}}'):
+        with pytest.raises(FileFormatError) as caught:
+            decode_json(text, Whole, where="f.json")
+        assert len(str(caught.value)) < 500
+    with pytest.raises(FileFormatError) as caught:
+        decode_json('{"colour": "red", "parts": [], "\\u001b[31m\\n": 1}', Whole, where="f.json")
+    assert str(caught.value).isprintable()
+
+
+def test_text_with_half_a_surrogate_is_refused() -> None:
+    for text in ('{"a": "\ud800"}', '{"a": "\\ud800"}'):
+        with pytest.raises(FileFormatError, match="not valid JSON"):
+            parse_json(text, where="f.json")
+
+
+def test_a_version_must_be_the_number_itself() -> None:
+    assert fields_of_version({"v": 2, "a": 1}, "v", 2, what="plan", where="f.json") == {"a": 1}
+    for document, said in (
+        ({"a": 1}, "f.json is not a brimful plan: it has no field `v`"),
+        (7, "f.json is not a brimful plan"),
+        ({"v": 1}, "field `v`: this is version 1; this brimful reads version 2"),
+        ({"v": 2.0}, "this is version 2.0"),
+        ({"v": "2"}, "this is version '2'"),
+        ({"v": [2]}, "this is version list"),
+        ({"v": 10**5000}, "this is version int"),
+    ):
+        with pytest.raises(FileFormatError, match=said):
+            fields_of_version(document, "v", 2, what="plan", where="f.json")
+
+
+def test_a_value_inside_a_document_is_named_by_its_path() -> None:
+    with pytest.raises(FileFormatError, match=r"f.json: field `a.rows\[1\]`: expected `int`, got `str`"):
+        decode_directly(b'[1, "x"]', list[int], where="f.json", path="a.rows")
+
+
+def test_numbers_that_json_lacks_are_text_and_become_numbers_again() -> None:
+    written = {name: number_to_json(float(name)) for name in ("nan", "inf", "-inf", "1.5")}
+    read = numbers_from_json(json.loads(json.dumps(written, allow_nan=False)) | {"other": "much"})
+    assert math.isnan(read.pop("nan"))
+    assert read == {"inf": math.inf, "-inf": -math.inf, "1.5": 1.5, "other": "much"}
+    assert numbers_from_json({"a": "nan"}, ("b",)) == {"a": "nan"}
+    assert number_to_json(None) is None
+
+
+class Tied(TypedDict):
+    name: str
+
+
+class Row(msgspec.Struct):
+    name: str
+
+
+@pytest.mark.parametrize("kind", [Part, Tied, Row])
+def test_fields_that_any_kind_of_record_does_not_have_are_refused(kind: type) -> None:
+    with pytest.raises(FileFormatError, match=r"field `\[0\].nom`: unknown"):
+        from_builtins([{"name": "a", "nom": "b"}], list[kind], where="f")
+
+
+class Cell(msgspec.Struct, array_like=True):
+    number: int
+    colour: Colour | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    rows: list[Cell]
+    kinds: dict[str, tuple[int, Literal["a", "b"]]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            '{"rows": [[1, "blue"]], "kinds": {}}',
+            r"field `rows\[0\]\[1\]`: invalid enum value 'blue'; expected 'red'",
+        ),
+        ('{"rows": [], "kinds": {"x": [1, "c"]}}', r"invalid enum value 'c'; expected 'a' or 'b'"),
+    ],
+)
+def test_what_an_enumeration_may_be_is_told_wherever_it_is(text: str, said: str) -> None:
+    with pytest.raises(FileFormatError, match=said):
+        decode_json(text, Table, where="f.json")
+
+
+def test_a_small_file_takes_little_memory_however_large_the_limit_is(tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text("{}")
+    tracemalloc.start()
+    try:
+        assert read_regular_file(tmp_path / "p.json", what="plan", limit_bytes=2**30) == b"{}"
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
