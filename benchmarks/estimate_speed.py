@@ -119,9 +119,10 @@ def mem_tracker_seconds(job: Any, micro_batch_size: int) -> float:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from brimful.batches import make_batch, map_tensors
+    from brimful.batches import map_tensors
     from brimful.capture.fakes import build_fake_model, fakes_behave, to_fake
     from brimful.capture.values import KnownValues
+    from brimful.layout import make_batch
     from brimful.optimizers import make_optimizer
 
     start = time.perf_counter()

@@ -92,13 +92,23 @@ def machine() -> dict[str, Any]:
 
 def commit() -> str:
     """The commit that ran, with a + if files other than results differ from it."""
-    return _git("rev-parse", "HEAD") + ("+" if _git("status", "--porcelain", "-uno", "..", ":!results") else "")
+    return commit_of(Path(__file__).parent, "..", ":!results")
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(
-        ["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+def commit_of(folder: Path, *paths: str) -> str:
+    """The commit of a checkout, with a + if files differ from it.
+
+    Args:
+        folder: Any in the checkout.
+        paths: Which files, from there; none means those in the folder.
+    """
+    return _git(folder, "rev-parse", "HEAD") + (
+        "+" if _git(folder, "status", "--porcelain", "-uno", *(paths or ["."])) else ""
     )
+
+
+def _git(folder: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout.strip()
 
 

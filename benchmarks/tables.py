@@ -46,6 +46,7 @@ def tables() -> str:
         planner_lines(load("plan_torch_planners")),
         schedule_lines(load("plan_published")),
         speed_lines(load("estimate_speed")),
+        attack_lines(load("attack"), load("attack_before")),
     )
     return "\n".join(line for section in sections for line in (*section, "")).rstrip()
 
@@ -107,6 +108,29 @@ def published_lines(result: dict[str, Any]) -> Iterator[str]:
                 f"| {row['predicted_verdict'] if published is None else format(row['error_fraction'], '+.1%')} "
                 f"| {format_bytes(low)} to {format_bytes(high)} |"
             )
+
+
+def attack_lines(result: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
+    """Attacks by area, beside those on the code before."""
+    total, seconds = result["total"], result["seconds"]
+    yield (
+        f"{total['tried']:,} attacks: kills, damaged and hostile files, failing memory and disks, signals, odd "
+        f"arguments, jobs and data; repeated in {format_seconds(seconds)}. Succeeded: {kinds(total)}; before, "
+        f"at commit {before['attacked_commit'][:9]}: {kinds(before['total'])}. The code before was "
+        "attacked beside other work, by an attack that itself made 4 of those tracebacks (jobs that close "
+        f"standard output) and has been mended since. {stamp(result)}"
+    )
+    yield ""
+    yield "| area | tried | succeeded before | succeeded |"
+    yield "|---|--:|---|---|"
+    earlier = {row["area"]: row for row in before["areas"]}
+    for row in result["areas"]:
+        yield f"| {row['area']} | {row['tried']} | {kinds(earlier[row['area']])} | {kinds(row)} |"
+
+
+def kinds(found: dict[str, Any]) -> str:
+    """How many attacks succeeded, by what went wrong."""
+    return ", ".join(f"{count} {kind}" for kind, count in found["failures"].items()) or "0"
 
 
 def zoo_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
 from brimful.job import Job
+from brimful.layout import make_batch
 from brimful.local import build_model, set_up_allocator
 from brimful.measuring import PeakMemory, peak_memory, repeated_step
 from brimful.optimizers import make_optimizer
@@ -66,14 +67,15 @@ def measure(
     if scaler is not None:
         scaler = GradScaler(device.type, init_scale=_FIRST_SCALE)
     applied = apply_units(model, settings)
-    run = repeated_step(job, settings, model, optimizer, scaler)
+    batch = make_batch(job, settings.rank_batch_size)
+    run = repeated_step(job, settings, model, optimizer, scaler, batch=batch)
     peaks: list[PeakMemory] = []
     seconds: list[float] = []
     losses: list[float] = []
     updated: list[bool] = []
     with matmul_precision(settings.precision):
         for step in range(DRY_STEPS if dry else RECORDED_STEPS + TIMED_STEPS):
-            with peak_memory(model, optimizer, device) as peak:
+            with peak_memory(model, optimizer, device, batch=batch) as peak:
                 began = time.perf_counter()
                 outcome = run()
                 losses.append(float(outcome.loss))  # waits for the device

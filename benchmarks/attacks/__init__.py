@@ -1,0 +1,1 @@
+"""Attacks on brimful's reliability and security, one module per area; `benchmarks/attack.py` runs them."""

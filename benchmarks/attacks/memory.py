@@ -1,0 +1,365 @@
+"""Memory that runs out, and other errors, at random ops of whole runs; and in steps of a user's own loop."""
+
+from __future__ import annotations
+
+import json
+import math
+import random as python_random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
+
+import brimful as bf
+from attacks.case import (
+    Case,
+    FailedError,
+    Kind,
+    Outcome,
+    Place,
+    check_done,
+    check_ended,
+    check_equal,
+    check_nothing_lost,
+    check_same_metrics,
+    kept_names,
+    metrics,
+)
+from attacks.process import call
+
+# B batch, D width
+WIDTH, CLASSES, SAMPLES, BATCH = 6, 3, 32, 8
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "CUDA": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."),
+    "driver": lambda: RuntimeError("CUDA error: out of memory"),
+    "CPU": lambda: RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    "Python": lambda: MemoryError(),
+}
+OTHERS: dict[str, Callable[[], BaseException]] = {
+    "KeyboardInterrupt": KeyboardInterrupt,
+    "SystemExit": lambda: SystemExit(3),
+    "AssertionError": lambda: AssertionError("of the user's"),
+    "RuntimeError": lambda: RuntimeError("of the user's"),
+}
+
+
+class ErrorsAt(TorchDispatchMode):
+    """Raises in place of some ops, counted from 0."""
+
+    def __init__(self, numbers: Sequence[int], error: Callable[[], BaseException]) -> None:
+        super().__init__()
+        self._numbers, self._error = frozenset(numbers), error
+        self.ops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops += 1
+        if self.ops - 1 in self._numbers:
+            raise self._error()
+        return func(*args, **(kwargs or {}))
+
+
+# Models, each with a state that a second try could get wrong
+
+
+class Net(nn.Module):
+    """Statistics of batches and masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * (x.tanh() + x * (1 - x.tanh() ** 2))
+
+
+def _count_call(module: nn.Module, *_: object) -> None:
+    module.calls.add_(1.0)
+
+
+class Hooked(Net):
+    """A function of its own, and a hook that counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_buffer("calls", torch.zeros(()))
+        self.head.register_forward_hook(_count_call)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(_Scaled.apply(self.blocks(x)))
+
+
+class Spectral(Net):
+    """A buffer of power iteration that each forward pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.utils.parametrizations.spectral_norm(self.head)
+
+
+class Rebound(Net):
+    """A buffer that is bound anew in each step, and one that is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            self.seen += x.detach().sum()
+        return self.head(self.blocks(x - self.mean))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True, num_layers=2, dropout=0.1)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x[:, None].repeat(1, 3, 1))[0][:, -1])
+
+
+_ADAMW = partial(torch.optim.AdamW, lr=1e-2)
+CONFIGURATIONS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]] = {
+    "SGD, momentum": (Net, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    "NAdam": (Net, partial(torch.optim.NAdam, lr=1e-2)),
+    "fused AdamW": (Net, partial(_ADAMW, fused=True)),
+    "foreach AdamW": (Net, partial(_ADAMW, foreach=True)),
+    "Adafactor": (Net, partial(torch.optim.Adafactor, lr=1e-2)),
+    "function and hooks": (Hooked, _ADAMW),
+    "spectral norm": (Spectral, _ADAMW),
+    "rebound buffers": (Rebound, _ADAMW),
+    "GRU": (Recurrent, _ADAMW),
+}
+
+
+class Augmented(Dataset):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+        noise = 0.1 * torch.randn(WIDTH) + 0.1 * python_random.random() + 0.1 * float(np.random.rand())
+        return {"x": x + noise, "y": x[:CLASSES].argmax()}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def job(configuration: str, loss_: Callable[..., Tensor] = loss) -> bf.Job:
+    """A job of a configuration."""
+    model, optimizer = CONFIGURATIONS[configuration]
+
+    def data() -> bf.Data:
+        loaders = (DataLoader(Augmented(), batch_size=BATCH, shuffle=shuffle) for shuffle in (True, False))
+        return bf.Data(**dict(zip(("train", "validation"), loaders, strict=True)))
+
+    return bf.Job(
+        model=model,
+        loss=loss_,
+        batch=lambda n: {"x": torch.randn(n, WIDTH), "y": torch.randint(CLASSES, (n,))},
+        optimizer=lambda parameters: optimizer(parameters),
+        data=data,
+        name="attacked",
+    )
+
+
+def fit(of: bf.Job, run: Path) -> None:
+    """Train or resume, with everything that a run does: average, clipping, validation, saves."""
+    bf.Trainer(
+        of,
+        bf.Settings(micro_batch_size=BATCH // 2, gradient_accumulation_steps=2),
+        device="cpu",
+        run_dir=run,
+        resume=run.exists(),
+        save_every=2,
+        epochs=2,
+        ema_decay=0.9,
+        max_gradient_norm=1.0,
+        show_progress=False,
+    ).fit()
+
+
+# Whole runs
+
+
+def run_cases(seed: int) -> Iterator[Case]:
+    """Memory runs out at a random op of a whole run, once or again a little later; other errors."""
+    random = Random(f"memory {seed}")
+    for name in CONFIGURATIONS:
+        for number in range(28):
+            error = random.choice(list(ERRORS))
+            attack = partial(_whole_run, name, [random.random()], ERRORS[error])
+            yield Case(f"{name}, {error} {seed}.{number}", attack)
+        for number in range(8):
+            error = random.choice(list(ERRORS))
+            attack = partial(_whole_run, name, [random.random(), random.randint(1, 80)], ERRORS[error])
+            yield Case(f"{name}, {error} twice {seed}.{number}", attack)
+        for number in range(6):
+            error = random.choice(list(OTHERS))
+            attack = partial(_whole_run, name, [random.random()], OTHERS[error])
+            yield Case(f"{name}, {error} {seed}.{number}", attack)
+
+
+def _whole_run(name: str, at: Sequence[float], error: Callable[[], BaseException], place: Place) -> Outcome:
+    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+    ops = int((expected / "ops").read_text())
+    numbers = [int(at[0] * ops)]
+    numbers += [numbers[0] + int(each) for each in at[1:]]
+    run = place.folder / "run"
+
+    def disturbed() -> None:
+        with ErrorsAt(numbers, error):
+            fit(job(name), run)
+
+    ran = place.run(action=call(disturbed))
+    is_memory = error in ERRORS.values()
+    if ran.status == 0:
+        return _check_finished(run, expected, is_memory)
+    before = kept_names(run)
+    check_done(place.run(action=call(lambda: fit(job(name), run))))
+    check_nothing_lost(run, before)
+    _check_finished(run, expected, is_memory)
+    if is_memory:
+        check_ended(ran, memory_fails=True)
+    elif ran.status is None:
+        raise FailedError(Kind.HANG, "it waited for ever")
+    return Outcome(note="ended with an error, resumed to the undisturbed run")
+
+
+def _undisturbed(place: Place, name: str, folder: Path) -> None:
+    def counted() -> None:
+        with ErrorsAt([], KeyError) as counting:
+            fit(job(name), folder)
+        (folder / "ops").write_text(str(counting.ops))
+
+    check_done(place.run(action=call(counted)))
+
+
+def _check_finished(run: Path, expected: Path, is_memory: bool) -> Outcome:
+    """Bit for bit the undisturbed run, unless memory ran out twice and the micro-batch was made smaller."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lowered = [line for line in lines if line["kind"] == "recovery" and line["before"] != line["after"]]
+    if not (is_memory and lowered):
+        check_equal(run, expected)
+        return Outcome(note="finished as the undisturbed run")
+    found, wanted = ([e for e in metrics(r) if e["kind"] == "step"] for r in (run, expected))
+    same = min(line["step"] for line in lowered) - 1
+    check_same_metrics([e for e in found if e["step"] <= same], [e for e in wanted if e["step"] <= same])
+    if len(found) != len(wanted) or not all(math.isfinite(e["loss"]) for e in found):
+        raise FailedError(Kind.WRONG, "with a smaller micro-batch, not all steps were made")
+    return Outcome(note="finished with a smaller micro-batch")
+
+
+# Allocations that fail for real, and errors of the user's in a step
+
+
+def allocation_cases(_seed: int) -> Iterator[Case]:
+    """One step asks for more memory than there is."""
+    yield Case("torch, 4 TiB", partial(_allocation, lambda: torch.ones(1 << 40)))
+    yield Case("NumPy, 512 TiB", partial(_allocation, lambda: np.ones(1 << 46)))
+
+
+class _OnceIn:
+    """A loss that does something else first in one of its calls in training."""
+
+    def __init__(self, number: int, action: Callable[[], object]) -> None:
+        self._left, self._action = number, action
+
+    def __call__(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if model.training and type(batch["x"]) is Tensor and batch["x"].device.type == "cpu":
+            self._left -= 1
+            if self._left == 0:
+                self._action()
+        return loss(model, batch)
+
+
+def _allocation(action: Callable[[], object], place: Place) -> None:
+    name = "SGD, momentum"
+    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+    run = place.folder / "run"
+    check_done(place.run(action=call(lambda: fit(job(name, _OnceIn(5, action)), run))))
+    check_equal(run, expected)
+
+
+def step_cases(_seed: int) -> Iterator[Case]:
+    """A loss raises in a later micro-batch."""
+    for name in ("RuntimeError", "KeyboardInterrupt"):
+        yield Case(f"Trainer, {name}", partial(_step_of_trainer, OTHERS[name]))
+    errors = {"CUDA": ERRORS["CUDA"], "RuntimeError": OTHERS["RuntimeError"], "Ctrl-C": KeyboardInterrupt}
+    for name, error in errors.items():
+        yield Case(f"bf.apply, {name}", partial(_step_of_own_loop, error))
+
+
+def _raise(error: Callable[[], BaseException]) -> None:
+    raise error()
+
+
+def _step_of_trainer(error: Callable[[], BaseException], place: Place) -> None:
+    name = "SGD, momentum"
+    expected = place.material.once(f"memory-{name}", partial(_undisturbed, place, name))
+    run = place.folder / "run"
+    ran = place.run(action=call(lambda: fit(job(name, _OnceIn(6, partial(_raise, error))), run)))
+    if ran.status == 0:
+        raise FailedError(Kind.WRONG, "the user's error was lost")
+    check_done(place.run(action=call(lambda: fit(job(name), run))))
+    check_equal(run, expected)
+
+
+def _step_of_own_loop(error: Callable[[], BaseException], place: Place) -> None:
+    """A call that raised leaves nothing behind: the next ones are those of a loop without it."""
+
+    def compared() -> None:
+        without, after = _own_loop(None), _own_loop(error)
+        differing = [name for name, tensor in without.items() if not tensor.equal(after[name])]
+        if differing:
+            print(f"differ: {', '.join(differing)}")
+
+    ran = place.run(action=call(compared))
+    check_done(ran)
+    if ran.out:
+        raise FailedError(Kind.WRONG, f"after a call that raised, {ran.out.strip()}")
+
+
+def _own_loop(error: Callable[[], BaseException] | None) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batches = [{"x": torch.randn(12, WIDTH), "y": torch.randint(CLASSES, (12,))} for _ in range(3)]
+    failing = _OnceIn(5, partial(_raise, error)) if error else loss
+    settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=3)
+    step = bf.apply(settings, job("SGD, momentum", failing), model, optimizer)
+    for number, batch in enumerate(batches):
+        if error is not None and number == 1:
+            try:
+                step(batch)
+            except BaseException:
+                pass
+            else:
+                raise AssertionError("the loss did not raise")
+        step(batch)
+    return dict(model.state_dict())

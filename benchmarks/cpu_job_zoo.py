@@ -1,0 +1,157 @@
+"""Whole jobs as people write them: estimate, plan at 60 %, apply, measure, each beside what happens on a CPU.
+
+    python benchmarks/cpu_job_zoo.py [--result FILE.json] [name ...]
+
+`job_zoo/` has the jobs, `job_zoo/examine.py` says how one is judged. Each runs in a process of its own, so that
+one that ends the interpreter is a row like another. Names run some jobs alone and write nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from brimful.units import format_bytes
+from job_zoo import JOBS, JobCase
+from job_zoo.examine import CLOSE_FRACTION, REFUSED, SUPPORTED, WARNED, WRONG, Row, examine
+from machine import Rows
+
+COMMAND = "python benchmarks/cpu_job_zoo.py"
+PACKAGES = ("transformers", "bitsandbytes", "peft", "diffusers", "accelerate", "lightning", "torch_geometric")
+MOST_SECONDS = 1800.0
+"""For one job."""
+
+
+def examine_apart(case: JobCase) -> dict[str, Any]:
+    """A job's row, from a process of its own."""
+    context = _forkserver()
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_examine_into, args=(sending, case.name))
+    began = time.perf_counter()
+    process.start()
+    sending.close()
+    row = None
+    if receiving.poll(MOST_SECONDS):
+        with suppress(EOFError):  # it ended without a word
+            row = receiving.recv()
+    else:
+        process.kill()
+    process.join()
+    if row is None:
+        code = process.exitcode or 0
+        ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+        why = f"the interpreter is ended {ended}"
+        lost = Row(name=case.name, kind=case.kind, samples=case.samples, status=WRONG, why=why, wrongs=[why])
+        row = lost.to_json() | {"seconds": round(time.perf_counter() - began, 2)}
+    return row
+
+
+@cache
+def _forkserver() -> ForkServerContext:
+    """Forks processes that have imported what takes long."""
+    here = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["job_zoo.examine", "transformers"])
+    return context
+
+
+def _examine_into(sending: Connection, name: str) -> None:
+    (case,) = [case for case in JOBS if case.name == name]
+    sending.send(asdict(examine(case)))
+
+
+def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    errors = [abs(row["error_fraction"]) for row in rows if row["error_fraction"] is not None]
+    free = [row["free"] for row in rows if row["free"] is not None]
+    whole = [
+        plan
+        for row in rows
+        for plan in (row["free"], row["pinned"])
+        if plan is not None and plan["micro_batch_size"] == row["samples"] and not plan["is_chunked"]
+    ]
+    others = [
+        plan
+        for row in rows
+        for plan in (row["free"], row["pinned"])
+        if plan is not None and plan not in whole and plan["largest_difference"] is not None
+    ]
+    drawn = [row for row in rows if row["free"] is not None and row["free"]["largest_difference"] is None]
+    counts = Counter(row["status"] for row in rows)
+    return {
+        "rows": len(rows),
+        "kinds": len({row["kind"] for row in rows}),
+        **{status: counts[status] for status in (SUPPORTED, REFUSED, WARNED, WRONG)},
+        "predicted": len(errors),
+        "median_error_fraction": statistics.median(errors),
+        "predicted_within_1_percent": sum(error <= CLOSE_FRACTION for error in errors),
+        "largest_error_fraction": max(errors),
+        "plans": len(free),
+        "plans_within_budget": sum(plan["true_bytes"] <= plan["budget_bytes"] for plan in free),
+        "pinned_plans": len(whole),
+        "pinned_plans_equal_to_the_last_bit": sum(plan["is_bitwise"] for plan in whole),
+        "split_or_chunked_plans": len(others),
+        "split_or_chunked_plans_within_rounding": sum(
+            plan["largest_difference"] <= plan["bound"] for plan in others
+        ),
+        "split_plans_that_draw_random_numbers": len(drawn),
+        "of_these_said_to": sum("random" in row["free"]["certificate"] for row in drawn),
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    error, plan = row["error_fraction"], row["free"]
+    error_said = "-" if error is None else f"{error:+.2%}"
+    of_budget = "-" if plan is None else f"{plan['true_bytes'] / plan['budget_bytes']:.1%}"
+    true = "-" if row["true_bytes"] is None else format_bytes(row["true_bytes"])
+    print(
+        f"{row['name']:<52} {row['status']:<9} {true:>9} {error_said:>9} {of_budget:>7} {row['seconds']:>6}  "
+        f"{row['why'][:200]}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Examine all jobs, or some; how many are wrong."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--result", default="job_zoo.json")
+    options = parser.parse_args()
+    is_plain = options.result == "job_zoo.json"
+    rows = Rows(options.result, COMMAND + ("" if is_plain else f" --result {options.result}"), *PACKAGES)
+    left_out = {}
+    print(f"{'job':<52} {'status':<9} {'true':>9} {'error':>9} {'budget':>7} {'s':>6}")
+    for case in JOBS:
+        if options.names and case.name not in options.names:
+            continue
+        if case.missing:
+            left_out[case.name] = f"needs {case.missing}"
+        elif options.names:
+            show(examine_apart(case))
+        elif not rows.has(name=case.name):
+            rows.add(examine_apart(case))
+            show(rows.rows[-1])
+    if options.names:
+        return 0
+    summary = summary_of(rows.rows)
+    print(summary)
+    rows.keep({"summary": summary, "left_out": left_out})
+    return summary[WRONG]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""What an entry of the zoo of jobs is, and how one is added."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from brimful.job import Job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCase:
+    """A whole small job, as a user writes it, and what is expected of it."""
+
+    name: str
+    kind: str
+    job: Callable[[], Job]
+    samples: int
+    """In the global batch."""
+    needs: tuple[str, ...] = ()
+    """Packages without which it is left out."""
+    budget: str = "60%"
+    """Of plain training's peak, to plan within."""
+    refused: str = ""
+    """A part of the sentence with which brimful refuses it; empty if it is supported."""
+    is_warned: bool = False
+    """Whether brimful trains it split and warns that the loss may not be that of the whole batch."""
+    named: str = ""
+    """Why the prediction is more than 1 % off; empty if it is not."""
+    gpu: str = ""
+    """A GPU that it is predicted for, where it cannot run on a CPU; there is no truth then."""
+    broken: str = ""
+    """What is known to be wrong with it today; empty if nothing is."""
+    crashes: bool = False
+    """Whether it is so broken that it ends the interpreter."""
+    is_slow: bool = False
+
+    @property
+    def missing(self) -> str:
+        """The first package it needs that is not installed; empty if all are."""
+        return next((package for package in self.needs if find_spec(package) is None), "")
+
+
+JOBS: list[JobCase] = []
+"""All entries, in the order in which their modules are imported."""
+
+
+def job_case(
+    samples: int,
+    *,
+    needs: tuple[str, ...] = (),
+    budget: str = "60%",
+    refused: str = "",
+    is_warned: bool = False,
+    named: str = "",
+    gpu: str = "",
+    broken: str = "",
+    crashes: bool = False,
+    is_slow: bool = False,
+) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
+    """Add a function that makes a job to the zoo, under its own name; the arguments are `JobCase`'s."""
+
+    def add(function: Callable[[], Job]) -> Callable[[], Job]:
+        case = JobCase(
+            name=function.__name__.replace("_", " "),
+            kind=function.__module__.rpartition(".")[2].replace("_", " "),
+            job=function,
+            samples=samples,
+            needs=needs,
+            budget=budget,
+            refused=refused,
+            is_warned=is_warned,
+            named=named,
+            gpu=gpu,
+            broken=broken,
+            crashes=crashes,
+            is_slow=is_slow,
+        )
+        JOBS.append(case)
+        return function
+
+    return add
