@@ -23,7 +23,7 @@ from machine import keep
 from zoo import ZOO, ZooModel, missing
 
 CLOSE_FRACTION = 0.005
-AS_LARGE_AS = "as large as it can be"
+AS_LARGE_AS = "at its largest possible size"
 """What a capture says of a result whose shape depends on unknown values."""
 
 

@@ -144,8 +144,8 @@ def _examine(case: JobCase, row: Row) -> None:
     estimate = _tried(row, "estimate", lambda: bf.estimate(job, device, micro_batch_size=case.samples))
     if estimate is not None:
         row.predicted_bytes, row.uncertain = estimate.predicted_peak_allocated_bytes, estimate.uncertain_ops
-    row.true_bytes = plain_peak_bytes(case)
-    if row.predicted_bytes is not None:
+    row.true_bytes = _tried(row, "plain step", lambda: plain_peak_bytes(case))
+    if row.predicted_bytes is not None and row.true_bytes is not None:
         row.error_fraction = row.predicted_bytes / row.true_bytes - 1
     measured = _tried(row, "measure", lambda: bf.measure(job, whole, "cpu"))
     if measured is not None:

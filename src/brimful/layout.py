@@ -303,7 +303,7 @@ def make_batch(job: Job, samples: int) -> Batch:
     try:
         made = layout_of(job, whole=samples).count(batch)
     except BatchError as error:
-        raise BatchError(f"{job.name}: batch({samples}) returned no proper batch: {error}") from error
+        raise BatchError(f"{job.name}: batch({samples}) returned an unsupported batch: {error}") from error
     if made != samples:
         second = [tensor.shape[1] for _path, tensor in named_tensors(batch) if tensor.ndim > 1]
         advice = "If its samples are in dimension 1, pass Job(batch_dim=1)." if {*second} == {samples} else ""

@@ -91,7 +91,7 @@ def test_memory_that_is_short_for_a_batch_that_cannot_be_split_says_that_it_cann
         return WHOLE.loss(model, batch)
 
     job = replace(WHOLE, loss=loss, data=lambda: Data(train=[WHOLE.batch(4)]))
-    with pytest.raises(OutOfMemoryError, match=r"the batch was not split: .*has shape \(12, 6\)"):
+    with pytest.raises(OutOfMemoryError, match=r"the batch cannot be split: .*has shape \(12, 6\)"):
         Trainer(job, bf.Settings(micro_batch_size=4), show_progress=False).fit()
 
 

@@ -520,9 +520,9 @@ class Recorder(TorchDispatchMode):
             with suppress(NotKnownError):
                 out = run_with_largest_shape(self._known, func, args, kwargs)
                 self.sizes_are_guessed = True
-                extent = "small" if self._known.guess is Guess.LEAST else "large"
+                extent = "smallest" if self._known.guess is Guess.LEAST else "largest"
                 self.uncertain.setdefault(
-                    f"{func} in {self._modules.owner()!r}, taken for as {extent} as it can be"
+                    f"{func} in {self._modules.owner()!r}, assumed at its {extent} possible size"
                 )
                 return out
             raise

@@ -45,7 +45,7 @@ def measure_loop(
         Peak memory from the third step on, and the median time of a step.
 
     Raises:
-        UsageError: The loop takes no batch, makes no third optimizer step, or asks for a GPU that is not there.
+        UsageError: The loop takes no batch, makes no third optimizer step, or uses a GPU that is not available.
     """
     runs = _Runs(job, micro_batch_size, device, seed)
     peak = runs.measured_memory()
@@ -121,8 +121,8 @@ class _Runs:
             if self._device.type != "cpu" or not any(said in str(error) for said in _NO_GPU):
                 raise
             raise UsageError(
-                f"the loop of {self._job.name!r} asks for a GPU, and it is measured on the cpu. Let it take "
-                "the device of the model: next(model.parameters()).device."
+                f"the loop of {self._job.name!r} uses a GPU, but is measured on the CPU. Use the device of "
+                "the model, next(model.parameters()).device, in place of a fixed one."
             ) from error
         finally:
             hook.remove()

@@ -52,10 +52,10 @@ def nothing_fits(
     if request.device.context_bytes:
         lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
     if request.why_not_split is not None:
-        lines.append(f"  the batch was not split: {request.why_not_split}")
+        lines.append(f"  the batch cannot be split: {request.why_not_split}")
     elif request.keeps_batch_whole(plain_trace):
         lines.append(
-            f"  the batch was not split: {why_kept_whole(plain_trace)}. Permit it with "
+            f"  the batch cannot be split: {why_kept_whole(plain_trace)}. Permit it with "
             "split_batch_norm, --split-batch-norm (statistics and states are then those of micro-batches)"
         )
     if held_back := ", ".join(_what_was_asked(request)):

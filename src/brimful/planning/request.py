@@ -110,11 +110,11 @@ class Request:
 
     def _check_whole(self, why_not_split: str) -> None:
         """Check that nothing asks for parts of a batch that cannot be split."""
-        asked = f"{self.ranks} ranks, which divide each batch" if self.ranks > 1 else ""
+        asked = f"Parts of each batch for {self.ranks} ranks" if self.ranks > 1 else ""
         if self.micro_batch_size not in (None, self.rank_batch_size):
-            asked = f"micro-batches of {self.micro_batch_size} samples of {self.global_batch_size}"
+            asked = f"Micro-batches of {self.micro_batch_size} of {self.global_batch_size} samples"
         if asked:
-            raise UsageError(f"you asked for {asked}, and {why_not_split}")
+            raise UsageError(f"{asked} cannot be formed: {why_not_split}")
 
     @property
     def rank_batch_size(self) -> int:

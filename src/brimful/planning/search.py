@@ -442,7 +442,7 @@ def _why_the_batch_is_whole(request: Request) -> list[str]:
     """That no smaller micro-batches were tried, if the job's batches cannot be split."""
     if request.why_not_split is None:
         return []
-    return [f"The batch is not split, and no smaller micro-batch was tried: {request.why_not_split}"]
+    return [f"Smaller micro-batches were not considered: {request.why_not_split}"]
 
 
 def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:

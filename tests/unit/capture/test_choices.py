@@ -250,7 +250,7 @@ def test_whether_a_choice_is_the_true_class_is_not_known() -> None:
         batch=lambda n: {"x": torch.randn(n, WIDTH), "y": torch.zeros(n, dtype=torch.int64)},
     )
     (note,) = captured(labelled, samples=64).uncertain_ops
-    assert note.endswith("taken for as large as it can be")
+    assert note.endswith("assumed at its largest possible size")
 
 
 @pytest.mark.parametrize("guess", Guess)

@@ -227,7 +227,7 @@ def test_a_loop_that_never_ends_is_ended() -> None:
 
 
 def test_loops_that_take_no_batch_or_make_no_step_are_refused() -> None:
-    with pytest.raises(CaptureError, match="asked for no batch"):
+    with pytest.raises(CaptureError, match="took no batch from its iterator"):
         captured(lambda network, batches: None)
     with pytest.raises(CaptureError, match="no optimizer step in 64 micro-batches"):
         captured(lambda network, batches: [network(batch["x"].cuda()).sum().backward() for batch in batches])

@@ -144,7 +144,7 @@ def test_a_mask_of_unknown_values_is_taken_for_true_everywhere_and_named() -> No
         return kept.mean()
 
     named = capture(job(loss=loss)).uncertain_ops
-    assert "aten.index.Tensor in '<loss>', taken for as large as it can be" in named
+    assert "aten.index.Tensor in '<loss>', assumed at its largest possible size" in named
 
 
 def test_all_elements_of_unknown_values_are_taken_to_differ() -> None:

@@ -149,7 +149,7 @@ def test_a_loop_for_a_gpu_is_not_measured_on_a_cpu() -> None:
         for batch in batches:
             network(batch["x"].cuda())
 
-    with pytest.raises(UsageError, match=r"asks for a GPU, and it is measured on the cpu\. Let it take"):
+    with pytest.raises(UsageError, match=r"uses a GPU, but is measured on the CPU\. Use the device"):
         bf.measure(make_job(on_gpu), Settings(micro_batch_size=8), "cpu")
 
 
