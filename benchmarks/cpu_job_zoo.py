@@ -80,19 +80,14 @@ def _examine_into(sending: Connection, name: str) -> None:
 
 def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(row["error_fraction"]) for row in rows if row["error_fraction"] is not None]
-    free = [row["free"] for row in rows if row["free"] is not None]
+    plans = [plan for row in rows for plan in (row["free"], row["pinned"]) if plan is not None]
     whole = [
         plan
         for row in rows
         for plan in (row["free"], row["pinned"])
         if plan is not None and plan["micro_batch_size"] == row["samples"] and not plan["is_chunked"]
     ]
-    others = [
-        plan
-        for row in rows
-        for plan in (row["free"], row["pinned"])
-        if plan is not None and plan not in whole and plan["largest_difference"] is not None
-    ]
+    others = [plan for plan in plans if plan not in whole and plan["largest_difference"] is not None]
     drawn = [row for row in rows if row["free"] is not None and row["free"]["largest_difference"] is None]
     counts = Counter(row["status"] for row in rows)
     return {
@@ -102,9 +97,13 @@ def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "predicted": len(errors),
         "median_error_fraction": statistics.median(errors),
         "predicted_within_1_percent": sum(error <= CLOSE_FRACTION for error in errors),
+        "others_named": sum(
+            abs(row["error_fraction"] or 0) > CLOSE_FRACTION and bool(row["named"]) for row in rows
+        ),
         "largest_error_fraction": max(errors),
-        "plans": len(free),
-        "plans_within_budget": sum(plan["true_bytes"] <= plan["budget_bytes"] for plan in free),
+        "plans": len(plans),
+        "plans_within_budget": sum(plan["true_bytes"] <= plan["budget_bytes"] for plan in plans),
+        "largest_part_of_budget": max(plan["true_bytes"] / plan["budget_bytes"] for plan in plans),
         "pinned_plans": len(whole),
         "pinned_plans_equal_to_the_last_bit": sum(plan["is_bitwise"] for plan in whole),
         "split_or_chunked_plans": len(others),

@@ -84,7 +84,7 @@ def peft_prompt_tuning() -> bf.Job:
     )
 
 
-@job_case(32, needs=("peft", "bitsandbytes"), broken="P9: a 4-bit layer cannot be captured")
+@job_case(32, needs=("peft", "bitsandbytes"))
 def peft_qlora_4bit() -> bf.Job:
     """The model is there already, as `from_pretrained` gives it."""
     from bitsandbytes.nn import Linear4bit
@@ -119,7 +119,7 @@ def bitsandbytes_adamw8bit() -> bf.Job:
     )
 
 
-@job_case(32, broken="P3: the optimizer's state is not counted, and training changes nothing")
+@job_case(32, refused="none of the model's parameters")
 def decay_groups_by_name_over_the_model() -> bf.Job:
     """The optimizer's function gets no names, so it closes over the model."""
     model = TinyGPT(width=128, depth=1)

@@ -8,6 +8,10 @@ from importlib.util import find_spec
 
 from brimful.job import Job
 
+SPLIT = "is NOT the same training"
+"""Of the sentence that refuses to split a batch whose loss is not made of the losses of its parts. As one
+micro-batch it is supported."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCase:
@@ -27,14 +31,9 @@ class JobCase:
     is_warned: bool = False
     """Whether brimful trains it split and warns that the loss may not be that of the whole batch."""
     named: str = ""
-    """Why the prediction is more than 1 % off; empty if it is not."""
+    """Why a prediction is more than 1 % off; empty if none is."""
     gpu: str = ""
     """A GPU that it is predicted for, where it cannot run on a CPU; there is no truth then."""
-    broken: str = ""
-    """What is known to be wrong with it today; empty if nothing is."""
-    crashes: bool = False
-    """Whether it is so broken that it ends the interpreter."""
-    is_slow: bool = False
 
     @property
     def missing(self) -> str:
@@ -55,9 +54,6 @@ def job_case(
     is_warned: bool = False,
     named: str = "",
     gpu: str = "",
-    broken: str = "",
-    crashes: bool = False,
-    is_slow: bool = False,
 ) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
     """Add a function that makes a job to the zoo, under its own name; the arguments are `JobCase`'s."""
 
@@ -73,9 +69,6 @@ def job_case(
             is_warned=is_warned,
             named=named,
             gpu=gpu,
-            broken=broken,
-            crashes=crashes,
-            is_slow=is_slow,
         )
         JOBS.append(case)
         return function

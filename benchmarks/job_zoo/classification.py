@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from job_zoo.case import job_case
+from job_zoo.case import SPLIT, job_case
 from job_zoo.parts import TinyViT, classify, conv, convnet, images, mlp, vectors
 
 
@@ -41,13 +41,13 @@ def label_smoothing_with_ignored_labels_and_count() -> bf.Job:
     )
 
 
-@job_case(1024, is_warned=True, broken="P2: a split batch is weighted wrongly in silence")
+@job_case(1024, refused=SPLIT)
 def label_smoothing_with_ignored_labels_without_count() -> bf.Job:
     job = label_smoothing_with_ignored_labels_and_count()
     return bf.Job(model=job.model, loss=job.loss, batch=job.batch)
 
 
-@job_case(1024, is_warned=True, broken="P2: a split batch is weighted wrongly in silence")
+@job_case(1024, refused=SPLIT)
 def class_weights() -> bf.Job:
     """torch divides by the sum of the labels' weights, which is another in each micro-batch."""
     weights = torch.linspace(0.2, 3.0, 10)
@@ -243,7 +243,7 @@ def fine_tuning_with_frozen_batch_norm() -> bf.Job:
     )
 
 
-@job_case(1024)
+@job_case(1024, named="oneDNN copies operands in bfloat16")
 def bf16_weights() -> bf.Job:
     return bf.Job(
         model=lambda: mlp(64, 256, 256, 256, 10).bfloat16(),
@@ -361,7 +361,7 @@ def segmentation_with_dice_of_each_image() -> bf.Job:
     return _segmentation((1, 2))
 
 
-@job_case(32, is_warned=True, broken="P2: a split batch trains on another loss in silence")
+@job_case(32, refused=SPLIT)
 def segmentation_with_dice_of_the_batch() -> bf.Job:
     """Intersections and unions are summed over the batch before they are divided."""
     return _segmentation((0, 1, 2))

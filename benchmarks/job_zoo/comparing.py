@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from job_zoo.case import job_case
+from job_zoo.case import SPLIT, job_case
 from job_zoo.parts import TinyGPT, TinyViT, classify, convnet, images, mlp
 
 # B samples, D width
@@ -39,7 +39,7 @@ def clip_loss(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
     return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
 
 
-@job_case(32, is_warned=True, broken="P2: a split batch has other negatives, in silence")
+@job_case(32, refused=SPLIT)
 def clip_naive() -> bf.Job:
     return bf.Job(
         model=TwoTowers,
@@ -80,7 +80,7 @@ def encoder() -> nn.Module:
     return nn.Sequential(convnet(64), nn.ReLU(), nn.Linear(64, 32))
 
 
-@job_case(32, is_warned=True, broken="P2: a split batch has other negatives, in silence")
+@job_case(32, refused=SPLIT)
 def simclr_with_augmentation_in_the_loss() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         a, b = two_views(batch["x"])
@@ -97,7 +97,7 @@ def simclr_by_embed() -> bf.Job:
     return bf.Job(model=encoder, embed=embed, loss=lambda e: nt_xent(*e), batch=images)
 
 
-@job_case(32, is_warned=True, broken="P2: a split batch has other positives, in silence")
+@job_case(32, refused=SPLIT)
 def supervised_contrastive() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         z, y = F.normalize(model(batch["x"]), dim=1), batch["y"]
@@ -109,7 +109,7 @@ def supervised_contrastive() -> bf.Job:
     return bf.Job(model=encoder, loss=loss, batch=images)
 
 
-@job_case(32, is_warned=True, broken="P2: a split batch has other correlations, in silence")
+@job_case(32, refused=SPLIT)
 def barlow_twins_by_hand() -> bf.Job:
     """The correlations are over the batch; the views come with it, so that nothing is drawn."""
 
@@ -157,7 +157,7 @@ def siamese_pairs() -> bf.Job:
     )
 
 
-@job_case(32, is_warned=True, broken="P2: hard negatives are mined in the batch, in silence")
+@job_case(32, refused=SPLIT)
 def hardest_triplets_of_the_batch() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         z, y = F.normalize(model(batch["x"]), dim=1), batch["y"]
@@ -196,7 +196,7 @@ def distillation_with_teacher_inside() -> bf.Job:
     )
 
 
-@job_case(32, broken="P4: the teacher is not counted")
+@job_case(32)
 def distillation_with_teacher_as_global() -> bf.Job:
     teacher = TinyViT(width=128, depth=4).eval().requires_grad_(False)
 
@@ -210,7 +210,7 @@ def distillation_with_teacher_as_global() -> bf.Job:
     return bf.Job(model=TinyViT, loss=loss, batch=images)
 
 
-@job_case(32, broken="P4: the network behind the loss is not counted")
+@job_case(32)
 def perceptual_loss_through_frozen_network() -> bf.Job:
     """The gradient goes through the frozen network to the trained one, as with LPIPS."""
     judge = convnet(width=32)[:4].eval().requires_grad_(False)
@@ -250,7 +250,7 @@ def byol_with_target_inside() -> bf.Job:
     return bf.Job(model=Byol, loss=loss, batch=images)
 
 
-@job_case(32, is_warned=True, broken="P2, P10: each forward moves a buffer, so a split moves it twice")
+@job_case(32)
 def dino_with_moving_centre() -> bf.Job:
     class Dino(nn.Module):
         def __init__(self) -> None:
@@ -306,7 +306,7 @@ def masked_autoencoder() -> bf.Job:
     return bf.Job(model=MAE, loss=loss, batch=images)
 
 
-@job_case(32, is_warned=True, broken="P2: an optimal assignment of the batch is split in silence")
+@job_case(32, refused=SPLIT)
 def sinkhorn_clusters() -> bf.Job:
     """SwAV: codes are assigned evenly over the batch."""
 

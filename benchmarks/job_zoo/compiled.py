@@ -13,12 +13,12 @@ from job_zoo.case import job_case
 from job_zoo.parts import TinyGPT, classify, mlp, next_token, texts, vectors
 
 
-@job_case(1024, crashes=True, broken="P1: a compiled model kills the interpreter")
+@job_case(1024, named="fused kernels keep less than the eager ones that are predicted")
 def compiled_model() -> bf.Job:
     return bf.Job(model=lambda: torch.compile(mlp(64, 256, 256, 256, 10)), loss=classify, batch=vectors)
 
 
-@job_case(32, crashes=True, broken="P1: a compiled model kills the interpreter")
+@job_case(32, named="fused kernels keep less than the eager ones that are predicted")
 def compiled_blocks() -> bf.Job:
     def model() -> nn.Module:
         gpt = TinyGPT(depth=2)
@@ -29,7 +29,7 @@ def compiled_blocks() -> bf.Job:
     return bf.Job(model=model, loss=next_token, batch=texts)
 
 
-@job_case(1024, crashes=True, broken="P1: a compiled function kills the interpreter")
+@job_case(1024, named="fused kernels keep less than the eager ones that are predicted")
 def compiled_function_in_a_model() -> bf.Job:
     @torch.compile
     def act(x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def compiled_function_in_a_model() -> bf.Job:
     return bf.Job(model=Net, loss=classify, batch=vectors)
 
 
-@job_case(1024, crashes=True, broken="P1: a compiled loss kills the interpreter")
+@job_case(1024, named="fused kernels keep less than the eager ones that are predicted")
 def compiled_loss() -> bf.Job:
     @torch.compile
     def smooth(logits: Tensor, y: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def weights_changed_in_forward() -> bf.Job:
     )
 
 
-@job_case(4, gpu="RTX 3090", broken="P17: flex_attention's backward on a fake GPU")
+@job_case(4, gpu="RTX 3090", refused="flex_attention cannot be captured")
 def flex_attention() -> bf.Job:
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -168,7 +168,7 @@ def flex_attention() -> bf.Job:
     )
 
 
-@job_case(8, broken="P17: jagged tensors are refused by an AssertionError")
+@job_case(8, refused="Jagged nested tensors cannot be captured")
 def jagged_sequences() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Any]) -> Tensor:
         x = torch.nested.nested_tensor(batch["x"], layout=torch.jagged, requires_grad=False)

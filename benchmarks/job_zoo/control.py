@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from job_zoo.case import job_case
+from job_zoo.case import SPLIT, job_case
 from job_zoo.generative import unused
 from job_zoo.parts import conv, mlp
 
@@ -47,7 +47,7 @@ def policy_gradient_weighted_by_advantages() -> bf.Job:
     return bf.Job(model=ActorCritic, loss=loss, batch=steps_taken)
 
 
-@job_case(2048, is_warned=True, broken="P2: advantages are standardised in each part, in silence")
+@job_case(2048, refused=SPLIT)
 def policy_gradient_with_standardised_advantages() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         policy, value = model(batch["state"])
@@ -87,7 +87,7 @@ def q_network(width: int = 64) -> nn.Module:
     )
 
 
-@job_case(128, broken="P4: the target network is not counted")
+@job_case(128)
 def q_learning_with_target_network() -> bf.Job:
     model = q_network()
     target = copy.deepcopy(model).requires_grad_(False)

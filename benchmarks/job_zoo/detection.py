@@ -10,7 +10,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 import brimful as bf
-from job_zoo.case import job_case
+from job_zoo.case import SPLIT, job_case
 from job_zoo.parts import Block, conv
 
 # B samples, Q queries, N boxes of a sample
@@ -58,21 +58,21 @@ def matched_loss(model: nn.Module, batch: Any, to_host: Any) -> Tensor:
     return torch.stack(losses).mean()
 
 
-@job_case(8, broken="P5, P6: lists of dicts and .numpy() are refused")
+@job_case(8)
 def detr_with_hungarian_matching() -> bf.Job:
     return bf.Job(
         model=Detr, loss=lambda m, b: matched_loss(m, b, lambda cost: cost.numpy()), batch=detection_batch
     )
 
 
-@job_case(8, broken="P5: lists of dicts are refused")
+@job_case(8)
 def detr_with_matching_of_lists() -> bf.Job:
     return bf.Job(
         model=Detr, loss=lambda m, b: matched_loss(m, b, lambda cost: cost.tolist()), batch=detection_batch
     )
 
 
-@job_case(8, broken="P6: .numpy() is refused")
+@job_case(8)
 def detr_with_padded_targets_in_numpy() -> bf.Job:
     """Four boxes in each image, so that the batch is plain; the matching asks NumPy."""
 
@@ -112,7 +112,7 @@ def boxes_on_a_grid() -> bf.Job:
     )
 
 
-@job_case(32, is_warned=True, broken="P2: the mean over the batch's positives is split in silence")
+@job_case(32, refused=SPLIT)
 def ssd_normalised_by_positives_of_the_batch() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         out, positive = model(batch["images"]), batch["positive"]
@@ -140,7 +140,7 @@ def ssd_with_count_of_positives() -> bf.Job:
     return bf.Job(model=job.model, loss=job.loss, batch=job.batch, count=lambda b: b["positive"].sum())
 
 
-@job_case(8, broken="P5: an object with .to() is refused")
+@job_case(8)
 def keypoints_in_a_batch_object() -> bf.Job:
     class Batch:
         def __init__(self, images: Tensor, points: Tensor) -> None:

@@ -89,6 +89,8 @@ class Row:
     error_fraction: float | None = None
     measured_bytes: int | None = None
     """By `bf.measure`."""
+    named: str = ""
+    """As in `JobCase`."""
     uncertain: tuple[str, ...] = ()
     """What the estimate says it does not know well."""
     free: PlanRow | None = None
@@ -111,7 +113,7 @@ class Row:
 
 def examine(case: JobCase) -> Row:
     """Run a job through everything and judge it."""
-    row = Row(name=case.name, kind=case.kind, samples=case.samples)
+    row = Row(name=case.name, kind=case.kind, samples=case.samples, named=case.named)
     began = time.perf_counter()
     gc.freeze()  # memory is counted after collecting garbage, which goes through all that is imported else
     try:
@@ -166,7 +168,7 @@ def _examine(case: JobCase, row: Row) -> None:
 def _planned(
     case: JobCase, row: Row, job: bf.Job, device: Device, what: str, pins: dict[str, int]
 ) -> bf.Plan | None:
-    """The plan for the case's budget; pinned, where that is too little, for the least that is not."""
+    """The plan for the case's budget; pinned, where that is too little, for the least that is not and 1 %."""
 
     def plan(budget: str | int) -> bf.Plan:
         return bf.plan(job, device, budget=budget, global_batch_size=case.samples, **pins)
@@ -177,7 +179,7 @@ def _planned(
         except bf.InfeasibleError as error:
             if not pins:
                 raise
-            return plan(error.smallest_peak_bytes + 1024)
+            return plan(math.ceil(error.smallest_peak_bytes * (1 + CLOSE_FRACTION)))
 
     return _tried(row, what, plan_or_least)
 
@@ -316,24 +318,17 @@ def _judge_figure(case: JobCase, row: Row, what: str, size_bytes: int | None) ->
     if size_bytes is None or row.true_bytes is None:
         return
     error = size_bytes / row.true_bytes - 1
-    if abs(error) > CLOSE_FRACTION and not _is_named(case, row):
+    if abs(error) > CLOSE_FRACTION and not case.named:
         row.wrongs.append(f"{what} {error:+.1%}")
 
 
 def _judge_memory(case: JobCase, row: Row, what: str, found: PlanRow) -> None:
     over = found.true_bytes / found.budget_bytes - 1
     error = found.predicted_bytes / found.true_bytes - 1
-    if _is_named(case, row):
-        return
-    if over > 0:
+    if over > 0 and not case.named:
         row.wrongs.append(f"{what} is {over:.1%} over its budget ({found.settings})")
-    elif abs(error) > CLOSE_FRACTION:
+    elif abs(error) > CLOSE_FRACTION and not case.named:
         row.wrongs.append(f"{what} is predicted {error:+.1%} ({found.settings})")
-
-
-def _is_named(case: JobCase, row: Row) -> bool:
-    """Whether an error is expected here, and brimful says itself what it does not know."""
-    return bool(case.named and row.uncertain)
 
 
 def _judge_mathematics(case: JobCase, row: Row, what: str, found: PlanRow) -> None:

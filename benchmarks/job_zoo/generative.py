@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from job_zoo.case import job_case
+from job_zoo.case import SPLIT, job_case
 from job_zoo.parts import Block, TinyUNet, conv, mlp, texts
 
 # B samples, C channels, H height, W width, T tokens, D width
@@ -37,7 +37,7 @@ def diffusion() -> bf.Job:
     return bf.Job(model=TinyUNet, loss=loss, batch=pictures)
 
 
-@job_case(64, is_warned=True, broken="P2: the loss and gradients of a split batch are divided in silence")
+@job_case(64, refused=SPLIT)
 def diffusion_with_summed_loss() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         x = batch["x"]
@@ -73,7 +73,7 @@ def diffusers_unet_and_scheduler() -> bf.Job:
     )
 
 
-@job_case(16, needs=("diffusers",), broken="P4: the frozen autoencoder and text encoder are not counted")
+@job_case(16, needs=("diffusers",))
 def latent_diffusion_around_frozen_encoders() -> bf.Job:
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
@@ -211,7 +211,7 @@ def vae_mean() -> bf.Job:
     return bf.Job(model=VAE, loss=loss, batch=digits)
 
 
-@job_case(2048, is_warned=True, broken="P2: the loss and gradients of a split batch are divided in silence")
+@job_case(2048, refused=SPLIT)
 def vae_sum_as_in_pytorch_examples() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         made, mean, log_variance = model(batch["x"])
@@ -237,7 +237,7 @@ def autoencoder() -> bf.Job:
     )
 
 
-@job_case(128, is_warned=True, broken="P2, P10: its codebook's average is moved once per forward")
+@job_case(128, budget="65%")
 def vq_vae_with_moving_codebook() -> bf.Job:
     """The codebook is a buffer that each forward moves towards what chose its entries."""
 
@@ -310,7 +310,7 @@ def gan_with_two_optimizers() -> bf.Job:
     return bf.Job(model=Adversaries, loss=unused, batch=pictures, loop=two_optimizers)
 
 
-@job_case(64)
+@job_case(64, named="oneDNN's scratch memory for convolutions with a stride")
 def wgan_with_gradient_penalty() -> bf.Job:
     return bf.Job(
         model=Adversaries,
@@ -320,7 +320,7 @@ def wgan_with_gradient_penalty() -> bf.Job:
     )
 
 
-@job_case(64, broken="P10: a split changes what power iteration finds")
+@job_case(64, budget="100%")
 def spectral_norm_critic() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.softplus(torch.where(batch["real"][:, None], -1, 1) * model.critic(batch["x"])).mean()
@@ -433,7 +433,7 @@ def radiance_field() -> bf.Job:
     )
 
 
-@job_case(64, broken="P4: the moving average that teaches is not counted")
+@job_case(64)
 def consistency_with_teacher_outside() -> bf.Job:
     """The teacher is an average of the model that the loss moves by itself."""
     model = TinyUNet(width=32)

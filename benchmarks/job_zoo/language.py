@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
-from job_zoo.case import job_case
+from job_zoo.case import SPLIT, job_case
 from job_zoo.parts import Block, TinyGPT, mlp, next_token, texts
 
 # B samples, T tokens, D width, E experts, V vocabulary
@@ -75,7 +75,7 @@ def hf_llama_instructions_with_count() -> bf.Job:
     )
 
 
-@job_case(32, is_warned=True, broken="P2: a split batch is weighted wrongly in silence")
+@job_case(32, refused=SPLIT)
 def hf_llama_instructions_without_count() -> bf.Job:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -171,7 +171,7 @@ class RoutedBlock(nn.Module):
         return x + out.view_as(x)
 
 
-@job_case(32, broken="P11: each expert is taken to get all tokens")
+@job_case(32)
 def mixture_of_experts_by_where() -> bf.Job:
     def model() -> nn.Module:
         gpt = TinyGPT()
@@ -227,7 +227,7 @@ def hf_mixtral_grouped() -> bf.Job:
     return bf.Job(model=lambda: MixtralForCausalLM(MixtralConfig(**MIXTRAL)), loss=hf_loss, batch=hf_texts)
 
 
-@job_case(32, broken="P11: each expert is taken to get all tokens")
+@job_case(32)
 def hf_mixtral_eager_experts() -> bf.Job:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -254,7 +254,7 @@ def lstm_language_model() -> bf.Job:
     return bf.Job(model=Model, loss=next_token, batch=lambda n: texts(n, 32))
 
 
-@job_case(64, broken="P5: (T, B, F) batches are refused even where nothing is split")
+@job_case(64, budget="95%")
 def gru_with_time_first() -> bf.Job:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -271,7 +271,7 @@ def gru_with_time_first() -> bf.Job:
     )
 
 
-@job_case(64)
+@job_case(64, named="packed sequences free blocks earlier than the capture does")
 def tagger_of_packed_sequences() -> bf.Job:
     class Tagger(nn.Module):
         def __init__(self) -> None:
@@ -451,7 +451,7 @@ def reward_model_of_pairs() -> bf.Job:
     )
 
 
-@job_case(16, broken="P4: the reference model is not counted")
+@job_case(16)
 def direct_preferences_with_reference_model() -> bf.Job:
     policy = TinyGPT(width=128, depth=2)
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
@@ -528,7 +528,7 @@ def linear_state_space_by_fft() -> bf.Job:
     )
 
 
-@job_case(32, broken="P5: a list of tensors of different lengths is refused")
+@job_case(32)
 def sequence_of_ragged_texts() -> bf.Job:
     """A list of tensors with different lengths, padded in the loss; what is split is the list."""
 

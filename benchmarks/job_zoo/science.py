@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from job_zoo.case import job_case
+from job_zoo.case import SPLIT, job_case
 from job_zoo.parts import Block, classify, conv, images, mlp, vectors
 
 # B samples, C channels, D width
@@ -88,7 +88,7 @@ def meta_learning_with_inner_loop() -> bf.Job:
     )
 
 
-@job_case(512)
+@job_case(512, named="the profiler that measures holds the arguments of ops under vmap")
 def jacobian_penalty_by_vmap() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         slopes = torch.func.vmap(torch.func.jacrev(model))(batch["x"])
@@ -142,7 +142,7 @@ def operator_network_with_shared_grid() -> bf.Job:
     )
 
 
-@job_case(64, is_warned=True, broken="P2: a marginal likelihood is split in silence")
+@job_case(64, refused=SPLIT)
 def gaussian_process() -> bf.Job:
     """Exact: all samples together have one likelihood."""
 
@@ -164,7 +164,7 @@ def gaussian_process() -> bf.Job:
     )
 
 
-@job_case(8)
+@job_case(8, named="oneDNN chooses the layouts of volumes")
 def volumes_through_3d_convolutions() -> bf.Job:
     def block(a: int, b: int) -> nn.Module:
         return nn.Sequential(nn.Conv3d(a, b, 3, padding=1), nn.InstanceNorm3d(b, affine=True), nn.LeakyReLU())
@@ -216,7 +216,7 @@ def short_sequences(n: int) -> dict[str, Tensor]:
     return {"x": torch.randn(n, 16, 4), "y": torch.randint(0, 10, (n,))}
 
 
-@job_case(128)
+@job_case(128, named="how many powers a matrix exponential takes depends on its norm")
 def orthogonal_recurrent_weights() -> bf.Job:
     return bf.Job(model=Orthogonal(), loss=classify, batch=short_sequences)
 

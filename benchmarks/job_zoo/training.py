@@ -28,7 +28,7 @@ def sparse_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["ids"]), batch["y"])
 
 
-@job_case(1024, broken="P12: sparse gradients work nowhere")
+@job_case(1024, refused="sparse gradients")
 def sparse_adam() -> bf.Job:
     return bf.Job(
         model=lambda: nn.Sequential(nn.Embedding(4000, 64, sparse=True), nn.Flatten()),
@@ -38,7 +38,7 @@ def sparse_adam() -> bf.Job:
     )
 
 
-@job_case(1024, broken="P12: sparse gradients work nowhere")
+@job_case(1024, refused="sparse gradients")
 def sparse_embedding_with_sgd() -> bf.Job:
     return bf.Job(
         model=lambda: bag_of_words(sparse=True),
@@ -57,7 +57,7 @@ def dense_embedding_bag() -> bf.Job:
     )
 
 
-@job_case(1024, refused="closure", broken="P13: a raw TypeError")
+@job_case(1024, refused="closure")
 def lbfgs() -> bf.Job:
     return bf.Job(
         model=lambda: mlp(64, 256, 256, 10),
@@ -67,7 +67,7 @@ def lbfgs() -> bf.Job:
     )
 
 
-@job_case(1024, broken="P13: the closure's calls are not all seen")
+@job_case(1024)
 def lbfgs_in_own_loop() -> bf.Job:
     def loop(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
         optimizer = torch.optim.LBFGS(model.parameters(), history_size=4, max_iter=4)
@@ -111,7 +111,7 @@ def own_optimizer() -> bf.Job:
     return bf.Job(model=lambda: mlp(64, 256, 256, 256, 10), loss=classify, batch=vectors, optimizer=Lion)
 
 
-@job_case(1024, refused="closure", broken="P13: a raw TypeError")
+@job_case(1024, refused="closure")
 def sharpness_aware_with_closure() -> bf.Job:
     """Its step calls forward and backward a second time, at a worse point."""
 
@@ -167,7 +167,7 @@ def own_loop_with_accumulation() -> bf.Job:
     return bf.Job(model=lambda: mlp(64, 256, 256, 256, 10), loss=classify, batch=vectors, loop=loop)
 
 
-@job_case(32)
+@job_case(32, named="brimful says that memory grows with every step")
 def own_loop_that_leaks_graphs() -> bf.Job:
     """What each step computed is kept, for a mean that is never taken."""
 
@@ -220,7 +220,7 @@ def own_loop_with_schedule_and_swa() -> bf.Job:
     return bf.Job(model=lambda: mlp(64, 256, 256, 256, 10), loss=classify, batch=vectors, loop=loop)
 
 
-@job_case(1024, broken="P6: .numpy() is refused")
+@job_case(1024)
 def own_loop_with_metrics_in_numpy() -> bf.Job:
     def loop(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
         from sklearn.metrics import f1_score
@@ -238,7 +238,7 @@ def own_loop_with_metrics_in_numpy() -> bf.Job:
     return bf.Job(model=lambda: mlp(64, 256, 256, 256, 10), loss=classify, batch=vectors, loop=loop)
 
 
-@job_case(1024, broken="P17: torch.save inside a loop")
+@job_case(1024)
 def own_loop_that_saves() -> bf.Job:
     def loop(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
         optimizer = torch.optim.Adam(model.parameters())
@@ -252,7 +252,7 @@ def own_loop_that_saves() -> bf.Job:
     return bf.Job(model=lambda: mlp(64, 256, 256, 256, 10), loss=classify, batch=vectors, loop=loop)
 
 
-@job_case(1024, broken="P17: next() on an iterator of batches")
+@job_case(1024)
 def own_loop_by_next() -> bf.Job:
     def loop(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
         optimizer = torch.optim.Adam(model.parameters())
@@ -266,7 +266,7 @@ def own_loop_by_next() -> bf.Job:
     return bf.Job(model=lambda: mlp(64, 256, 256, 256, 10), loss=classify, batch=vectors, loop=loop)
 
 
-@job_case(32, gpu="RTX 3090", broken="P17: torch.cuda calls inside a loop")
+@job_case(32, gpu="RTX 3090")
 def own_loop_with_cuda_calls() -> bf.Job:
     def loop(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
         optimizer = torch.optim.AdamW(model.parameters())

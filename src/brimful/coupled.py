@@ -64,6 +64,11 @@ def loss_of(job: Job) -> Callable[[nn.Module, Batch], Tensor]:
     return job.loss if job.embed is None else CoupledLoss(job.embed, job.loss, layout_of(job))
 
 
+def embeds_twice(job: Job, micro_batches: Sequence[Batch]) -> bool:
+    """Whether a step embeds each of its micro-batches twice: for the loss, and for its gradient."""
+    return job.embed is not None and len(micro_batches) > 1
+
+
 def check_coupled(job: Job, settings: Settings) -> None:
     """Check that a job whose loss couples the samples can be trained so.
 
@@ -217,7 +222,7 @@ class Gathered:
                 "first. It returns a tensor, or a dict, list or tuple of tensors, alike for each micro-batch."
             )
         for column, tensor in zip(self._columns, tensors, strict=True):
-            column.append(_own_memory(tensor))
+            column.append(_own_memory(tensor.detach()))  # a parameter may be among them
         self._samples.append(samples)
 
     def add_stand_ins(self, count: int) -> None:

@@ -29,6 +29,7 @@ class InputMover:
     def __init__(self, copy: Callable[[str, Tensor], Tensor], *, is_there: bool) -> None:
         self._copy = copy
         self._is_there = is_there
+        self._lends = is_there
         self._lent: list[tuple[str, Tensor, int]] = []
         """Tensors that the loss works on: where they are in the batch, and their version before."""
         self.written: frozenset[str] = frozenset()
@@ -37,17 +38,16 @@ class InputMover:
         """Those of the latest step's batch that are not as they were."""
 
     @classmethod
-    def to(cls, device: torch.device | str, *, repeats: bool = False) -> InputMover:
+    def to(cls, device: torch.device | str) -> InputMover:
         """A mover for real batches on the host.
 
         Args:
             device: Where the model is.
-            repeats: Whether a step uses a micro-batch more than once, for which each must be as it was.
 
         Returns:
             One that copies unless the device is the CPU.
         """
-        is_there = torch.device(device).type == "cpu" and not repeats
+        is_there = torch.device(device).type == "cpu"
         return cls(lambda _path, tensor: tensor.to(device, copy=True, non_blocking=True), is_there=is_there)
 
     def __call__(self, batch: Batch) -> Batch:
@@ -64,9 +64,17 @@ class InputMover:
         return map_tensors(batch, lambda tensor: self._moved(next(paths), tensor))
 
     @contextmanager
-    def one_step(self) -> Iterator[None]:
-        """Around the step of a global batch, which is not held on to afterwards."""
+    def one_step(self, *, repeats: bool = False) -> Iterator[None]:
+        """Around the step of a global batch, which is not held on to afterwards.
+
+        Args:
+            repeats: Whether the step uses each micro-batch more than once, for which it must be as it was.
+
+        Yields:
+            Nothing.
+        """
         self.changed = frozenset()
+        self._lends = self._is_there and not repeats
         try:
             yield
         finally:
@@ -78,7 +86,7 @@ class InputMover:
         self.written |= self.changed
 
     def _moved(self, path: str, tensor: Tensor) -> Tensor:
-        if not self._is_there or path in self.written or tensor.requires_grad or tensor.is_inference():
+        if not self._lends or path in self.written or tensor.requires_grad or tensor.is_inference():
             return self._copy(path, tensor)
         self._lent.append((path, tensor, tensor._version))
         return tensor.detach()  # of its own: whether it requires a gradient is the loss's to say

@@ -145,6 +145,12 @@ class BatchLayout:
             return True
         return any(True for _ in named_where(batch, is_graph_batch))
 
+    def has_sizes_of_their_own(self, batch: Batch) -> bool:
+        """Whether samples may differ in size, so that micro-batches of as many samples differ in memory."""
+        if self.to_samples is not None or any(True for _ in named_where(batch, is_graph_batch)):
+            return True
+        return self.why_whole(batch) is None and find_samples(batch, self.batch_dim).has_lists
+
     def split(self, batch: Batch, micro_batch_size: int) -> list[Batch]:
         """The micro-batches of a batch.
 
@@ -312,6 +318,37 @@ def make_batch(job: Job, samples: int) -> Batch:
             f"It must return as many samples as it is asked for. {advice}".rstrip()
         )
     return batch
+
+
+def make_micro_batch(job: Job, micro_batch_size: int, global_batch_size: int) -> Batch:
+    """A micro-batch of a global batch, the largest if its samples have different sizes.
+
+    Args:
+        job: As in `make_batch`.
+        micro_batch_size: Samples in it.
+        global_batch_size: In the batch that it is a part of; a multiple.
+
+    Returns:
+        The micro-batch.
+
+    Raises:
+        BatchError: As `make_batch` does.
+        UsageError: As `make_batch` does.
+    """
+    batch = make_batch(job, micro_batch_size)
+    layout = layout_of(job, whole=micro_batch_size)
+    if micro_batch_size == global_batch_size or not layout.has_sizes_of_their_own(batch):
+        return batch
+    return max(layout.split(make_batch(job, global_batch_size), micro_batch_size), key=_padded_bytes)
+
+
+def _padded_bytes(batch: Batch) -> int:
+    """Bytes of a batch if all samples of a list were as large as its largest."""
+    total = sum(tensor.nbytes for _path, tensor in named_tensors(batch))
+    for _path, samples in named_where(batch, lambda value: isinstance(value, SampleList | SampleTuple)):
+        sizes = [sum(tensor.nbytes for _path, tensor in named_tensors(sample)) for sample in samples]
+        total += len(sizes) * max(sizes, default=0) - sum(sizes)
+    return total
 
 
 def _check_takes_samples(job: Job) -> None:

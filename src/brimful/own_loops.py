@@ -83,7 +83,10 @@ class LoopBatches:
                 if not (is_end and self._is_exhausted):
                     raise
         if self._given == 0:
-            raise error(f"the loop of {job.name!r} took no batch from its iterator. It is called as loop(model, batches).")
+            raise error(
+                f"the loop of {job.name!r} took no batch from its iterator. "
+                "It is called as loop(model, batches)."
+            )
         if not self.micro_batches:
             raise error(
                 f"the loop of {job.name!r} made no optimizer step in {self._given} micro-batches; it gets "

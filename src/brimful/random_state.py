@@ -18,8 +18,8 @@ class RandomState:
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
-    host: Tensor
-    """Of torch on the host."""
+    host: bytes
+    """Of torch on the host. As a tensor it would count as memory of the step that it is kept for."""
     cuda: Tensor | None
     """Of the device in use; None on a CPU."""
 
@@ -36,9 +36,14 @@ class RandomState:
         return cls(
             python=random.getstate(),
             numpy=_NUMPY.now(),
-            host=torch.get_rng_state(),
+            host=_bytes_of(torch.get_rng_state()),
             cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
         )
+
+    @property
+    def host_tensor(self) -> Tensor:
+        """Of torch on the host, as `torch.Generator.set_state` takes it."""
+        return torch.frombuffer(bytearray(self.host), dtype=torch.uint8)
 
     def restore(self, device: torch.device) -> None:
         """Set all generators back.
@@ -48,7 +53,7 @@ class RandomState:
         """
         random.setstate(self.python)
         _NUMPY.set(self.numpy)
-        torch.set_rng_state(self.host)
+        torch.set_rng_state(self.host_tensor)
         if self.cuda is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda, device)
 
@@ -59,7 +64,7 @@ class RandomState:
         return {
             "python": [version, list(numbers), gauss],
             "numpy": [name, keys.tolist(), position, has_gauss, cached],
-            "host": self.host,
+            "host": self.host_tensor,
             "cuda": self.cuda,
         }
 
@@ -71,9 +76,13 @@ class RandomState:
         return cls(
             python=(version, tuple(numbers), gauss),
             numpy=(name, np.array(keys, dtype=np.uint32), *rest),
-            host=saved["host"],
+            host=_bytes_of(saved["host"]),
             cuda=saved["cuda"],
         )
+
+
+def _bytes_of(state: Tensor) -> bytes:
+    return state.numpy().tobytes()
 
 
 class _OfNumPy:

@@ -231,6 +231,15 @@ def loss_weights(job: Job, micro_batches: Sequence[Batch]) -> list[float]:
     return shares_of(counts, sum(counts))
 
 
+def counting_parts(micro_batches: Sequence[Batch], weights: Sequence[float]) -> tuple[list[Batch], list[float]]:
+    """The micro-batches, and their weights, without those that count for nothing.
+
+    The mean loss of such a one is no number, even times 0.
+    """
+    parts = [part for part, weight in zip(micro_batches, weights, strict=True) if weight]
+    return parts, [weight for weight in weights if weight]
+
+
 def loss_counts(job: Job, micro_batches: Sequence[Batch], *, whole: int = 1) -> list[float]:
     """How many terms the mean loss of each micro-batch is over.
 

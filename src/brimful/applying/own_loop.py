@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from brimful.applying.apply import apply_units
 from brimful.applying.host_update import UpdateOnHost
 from brimful.applying.input_copies import copied_ahead_to
-from brimful.coupled import check_coupled, loss_of
+from brimful.coupled import check_coupled, embeds_twice, loss_of
 from brimful.errors import UsageError
 from brimful.execution.transaction import StepTransaction
 from brimful.inputs import InputMover
@@ -30,6 +30,7 @@ from brimful.optimizers import (
 from brimful.settings import Settings
 from brimful.step import (
     StepOutcome,
+    counting_parts,
     device_of,
     loss_weights,
     make_scaler,
@@ -122,7 +123,7 @@ class PlannedStep:
             begin_update = self._transaction.begin_update_in_backward
             self._in_backward = UpdateInBackward(optimizer, before_first=begin_update)
         set_up_allocator(settings, device)
-        self._move = InputMover.to(device, repeats=job.embed is not None)
+        self._move = InputMover.to(device)
         self._begin_move = copied_ahead_to(device) if settings.copies_ahead and device.type != "cpu" else None
         self._applied = apply_units(model, settings)
 
@@ -155,14 +156,16 @@ class PlannedStep:
         return self._transaction.run(partial(self._step, global_batch))
 
     def _step(self, global_batch: Batch) -> StepOutcome:
-        micro_batches = self._layout.split(global_batch, self._settings.micro_batch_size)
-        with matmul_precision(self._settings.precision), self._move.one_step():
+        parts = self._layout.split(global_batch, self._settings.micro_batch_size)
+        micro_batches, weights = counting_parts(parts, loss_weights(self._job, parts))
+        repeats = embeds_twice(self._job, micro_batches)
+        with matmul_precision(self._settings.precision), self._move.one_step(repeats=repeats):
             return run_step(
                 model=self._model,
                 loss=loss_of(self._job),
                 optimizer=self._optimizer,
                 micro_batches=micro_batches,
-                weights=loss_weights(self._job, micro_batches),
+                weights=weights,
                 precision=self._settings.precision,
                 scaler=self._transaction.scaler,
                 max_gradient_norm=self._max_gradient_norm,

@@ -81,8 +81,22 @@ def _parameters_on_meta() -> Iterator[None]:
             light.__dict__.update(param.__dict__)
             module._parameters[name] = light
 
-    with replaced(nn.Module, "register_parameter", register_on_meta):
+    with (
+        replaced(nn.Module, "register_parameter", register_on_meta),
+        replaced(nn.Module, "to", _to_dtype(nn.Module.to)),
+        replaced(nn.Module, "cuda", lambda module, *_device: module),
+    ):
         yield
+
+
+def _to_dtype(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`Module.to` without the device, which need not be there."""
+
+    def moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        _device, dtype, _non_blocking, memory_format = torch._C._nn._parse_to(*args, **options)
+        return to(module, dtype=dtype, memory_format=memory_format)
+
+    return moved
 
 
 def _is_lazy(tensor: Tensor) -> bool:

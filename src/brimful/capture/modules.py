@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from brimful.applying.segments import Call
@@ -40,7 +41,7 @@ class ModuleCalls:
         plain_name = plain_namer(model)
         paths = [(plain_name(path), module) for path, module in model.named_modules()]
         self._names = {id(module): fqn for fqn, module in reversed(paths)}
-        self._classes = {fqn: type(module).__name__ for fqn, module in paths}
+        self._classes = {fqn: _class_name(module) for fqn, module in paths}
         self._called: dict[str, None] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []
@@ -101,3 +102,8 @@ class ModuleCalls:
     def _mark(self) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._owners.append(self._top())
+
+
+def _class_name(module: nn.Module) -> str:
+    """A module's class; that of a graph of torch.fx has the name of what was traced, and another forward."""
+    return "GraphModule" if isinstance(module, GraphModule) else type(module).__name__

@@ -44,7 +44,7 @@ from brimful.errors import BatchError, BrimfulError, CaptureError
 from brimful.hardware import Device
 from brimful.inputs import InputMover
 from brimful.job import Batch, Job
-from brimful.layout import layout_of, make_batch
+from brimful.layout import layout_of, make_micro_batch
 from brimful.module_tree import own_checkpoints
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
@@ -111,7 +111,7 @@ def capture_step(
         check_coupled(job, settings)
     with _told_clearly(job, settings), without_garbage_collection(), compiled.runs_eagerly():
         is_there = device.kind == "cpu" and job.loop is None
-        real_batch = make_batch(job, settings.micro_batch_size)
+        real_batch = make_micro_batch(job, settings.micro_batch_size, settings.rank_batch_size)
         parts = settings.global_batch_size // settings.micro_batch_size if is_there else 1
         if parts > 1 and layout_of(job).copies(real_batch):
             parts *= 2  # the batch, and its parts
@@ -121,7 +121,7 @@ def capture_step(
         modules = ModuleCalls(model)
         outside = OutsideTensors(mode, known)
         recorder = Recorder(modules, known, rules, outside=outside, host_is_device=device.kind == "cpu")
-        move = input_mover(recorder, repeats=job.embed is not None)
+        move = input_mover(recorder)
         coupling = Coupling(model, outside)
         with ExitStack() as stack:
             for rule in rules:
@@ -335,7 +335,7 @@ def _prepare(
     def run(step: int) -> None:
         recorder.is_on_host = False
         recorder.at(Phase.FORWARD, 0, step)
-        with move.one_step():
+        with move.one_step(repeats=job.embed is not None and settings.gradient_accumulation_steps > 1):
             run_step(
                 model=model,
                 loss=loss_of(job) if sharded is None else loss,
@@ -453,6 +453,7 @@ def _told_clearly(job: Job, settings: Settings) -> Iterator[None]:
 
 
 _HINTS = {
+    "Params4bit": "4-bit weights of bitsandbytes cannot be captured. Plan with bf16 weights and LoRA.",
     "FlexAttention": "flex_attention cannot be captured. Take F.scaled_dot_product_attention with a mask.",
     "shape_env must not be None": "Jagged nested tensors cannot be captured. Pad the samples and mask them.",
 }

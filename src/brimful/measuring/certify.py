@@ -23,14 +23,19 @@ from brimful.job import Batch, Job
 from brimful.layout import layout_of, make_batch
 from brimful.local import build_model, choose_device, device_name
 from brimful.measuring.aligned_draws import DrawWatch
-from brimful.measuring.splitting import compare_split_loss
+from brimful.measuring.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss, loss_rounding
 from brimful.settings import Precision, Settings
-from brimful.step import copied_to, device_of, loss_weights, make_scaler, matmul_precision, run_step
+from brimful.step import (
+    copied_to,
+    counting_parts,
+    device_of,
+    loss_weights,
+    make_scaler,
+    matmul_precision,
+    run_step,
+)
 
-_BOUND_IN_ROUNDINGS = 1000
-"""A gradient is a sum over samples and tokens, and splitting sums it in another order. Each of n float32 terms
-adds an error of half a rounding at most, which as errors of either sign grow with √n: 1000 are those of a
-million terms."""
+_GRADIENT = "the gradient of"
 _OTHER_DEVICE_SAMPLES = 2
 """Of each micro-batch, where another device stands in for the plan's, which may be much slower, or where plain
 training may not fit."""
@@ -96,7 +101,7 @@ def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int =
     """
     device = device_of(model)
     try:
-        copy.deepcopy(model)
+        _copied(model)
     except Exception as error:  # whatever a module's own copying raises
         reason = f"the model cannot be copied: {error}"
         comparisons = (Comparison(name="recomputing", left_out_because=reason),)
@@ -137,7 +142,7 @@ def _certificate(
                 model.to(device),
                 batch,
                 micro_batch_size=settings.micro_batch_size,
-                bound=_rounding(Precision.FP32),
+                bound=loss_rounding(model),
                 seed=seed,
             )
         )
@@ -193,7 +198,7 @@ def _rounding(precision: Precision) -> float:
     """What a gradient may be off by from summing in another order, over its largest entry."""
     if precision.autocast_dtype is not None:
         return torch.finfo(getattr(torch, precision.autocast_dtype)).eps
-    return _BOUND_IN_ROUNDINGS * torch.finfo(torch.float32).eps
+    return ROUNDINGS * torch.finfo(torch.float32).eps
 
 
 def _splitting(
@@ -211,16 +216,17 @@ def _computed(
     job: Job, model: nn.Module, batch: Batch, device: torch.device, seed: int, settings: Settings
 ) -> _Computed:
     """Loss, gradients and buffers after one step of a copy of the model."""
-    copied = copy.deepcopy(model).to(device)
+    copied = _copied(model).to(device)
     applied = apply_units(copied, settings)
-    micro_batches = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
+    parts = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
+    micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
     values: dict[str, Tensor] = {}
 
     def keep(loss: Tensor, _norm: Tensor) -> bool:
         values["the loss"] = loss.cpu()
         for name, parameter in copied.named_parameters():
             if parameter.grad is not None:
-                values[f"the gradient of {name}"] = parameter.grad.cpu()
+                values[f"{_GRADIENT} {name}"] = parameter.grad.cpu()
         return False
 
     with _seeded(seed), matmul_precision(settings.precision), DrawWatch(device) as watch:
@@ -229,7 +235,7 @@ def _computed(
             loss=loss_of(job),
             optimizer=torch.optim.SGD(copied.parameters()),  # makes no update: `keep` declines
             micro_batches=micro_batches,
-            weights=loss_weights(job, micro_batches),
+            weights=weights,
             precision=settings.precision,
             scaler=make_scaler(settings.precision, device.type),
             before_update=keep,
@@ -241,6 +247,15 @@ def _computed(
     changed = tuple(_changed_states(dict(model.named_buffers()), buffers, model))
     values |= {f"the buffer {name}": buffer for name, buffer in buffers.items()}
     return _Computed(values, draws, changed)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, whose parameters are leaves; torch keeps a graph to those of a scripted model."""
+    copied = copy.deepcopy(model)
+    for parameter, own in zip(copied.parameters(), model.parameters(), strict=True):
+        if not parameter.is_leaf:
+            parameter.detach_().requires_grad_(own.requires_grad)
+    return copied
 
 
 def _changed_states(
@@ -276,6 +291,9 @@ def _why_not_split(settings: Settings, model: nn.Module, kept: _Computed) -> str
         return "the model draws random numbers, others for a split batch"
     if settings.precision not in (Precision.FP32, Precision.TF32):
         return f"rounding to {settings.precision} is larger than what splitting changes"
+    half = coarsest_dtype(model)
+    if half is not None:
+        return f"rounding to {str(half).removeprefix('torch.')} is larger than what splitting changes"
     return ""
 
 
@@ -286,7 +304,11 @@ def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: floa
         return Comparison(name=name, largest_difference=float("inf"), where=where, bound=bound)
     if not all(value.isfinite().all() for value in expected.values()):
         return Comparison(name=name, left_out_because="plain training computes NaN or infinite numbers itself")
-    differences = {key: _difference(expected[key], found[key]) for key in expected}
+    smallest = _smallest_gradient(expected)
+    differences = {
+        key: _difference(expected[key], found[key], smallest if key.startswith(_GRADIENT) else 0.0)
+        for key in expected
+    }
     where = max(differences, key=differences.__getitem__)
     largest = differences[where]
     return Comparison(
@@ -298,11 +320,23 @@ def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: floa
     )
 
 
-def _difference(expected: Tensor, found: Tensor) -> float:
-    """The largest difference of two tensors over the largest entry; infinite if one is not finite."""
+def _smallest_gradient(values: Mapping[str, Tensor]) -> float:
+    """Gradients are compared as if their largest entry were at least this.
+
+    What is within `ROUNDINGS` of it is within one rounding of the largest gradient of all. The gradient of a
+    bias of attention's keys is nothing but rounding: the softmax does not depend on it.
+    """
+    gradients = [value for key, value in values.items() if key.startswith(_GRADIENT) and value.numel()]
+    largest = (float(gradient.abs().max()) for gradient in gradients)
+    return max(largest, default=0.0) / ROUNDINGS
+
+
+def _difference(expected: Tensor, found: Tensor, smallest: float) -> float:
+    """The largest difference of two tensors over the largest entry, which counts as `smallest` at least;
+    infinite if one is not finite."""
     if torch.equal(expected, found):
         return 0.0
     expected, found = expected.double(), found.double()
-    scale = expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    scale = expected.abs().max().clamp_min(max(smallest, torch.finfo(torch.float32).tiny))
     difference = float((expected - found).abs().max() / scale)
     return difference if math.isfinite(difference) else math.inf

@@ -21,11 +21,11 @@ from brimful.coupled import CoupledLoss, gather_embeddings, loss_of
 from brimful.errors import CertificateError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.job import Batch, Job
-from brimful.layout import layout_of
+from brimful.layout import BatchLayout, layout_of
 from brimful.measuring.aligned_draws import AlignedDraws
 from brimful.random_state import RandomState
 from brimful.settings import Precision, Settings
-from brimful.step import autocast, copied_to, device_of, loss_weights, matmul_precision
+from brimful.step import autocast, copied_to, device_of, loss_counts, loss_weights, matmul_precision
 
 IN_EVALUATION = "splitting, in evaluation mode"
 WITH_SAME_DRAWS = "splitting, with the same random numbers for each sample"
@@ -38,6 +38,11 @@ CHECKED_SAMPLES = 2
 """Of each of two micro-batches, where a few samples are enough."""
 ROUNDINGS = 1000
 """A sum of n float32 terms in another order is off by about √n roundings: 1000 are those of a million terms."""
+_HALF_ROUNDINGS = 8
+"""The same of a loss in 16 bits. A choice: 8 roundings to bfloat16 are 6 %, and a sum in place of a mean of two
+micro-batches is off by 50 %."""
+_NEEDS_GRADIENTS = "does not require grad"
+"""What torch says of a gradient that is asked for where none is recorded (torch/csrc/autograd/engine.cpp)."""
 _REPETITIONS = 16
 """How often a loss is computed whose random numbers cannot be aligned."""
 _STANDARD_ERRORS = 5.0
@@ -48,7 +53,9 @@ in 40,000 times (Student's t with 30 degrees of freedom)."""
 def compare_split_loss(
     job: Job, model: nn.Module, batch: Batch, *, micro_batch_size: int, bound: float, seed: int = 0
 ) -> Comparison:
-    """Compare the loss of a batch with that of its parts, in float32, evaluation mode and without gradients.
+    """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
+
+    It runs without gradients unless the loss asks for some itself, as that of a physics-informed network does.
 
     Where the loss draws random numbers, each sample gets the same in both (`AlignedDraws`). Where that does
     not make them equal, the means of several draws are compared: a sum in place of a mean, or a loss that
@@ -70,20 +77,18 @@ def compare_split_loss(
     with (
         _restoring_buffers(model),
         evaluation_mode(model),
-        torch.no_grad(),
         matmul_precision(Precision.FP32),
         autocast(model, Precision.FP32),
     ):
         try:
-            whole, parts, draws = split.values(seed, aligned=True)
-            comparison = _compared(WITH_SAME_DRAWS if draws else IN_EVALUATION, whole, parts, bound)
-            other = None if comparison.holds else split.other_reduction(whole, parts, bound)
-            if other is not None:
-                where = f'{comparison.where}, which is a {other}: pass Job(reduction="{other}")'
-                return replace(comparison, where=where)
-            if comparison.holds or not draws:
-                return comparison
-            return _compared_on_average(split, seed, bound)
+            try:
+                with torch.no_grad():
+                    return _compared_split(split, seed, bound)
+            except RuntimeError as error:
+                if _NEEDS_GRADIENTS not in str(error):
+                    raise
+                with _restoring_gradients(model):
+                    return _compared_split(split, seed, bound)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may have no loss in evaluation mode
@@ -92,10 +97,37 @@ def compare_split_loss(
             )
 
 
+def _compared_split(split: _SplitLoss, seed: int, bound: float) -> Comparison:
+    whole, parts, draws = split.values(seed, aligned=True)
+    comparison = _compared(WITH_SAME_DRAWS if draws else IN_EVALUATION, whole, parts, bound)
+    other = None if comparison.holds else split.other_reduction(whole, parts, bound)
+    if other is not None:
+        where = f'{comparison.where}, which is a {other}: pass Job(reduction="{other}")'
+        return replace(comparison, where=where)
+    if comparison.holds or not draws:
+        return comparison
+    return _compared_on_average(split, seed, bound)
+
+
+def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
+    """The coarsest type of a model's parameters of 16 bits; None if there are none."""
+    dtypes = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def loss_rounding(model: nn.Module) -> float:
+    """What rounding may change of a loss that is computed from parts, over the loss."""
+    half = coarsest_dtype(model)
+    if half is not None:
+        return _HALF_ROUNDINGS * torch.finfo(half).eps
+    return ROUNDINGS * torch.finfo(torch.float32).eps
+
+
 def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Batch) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
-    The forward pass of at most four samples runs twice, in evaluation mode and without gradients.
+    The forward pass of four samples, or of more if `count` counts nothing in those, runs twice, in evaluation
+    mode and without gradients.
 
     Args:
         job: Its loss and count are used.
@@ -111,10 +143,12 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
     samples = layout.count(global_batch)
     if settings.gradient_accumulation_steps == 1 or samples <= size or job.embed is not None:
         return
-    few = layout.resize(global_batch, min(2 * size, samples))
-    bound = ROUNDINGS * torch.finfo(torch.float32).eps
+    few = _spread(layout, global_batch, min(2 * size, samples))
+    while job.count is not None and layout.count(few) < samples and not sum(loss_counts(job, [few])):
+        few = _spread(layout, global_batch, min(2 * layout.count(few), samples))  # all its labels are ignored
+        size = min(layout.count(few) // 2, settings.micro_batch_size)
     try:
-        comparison = compare_split_loss(job, model, few, micro_batch_size=size, bound=bound)
+        comparison = compare_split_loss(job, model, few, micro_batch_size=size, bound=loss_rounding(model))
     except torch.OutOfMemoryError as error:
         comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
     if comparison.left_out_because:
@@ -129,6 +163,11 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
         raise CertificateError(
             f"{certificate}\nNothing was trained. If the difference is meant, pass verify=False."
         )
+
+
+def _spread(layout: BatchLayout, batch: Batch, count: int) -> Batch:
+    """So many samples from all over a batch."""
+    return layout.take(batch, torch.arange(count) * layout.count(batch) // count)
 
 
 def split_not_compared(settings: Settings, reason: str) -> str:
@@ -176,7 +215,7 @@ class _SplitLoss:
         with _seeded(seed, device):
             before = RandomState.now(device)
             with self._drawing(aligned, 0, sum(self._samples)) as draws:
-                whole = float(self._loss(self._model, self._move(self._batch)))
+                whole = _number(self._loss(self._model, self._move(self._batch)))
             after = RandomState.now(device)
             parts = self._of_parts(aligned)
         of_others = (before.python, before.numpy[2]) != (after.python, after.numpy[2])
@@ -197,7 +236,7 @@ class _SplitLoss:
         if isinstance(self._loss, CoupledLoss):
             embed = partial(self._loss.embed, self._model)
             gathered = gather_embeddings(embed, self._parts, self._move, count=self._loss.layout.count)
-            return float(self._loss.of_embeddings(gathered))
+            return _number(self._loss.of_embeddings(gathered))
         total = 0.0
         begins = accumulate(self._samples, initial=0)
         for part, begin, samples, weight in zip(
@@ -205,13 +244,17 @@ class _SplitLoss:
         ):
             if weight:
                 with self._drawing(aligned, begin, samples):
-                    total += float(self._loss(self._model, self._move(part))) * weight
+                    total += _number(self._loss(self._model, self._move(part))) * weight
         return total
 
     def _drawing(self, aligned: bool, begin: int, samples: int) -> AbstractContextManager[AlignedDraws | None]:
         if not aligned:
             return nullcontext()
         return AlignedDraws(begin=begin, samples=samples, whole=sum(self._samples), dim=self._dim)
+
+
+def _number(loss: torch.Tensor) -> float:
+    return float(loss.detach())
 
 
 def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparison:
@@ -257,6 +300,17 @@ def _restoring_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         buffers.restore()
+
+
+@contextmanager
+def _restoring_gradients(model: nn.Module) -> Iterator[None]:
+    """Afterwards, parameters have the gradients that they had before."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
 
 
 @contextmanager

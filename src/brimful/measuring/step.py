@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from brimful.applying import apply_units
 from brimful.applying.host_update import UpdateOnHost
 from brimful.applying.input_copies import copied_ahead_to
-from brimful.coupled import check_coupled, loss_of
+from brimful.coupled import check_coupled, embeds_twice, loss_of
 from brimful.errors import UsageError
 from brimful.inputs import InputMover
 from brimful.job import Batch, Job
@@ -28,6 +28,7 @@ from brimful.step import (
     CarryOut,
     StepOutcome,
     at_once,
+    counting_parts,
     device_of,
     loss_weights,
     make_scaler,
@@ -127,14 +128,14 @@ def repeated_step(
         BatchError: The batch cannot be split.
     """
     device = device_of(model)
-    micro_batches = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
-    move = InputMover.to(device, repeats=job.embed is not None)
+    parts = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
+    micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
+    move = InputMover.to(device)
     copies_ahead = settings.copies_ahead and device.type != "cpu"
-    weights = loss_weights(job, micro_batches)
     in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
 
     def run() -> StepOutcome:
-        with move.one_step():
+        with move.one_step(repeats=embeds_twice(job, micro_batches)):
             return run_step(
                 model=model,
                 loss=loss_of(job),

@@ -273,9 +273,9 @@ def _random_state(value: Any, *, where: str) -> RandomState:
     from_builtins({name: value[name] for name in ("python", "numpy")}, _Generators, where=where)
 
     def tried() -> RandomState:
+        torch.Generator().set_state(value["host"])
         state = RandomState.from_save(value)
         random.Random().setstate(state.python)
-        torch.Generator().set_state(state.host)
         if state.cuda is not None and (state.cuda.dtype != torch.uint8 or not state.cuda.is_cpu):
             raise TypeError("`cuda` is not a tensor of bytes")
         return state

@@ -397,7 +397,10 @@ def _leaves_few(samples: int, global_batch_size: int) -> bool:
 def _check_some(batch: Batch, layout: BatchLayout) -> int:
     reason = layout.why_whole(batch)
     if reason is not None:
-        raise BatchError(f"the data are one batch, which cannot be split into global batches: {reason} A DataLoader works too.")
+        raise BatchError(
+            f"the data are one batch, which cannot be split into global batches: {reason} "
+            "A DataLoader works too."
+        )
     samples = layout.count(batch)
     if samples == 0:
         raise UsageError("the data have no samples: the first dimension of their tensors is 0.")

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from brimful.applying import apply_units
 from brimful.applying.host_update import UpdateOnHost
 from brimful.applying.input_copies import copied_ahead_to
-from brimful.coupled import loss_of
+from brimful.coupled import embeds_twice, loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.out_of_memory import (
@@ -39,7 +39,15 @@ from brimful.layout import layout_of
 from brimful.measuring import PeakMemory, peak_memory
 from brimful.optimizers import has_implementation, set_implementation
 from brimful.settings import OptimizerImplementation, Settings
-from brimful.step import StepOutcome, loss_counts, make_scaler, run_step, shares_of, unused_scaler
+from brimful.step import (
+    StepOutcome,
+    counting_parts,
+    loss_counts,
+    make_scaler,
+    run_step,
+    shares_of,
+    unused_scaler,
+)
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
 from brimful.train.checkpoint import StepState
@@ -135,7 +143,7 @@ class Steps:
         self._corrects_batch_norm = corrects_batch_norm
         self._lower = lower
         self._on_recovery = on_recovery
-        self._move = InputMover.to(device, repeats=job.embed is not None)
+        self._move = InputMover.to(device)
         self._begin_move = copied_ahead_to(device) if settings.copies_ahead and device.type != "cpu" else None
         self._scaler = make_scaler(settings.precision, device.type)
         self._buffers = BufferSnapshot(model)
@@ -360,7 +368,8 @@ class Steps:
             self._in_backward.updates = updates
         measuring = self._measuring(batch) if measure_memory else nullcontext()
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
-        with self._move.one_step(), measuring as peak, corrected_momentum(self._model, forwards):
+        repeats = embeds_twice(self._job, micro_batches)
+        with self._move.one_step(repeats=repeats), measuring as peak, corrected_momentum(self._model, forwards):
             outcome = run_step(
                 model=self._model,
                 loss=self._parallel.loss if self._job.embed is None else loss_of(self._job),
@@ -395,7 +404,7 @@ class Steps:
         if all(weights):
             return micro_batches
         if not self._ranks.are_several:
-            return [part for part, weight in zip(micro_batches, weights, strict=True) if weight]
+            return counting_parts(micro_batches, weights)[0]
         count = self._job.count
         if count is None:
             return micro_batches

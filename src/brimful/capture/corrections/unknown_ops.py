@@ -45,10 +45,20 @@ _NOT_MODELLED = frozenset(
 """Aten ops that on CUDA ask a library, or allocate by rules not written down here: cuFFT, cuSOLVER, sorting."""
 
 
+_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+_DIMS_OF_IMAGES = 4
+_NOT_MODELLED_ON_CPU = _MATMULS | _CONVOLUTIONS | {aten.linalg_matrix_exp.default}
+_MATRIX_POWERS = (6, 12)
+"""Times the argument: what it takes for small norms, and for any. Source: torch
+aten/src/ATen/native/LinearAlgebra.cpp, compute_T2 to compute_T18_scale_square; torch 2.13's profiler."""
+
+
 class UnknownOps(Rule):
     """Widen the interval by what an unknown op reads and writes, and name it.
 
-    Such are ops of `torch.library`, Triton's and those of other packages, and a few of aten.
+    Such are ops of `torch.library`, Triton's and those of other packages, and a few of aten. On a CPU these are
+    matrix products in bfloat16 and convolutions of volumes, for which oneDNN chooses layouts of its own.
     """
 
     name = "unknown_ops"
@@ -62,12 +72,19 @@ class UnknownOps(Rule):
     def watches_op(self, func: Any) -> bool:
         """Those it knows nothing of."""
         if func.namespace in _KNOWN_NAMESPACES:
-            return self.target.kind != "cpu" and func in _NOT_MODELLED
+            return func in (_NOT_MODELLED_ON_CPU if self.target.kind == "cpu" else _NOT_MODELLED)
         return self.target.kind != "cuda" or func._schema.name not in _KNOWN_ON_CUDA
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a block of no likely size."""
         inputs = [value for value in args if isinstance(value, Tensor)]
+        if func in _MATMULS and outputs[0].dtype is not torch.bfloat16:
+            return
+        if func in _CONVOLUTIONS and inputs[0].dim() <= _DIMS_OF_IMAGES:
+            return
         most = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-        self.add(0, f"inside {func}", most_bytes=most)
+        likely = 0
+        if func is aten.linalg_matrix_exp.default:
+            likely, most = (factor * inputs[0].nbytes for factor in _MATRIX_POWERS)
+        self.add(likely, f"inside {func}", most_bytes=most)
         self.recorder.note_uncertain(f"{func}: neither what it takes inside nor its arithmetic is known")
