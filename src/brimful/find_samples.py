@@ -51,12 +51,14 @@ class SampleLocations:
         return is_list or _is_sampled(entry)
 
 
-def find_samples(batch: Batch, dim: int | None = None) -> SampleLocations:
+def find_samples(batch: Batch, dim: int | None = None, *, expected: int | None = None) -> SampleLocations:
     """Find the samples of a batch.
 
     Args:
         batch: A nest of tensors.
         dim: The dimension of its tensors that is the samples; None finds them.
+        expected: How many there probably are, which decides where lists are one for each sample and all tensors
+            agree in their first dimension too.
 
     Returns:
         How many there are, and where.
@@ -78,11 +80,12 @@ def find_samples(batch: Batch, dim: int | None = None) -> SampleLocations:
     if lists is not None and lists.is_certain:
         return lists
     try:
-        return _in_rows(batch, 0)
+        rows = _in_rows(batch, 0)
     except WholeBatchError:
         if lists is None:
             raise
         return lists
+    return lists if lists is not None and lists.samples == expected != rows.samples else rows
 
 
 def shapes_in(batch: Batch) -> str:

@@ -28,6 +28,7 @@ from brimful.batches import (
 )
 from brimful.errors import BatchError, UsageError
 from brimful.find_samples import (
+    SampleLocations,
     WholeBatchError,
     check_tensors,
     dim_of,
@@ -99,7 +100,7 @@ class BatchLayout:
     collate: Callable[[list[Any]], Batch] | None = None
     """`Job.collate`, there if `to_samples` is."""
     whole: int = 1
-    """How many samples a batch counts for in which they cannot be told apart."""
+    """How many samples a batch probably has, and counts for if they cannot be told apart."""
 
     def count(self, batch: Batch) -> int:
         """Samples in a batch.
@@ -116,7 +117,7 @@ class BatchLayout:
         if self.to_samples is not None:
             return len(self._samples(batch))
         try:
-            return find_samples(batch, self.batch_dim).samples
+            return self._found(batch).samples
         except WholeBatchError:
             return self.whole
 
@@ -134,10 +135,13 @@ class BatchLayout:
         """
         try:
             if self.to_samples is None:
-                find_samples(batch, self.batch_dim)
+                self._found(batch)
         except WholeBatchError as error:
             return str(error)
         return None
+
+    def _found(self, batch: Batch) -> SampleLocations:
+        return find_samples(batch, self.batch_dim, expected=self.whole if self.whole > 1 else None)
 
     def copies(self, batch: Batch) -> bool:
         """Whether the parts of a batch have memory of their own, and are no views of it."""
@@ -149,7 +153,7 @@ class BatchLayout:
         """Whether samples may differ in size, so that micro-batches of as many samples differ in memory."""
         if self.to_samples is not None or any(True for _ in named_where(batch, is_graph_batch)):
             return True
-        return self.why_whole(batch) is None and find_samples(batch, self.batch_dim).has_lists
+        return self.why_whole(batch) is None and self._found(batch).has_lists
 
     def split(self, batch: Batch, micro_batch_size: int) -> list[Batch]:
         """The micro-batches of a batch.
@@ -234,7 +238,7 @@ class BatchLayout:
             assert self.collate is not None
             samples = self._samples(batch)
             return [self.collate(selection.of_list(samples)) for selection in selections]
-        places = find_samples(batch, self.batch_dim)
+        places = self._found(batch)
         graphs: dict[int, list[Any]] = {}
 
         def select(selection: _Selection, leaf: Any) -> Any:

@@ -310,3 +310,38 @@ def test_in_a_loop_of_ones_own(tmp_path: Any) -> None:
     assert outcome.updated
     for name, parameter in whole.named_parameters():  # AdamW's first update is 1e-3 times the sign
         assert torch.allclose(parameter, split.get_parameter(name), atol=2e-4), name
+
+
+def test_a_parameter_may_be_among_the_embeddings() -> None:
+    """Without a warning of torch's, and its gradient is that of the whole batch."""
+
+    def with_parameter(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return embed(model, batch) | {"temperature": model.temperature}
+
+    job = coupled_job(dropout=0.0, embed=with_parameter)
+    batch, model = pairs(SAMPLES, seed=1), TwoTowers(0.0)
+    loss, whole = of_step(job, copy.deepcopy(model), batch, SAMPLES)
+    split_loss, split = of_step(job, model, batch, SAMPLES // 4)
+    assert split_loss == pytest.approx(float(loss), rel=IN_FLOAT32)
+    assert split["temperature"] == pytest.approx(float(whole["temperature"]), rel=IN_FLOAT32)
+
+
+def test_a_batch_is_copied_only_if_it_is_embedded_twice() -> None:
+    """On a CPU, where the loss works on the batch itself."""
+    seen: list[bool] = []
+    batch = pairs(SAMPLES, seed=1)
+
+    def watching(model: nn.Module, part: dict[str, Tensor]) -> dict[str, Tensor]:
+        whole = batch["image"]
+        seen.append(part["image"].untyped_storage().data_ptr() == whole.untyped_storage().data_ptr())
+        return embed(model, part)
+
+    job, model = coupled_job(embed=watching), TwoTowers()
+    for micro_batches in (1, 2):
+        settings = Settings(
+            micro_batch_size=SAMPLES // micro_batches, gradient_accumulation_steps=micro_batches
+        )
+        step = bf.apply(settings, job, model, torch.optim.SGD(model.parameters()))
+        step(batch)
+        step.remove()
+    assert seen == [True, *[False] * 4]

@@ -12,7 +12,7 @@ import brimful as bf
 from brimful.batches import SampleList, map_tensors
 from brimful.errors import BatchError, UsageError
 from brimful.job import Job
-from brimful.layout import BatchLayout, make_batch
+from brimful.layout import BatchLayout, make_batch, make_micro_batch
 from brimful.settings import Settings
 
 LAYOUT = BatchLayout()
@@ -116,7 +116,7 @@ def test_a_loop_gets_a_batch_that_cannot_be_split() -> None:
 def test_a_plan_does_not_split_a_batch_that_cannot_be_split_and_says_so() -> None:
     plan = bf.plan(WHOLE, "RTX 3090", global_batch_size=8)
     assert plan.settings.gradient_accumulation_steps == 1
-    (note,) = [note for note in plan.notes if note.startswith("The batch is not split")]
+    (note,) = [note for note in plan.notes if note.startswith("Smaller micro-batches were not considered")]
     assert 'batch["weights"] has shape (1, 1)' in note
     assert "Job(split=…, collate=…)" in note
     (gpu,) = bf.gpus(WHOLE, global_batch_size=8, devices=["RTX 3090"])
@@ -222,3 +222,21 @@ def test_lists_of_samples_are_lists_of_samples_after_their_tensors_are_moved() -
     images = SampleList(torch.zeros(3, size, size) for size in (2, 3, 4))
     moved = map_tensors({"images": images, "labels": torch.zeros(3)}, Tensor.clone)
     assert isinstance(moved["images"], SampleList)
+
+
+def test_the_micro_batch_of_samples_with_sizes_of_their_own_is_the_largest() -> None:
+    def texts(n: int) -> dict[str, Any]:
+        return {"texts": [torch.zeros(8 + 8 * (index == 5)) for index in range(n)]}
+
+    job = Job(model=lambda: nn.Linear(1, 1), loss=lambda model, batch: torch.zeros(()), batch=texts)
+    part = make_micro_batch(job, 2, 8)
+    assert [len(text) for text in part["texts"]] == [8, 16]
+    even = dataclasses.replace(job, batch=lambda n: rows(n))
+    assert torch.equal(make_micro_batch(even, 2, 8), rows(2))
+
+
+def test_samples_that_happen_to_agree_in_their_sizes_are_found_by_how_many_there_are() -> None:
+    batch = {"texts": [torch.zeros(16) for _ in range(4)]}
+    assert BatchLayout(whole=4).count(batch) == 4
+    assert BatchLayout(whole=16).count(batch) == 16
+    assert [len(part["texts"]) for part in BatchLayout(whole=4).split(batch, 2)] == [2, 2]

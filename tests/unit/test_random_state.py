@@ -63,3 +63,12 @@ def test_a_kept_second_number_alone_is_restored() -> None:
 def test_a_state_of_which_nothing_was_drawn_is_not_read_again() -> None:
     np.random.seed(0)
     assert RandomState.now(HOST).numpy is RandomState.now(HOST).numpy
+
+
+def test_a_state_that_is_kept_is_not_memory_of_the_step() -> None:
+    state = RandomState.now(HOST)
+    assert not isinstance(state.host, torch.Tensor)
+    expected = torch.rand(3)
+    state.restore(HOST)
+    assert torch.equal(torch.rand(3), expected)
+    assert RandomState.from_save(state.to_save()).host == state.host

@@ -1,4 +1,4 @@
-"""Whole jobs of `benchmarks/job_zoo`: estimate, plan at 60 %, apply, measure, each beside what really happens."""
+"""Whole jobs of `benchmarks/job_zoo` are estimated, planned at 60 %, applied, measured, beside the truth."""
 
 from __future__ import annotations
 

@@ -141,6 +141,7 @@ def _certificate(
                 job,
                 model.to(device),
                 batch,
+                samples=settings.rank_batch_size,
                 micro_batch_size=settings.micro_batch_size,
                 bound=loss_rounding(model),
                 seed=seed,

@@ -51,7 +51,14 @@ in 40,000 times (Student's t with 30 degrees of freedom)."""
 
 
 def compare_split_loss(
-    job: Job, model: nn.Module, batch: Batch, *, micro_batch_size: int, bound: float, seed: int = 0
+    job: Job,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    samples: int,
+    micro_batch_size: int,
+    bound: float,
+    seed: int = 0,
 ) -> Comparison:
     """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
 
@@ -65,6 +72,7 @@ def compare_split_loss(
         job: Its loss and count are used.
         model: Its modes, its buffers and all generators are left as they were.
         batch: On any device.
+        samples: In the batch.
         micro_batch_size: Samples in each part.
         bound: The largest difference, over the loss, that rounding explains.
         seed: Of what is drawn.
@@ -73,7 +81,7 @@ def compare_split_loss(
         What was found; not made where the loss cannot be computed in evaluation mode, or where its noise hides
         the answer.
     """
-    split = _SplitLoss(job, model, batch, micro_batch_size)
+    split = _SplitLoss(job, model, batch, layout_of(job, whole=samples), micro_batch_size)
     with (
         _restoring_buffers(model),
         evaluation_mode(model),
@@ -148,7 +156,14 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
         few = _spread(layout, global_batch, min(2 * layout.count(few), samples))  # all its labels are ignored
         size = min(layout.count(few) // 2, settings.micro_batch_size)
     try:
-        comparison = compare_split_loss(job, model, few, micro_batch_size=size, bound=loss_rounding(model))
+        comparison = compare_split_loss(
+            job,
+            model,
+            few,
+            samples=layout.count(few),
+            micro_batch_size=size,
+            bound=loss_rounding(model),
+        )
     except torch.OutOfMemoryError as error:
         comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
     if comparison.left_out_because:
@@ -187,13 +202,15 @@ class _SplitLoss:
         job: Its loss and count are used.
         model: In evaluation mode.
         batch: On any device.
+        layout: Of the batch.
         micro_batch_size: Samples in each part.
     """
 
-    def __init__(self, job: Job, model: nn.Module, batch: Batch, micro_batch_size: int) -> None:
+    def __init__(
+        self, job: Job, model: nn.Module, batch: Batch, layout: BatchLayout, micro_batch_size: int
+    ) -> None:
         self._model, self._batch = model, batch
         self._loss = loss_of(job)
-        layout = layout_of(job)
         self._dim = job.batch_dim or 0
         self._parts = layout.split(batch, micro_batch_size)
         self._reduction = job.reduction

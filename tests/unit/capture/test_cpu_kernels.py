@@ -125,6 +125,13 @@ OPS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "comparison of two types": lambda x: (aten.gt.Tensor, x, torch.ones(4, 16, 12, 8, dtype=torch.long)),
     "halves plus floats": lambda x: (aten.add.Tensor, x.bfloat16(), x),
     "floats": lambda x: (aten.add.Tensor, x, x),
+    "real to complex": lambda x: (aten._fft_r2c.default, x, [2, 3], 0, True),
+    "real to complex along rows": lambda x: (aten._fft_r2c.default, x, [2], 0, True),
+    "complex to complex": lambda x: (aten._fft_c2c.default, torch.complex(x, x), [2, 3], 0, True),
+    "complex to complex along rows": lambda x: (aten._fft_c2c.default, torch.complex(x, x), [2], 0, True),
+    "complex to real": lambda x: (aten._fft_c2r.default, torch.complex(x, x), [3], 0, 14),
+    "complex to real along rows": lambda x: (aten._fft_c2r.default, torch.complex(x, x), [2], 0, 22),
+    "complex to real along both": lambda x: (aten._fft_c2r.default, torch.complex(x, x), [2, 3], 0, 14),
     "distances": lambda x: (aten._euclidean_dist.default, torch.randn(200, 64), torch.randn(64, 64)),
 }  # fmt: skip
 
@@ -354,3 +361,27 @@ def test_a_module_that_changes_its_own_type_changes_its_parameters_in_place() ->
             return self.inner(x)
 
     capture(job(Converts, lambda model, batch: model(batch).mean(), lambda n: torch.randn(n, 8)))
+
+
+def test_what_onednn_takes_is_said_not_to_be_known() -> None:
+    def halves() -> nn.Module:
+        return nn.Linear(64, 64).bfloat16()
+
+    def volumes() -> nn.Module:
+        return nn.Conv3d(4, 8, 3)
+
+    def powers() -> nn.Module:
+        return nn.utils.parametrizations.orthogonal(nn.Linear(8, 8), orthogonal_map="matrix_exp")
+
+    def mean(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).float().mean()
+
+    said = {
+        "aten.addmm.default": job(halves, mean, lambda n: torch.randn(n, 64).bfloat16()),
+        "aten.convolution.default": job(volumes, mean, lambda n: torch.randn(n, 4, 8, 8, 8)),
+        "aten.linalg_matrix_exp.default": job(powers(), mean, lambda n: torch.randn(n, 8)),
+    }
+    for op, one in said.items():
+        assert any(named.startswith(op) for named in capture(one).uncertain_ops)
+    plain = job(lambda: nn.Conv2d(4, 8, 3), mean, lambda n: torch.randn(n, 4, 8, 8))
+    assert not capture(plain).uncertain_ops

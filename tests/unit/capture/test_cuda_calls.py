@@ -147,3 +147,19 @@ def test_what_cannot_be_captured_is_refused_with_what_to_take_instead(
     with pytest.raises(CaptureError, match=hint) as refused:
         capture_step(the_job, Settings(micro_batch_size=4), device)
     assert "the error is the job's own" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("move", "number_bytes"), [(lambda net: net.cuda(), 4), (lambda net: net.to("cuda", torch.bfloat16), 2)]
+)
+def test_a_model_may_be_moved_to_the_gpu_where_it_is_built(
+    move: Callable[[nn.Module], nn.Module], number_bytes: int
+) -> None:
+    def loss(network: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        dtype = next(network.parameters()).dtype
+        return network(batch["x"].to(dtype)).float().square().mean()
+
+    trace = capture_step(
+        job(lambda: move(nn.Linear(WIDTH, WIDTH)), loss, rows), Settings(micro_batch_size=SAMPLES), A100
+    )
+    assert {s.size_bytes for s in trace.storages if s.label == "weight"} == {WIDTH * WIDTH * number_bytes}

@@ -135,3 +135,48 @@ def test_the_jobs_own_model_and_all_generators_stay_as_they_are() -> None:
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+class Attention(nn.Module):
+    """The gradient of the keys' bias is 0 but for rounding, as in every transformer with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None] * torch.arange(1, 6)[:, None]
+        weights = (self.query(x) @ self.key(x).transpose(1, 2) / 4).softmax(-1)
+        return self.head((weights @ self.value(x)).mean(1))
+
+
+def with_model(model: Callable[[], nn.Module], loss: Callable[..., Tensor] | None = None) -> bf.Job:
+    def cross_entropy(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        dtype = next(iter(model.parameters())).dtype
+        return F.cross_entropy(model(batch["x"].to(dtype)).float(), batch["y"])
+
+    plain = job_of()
+    return bf.Job(model=model, loss=loss or cross_entropy, batch=plain.batch, optimizer="sgd", name="job")
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, CLASSES))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [Attention, lambda: mlp().bfloat16(), lambda: torch.jit.script(mlp())],
+    ids=["a gradient of rounding alone", "weights in bfloat16", "a scripted model"],
+)
+def test_splitting_is_the_same_where_rounding_is_all_that_differs(model: Callable[[], nn.Module]) -> None:
+    assert certificate(with_model(model), micro_batches=4).holds
+
+
+def test_a_sum_is_found_in_bfloat16_too() -> None:
+    def summed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch["x"].bfloat16()), batch["y"], reduction="sum")
+
+    found_out = certificate(with_model(lambda: mlp().bfloat16(), summed), micro_batches=4)
+    assert not found_out.holds
+    assert 'Job(reduction="sum")' in str(found_out)

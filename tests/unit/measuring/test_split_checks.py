@@ -79,3 +79,56 @@ def test_training_says_when_a_split_could_not_be_compared() -> None:
         bf.fit(job_of(mixup_loss), SPLIT, epochs=1, show_progress=False)
     with pytest.raises(CertificateError, match="is NOT the same training"):
         bf.fit(job_of(sum_loss), SPLIT, epochs=1, show_progress=False)
+
+
+def slope_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """As of a physics-informed network: the loss is one of derivatives."""
+    x = batch.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def summed_slope_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return slope_loss(model, batch) * batch.numel()
+
+
+def test_a_loss_of_derivatives_is_compared() -> None:
+    model, step = applied(slope_loss)
+    model[1].p = 0.0  # type: ignore[index, assignment]
+    step(torch.rand(8, 8))  # type: ignore[operator]
+    model, step = applied(summed_slope_loss)
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        step(torch.rand(8, 8))  # type: ignore[operator]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def ignoring(first: int, counted: bool = True) -> tuple[bf.Job, dict[str, Tensor]]:
+    """A job and a batch of 16 samples; the labels of the first ones are ignored."""
+    batch = {"x": torch.rand(16, 8), "y": torch.randint(0, 8, (16,))}
+    batch["y"][:first] = -100
+    job = bf.Job(
+        model=lambda: nn.Linear(8, 8),
+        loss=lambda model, part: F.cross_entropy(model(part["x"]), part["y"]),
+        batch=batch,
+        count=(lambda part: (part["y"] != -100).sum()) if counted else None,
+        optimizer="sgd",
+    )
+    return job, batch
+
+
+@pytest.mark.parametrize("first", [3, 9, 15])
+def test_micro_batches_that_count_for_nothing_are_left_out(first: int) -> None:
+    job, batch = ignoring(first)
+    model = nn.Linear(8, 8)
+    expected = F.cross_entropy(model(batch["x"]), batch["y"])
+    settings = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=8)
+    outcome = bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+    assert float(outcome.loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_ignored_labels_that_are_not_counted_are_refused_wherever_they_are() -> None:
+    job, batch = ignoring(6, counted=False)
+    model = nn.Linear(8, 8)
+    settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=4)
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)

@@ -128,3 +128,12 @@ def test_a_part_that_saves_most_is_divided_in_its_turn() -> None:
     trace = trace_of(Outer, lambda n: {"x": torch.randn(n, 3, 64, 64)})
     halves = ("joined.convolutions[0..2]", "joined.convolutions[3..5]")
     assert divide_unit(trace, "joined") == ("joined.up", *halves)
+
+
+def test_a_graph_of_torch_fx_is_not_divided_like_the_sequential_that_was_traced() -> None:
+    """Its forward calls the children by itself."""
+    plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    traced = torch.fx.symbolic_trace(plain)
+    job = Job(model=traced, loss=lambda model, x: model(x).mean(), batch=lambda n: torch.randn(n, 8))
+    trace = capture_step(job, Settings(micro_batch_size=4), find_device("cpu"))
+    assert all("[" not in unit for unit in find_units(trace))

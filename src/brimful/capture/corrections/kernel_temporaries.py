@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -109,17 +110,19 @@ def _distances(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
     return sum(points.nbytes // points.shape[-1] * (points.shape[-1] + 2) for points in args[:2])
 
 
-def _real_from_complex(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """Along several dimensions: the transform along all but one, and a copy that MKL may write to
-    (mkl/SpectralOps.cpp). Along one that is not the last: a copy with it last."""
+def _real_from_complex(args: tuple[Any, ...], outputs: list[Tensor]) -> int:
+    """Along several dimensions: the transform along all but one, then a copy of that for the last one."""
     x, dims = args[:2]
-    return 2 * x.nbytes if len(dims) > 1 else _moved_last(args, _outputs)
+    return 2 * x.nbytes if len(dims) > 1 else _transformed(args, outputs)
 
 
-def _moved_last(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """A copy in which the dimensions to transform come last, where they do not (mkl/SpectralOps.cpp)."""
+def _transformed(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
+    """A copy, where the dimensions that are not transformed cannot be viewed as one (mkl/SpectralOps.cpp)."""
     x, dims = args[:2]
-    return 0 if x.dim() - 1 in {dim % x.dim() for dim in dims} else x.nbytes
+    transformed = {dim % x.dim() for dim in dims}
+    others = sorted((dim for dim in range(x.dim()) if dim not in transformed), key=x.stride, reverse=True)
+    is_one = all(x.stride(a) == x.stride(b) * x.shape[b] for a, b in pairwise(others))
+    return 0 if is_one else x.nbytes
 
 
 def _first(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
@@ -142,8 +145,8 @@ _TEMPORARIES: dict[Any, Callable[[tuple[Any, ...], list[Tensor]], int]] = {
     aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
     aten._fused_rms_norm.default: _first,  # the squares, then the quotients
     aten._fft_c2r.default: _real_from_complex,
-    aten._fft_r2c.default: _moved_last,
-    aten._fft_c2c.default: _moved_last,
+    aten._fft_r2c.default: _transformed,
+    aten._fft_c2c.default: _transformed,
     aten.logsumexp.default: _first,  # what is exponentiated
 }
 """Bytes from arguments and outputs."""
