@@ -13,6 +13,7 @@ HERE = Path(__file__).resolve().parent
 BENCHMARKS = (
     "cpu_truth.py",
     "cpu_zoo.py",
+    "cpu_job_zoo.py",
     "published.py",
     "step_time.py",
     "estimate_speed.py",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from brimful.units import format_bytes, format_seconds
+from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
@@ -37,6 +38,7 @@ def tables() -> str:
         gpu_lines(load("gpu_truth")),
         published_lines(load("published")),
         zoo_lines(load("cpu_zoo")),
+        job_lines(load("job_zoo")),
         cpu_lines(load("cpu_truth")),
         run_lines(load("demo_runs")),
         time_lines(load("step_time")),
@@ -150,6 +152,63 @@ def zoo_lines(result: dict[str, Any]) -> Iterator[str]:
                 each["op"] for each in row["temporaries_at_peak"]
             )
             yield f"| {row['model']} | {percent(row['error_fraction'])} | {why} |"
+
+
+def job_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Whole jobs on a CPU: those that are refused or off, and those of a newcomer, before and after."""
+    summary, rows = result["summary"], result["rows"]
+    yield (
+        f"{summary['rows']} whole jobs of {summary['kinds']} kinds, with their own losses, optimizers, loops "
+        "and batches, each estimated, planned for 60 % of plain training's peak, applied and measured on a "
+        "CPU, beside the profiler and beside a step written by hand: "
+        f"{summary['supported']} supported, {summary['refused']} refused in words, {summary['warned']} warned "
+        f"of, {summary['wrong']} wrong. Peak memory: median error {percent(summary['median_error_fraction'])}, "
+        f"{summary['predicted_within_1_percent']} of {summary['predicted']} within 1 %. "
+        f"{summary['plans_within_budget']} of {summary['plans']} plans within "
+        f"their budgets, the most {summary['largest_part_of_budget']:.2%} of one; "
+        f"{summary['pinned_plans_equal_to_the_last_bit']} of {summary['pinned_plans']} plans that do not split the "
+        f"batch equal to the last bit, {summary['split_or_chunked_plans_within_rounding']} of "
+        f"{summary['split_or_chunked_plans']} others within rounding; {summary['of_these_said_to']} of "
+        f"{summary['split_plans_that_draw_random_numbers']} that draw other random numbers are said to. "
+        f"{stamp(result)}"
+    )
+    yield ""
+    yield "| job | error | why |"
+    yield "|---|--:|---|"
+    for row in rows:
+        error = row["error_fraction"]
+        if error is not None and abs(error) > 0.01:
+            yield f"| {row['name']} | {percent(error)} | {row['named']} |"
+    yield ""
+    yield "| refused | said |"
+    yield "|---|---|"
+    for row in rows:
+        if row["status"] == "refused":
+            yield f"| {row['name']} | {_sentence(row['why'])} |"
+    yield ""
+    yield f"A newcomer's jobs, before (commit {BEFORE_COMMIT}) and now; the part of the budget is the plan's peak:"
+    yield ""
+    yield "| workload | before | now |"
+    yield "|---|---|---|"
+    by_name = {row["name"]: row for row in rows}
+    for workload, before, names in WALK:
+        now = "; ".join(_now(by_name[name]) for name in names if name in by_name)
+        yield f"| {workload} | {before} | {now} |"
+
+
+def _now(row: dict[str, Any]) -> str:
+    """What becomes of a job."""
+    error, plan = row["error_fraction"], row["free"]
+    said = row["status"] if error is None else percent(error)
+    if row["status"] != "supported" and error is not None:
+        said += f", splitting {row['status']}"
+    return said if plan is None else f"{said}, plan {plan['true_bytes'] / plan['budget_bytes']:.0%} of budget"
+
+
+def _sentence(message: str) -> str:
+    """A message in one line, without what would end a table's cell."""
+    line = " ".join(message.replace("|", "/").split())
+    return line if len(line) <= 240 else f"{line[:239]}…"
 
 
 def cpu_lines(result: dict[str, Any]) -> Iterator[str]:

@@ -320,7 +320,7 @@ def wgan_with_gradient_penalty() -> bf.Job:
     )
 
 
-@job_case(64, budget="100%")
+@job_case(64, budget="6MiB")
 def spectral_norm_critic() -> bf.Job:
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return F.softplus(torch.where(batch["real"][:, None], -1, 1) * model.critic(batch["x"])).mean()

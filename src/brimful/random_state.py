@@ -82,7 +82,8 @@ class RandomState:
 
 
 def _bytes_of(state: Tensor) -> bytes:
-    return state.numpy().tobytes()
+    """Of a tensor of bytes on the host; no op runs, which might find no memory."""
+    return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 class _OfNumPy:

@@ -452,10 +452,12 @@ def _told_clearly(job: Job, settings: Settings) -> Iterator[None]:
         ) from error
 
 
+_JAGGED = "Jagged nested tensors cannot be captured. Pad the samples and mask them."
 _HINTS = {
     "Params4bit": "4-bit weights of bitsandbytes cannot be captured. Plan with bf16 weights and LoRA.",
     "FlexAttention": "flex_attention cannot be captured. Take F.scaled_dot_product_attention with a mask.",
-    "shape_env must not be None": "Jagged nested tensors cannot be captured. Pad the samples and mask them.",
+    "shape_env must not be None": _JAGGED,
+    "nested_view_from_jagged": _JAGGED,
 }
 """By what an error says: what cannot be captured, and what to take in its place."""
 
