@@ -40,8 +40,8 @@ CHECKED_SAMPLES = 2
 ROUNDINGS = 1000
 """A sum of n float32 terms in another order is off by about √n roundings: 1000 are those of a million terms."""
 _LOSS_ROUNDINGS = 100
-"""The same of a loss of few samples: those of 10,000 terms. In the zoo of jobs, losses that are made of those of
-their parts differ by 8 roundings at most, others by 400 and more."""
+"""The same of a loss of few samples: those of 10,000 terms. In the zoo of jobs, losses that are made of those
+of their parts differ by 8 roundings at most, others by 400 and more."""
 _HALF_ROUNDINGS = 8
 """The same of a loss in 16 bits. A choice: 8 roundings to bfloat16 are 6 %, and a sum in place of a mean of two
 micro-batches is off by 50 %."""
