@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from brimful import measuring, planning
 from brimful.applying import PlannedStep
-from brimful.capture import CautiousCapture, capture_step
+from brimful.capture import CautiousCapture, capture_step, fake_model
 from brimful.certificate import Certificate
 from brimful.collecting import without_garbage_collection
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
@@ -791,17 +791,22 @@ def _implementation(
     if asked is not None:
         return _parse_implementation(asked)
     named = Settings(micro_batch_size=1, optimizer=optimizer)
-    try:
-        is_by_name = isinstance(named.optimizer or job.optimizer, str | NamedOptimizer)
-        example = make_optimizer(
-            job, [nn.Parameter(torch.zeros(2, 2))] if is_by_name else nn.Linear(2, 2), named
-        )
-    except UnknownNameError:
-        raise
-    except Exception:  # the job's own function may want other parameters; then its optimizer is left alone
-        return None
     fused = OptimizerImplementation.FUSED
-    return fused if has_implementation(example, fused) else None
+    stand_ins: list[Callable[[], nn.Module | list[nn.Parameter]]] = [
+        partial(nn.Linear, 2, 2),
+        partial(fake_model, job),
+    ]
+    if isinstance(named.optimizer or job.optimizer, str | NamedOptimizer):
+        stand_ins = [lambda: [nn.Parameter(torch.zeros(2, 2))]]
+    for make_stand_in in stand_ins:
+        try:
+            example = make_optimizer(job, make_stand_in(), named)
+        except UnknownNameError:
+            raise
+        except Exception:  # the job's own function may ask for parameters that only the job's model has
+            continue
+        return fused if has_implementation(example, fused) else None
+    return None  # what is wrong is said where the step is captured
 
 
 def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...]:

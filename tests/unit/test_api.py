@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
 from brimful.hardware import find_device
+from brimful.settings import OptimizerImplementation
 
 DEVICE = "RTX 3090"
 
@@ -306,3 +309,20 @@ def test_micro_batches_that_fail_for_one_reason_are_one_note() -> None:
     (note,) = [note for note in plan.notes if "not considered" in note]
     assert note.startswith("Micro-batches of 4, 2, 1 are not considered:")
     assert "pairs of four are compared" in note
+
+
+def test_an_optimizer_for_parameters_of_the_jobs_model_alone_may_be_fused_too() -> None:
+    def by_name(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        named = dict(named_parameters)
+        return torch.optim.AdamW(
+            [{"params": [named["head.weight"]], "lr": 1e-3}, {"params": [named["head.bias"]]}]
+        )
+
+    job = bf.Job(
+        model=lambda: nn.Sequential(OrderedDict(head=nn.Linear(8, 8))),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.randn(n, 8),
+        optimizer=by_name,
+    )
+    plan = bf.plan(job, "cpu", budget="1GiB", global_batch_size=4)
+    assert plan.settings.optimizer_implementation is OptimizerImplementation.FUSED

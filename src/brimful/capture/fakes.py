@@ -24,6 +24,12 @@ from brimful.capture.replaced import replaced
 from brimful.capture.values import KnownValues
 from brimful.errors import CaptureError, UsageError
 from brimful.job import Job
+from brimful.trace import Guess
+
+
+def fake_model(job: Job) -> nn.Module:
+    """The job's model with parameters that have shapes and no values; raises as `build_fake_model` does."""
+    return build_fake_model(job, FakeTensorMode(allow_non_fake_inputs=True), KnownValues(Guess.EXPECTED))
 
 
 def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.Module:

@@ -163,3 +163,14 @@ def test_a_model_may_be_moved_to_the_gpu_where_it_is_built(
         job(lambda: move(nn.Linear(WIDTH, WIDTH)), loss, rows), Settings(micro_batch_size=SAMPLES), A100
     )
     assert {s.size_bytes for s in trace.storages if s.label == "weight"} == {WIDTH * WIDTH * number_bytes}
+
+
+def test_a_generator_of_the_gpu_is_one_of_torchs() -> None:
+    found: list[bool] = []
+
+    def draw(_network: nn.Module) -> None:
+        found.append(isinstance(torch.Generator(device="cuda"), torch.Generator))
+
+    captured(draw)
+    assert found
+    assert all(found)

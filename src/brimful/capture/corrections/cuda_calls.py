@@ -133,7 +133,14 @@ def _to_users(real: Callable[..., Any], answer: Any) -> Callable[..., Any]:
     return answered
 
 
-class _Generator(torch.Generator):
+class _IsGenerator(type):
+    """Lets `isinstance(generator, torch.Generator)` be true of torch's own."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _TORCH_GENERATOR)
+
+
+class _Generator(torch.Generator, metaclass=_IsGenerator):
     """A generator on the CPU, whatever device is asked for."""
 
     def __new__(cls, *_args: Any, **_options: Any) -> torch.Generator:  # type: ignore[misc]
