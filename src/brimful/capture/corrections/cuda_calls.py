@@ -133,7 +133,7 @@ def _to_users(real: Callable[..., Any], answer: Any) -> Callable[..., Any]:
     return answered
 
 
-class _IsGenerator(type):
+class _IsGenerator(type(torch.Generator)):  # type: ignore[misc]
     """Lets `isinstance(generator, torch.Generator)` be true of torch's own."""
 
     def __instancecheck__(cls, instance: object) -> bool:
