@@ -57,8 +57,8 @@ def find_samples(batch: Batch, dim: int | None = None, *, expected: int | None =
     Args:
         batch: A nest of tensors.
         dim: The dimension of its tensors that is the samples; None finds them.
-        expected: How many there probably are, which decides where lists are one for each sample and all tensors
-            agree in their first dimension too.
+        expected: How many there should be. It decides where lists have so many entries, and all tensors agree
+            in a first dimension that is larger.
 
     Returns:
         How many there are, and where.
@@ -85,7 +85,8 @@ def find_samples(batch: Batch, dim: int | None = None, *, expected: int | None =
         if lists is None:
             raise
         return lists
-    return lists if lists is not None and lists.samples == expected != rows.samples else rows
+    is_expected = lists is not None and expected is not None and lists.samples == expected < rows.samples
+    return lists if is_expected and lists is not None else rows
 
 
 def shapes_in(batch: Batch) -> str:

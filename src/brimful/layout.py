@@ -100,7 +100,9 @@ class BatchLayout:
     collate: Callable[[list[Any]], Batch] | None = None
     """`Job.collate`, there if `to_samples` is."""
     whole: int = 1
-    """How many samples a batch probably has, and counts for if they cannot be told apart."""
+    """How many samples a batch counts for in which they cannot be told apart."""
+    expected: int | None = None
+    """As in `find_samples`; None if batches may have any number of samples."""
 
     def count(self, batch: Batch) -> int:
         """Samples in a batch.
@@ -141,7 +143,7 @@ class BatchLayout:
         return None
 
     def _found(self, batch: Batch) -> SampleLocations:
-        return find_samples(batch, self.batch_dim, expected=self.whole if self.whole > 1 else None)
+        return find_samples(batch, self.batch_dim, expected=self.expected)
 
     def copies(self, batch: Batch) -> bool:
         """Whether the parts of a batch have memory of their own, and are no views of it."""
@@ -271,17 +273,20 @@ class BatchLayout:
         return samples
 
 
-def layout_of(job: Job, *, whole: int = 1) -> BatchLayout:
+def layout_of(job: Job, *, whole: int = 1, expected: int | None = None) -> BatchLayout:
     """How the samples of a job's batches are found.
 
     Args:
         job: Its `batch_dim`, or its `split` and `collate`, say it.
         whole: How many samples a batch counts for in which they cannot be told apart.
+        expected: How many samples a full batch has, if it is known.
 
     Returns:
         What counts and splits its batches.
     """
-    return BatchLayout(batch_dim=job.batch_dim, to_samples=job.split, collate=job.collate, whole=whole)
+    return BatchLayout(
+        batch_dim=job.batch_dim, to_samples=job.split, collate=job.collate, whole=whole, expected=expected
+    )
 
 
 def make_batch(job: Job, samples: int) -> Batch:
@@ -311,7 +316,7 @@ def make_batch(job: Job, samples: int) -> Batch:
     _check_takes_samples(job)
     batch = job.batch(samples)
     try:
-        made = layout_of(job, whole=samples).count(batch)
+        made = layout_of(job, whole=samples, expected=samples).count(batch)
     except BatchError as error:
         raise BatchError(f"{job.name}: batch({samples}) returned an unsupported batch: {error}") from error
     if made != samples:
@@ -340,9 +345,10 @@ def make_micro_batch(job: Job, micro_batch_size: int, global_batch_size: int) ->
         UsageError: As `make_batch` does.
     """
     batch = make_batch(job, micro_batch_size)
-    layout = layout_of(job, whole=micro_batch_size)
+    layout = layout_of(job, whole=micro_batch_size, expected=micro_batch_size)
     if micro_batch_size == global_batch_size or not layout.has_sizes_of_their_own(batch):
         return batch
+    layout = layout_of(job, whole=global_batch_size, expected=global_batch_size)
     return max(layout.split(make_batch(job, global_batch_size), micro_batch_size), key=_padded_bytes)
 
 

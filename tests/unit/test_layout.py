@@ -237,6 +237,19 @@ def test_the_micro_batch_of_samples_with_sizes_of_their_own_is_the_largest() -> 
 
 def test_samples_that_happen_to_agree_in_their_sizes_are_found_by_how_many_there_are() -> None:
     batch = {"texts": [torch.zeros(16) for _ in range(4)]}
-    assert BatchLayout(whole=4).count(batch) == 4
-    assert BatchLayout(whole=16).count(batch) == 16
-    assert [len(part["texts"]) for part in BatchLayout(whole=4).split(batch, 2)] == [2, 2]
+    assert BatchLayout(expected=4).count(batch) == 4
+    assert BatchLayout(expected=16).count(batch) == 16
+    assert [len(part["texts"]) for part in BatchLayout(expected=4).split(batch, 2)] == [2, 2]
+    job = Job(
+        model=lambda: nn.Linear(1, 1),
+        loss=lambda model, batch: torch.zeros(()),
+        batch=lambda n: {"texts": [torch.zeros(16) for _ in range(n)]},
+    )
+    assert make_micro_batch(job, 2, 8)["texts"][1].shape == (16,)
+    assert make_micro_batch(job, 1, 8)["texts"][0].shape == (16,)
+
+
+def test_several_inputs_stay_so_in_a_last_batch_with_few_samples() -> None:
+    """Of 8 inputs with 5 rows each, where batches of 8 are expected."""
+    inputs = {"x": [rows(5) for _ in range(8)]}
+    assert BatchLayout(expected=8).count(inputs) == 5

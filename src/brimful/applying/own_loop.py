@@ -105,7 +105,7 @@ class PlannedStep:
         check_gaps(optimizer)
         self._settings = settings
         self._job = job
-        self._layout = layout_of(job, whole=settings.rank_batch_size)
+        self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
         self._model = model
         self._optimizer = optimizer
         self._max_gradient_norm = max_gradient_norm

@@ -23,7 +23,7 @@ from brimful.job import Batch, Job
 from brimful.layout import layout_of, make_batch
 from brimful.local import build_model, choose_device, device_name
 from brimful.measuring.aligned_draws import DrawWatch
-from brimful.measuring.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss, loss_rounding
+from brimful.measuring.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss
 from brimful.settings import Precision, Settings
 from brimful.step import (
     copied_to,
@@ -143,7 +143,6 @@ def _certificate(
                 batch,
                 samples=settings.rank_batch_size,
                 micro_batch_size=settings.micro_batch_size,
-                bound=loss_rounding(model),
                 seed=seed,
             )
         )
@@ -219,7 +218,9 @@ def _computed(
     """Loss, gradients and buffers after one step of a copy of the model."""
     copied = _copied(model).to(device)
     applied = apply_units(copied, settings)
-    parts = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
+    parts = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
+        batch, settings.micro_batch_size
+    )
     micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
     values: dict[str, Tensor] = {}
 

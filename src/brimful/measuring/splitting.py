@@ -32,7 +32,7 @@ IN_EVALUATION = "splitting, in evaluation mode"
 WITH_SAME_DRAWS = "splitting, with the same random numbers for each sample"
 ON_AVERAGE = "splitting, on average over random numbers"
 
-_SMALL_LOSS = 0.01
+_SMALL_LOSS = 0.1
 """A loss that is smaller is compared as if it were this: a mean of large terms that cancel is known no better
 than they are. A choice; coupled losses are of the order of 1."""
 CHECKED_SAMPLES = 2
@@ -42,9 +42,6 @@ ROUNDINGS = 1000
 _LOSS_ROUNDINGS = 100
 """The same of a loss of few samples: those of 10,000 terms. In the zoo of jobs, losses that are made of those
 of their parts differ by 8 roundings at most, others by 400 and more."""
-_HALF_ROUNDINGS = 8
-"""The same of a loss in 16 bits. A choice: 8 roundings to bfloat16 are 6 %, and a sum in place of a mean of two
-micro-batches is off by 50 %."""
 _NEEDS_GRADIENTS = "does not require grad"
 """What torch says of a gradient that is asked for where none is recorded (torch/csrc/autograd/engine.cpp)."""
 _REPETITIONS = 16
@@ -61,7 +58,6 @@ def compare_split_loss(
     *,
     samples: int,
     micro_batch_size: int,
-    bound: float,
     seed: int = 0,
 ) -> Comparison:
     """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
@@ -78,14 +74,13 @@ def compare_split_loss(
         batch: On any device.
         samples: In the batch.
         micro_batch_size: Samples in each part.
-        bound: The largest difference, over the loss, that rounding explains.
         seed: Of what is drawn.
 
     Returns:
         What was found; not made where the loss cannot be computed in evaluation mode, or where its noise hides
         the answer.
     """
-    split = _SplitLoss(job, model, batch, layout_of(job, whole=samples), micro_batch_size)
+    split = _SplitLoss(job, model, batch, layout_of(job, whole=samples, expected=samples), micro_batch_size)
     with (
         _restoring_buffers(model),
         evaluation_mode(model),
@@ -95,12 +90,12 @@ def compare_split_loss(
         try:
             try:
                 with torch.no_grad():
-                    return _compared_split(split, seed, bound)
+                    return _compared_split(split, seed)
             except RuntimeError as error:
                 if _NEEDS_GRADIENTS not in str(error):
                     raise
                 with _restoring_gradients(model):
-                    return _compared_split(split, seed, bound)
+                    return _compared_split(split, seed)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may have no loss in evaluation mode
@@ -109,8 +104,9 @@ def compare_split_loss(
             )
 
 
-def _compared_split(split: _SplitLoss, seed: int, bound: float) -> Comparison:
+def _compared_split(split: _SplitLoss, seed: int) -> Comparison:
     whole, parts, draws = split.values(seed, aligned=True)
+    bound = split.rounding
     comparison = _compared(WITH_SAME_DRAWS if draws else IN_EVALUATION, whole, parts, bound)
     other = None if comparison.holds else split.other_reduction(whole, parts, bound)
     if other is not None:
@@ -127,19 +123,10 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
-def loss_rounding(model: nn.Module) -> float:
-    """What rounding may change of a loss that is computed from parts, over the loss."""
-    half = coarsest_dtype(model)
-    if half is not None:
-        return _HALF_ROUNDINGS * torch.finfo(half).eps
-    return _LOSS_ROUNDINGS * torch.finfo(torch.float32).eps
-
-
 def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Batch) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
-    The forward pass of four samples, or of more if `count` counts nothing in those, runs twice, in evaluation
-    mode and without gradients.
+    The forward pass of at most four samples runs twice, in evaluation mode.
 
     Args:
         job: Its loss and count are used.
@@ -151,14 +138,11 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
         CertificateError: The loss of the batch is not the mean of those of its parts.
     """
     size = min(settings.micro_batch_size, CHECKED_SAMPLES)
-    layout = layout_of(job, whole=settings.rank_batch_size)
+    layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     samples = layout.count(global_batch)
     if settings.gradient_accumulation_steps == 1 or samples <= size or job.embed is not None:
         return
-    few = _spread(layout, global_batch, min(2 * size, samples))
-    while job.count is not None and layout.count(few) < samples and not sum(loss_counts(job, [few])):
-        few = _spread(layout, global_batch, min(2 * layout.count(few), samples))  # all its labels are ignored
-        size = min(layout.count(few) // 2, settings.micro_batch_size)
+    few = _few_samples(job, layout, global_batch, min(2 * size, samples))
     try:
         comparison = compare_split_loss(
             job,
@@ -166,7 +150,6 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
             few,
             samples=layout.count(few),
             micro_batch_size=size,
-            bound=loss_rounding(model),
         )
     except torch.OutOfMemoryError as error:
         comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
@@ -184,9 +167,15 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
         )
 
 
-def _spread(layout: BatchLayout, batch: Batch, count: int) -> Batch:
-    """So many samples from all over a batch."""
-    return layout.take(batch, torch.arange(count) * layout.count(batch) // count)
+def _few_samples(job: Job, layout: BatchLayout, batch: Batch, count: int) -> Batch:
+    """So many samples from all over a batch; those that `Job.count` counts, if it counts none of them."""
+    samples = layout.count(batch)
+    few = layout.take(batch, torch.arange(count) * samples // count)
+    if job.count is None or any(loss_counts(job, [few])):
+        return few
+    singles = ((index, layout.take(batch, torch.tensor([index]))) for index in range(samples))
+    counted = [index for index, single in singles if any(loss_counts(job, [single]))]
+    return layout.take(batch, torch.tensor(counted[:count])) if counted else few
 
 
 def split_not_compared(settings: Settings, reason: str) -> str:
@@ -220,7 +209,16 @@ class _SplitLoss:
         self._reduction = job.reduction
         self._weights = loss_weights(job, self._parts)
         self._move = copied_to(device_of(model))
+        self._dtype = torch.float32
         self._samples = [layout.count(part) for part in self._parts]
+
+    @property
+    def rounding(self) -> float:
+        """What rounding may change of the loss, over the loss; to be asked once `values` has computed it."""
+        eps = torch.finfo(torch.float32).eps
+        if self._dtype in (torch.bfloat16, torch.float16):
+            return torch.finfo(self._dtype).eps  # of the batch and of its parts: half a rounding each
+        return (_LOSS_ROUNDINGS if coarsest_dtype(self._model) is None else ROUNDINGS) * eps
 
     def values(self, seed: int, *, aligned: bool = False) -> tuple[float, float, bool]:
         """Compute both from the same state of all generators.
@@ -236,7 +234,8 @@ class _SplitLoss:
         with _seeded(seed, device):
             before = RandomState.now(device)
             with self._drawing(aligned, 0, sum(self._samples)) as draws:
-                whole = _number(self._loss(self._model, self._move(self._batch)))
+                loss = self._loss(self._model, self._move(self._batch))
+                whole, self._dtype = _number(loss), getattr(loss, "dtype", torch.float32)
             after = RandomState.now(device)
             parts = self._of_parts(aligned)
         of_others = (before.python, before.numpy[2]) != (after.python, after.numpy[2])
@@ -325,8 +324,10 @@ def _restoring_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _restoring_gradients(model: nn.Module) -> Iterator[None]:
-    """Afterwards, parameters have the gradients that they had before."""
+    """Within, parameters have no gradients; afterwards those that they had before."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _gradient in before:
+        parameter.grad = None
     try:
         yield
     finally:

@@ -128,7 +128,9 @@ def repeated_step(
         BatchError: The batch cannot be split.
     """
     device = device_of(model)
-    parts = layout_of(job, whole=settings.rank_batch_size).split(batch, settings.micro_batch_size)
+    parts = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
+        batch, settings.micro_batch_size
+    )
     micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
     move = InputMover.to(device)
     copies_ahead = settings.copies_ahead and device.type != "cpu"

@@ -128,7 +128,7 @@ class Steps:
         hand_over: HandOver = lambda _after, _recovery: "",
     ) -> None:
         self._job = job
-        self._layout = layout_of(job, whole=settings.global_batch_size)
+        self._layout = layout_of(job, whole=settings.global_batch_size, expected=settings.global_batch_size)
         self._ranks = ranks
         self._parallel = parallel or DataParallel(job)
         self._hand_over = hand_over

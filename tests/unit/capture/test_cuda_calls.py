@@ -150,7 +150,8 @@ def test_what_cannot_be_captured_is_refused_with_what_to_take_instead(
 
 
 @pytest.mark.parametrize(
-    ("move", "number_bytes"), [(lambda net: net.cuda(), 4), (lambda net: net.to("cuda", torch.bfloat16), 2)]
+    ("move", "number_bytes"),
+    [(lambda net: net.cuda(device=0), 4), (lambda net: net.to("cuda", torch.bfloat16), 2)],
 )
 def test_a_model_may_be_moved_to_the_gpu_where_it_is_built(
     move: Callable[[nn.Module], nn.Module], number_bytes: int

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import brimful as bf
 from brimful.errors import CertificateError
+from brimful.measuring.splitting import compare_split_loss
 
 SPLIT = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4)
 
@@ -132,3 +133,51 @@ def test_ignored_labels_that_are_not_counted_are_refused_wherever_they_are() -> 
     settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=4)
     with pytest.raises(CertificateError, match="is NOT the same training"):
         bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ignored_labels_that_are_not_counted_are_refused_whatever_the_weights_are_rounded_to(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 64, (8, 32))
+    for index in range(8):
+        labels[index, 8 + 3 * index :] = -100
+    batch = {"x": torch.randn(8, 32, 16), "y": labels}
+
+    def loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        logits = model(part["x"].to(dtype)).float()
+        return F.cross_entropy(logits.flatten(0, 1), part["y"].flatten())
+
+    job = bf.Job(model=lambda: nn.Linear(16, 64).to(dtype), loss=loss, batch=batch, optimizer="sgd")
+    model = job.model()  # type: ignore[operator]
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+
+
+def test_a_loss_whose_terms_cancel_is_not_refused_for_their_rounding() -> None:
+    """As of a critic: large outputs for both, and a small difference of their means."""
+
+    def critic_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (8 + model(batch["real"])).mean() - (8 + model(batch["fake"])).mean()
+
+    for seed in range(12):
+        torch.manual_seed(seed)
+        batch = {"real": torch.randn(8, 16), "fake": torch.randn(8, 16)}
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+        job = bf.Job(model=model, loss=critic_loss, batch=batch, optimizer="sgd")
+        bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+
+
+def test_gradients_that_are_there_are_there_unchanged_after_a_loss_that_runs_backward() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        x = batch.detach().requires_grad_()
+        model(x).square().sum().backward(retain_graph=True)
+        return model(x).square().mean()
+
+    model = nn.Linear(8, 8)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    job = bf.Job(model=model, loss=loss, batch=lambda n: torch.rand(n, 8))
+    compare_split_loss(job, model, torch.rand(8, 8), samples=8, micro_batch_size=2)
+    assert all(not parameter.grad.any() for parameter in model.parameters())  # type: ignore[union-attr]

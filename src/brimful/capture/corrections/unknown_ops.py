@@ -58,7 +58,8 @@ class UnknownOps(Rule):
     """Widen the interval by what an unknown op reads and writes, and name it.
 
     Such are ops of `torch.library`, Triton's and those of other packages, and a few of aten. On a CPU these are
-    matrix products in bfloat16 and convolutions of volumes, for which oneDNN chooses layouts of its own.
+    matrix products in bfloat16 and convolutions of volumes, for which oneDNN chooses layouts of its own, and
+    matrix exponentials, whose powers depend on the norm.
     """
 
     name = "unknown_ops"
@@ -87,4 +88,7 @@ class UnknownOps(Rule):
         if func is aten.linalg_matrix_exp.default:
             likely, most = (factor * inputs[0].nbytes for factor in _MATRIX_POWERS)
         self.add(likely, f"inside {func}", most_bytes=most)
-        self.recorder.note_uncertain(f"{func}: neither what it takes inside nor its arithmetic is known")
+        what = "neither what it takes inside nor its arithmetic is known"
+        if func in _NOT_MODELLED_ON_CPU and self.target.kind == "cpu":
+            what = "what the CPU's library takes inside is not known"
+        self.recorder.note_uncertain(f"{func}: {what}")
