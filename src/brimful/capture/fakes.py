@@ -90,7 +90,7 @@ def _parameters_on_meta() -> Iterator[None]:
     with (
         replaced(nn.Module, "register_parameter", register_on_meta),
         replaced(nn.Module, "to", _to_dtype(nn.Module.to)),
-        replaced(nn.Module, "cuda", lambda module, device=None: module),
+        replaced(nn.Module, "cuda", lambda module, *_device, **_named: module),
     ):
         yield
 
