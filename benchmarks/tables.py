@@ -1,14 +1,14 @@
-"""The README's tables, made from the JSON in benchmarks/results/.
+"""The tables of README.md and docs/jobs.md, made from the JSON in benchmarks/results/.
 
-python benchmarks/tables.py            # writes them into README.md
-python benchmarks/tables.py --check    # exit status 1 if README.md has others
+python benchmarks/tables.py            # writes them
+python benchmarks/tables.py --check    # exit status 1 if a file has others
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +16,29 @@ from brimful.units import format_bytes, format_seconds
 from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by benchmarks/tables.py -->", "<!-- end -->"
 
 
 def main() -> int:
     """Write or check; the exit status."""
-    text = README.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    fresh = f"{before}{BEGIN}\n{tables()}\n{END}{after}"
-    if "--check" in sys.argv:
-        return int(fresh != text)
-    README.write_text(fresh, encoding="utf-8")
-    return 0
+    files = {ROOT / "README.md": readme_sections(), ROOT / "docs" / "jobs.md": job_sections(load("job_zoo"))}
+    stale = 0
+    for path, sections in files.items():
+        text = path.read_text(encoding="utf-8")
+        before, rest = text.split(BEGIN)
+        _, after = rest.split(END)
+        lines = "\n".join(line for section in sections for line in (*section, "")).rstrip()
+        fresh = f"{before}{BEGIN}\n{lines}\n{END}{after}"
+        stale += fresh != text
+        if "--check" not in sys.argv:
+            path.write_text(fresh, encoding="utf-8")
+    return int("--check" in sys.argv and stale > 0)
 
 
-def tables() -> str:
-    """All tables as Markdown."""
-    sections = (
+def readme_sections() -> Sequence[Iterator[str]]:
+    """Tables of the README as lines of Markdown."""
+    return (
         gpu_lines(load("gpu_truth")),
         published_lines(load("published")),
         zoo_lines(load("cpu_zoo")),
@@ -50,7 +54,11 @@ def tables() -> str:
         speed_lines(load("estimate_speed")),
         attack_lines(load("attack"), load("attack_before")),
     )
-    return "\n".join(line for section in sections for line in (*section, "")).rstrip()
+
+
+def job_sections(result: dict[str, Any]) -> Sequence[Iterator[str]]:
+    """Tables of the page about the zoo of jobs."""
+    return (refused_lines(result), walk_lines(result))
 
 
 def load(name: str) -> dict[str, Any]:
@@ -155,7 +163,7 @@ def zoo_lines(result: dict[str, Any]) -> Iterator[str]:
 
 
 def job_lines(result: dict[str, Any]) -> Iterator[str]:
-    """Whole jobs on a CPU: those that are refused or off, and those of a newcomer, before and after."""
+    """Whole jobs on a CPU, and those whose prediction is off."""
     summary, rows = result["summary"], result["rows"]
     yield (
         f"{summary['rows']} whole jobs of {summary['kinds']} kinds, with their own losses, optimizers, loops "
@@ -170,7 +178,7 @@ def job_lines(result: dict[str, Any]) -> Iterator[str]:
         f"the batch equal to the last bit, {summary['split_or_chunked_plans_within_rounding']} of "
         f"{summary['split_or_chunked_plans']} others within rounding; {summary['of_these_said_to']} of "
         f"{summary['split_plans_that_draw_random_numbers']} that draw other random numbers are said to. "
-        f"{stamp(result)}"
+        f"[Which are refused, and what a newcomer's jobs met](docs/jobs.md). {stamp(result)}"
     )
     yield ""
     yield "| job | error | why |"
@@ -179,18 +187,24 @@ def job_lines(result: dict[str, Any]) -> Iterator[str]:
         error = row["error_fraction"]
         if error is not None and abs(error) > 0.01:
             yield f"| {row['name']} | {percent(error)} | {row['named']} |"
-    yield ""
-    yield "| refused | said |"
+
+
+def refused_lines(result: dict[str, Any]) -> Iterator[str]:
+    """Whole jobs that are refused, with what is said of them."""
+    yield "| refused | message |"
     yield "|---|---|"
-    for row in rows:
+    for row in result["rows"]:
         if row["status"] == "refused":
             yield f"| {row['name']} | {_sentence(row['why'])} |"
-    yield ""
-    yield f"A newcomer's jobs, before (commit {BEFORE_COMMIT}) and now; of the budget, the plan's true peak:"
+
+
+def walk_lines(result: dict[str, Any]) -> Iterator[str]:
+    """A newcomer's jobs, before and after."""
+    yield f"A newcomer's jobs, at commit {BEFORE_COMMIT} and now; of the budget, the plan's true peak:"
     yield ""
     yield "| workload | before | now |"
     yield "|---|---|---|"
-    by_name = {row["name"]: row for row in rows}
+    by_name = {row["name"]: row for row in result["rows"]}
     for workload, before, names in WALK:
         now = "; ".join(_now(by_name[name]) for name in names if name in by_name)
         yield f"| {workload} | {before} | {now} |"

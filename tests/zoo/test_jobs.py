@@ -34,8 +34,9 @@ SLOW = {
     "sharpness aware noise in the weights", "siamese pairs", "simclr by embed", "sliced score matching",
     "sounds through stft", "speech with ctc", "stochastic depth and early exit", "tagger of packed sequences",
     "translator with teacher forcing", "triplets", "vae mean", "vit classifier", "vit with mixup",
+    "sinkhorn clusters",
 }  # fmt: skip
-"""They take four seconds and more; benchmarks/results/job_zoo.json has all."""
+"""They take four seconds and more, or are refused by little; benchmarks/results/job_zoo.json has all."""
 CASES = [case for case in JOBS if case.name not in SLOW]
 
 
