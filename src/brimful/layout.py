@@ -151,7 +151,7 @@ class BatchLayout:
             return True
         return any(True for _ in named_where(batch, is_graph_batch))
 
-    def has_sizes_of_their_own(self, batch: Batch) -> bool:
+    def samples_vary_in_size(self, batch: Batch) -> bool:
         """Whether samples may differ in size, so that micro-batches of as many samples differ in memory."""
         if self.to_samples is not None or any(True for _ in named_where(batch, is_graph_batch)):
             return True
@@ -346,7 +346,7 @@ def make_micro_batch(job: Job, micro_batch_size: int, global_batch_size: int) ->
     """
     batch = make_batch(job, micro_batch_size)
     layout = layout_of(job, whole=micro_batch_size, expected=micro_batch_size)
-    if micro_batch_size == global_batch_size or not layout.has_sizes_of_their_own(batch):
+    if micro_batch_size == global_batch_size or not layout.samples_vary_in_size(batch):
         return batch
     layout = layout_of(job, whole=global_batch_size, expected=global_batch_size)
     return max(layout.split(make_batch(job, global_batch_size), micro_batch_size), key=_padded_bytes)

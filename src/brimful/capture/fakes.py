@@ -89,13 +89,13 @@ def _parameters_on_meta() -> Iterator[None]:
 
     with (
         replaced(nn.Module, "register_parameter", register_on_meta),
-        replaced(nn.Module, "to", _to_dtype(nn.Module.to)),
+        replaced(nn.Module, "to", _without_device(nn.Module.to)),
         replaced(nn.Module, "cuda", lambda module, *_device, **_named: module),
     ):
         yield
 
 
-def _to_dtype(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def _without_device(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """`Module.to` without the device, which need not be there."""
 
     def moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:

@@ -235,7 +235,7 @@ class _SplitLoss:
             before = RandomState.now(device)
             with self._drawing(aligned, 0, sum(self._samples)) as draws:
                 loss = self._loss(self._model, self._move(self._batch))
-                whole, self._dtype = _number(loss), getattr(loss, "dtype", torch.float32)
+                whole, self._dtype = _as_float(loss), getattr(loss, "dtype", torch.float32)
             after = RandomState.now(device)
             parts = self._of_parts(aligned)
         of_others = (before.python, before.numpy[2]) != (after.python, after.numpy[2])
@@ -256,7 +256,7 @@ class _SplitLoss:
         if isinstance(self._loss, CoupledLoss):
             embed = partial(self._loss.embed, self._model)
             gathered = gather_embeddings(embed, self._parts, self._move, count=self._loss.layout.count)
-            return _number(self._loss.of_embeddings(gathered))
+            return _as_float(self._loss.of_embeddings(gathered))
         total = 0.0
         begins = accumulate(self._samples, initial=0)
         for part, begin, samples, weight in zip(
@@ -264,7 +264,7 @@ class _SplitLoss:
         ):
             if weight:
                 with self._drawing(aligned, begin, samples):
-                    total += _number(self._loss(self._model, self._move(part))) * weight
+                    total += _as_float(self._loss(self._model, self._move(part))) * weight
         return total
 
     def _drawing(self, aligned: bool, begin: int, samples: int) -> AbstractContextManager[AlignedDraws | None]:
@@ -273,7 +273,7 @@ class _SplitLoss:
         return AlignedDraws(begin=begin, samples=samples, whole=sum(self._samples), dim=self._dim)
 
 
-def _number(loss: Any) -> float:
+def _as_float(loss: Any) -> float:
     return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
 
 
