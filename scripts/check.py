@@ -17,7 +17,7 @@ CHECKS: tuple[tuple[str, ...], ...] = (
     ("lint-imports", "--no-cache"),
     ("mypy",),
     ("pydoclint", "--quiet", "src/brimful"),
-    ("python", "-m", "pytest", "-n", "3", "--dist", "loadfile", *sys.argv[1:]),
+    ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *sys.argv[1:]),
 )
 
 
