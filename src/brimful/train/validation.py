@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory, with_room
 from brimful.job import Batch, Job
 from brimful.layout import BatchLayout, layout_of
+from brimful.measuring.splitting import evaluation_mode
 from brimful.settings import Precision
 from brimful.step import autocast, copied_to
 from brimful.train.data import is_one_batch, validation_batches
@@ -236,7 +237,7 @@ def validate(
     samples, terms, loss = 0.0, 0.0, 0.0
     is_sum = job.reduction == "sum"
     sums: defaultdict[str, float] = defaultdict(float)
-    with _evaluation_mode(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for host_batch, counts in _fetched(
             validation_batches(validation, micro_batch_size, layout, ranks), fetching
         ):
@@ -294,7 +295,7 @@ def _validate_coupled(
     embed, of_embeddings = partial(loss.embed, model), loss.of_embeddings
     samples, total = 0, 0.0
     sums: defaultdict[str, float] = defaultdict(float)
-    with _evaluation_mode(model), torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for batch in _fetched(_global_batches(validation, global_batch_size, loss.layout), fetching):
             if is_stopped():
                 return None
@@ -373,14 +374,3 @@ def _number(name: str, value: Any) -> float:
     except (TypeError, ValueError):
         pass
     raise UsageError(f"Job(metrics=…) returned {found} for {name!r}; it must return a number for each name.")
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
