@@ -26,6 +26,9 @@ class Comparison:
     """The largest difference that there may be: 0 where only the order in which things are done changes."""
     left_out_because: str = ""
     """Why it was not made; empty if it was."""
+    is_known_to_differ: bool = False
+    """Whether it was not made because the two do differ: BatchNorm over micro-batches, buffers that change in
+    each forward."""
 
     @property
     def holds(self) -> bool:
@@ -64,9 +67,16 @@ class Certificate(NotebookText):
         verdict = "is the same training" if self.holds else "is NOT the same training"
         if all(comparison.left_out_because for comparison in self.comparisons):
             verdict = "was not compared with plain training"
+        elif self.holds and self.known_differences:
+            verdict = "is the same training, except for layers that depend on the micro-batch"
         lines = [f"{self.job}: the plan {verdict} ({self.samples} samples compared on {self.device})"]
         lines += [f"  {comparison}" for comparison in self.comparisons]
         return "\n".join([*lines, *([f"  {self.way_out}"] if self.way_out else [])])
+
+    @property
+    def known_differences(self) -> tuple[str, ...]:
+        """Why the plan is known to train otherwise; empty where it does not."""
+        return tuple(each.left_out_because for each in self.comparisons if each.is_known_to_differ)
 
     @property
     def why_split_is_unknown(self) -> str:
@@ -131,6 +141,7 @@ class Certificate(NotebookText):
                     "where": comparison.where,
                     "bound": comparison.bound,
                     "left_out_because": comparison.left_out_because,
+                    "is_known_to_differ": comparison.is_known_to_differ,
                 }
                 for comparison in self.comparisons
             ],

@@ -12,7 +12,7 @@ from brimful.measuring.certify import certify, certify_model
 from brimful.measuring.context import best_context, kept_context, measure_context
 from brimful.measuring.here import device_record
 from brimful.measuring.peak import PeakMemory, peak_memory
-from brimful.measuring.splitting import check_split, split_not_compared
+from brimful.measuring.splitting import check_split, split_changes_layers, split_not_compared
 from brimful.measuring.step import measure_step, repeated_step
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "measure_step",
     "peak_memory",
     "repeated_step",
+    "split_changes_layers",
     "split_not_compared",
     "with_kept_calibration",
 ]

@@ -13,17 +13,18 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from brimful.applying import apply_units
-from brimful.capture.outside import is_state
 from brimful.certificate import Certificate, Comparison
 from brimful.coupled import check_coupled, loss_of
 from brimful.job import Batch, Job
 from brimful.layout import layout_of, make_batch
 from brimful.local import build_model, choose_device, device_name
 from brimful.measuring.aligned_draws import DrawWatch
+from brimful.measuring.coupled_layers import batch_norms, stateful_modules
 from brimful.measuring.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss
+from brimful.optimizers import make_optimizer
+from brimful.planning import what_splitting_changes
 from brimful.settings import Precision, Settings
 from brimful.step import (
     copied_to,
@@ -66,18 +67,18 @@ def certify(
         What was found.
 
     Raises:
-        UsageError: There is no such device.
+        UsageError: There is no such device, or the optimizer cannot be used.
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is no scalar tensor or has no gradient.
     """
     device = choose_device(device, None)
     check_coupled(job, settings)
-    if is_stand_in:
-        settings = _with_few_samples(settings)
     with _random_state_kept(device):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).train()
-        return _certificate(job, settings, model, device, seed)
+        make_optimizer(job, model, settings)  # one that cannot be used is refused here as everywhere
+        compared = _with_few_samples(settings) if is_stand_in else settings
+        return _certificate(job, settings, compared, model, device, seed)
 
 
 def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> Certificate:
@@ -107,7 +108,7 @@ def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int =
         comparisons = (Comparison(name="recomputing", left_out_because=reason),)
         return Certificate(job=job.name, device=device_name(device), samples=0, comparisons=comparisons)
     with _random_state_kept(device):
-        certificate = _certificate(job, _with_few_samples(settings), model, device, seed)
+        certificate = _certificate(job, settings, _with_few_samples(settings), model, device, seed)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the allocator begins training with what it would have begun with
     return certificate
@@ -122,8 +123,9 @@ def _with_few_samples(settings: Settings) -> Settings:
 
 
 def _certificate(
-    job: Job, settings: Settings, model: nn.Module, device: torch.device, seed: int
+    job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
 ) -> Certificate:
+    """Of `settings`, which may be those that are planned with fewer samples."""
     batch = make_batch(job, settings.rank_batch_size)
     compute = partial(_computed, job, model, batch, device, seed)
     kept = compute(replace(settings, units=()))
@@ -133,7 +135,7 @@ def _certificate(
         comparisons.append(
             _comparison("computing the loss in chunks", at_once, kept, bound=_rounding(settings.precision))
         )
-    splitting = _splitting(settings, kept, model, compute)
+    splitting = _splitting(settings, planned, kept, model, compute)
     comparisons.append(splitting)
     if splitting.left_out_because and settings.gradient_accumulation_steps > 1:
         comparisons.append(
@@ -173,8 +175,8 @@ class _Computed:
     values: Mapping[str, Tensor]
     draws: bool
     """Whether random numbers were drawn."""
-    changed_buffers: tuple[str, ...]
-    """Names of those that the step changed, but for norms' running statistics."""
+    stateful: tuple[str, ...]
+    """Modules whose buffers the step changed, except for BatchNorm."""
 
 
 def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
@@ -202,9 +204,17 @@ def _rounding(precision: Precision) -> float:
 
 
 def _splitting(
-    settings: Settings, kept: _Computed, model: nn.Module, compute: Callable[[Settings], _Computed]
+    settings: Settings,
+    planned: Settings,
+    kept: _Computed,
+    model: nn.Module,
+    compute: Callable[[Settings], _Computed],
 ) -> Comparison:
     """The batch in micro-batches, against the whole of it."""
+    if settings.gradient_accumulation_steps > 1 and (
+        changes := list(what_splitting_changes(batch_norms(model), kept.stateful, planned))
+    ):
+        return Comparison(name="splitting", left_out_because="; ".join(changes), is_known_to_differ=True)
     reason = _why_not_split(settings, model, kept)
     if reason:
         return Comparison(name="splitting", left_out_because=reason)
@@ -246,9 +256,9 @@ def _computed(
         draws = watch.has_drawn
     buffers = {name: buffer.detach().cpu() for name, buffer in copied.named_buffers()}
     applied.remove()
-    changed = tuple(_changed_states(dict(model.named_buffers()), buffers, model))
+    stateful = tuple(stateful_modules(model, dict(model.named_buffers()), buffers))
     values |= {f"the buffer {name}": buffer for name, buffer in buffers.items()}
-    return _Computed(values, draws, changed)
+    return _Computed(values, draws, stateful)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -258,17 +268,6 @@ def _copied(model: nn.Module) -> nn.Module:
         if not parameter.is_leaf:
             parameter.detach_().requires_grad_(own.requires_grad)
     return copied
-
-
-def _changed_states(
-    before: Mapping[str, Tensor], after: Mapping[str, Tensor], model: nn.Module
-) -> Iterator[str]:
-    """Names of buffers that a step changed and that are more than counters, but for BatchNorm's."""
-    for name, buffer in after.items():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        is_changed = name not in before or not torch.equal(before[name].cpu(), buffer)
-        if is_changed and is_state(buffer) and not isinstance(owner, _BatchNorm):
-            yield name
 
 
 @contextmanager
@@ -285,10 +284,6 @@ def _why_not_split(settings: Settings, model: nn.Module, kept: _Computed) -> str
     """Why a split batch is not compared with a whole one; empty if it is."""
     if settings.gradient_accumulation_steps == 1:
         return "the plan does not split the batch"
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        return "BatchNorm computes with the micro-batch: the plan says what that changes"
-    if kept.changed_buffers:
-        return f"each forward changes the buffer {kept.changed_buffers[0]}: the plan says so"
     if kept.draws:
         return "the model draws random numbers, others for a split batch"
     if settings.precision not in (Precision.FP32, Precision.TF32):

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +24,7 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.job import Batch, Job
 from brimful.layout import BatchLayout, layout_of
 from brimful.measuring.aligned_draws import AlignedDraws
+from brimful.measuring.coupled_layers import what_split_changes
 from brimful.random_state import RandomState
 from brimful.settings import Precision, Settings
 from brimful.step import autocast, copied_to, device_of, loss_counts, loss_weights, matmul_precision
@@ -140,9 +141,13 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
     size = min(settings.micro_batch_size, CHECKED_SAMPLES)
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     samples = layout.count(global_batch)
-    if settings.gradient_accumulation_steps == 1 or samples <= size or job.embed is not None:
+    if settings.gradient_accumulation_steps == 1 or samples <= size:
         return
     few = _few_samples(job, layout, global_batch, min(2 * size, samples))
+    if changes := list(what_split_changes(job, settings, model, few)):
+        warnings.warn(split_changes_layers(changes), stacklevel=4)
+    if job.embed is not None:
+        return
     try:
         comparison = compare_split_loss(
             job,
@@ -176,6 +181,14 @@ def _few_samples(job: Job, layout: BatchLayout, batch: Batch, count: int) -> Bat
     singles = ((index, layout.take(batch, torch.tensor([index]))) for index in range(samples))
     counted = [index for index, single in singles if any(loss_counts(job, [single]))]
     return layout.take(batch, torch.tensor(counted[:count])) if counted else few
+
+
+def split_changes_layers(changes: Sequence[str]) -> str:
+    """The warning for a split batch of a model whose layers depend on the micro-batch."""
+    return (
+        f"splitting the batch changes what is trained: {'; '.join(changes)}. With the global batch as "
+        "micro_batch_size it is the same training."
+    )
 
 
 def split_not_compared(settings: Settings, reason: str) -> str:

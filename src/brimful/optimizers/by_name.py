@@ -129,8 +129,7 @@ def make_optimizer(
     Raises:
         UnknownNameError: No optimizer has the name.
         UsageError: No parameter requires a gradient, or the optimizer updates others, cannot take these or has
-            no such implementation, needs a closure or
-            sparse gradients.
+            no such implementation, needs a closure or sparse gradients.
     """
     model = parameters if isinstance(parameters, nn.Module) else None
     given = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)

@@ -1,6 +1,7 @@
 """Options, solver, joint search → Plan. Never imports torch: what runs a step is handed in."""
 
 from brimful.planning.check import PlanCheck, check_trace
+from brimful.planning.coupling import what_splitting_changes
 from brimful.planning.estimate import (
     MARGIN_FRACTION,
     Estimate,
@@ -41,4 +42,5 @@ __all__ = [
     "of_one_rank",
     "search",
     "survey_gpus",
+    "what_splitting_changes",
 ]

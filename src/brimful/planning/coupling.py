@@ -28,26 +28,31 @@ def why_kept_whole(plain: Trace) -> str:
     return "; ".join(reasons)
 
 
-def what_splitting_changes(plain: Trace, settings: Settings) -> Iterator[str]:
+def what_splitting_changes(
+    batch_norms: Sequence[str], stateful: Sequence[str], settings: Settings
+) -> Iterator[str]:
     """What such layers do otherwise where the batch is split.
 
     Args:
-        plain: Plain training.
+        batch_norms: Those that normalise with the statistics of the batch.
+        stateful: Others that change their buffers in forward.
         settings: Of a plan with several micro-batches.
 
     Yields:
-        Sentences.
+        Clauses.
     """
     steps = settings.gradient_accumulation_steps
-    if norms := plain.batch_norm_modules:
+    if batch_norms:
+        count = len(batch_norms)
+        layers = "1 BatchNorm layer normalises" if count == 1 else f"{count} BatchNorm layers normalise"
         yield (
-            f"{len(norms)} BatchNorm layers normalise over micro-batches of {settings.micro_batch_size}, not "
-            f"over the global batch, and update their running statistics {steps} times a step."
+            f"{layers} over micro-batches of {settings.micro_batch_size}, not over the global batch, and "
+            f"running statistics are updated {steps} times a step"
         )
-    if stateful := plain.stateful_modules:
+    if stateful:
         yield (
-            f"Each forward changes buffers: {steps} times a step, and each micro-batch sees other values: "
-            f"{_listed(stateful)}."
+            f"each forward changes buffers: {steps} times a step, and each micro-batch sees other values: "
+            f"{_listed(stateful)}"
         )
 
 

@@ -609,7 +609,8 @@ def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) 
             "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
             'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
         )
-    changes += what_splitting_changes(plain, settings)
+    for change in what_splitting_changes(plain.batch_norm_modules, plain.stateful_modules, settings):
+        changes.append(f"{change[0].upper()}{change[1:]}.")
     if any(op.random for op in plain.ops):
         changes.append(
             "Random layers (dropout) draw other numbers for a split batch: the same distribution, "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -181,3 +184,51 @@ def test_gradients_that_are_there_are_there_unchanged_after_a_loss_that_runs_bac
     job = bf.Job(model=model, loss=loss, batch=lambda n: torch.rand(n, 8))
     compare_split_loss(job, model, torch.rand(8, 8), samples=8, micro_batch_size=2)
     assert all(not parameter.grad.any() for parameter in model.parameters())  # type: ignore[union-attr]
+
+
+def spectral(width: int) -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+
+
+COUPLED_LAYERS = {
+    "BatchNorm": (nn.BatchNorm1d, "1 BatchNorm layer normalises over micro-batches of 2"),
+    "spectral norm": (spectral, "each forward changes buffers: 4 times a step"),
+}
+
+
+@pytest.mark.parametrize("kind", COUPLED_LAYERS)
+def test_layers_that_depend_on_the_micro_batch_are_named_before_the_first_step(kind: str) -> None:
+    layer, message = COUPLED_LAYERS[kind]
+    job = replace(job_of(mean_loss), model=lambda: nn.Sequential(nn.Linear(8, 8), layer(8)))
+    model = job.model()  # type: ignore[operator]
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.0))
+    with pytest.warns(UserWarning, match=message):
+        step(torch.rand(8, 8))
+    step(torch.rand(8, 8))  # said once: a second warning would fail the test
+    # The check itself changes no buffer: those of a model that is not checked come out the same.
+    torch.manual_seed(0)
+    batch = torch.rand(8, 8)
+    found = []
+    for verify in (True, False):
+        model.load_state_dict({**model.state_dict(), **buffers})
+        torch.manual_seed(1)
+        step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.0), verify=verify)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(batch)
+        found.append({name: value.clone() for name, value in model.named_buffers()})
+        step.remove()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+    with pytest.warns(UserWarning, match=message):
+        bf.fit(job, SPLIT, steps=1, show_progress=False)
+    certificate = bf.certify(job, SPLIT)
+    assert certificate.holds
+    assert "except for layers that depend on the micro-batch" in str(certificate)
+
+
+def test_an_optimizer_that_cannot_be_used_is_refused_by_certify_too() -> None:
+    job = replace(job_of(mean_loss), optimizer=torch.optim.LBFGS)
+    with pytest.raises(bf.BrimfulError, match="LBFGS computes the loss several times"):
+        bf.certify(job, SPLIT)
