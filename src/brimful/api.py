@@ -21,11 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful import measuring, planning
-from brimful.applying import PlannedStep
 from brimful.capture import CautiousCapture, capture_step, fake_model
 from brimful.certificate import Certificate
 from brimful.collecting import without_garbage_collection
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
+from brimful.execution.planned_step import PlannedStep
 from brimful.hardware import Device, find_device, known_devices, with_context
 from brimful.job import Job
 from brimful.layout import why_not_split

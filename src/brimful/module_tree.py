@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from brimful.settings import Span
 from brimful.trace import Phase, Trace
@@ -38,7 +38,7 @@ def own_checkpoints(trace: Trace) -> int:
         How often ops outside of the settings' units begin to run again.
     """
     settings = trace.settings
-    chunked = {"<loss>", settings.chunked_loss.layer} if settings.chunked_loss else set()
+    chunked = _chunked_modules(trace)
     last = (trace.captured_steps - 1, trace.captured_micro_batches - 1)
     count, is_inside = 0, False
     for op, unit in zip(trace.ops, unit_of_each_op(trace, settings.changed), strict=True):
@@ -47,6 +47,30 @@ def own_checkpoints(trace: Trace) -> int:
             count += is_own and not is_inside
             is_inside = is_own
     return count
+
+
+def own_checkpointed_units(kept: Trace, units: Sequence[str]) -> frozenset[int]:
+    """Units whose forward runs again in backward although it is kept: the model checkpoints them.
+
+    Args:
+        kept: A capture that keeps every unit.
+        units: Their names.
+
+    Returns:
+        Their places among `units`.
+    """
+    chunked = _chunked_modules(kept)
+    return frozenset(
+        unit
+        for op, unit in zip(kept.ops, unit_of_each_op(kept, units), strict=True)
+        if unit >= 0 and op.recomputed and op.phase is Phase.BACKWARD and op.module not in chunked
+    )
+
+
+def _chunked_modules(trace: Trace) -> set[str]:
+    """Modules of a loss in chunks, which is computed again in backward by its own rules."""
+    chunked = trace.settings.chunked_loss
+    return {"<loss>", chunked.layer} if chunked else set()
 
 
 def children_of(trace: Trace) -> dict[str, list[str]]:

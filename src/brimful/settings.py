@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Any
+from numbers import Integral
+from typing import Any, TypeVar
 
 from brimful.codec import ALWAYS_WRITTEN, PositiveInt, from_builtins
 from brimful.errors import UsageError
@@ -204,6 +205,34 @@ class ChunkedLoss:
             raise UsageError(f"the loss is to be computed in {self.chunks} chunks; it takes at least 2.")
 
 
+def check_counts(record: object, *names: str) -> None:
+    """Check that fields of a record are whole numbers.
+
+    Args:
+        record: Has the fields.
+        *names: Theirs.
+
+    Raises:
+        UsageError: One is a float, a text or a bool.
+    """
+    for name in names:
+        value = getattr(record, name)
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; it must be a whole number.")
+
+
+_Kind = TypeVar("_Kind", bound=StrEnum)
+
+
+def _member(kind: type[_Kind], name: str, value: str) -> _Kind:
+    """The member of an enumeration that a value names, as "bf16" and `torch.bfloat16` name a precision."""
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(kind)
+        raise UsageError(f"{name} is {value!r}; it must be one of {known}.") from None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """How one optimizer step is carried out.
@@ -257,6 +286,12 @@ class Settings:
     update them there; parameters go to the device to be gathered."""
 
     def __post_init__(self) -> None:
+        for name, kind in (("precision", Precision), ("parallelism", Parallelism)):
+            object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
+        if self.optimizer_implementation is not None:
+            way = _member(OptimizerImplementation, "optimizer_implementation", self.optimizer_implementation)
+            object.__setattr__(self, "optimizer_implementation", way)
+        check_counts(self, "micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes")
         self._check_gathering()
         for name in ("micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes"):
             if getattr(self, name) < 1:
@@ -272,12 +307,12 @@ class Settings:
         for before, unit in pairwise((None, *self.units)):
             is_linked = before is not None and before.action in (Action.RECOMPUTE, Action.NEST)
             if unit is not None and unit.action is Action.NEST and not is_linked:
-                found = (
+                linked = (
                     "there is none" if before is None else f"{before.fqn!r} has action {str(before.action)!r}"
                 )
                 raise UsageError(
                     f"unit {unit.fqn!r} is nested, so the unit before it must be recomputed or nested too, but "
-                    f"{found}. Recompute it instead."
+                    f"{linked}. Recompute it instead."
                 )
 
     def _check_gathering(self) -> None:

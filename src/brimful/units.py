@@ -65,10 +65,19 @@ def _parsed(text: str) -> int:
         written = number if len(number) <= _MOST_SHOWN else "11"
         raise SizeError(
             f"{_shown(text)} has {found}. Write {written}GiB ({written} × 2**30 bytes) "
-            f"or {written}GB ({written} × 10**9 bytes); a budget may also be {written}% of plain training."
+            f"or {written}GB ({written} × 10**9 bytes).{_share_hint(written)}"
         )
     size = float(number) * _UNIT_BYTES[unit.lower()]
     return int(size) if size <= _LARGEST_SIZE else _LARGEST_SIZE + 1
+
+
+def _share_hint(number: str) -> str:
+    """For a number between 0 and 1, which may be meant as a share of plain training, as a budget may be."""
+    return (
+        f" As a budget, {float(number):.0%} of plain training is '{float(number):.0%}'."
+        if float(number) < 1
+        else (f" As a budget, a share of plain training is written with a percent sign: {number}%.")
+    )
 
 
 def _whole(number: float) -> int:

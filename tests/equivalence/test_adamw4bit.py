@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.api import resolve_device
 from brimful.applying import host_update
-from brimful.applying.host_update import UpdateOnHost
 from brimful.capture import capture_step
 from brimful.errors import UsageError
+from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.job import Data, Job
 from brimful.measuring import measure_step
 from brimful.optimizers import AdamW4bit, four_bit

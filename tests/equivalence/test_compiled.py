@@ -11,8 +11,10 @@ import torch
 import torch._dynamo
 from torch import nn
 
+import brimful as bf
 from brimful.applying import apply_units
 from brimful.applying.segments import Call
+from brimful.settings import Action, UnitAction
 from helpers.data_parallel import next_token, units
 from helpers.models import GPT
 from helpers.trained_alike import assert_identical, mean_square, nesting, recomputing, saved_bytes, train
@@ -107,3 +109,55 @@ def test_a_graph_without_breaks_is_refused_with_a_reason() -> None:
         mean_square(compiled, torch.randn(2, 8))
     with torch.no_grad():  # nothing is recomputed
         compiled(torch.randn(2, 8))
+
+
+class Pair(nn.Module):
+    """No loop: a graph that breaks in a loop makes the compiler skip the whole function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = nn.functional.dropout(nn.functional.gelu(self.kept(x)), 0.1, self.training)
+        return self.other(kept)
+
+
+def compiled_calls(model: nn.Module, batch: torch.Tensor) -> int:
+    """How many compiled functions a call of the model runs."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(batch).sum().backward()
+    return sum(event.count for event in profile.key_averages() if event.key == "CompiledFunction")
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_what_is_compiled_stays_compiled_after_steps_under_a_plan(recompute: str) -> None:
+    """In plain torch a call under any dispatch mode turns the compiler off for the whole process."""
+
+    def small() -> nn.Module:
+        return torch.compile(Pair(), backend="aot_eager")  # type: ignore[return-value]
+
+    job = bf.Job(
+        model=small,
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.rand(n, 8),
+        optimizer="sgd",
+        data=lambda: bf.Data(train=torch.rand(16, 8)),
+    )
+    other, batch = small(), torch.rand(8, 8)
+    before = compiled_calls(other, batch)
+    assert before > 0
+    settings = bf.Settings(
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+        units=() if recompute == "none" else (UnitAction(fqn="other", action=Action.RECOMPUTE),),
+    )
+    model = small()
+    step = bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(3):
+        step(batch)
+    step.remove()
+    bf.certify(job, settings)
+    bf.fit(job, settings, steps=1, show_progress=False)
+    assert compiled_calls(other, batch) == before
+    assert compiled_calls(model, batch) > 0

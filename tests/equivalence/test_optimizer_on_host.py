@@ -17,10 +17,11 @@ from tests.helpers.tiny_jobs import Net, all_samples, make_job
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.applying import host_link, host_update
-from brimful.applying.host_update import UpdateOnHost
+from brimful.applying import host_link
 from brimful.capture import capture_step
 from brimful.errors import HalfUpdatedError, UsageError
+from brimful.execution import host_optimizer
+from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.hardware import find_device
 from brimful.measuring import measure_step
 from brimful.optimizers import named_optimizer
@@ -49,7 +50,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that every model takes several, and the largest parameters are alone in one."""
-    monkeypatch.setattr(host_update, "BUCKET_BYTES", 1024)
+    monkeypatch.setattr(host_optimizer, "BUCKET_BYTES", 1024)
 
 
 def trained(settings: Settings, **options: Any) -> tuple[Trainer, Any]:
@@ -183,7 +184,7 @@ def test_what_is_larger_than_a_bucket_is_alone_in_one_and_the_others_are_not_lar
         sent.append(sum(source.nbytes for source in sources))
         host_link.send_to_host(sources, hosted)
 
-    monkeypatch.setattr(host_update, "send_to_host", note)
+    monkeypatch.setattr(host_optimizer, "send_to_host", note)
     sizes = [10, 500, 10, *[60] * 8]
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     for parameter in parameters:
@@ -202,7 +203,7 @@ def test_state_that_an_optimizer_has_already_and_numbers_of_its_groups_are_taken
     parameter.grad = torch.ones(3)
     optimizer = torch.optim.Adagrad([parameter], lr=torch.tensor(0.5))
     on_host = UpdateOnHost(optimizer)
-    assert host_update.state_bytes(optimizer) == 3 * 4 + 4
+    assert host_optimizer.state_bytes(optimizer) == 3 * 4 + 4
     on_host.run(optimizer.step)
     assert parameter.tolist() == pytest.approx([-0.5] * 3)
     assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
@@ -313,7 +314,7 @@ def updated_over_late_streams(monkeypatch: pytest.MonkeyPatch, left_out: str | N
     for name in COPIES:
         as_on_cuda = getattr(host_link, f"_{name}_cuda")
         without = sent_at_once if name == "send_to_host" else lambda *_: None
-        monkeypatch.setattr(host_update, name, without if name == left_out else as_on_cuda)
+        monkeypatch.setattr(host_optimizer, name, without if name == left_out else as_on_cuda)
     torch.manual_seed(0)
     expected = Deep()
     model = copy.deepcopy(expected)

@@ -33,6 +33,7 @@ def net():
     return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
 
 
+@pytest.mark.filterwarnings("ignore:splitting the batch changes:UserWarning")  # BatchNorm, in halves
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_seed_repeats_weights_noise_and_order_bit_for_bit(workers):
     samples = all_samples()

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import brimful as bf
-from brimful.applying import PlannedStep
 from brimful.errors import HalfUpdatedError
+from brimful.execution.planned_step import PlannedStep
 from brimful.settings import Action, ChunkedLoss, Precision, Settings, UnitAction
 
 # B batch, D width

@@ -1,6 +1,9 @@
 """Settings: names of ops, actions that contradict themselves, what a reader is told, JSON both ways."""
 
+from typing import Any
+
 import pytest
+import torch
 
 from brimful.errors import UsageError
 from brimful.settings import (
@@ -98,3 +101,26 @@ def test_a_reader_is_told_what_becomes_of_the_units() -> None:
 def test_a_nested_unit_follows_one_that_runs_again(before: tuple[UnitAction, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Settings(micro_batch_size=1, units=(*before, UnitAction(fqn="b", action=Action.NEST)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bfloat16", torch.bfloat16, Precision.BF16])
+def test_a_precision_is_understood_by_its_names(precision: Any) -> None:
+    assert Settings(micro_batch_size=1, precision=precision).precision is Precision.BF16
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"micro_batch_size": "8"}, r"micro_batch_size is '8', of type str; it must be a whole number"),
+        ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0, of type float"),
+        ({"micro_batch_size": True}, "micro_batch_size is True, of type bool"),
+        (
+            {"micro_batch_size": 1, "precision": "fp8"},
+            "precision is 'fp8'; it must be one of fp32, tf32, fp16, bf16",
+        ),
+        ({"micro_batch_size": 1, "parallelism": "tp"}, "parallelism is 'tp'; it must be one of"),
+    ],
+)
+def test_a_field_of_another_type_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Settings(**fields)

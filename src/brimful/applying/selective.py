@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from brimful.batches import map_tensors, tensors_in
+from brimful.dispatch_mode import EagerDispatchMode
 from brimful.settings import UnitAction, op_kind
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
@@ -164,7 +164,7 @@ def _describe(op: OpOverload) -> _OpInfo:
     )
 
 
-class _Saving(TorchDispatchMode):
+class _Saving(EagerDispatchMode):
     """Keeps what the chosen ops of a forward return, and the sequence of all."""
 
     def __init__(self, numbers: dict[str, frozenset[int]], call: _Call, order: _Order, say: _Say) -> None:
@@ -250,7 +250,7 @@ class _Saving(TorchDispatchMode):
                 self._owners = {address: key for address, key in self._owners.items() if key != owner}
 
 
-class _Returning(TorchDispatchMode):
+class _Returning(EagerDispatchMode):
     """Returns what was saved instead of running the op again, as long as the sequence of ops is the same."""
 
     def __init__(self, call: _Call, say: _Say) -> None:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
 from brimful.applying import apply_units
-from brimful.applying.host_update import UpdateOnHost, state_bytes
 from brimful.applying.sharding import Sharded, check_optimizer
 from brimful.batches import map_tensors, named_tensors, own_part
 from brimful.capture.compiled import CompiledCode
@@ -41,6 +40,7 @@ from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
 from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
 from brimful.errors import BatchError, BrimfulError, CaptureError
+from brimful.execution.host_optimizer import UpdateOnHost, state_bytes
 from brimful.hardware import Device
 from brimful.inputs import InputMover
 from brimful.job import Batch, Job

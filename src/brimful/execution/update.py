@@ -30,11 +30,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.batches import map_leaves, tensors_in
+from brimful.dispatch_mode import EagerDispatchMode
 from brimful.errors import HalfUpdatedError
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
 
@@ -328,7 +328,7 @@ def _state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor
     return list(filter(_is_tensor, optimizer.state.get(parameter, {}).values()))
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(EagerDispatchMode):
     """Counts the changes of tensors.
 
     Args:
@@ -358,7 +358,7 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-class _Again(TorchDispatchMode):
+class _Again(EagerDispatchMode):
     """Leaves out changes that were made already, and refuses to compute a change from what is ahead.
 
     Args:

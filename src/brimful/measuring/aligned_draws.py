@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from brimful.dispatch_mode import EagerDispatchMode
 from brimful.random_state import RandomState
 
 aten = torch.ops.aten
@@ -24,7 +24,7 @@ _OF_SIZES = frozenset({aten.rand, aten.randn, aten.randint})
 """Ops that draw a tensor of a size, which is the only list among their arguments."""
 
 
-class AlignedDraws(TorchDispatchMode):
+class AlignedDraws(EagerDispatchMode):
     """Within, ops draw for `samples` samples what they would draw for them in the whole batch.
 
     Args:
@@ -93,7 +93,7 @@ class AlignedDraws(TorchDispatchMode):
         return (int(size[dim]), dim) if size[dim] and size[dim] % self._samples == 0 else None
 
 
-class DrawWatch(TorchDispatchMode):
+class DrawWatch(EagerDispatchMode):
     """Within, it is noticed whether anything draws random numbers, from whichever generator.
 
     Args:

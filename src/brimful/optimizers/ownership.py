@@ -44,8 +44,9 @@ def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *
         found = f"{name} updates {_described(others)} that the model does not have"
     raise UsageError(
         f"{job}: {found}. Build it from the parameters that Job.optimizer receives: Job(optimizer=lambda "
-        f"parameters: {name}(parameters)); for brimful.apply, from model.parameters(). To train a parameter of "
-        "the loss, assign it to a module of the model."
+        f"parameters: {name}(parameters)), or for groups by name from the model or its named parameters: "
+        f"lambda model: {name}(…), lambda named_parameters: {name}(…). For brimful.apply, build it from "
+        "model.parameters(). To train a parameter of the loss, assign it to a module of the model."
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError
-from brimful.module_tree import unit_of_each_op
+from brimful.module_tree import own_checkpointed_units, unit_of_each_op
 from brimful.planning.estimate import Estimate, estimate_unlimited
 from brimful.planning.nested import build_segment_problem
 from brimful.planning.problem import KEPT, NESTED, RECOMPUTED, PosedProblem, build_problem
@@ -385,7 +385,10 @@ class Candidate:
             return replay_allocations(self.kept).peak_reserved_bytes
         if self._splicer is None:
             self._splicer = Splicer(
-                self.recomputed, unit_of_each_op(self.recomputed, self.units), len(self.units)
+                self.recomputed,
+                unit_of_each_op(self.recomputed, self.units),
+                len(self.units),
+                own_checkpointed_units(self.kept, self.units),
             )
         if not self._splicer.can_splice():
             return self.replay(rung_bytes).predicted_peak_reserved_bytes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from brimful.errors import UsageError
 from brimful.hardware import Device
-from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings
+from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings, check_counts
 from brimful.trace import Trace
 
 
@@ -76,6 +76,7 @@ class Request:
     trains its whole batch at once."""
 
     def __post_init__(self) -> None:
+        check_counts(self, "global_batch_size", "ranks", "nodes")
         if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
             raise UsageError(
                 f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes; both are at least 1."

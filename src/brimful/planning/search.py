@@ -17,7 +17,7 @@ from operator import itemgetter
 from brimful.cost import least_host_update_seconds, model_flops
 from brimful.errors import CaptureError, UsageError
 from brimful.planning.candidates import Candidate, CandidateFamily, Expected, alternative
-from brimful.planning.coupling import what_splitting_changes
+from brimful.planning.coupling import what_splitting_changes, why_kept_whole
 from brimful.planning.estimate import MARGIN_FRACTION, NO_LIMIT_BYTES, Estimate
 from brimful.planning.infeasible import nothing_fits
 from brimful.planning.logits import LOSS_CHUNKS, logits_layer
@@ -129,7 +129,7 @@ def search(capture: Capture, request: Request) -> Plan:
         notes=(
             *dict.fromkeys(notes),
             *([_BUSY_NOTE] if request.device.was_measured_busy else []),
-            *_why_the_batch_is_whole(request),
+            *_why_the_batch_is_whole(best.settings, plain_trace, request),
             *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
             *_what_splitting_changes(best.settings, plain_trace, request),
             *_what_the_optimizer_changes(best.settings, request),
@@ -438,11 +438,19 @@ def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) ->
     return None
 
 
-def _why_the_batch_is_whole(request: Request) -> list[str]:
-    """That no smaller micro-batches were tried, if the job's batches cannot be split."""
-    if request.why_not_split is None:
-        return []
-    return [f"Smaller micro-batches were not considered: {request.why_not_split}"]
+def _why_the_batch_is_whole(settings: Settings, plain: Trace, request: Request) -> list[str]:
+    """That no smaller micro-batches were tried, if the job's batches cannot be split, or should not be.
+
+    Layers that depend on the micro-batch are named where the plan spares memory in another way.
+    """
+    if request.why_not_split is not None:
+        return [f"Smaller micro-batches were not considered: {request.why_not_split}"]
+    if request.keeps_batch_whole(plain) and (settings.changed or settings.chunked_loss):
+        return [
+            f"The batch is not split: {why_kept_whole(plain)}. To permit it, set split_batch_norm=True "
+            "(--split-batch-norm)."
+        ]
+    return []
 
 
 def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:

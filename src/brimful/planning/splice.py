@@ -28,10 +28,19 @@ class Splicer:
         recomputed: A capture that recomputes every unit.
         owner: By op of the trace, the unit it belongs to, or -1.
         unit_count: How many units there are.
+        own_checkpointed: Units that the model checkpoints itself, so that what their forward makes is not kept,
+            whatever is chosen. They stay recomputed, which takes a little less than keeping them.
     """
 
-    def __init__(self, recomputed: Trace, owner: Sequence[int], unit_count: int) -> None:
+    def __init__(
+        self,
+        recomputed: Trace,
+        owner: Sequence[int],
+        unit_count: int,
+        own_checkpointed: frozenset[int] = frozenset(),
+    ) -> None:
         self._trace = recomputed
+        self._own_checkpointed = own_checkpointed
         self._calls = [
             [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, unit_count)
         ]
@@ -69,8 +78,8 @@ class Splicer:
         left_out: set[int] = set()
         replaced: dict[int, Event] = {}
         inserted: dict[int, list[Event]] = defaultdict(list)
-        for action, calls in zip(actions, self._calls, strict=True):
-            for call in calls:
+        for unit, (action, calls) in enumerate(zip(actions, self._calls, strict=True)):
+            for call in () if unit in self._own_checkpointed else calls:
                 pairs = call.pairs or {}
                 if action.action in (Action.KEEP, Action.OFFLOAD) and call.again:
                     if action.action is Action.OFFLOAD:

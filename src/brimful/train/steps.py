@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
-from brimful.applying.host_update import UpdateOnHost
-from brimful.applying.input_copies import copied_ahead_to
 from brimful.coupled import embeds_twice, loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.execution.buffers import BufferSnapshot
+from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.execution.out_of_memory import (
     RanOut,
     despite_out_of_memory,
@@ -32,6 +31,7 @@ from brimful.execution.out_of_memory import (
     unless_out_of_memory,
     with_room,
 )
+from brimful.execution.prefetch import copied_ahead_to
 from brimful.execution.update import SurvivingUpdate, WholeUpdate
 from brimful.inputs import InputMover
 from brimful.job import Batch, Job

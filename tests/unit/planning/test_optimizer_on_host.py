@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.applying.host_update import BUCKET_BYTES
 from brimful.errors import InfeasibleError
+from brimful.execution.host_optimizer import BUCKET_BYTES
 from brimful.hardware import find_device
 from brimful.planning import Plan
 from brimful.units import MIB

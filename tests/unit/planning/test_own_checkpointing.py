@@ -192,3 +192,20 @@ def test_settings_that_turn_it_off_can_be_saved() -> None:
 def test_another_word_is_refused() -> None:
     with pytest.raises(UnknownNameError, match=r"value of own_checkpointing 'no'.*keep, off"):
         bf.plan(job(), "cpu", global_batch_size=8, own_checkpointing="no")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_choice_that_fits_is_faster_than_the_plan(way: str) -> None:
+    """Every second block checkpoints itself: keeping such a unit does not keep what its forward made."""
+
+    def half() -> nn.Module:
+        model = Model(way)
+        for block in list(model.blocks)[::2]:
+            block.gradient_checkpointing = False
+        return model
+
+    plan = bf.plan(replace(job(), model=half), "cpu", global_batch_size=16 * SAMPLES, budget="60%")
+    assert plan.alternatives
+    for other in plan.alternatives:
+        assert other.fits == (other.predicted_peak_reserved_bytes <= plan.budget_bytes)
+        assert not other.fits or other.predicted_step_seconds >= plan.predicted_step_seconds

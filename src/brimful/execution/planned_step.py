@@ -11,10 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful.applying.apply import apply_units
-from brimful.applying.host_update import UpdateOnHost
-from brimful.applying.input_copies import copied_ahead_to
 from brimful.coupled import check_coupled, embeds_twice, loss_of
 from brimful.errors import UsageError
+from brimful.execution.host_optimizer import UpdateOnHost
+from brimful.execution.prefetch import copied_ahead_to
 from brimful.execution.transaction import StepTransaction
 from brimful.inputs import InputMover
 from brimful.job import Batch, Job

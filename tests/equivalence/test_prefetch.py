@@ -14,8 +14,9 @@ from tests.helpers.tiny_jobs import make_job
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.applying import host_link, input_copies
+from brimful.applying import host_link
 from brimful.capture import capture_step
+from brimful.execution import prefetch
 from brimful.hardware import find_device
 from brimful.measuring import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
@@ -83,14 +84,14 @@ def stepped_as_on_cuda(monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple
     stand_in_for_streams(monkeypatch)
     empty_like = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda like, **kwargs: garbage(empty_like(like, **kwargs)))
-    monkeypatch.setattr(input_copies, "to_device", host_link._to_device_cuda)
+    monkeypatch.setattr(prefetch, "to_device", host_link._to_device_cuda)
     done: Callable[[Any], None] = host_link._to_device_done_cuda if waits else lambda _copies: None
-    monkeypatch.setattr(input_copies, "to_device_done", done)
+    monkeypatch.setattr(prefetch, "to_device_done", done)
     torch.manual_seed(0)
     plain = Sums()
     ahead = copy.deepcopy(plain)
     micro_batches = [{"x": torch.randn(4, INPUT)} for _ in range(4)]
-    for model, begin_move in ((plain, None), (ahead, input_copies.copied_ahead_to("cpu"))):
+    for model, begin_move in ((plain, None), (ahead, prefetch.copied_ahead_to("cpu"))):
         run_step(
             model=model,
             loss=mean_square,
@@ -117,10 +118,10 @@ def test_without_a_wait_the_stand_in_shows_it(monkeypatch: pytest.MonkeyPatch) -
 def test_a_micro_batch_that_is_dropped_on_its_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else others would get memory that is still being written."""
     waited: list[Any] = []
-    monkeypatch.setattr(input_copies, "to_device_done", waited.append)
-    coming = input_copies.copied_ahead_to("cpu")({"x": torch.ones(3)})
+    monkeypatch.setattr(prefetch, "to_device_done", waited.append)
+    coming = prefetch.copied_ahead_to("cpu")({"x": torch.ones(3)})
     assert not waited
     del coming
     assert len(waited) == 1
-    input_copies.copied_ahead_to("cpu")({"x": torch.ones(3)})()
+    prefetch.copied_ahead_to("cpu")({"x": torch.ones(3)})()
     assert len(waited) == 2

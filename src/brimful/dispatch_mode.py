@@ -1,0 +1,40 @@
+"""Dispatch modes under which code of `torch.compile` runs eagerly, and is compiled again afterwards.
+
+In plain torch one call of compiled code under a dispatch mode turns the compiler off for the whole process,
+without a warning: everything that was compiled runs eagerly until `torch._dynamo.reset()` (seen in torch 2.13).
+Under the stance "force_eager" the compiler is not called at all.
+
+Private torch API used here: `torch._dynamo`, which `torch.compile` imports (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class EagerDispatchMode(TorchDispatchMode):
+    """A dispatch mode that sees the ops of compiled code as well, because the code runs eagerly."""
+
+    def __enter__(self) -> Self:
+        """Put the mode in force."""
+        self._stack = ExitStack()
+        if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+            self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End the mode."""
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._stack.close()
