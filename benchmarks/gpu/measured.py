@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
+from brimful.execution.executor import StepExecutor
 from brimful.job import Job
 from brimful.layout import make_batch
 from brimful.local import build_model, set_up_allocator
@@ -21,7 +22,6 @@ from brimful.measuring import PeakMemory, peak_memory, repeated_step
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.step import (
-    make_scaler,
     matmul_precision,
 )
 from gpu.allocations import Entry, start_history, stop_history
@@ -63,12 +63,12 @@ def measure(
         model = build_model(job, is_copied=True).to(device).train()
     _draw_large_weights(model)
     optimizer = make_optimizer(job, model.parameters(), settings)
-    scaler = make_scaler(settings.precision, device.type)
-    if scaler is not None:
-        scaler = GradScaler(device.type, init_scale=_FIRST_SCALE)
+    executor = StepExecutor(job, settings, model, optimizer, device=device)
+    if executor.scaler is not None:
+        executor.scaler = GradScaler(device.type, init_scale=_FIRST_SCALE)
     applied = apply_units(model, settings)
     batch = make_batch(job, settings.rank_batch_size)
-    run = repeated_step(job, settings, model, optimizer, scaler, batch=batch)
+    run = repeated_step(executor, batch)
     peaks: list[PeakMemory] = []
     seconds: list[float] = []
     losses: list[float] = []

@@ -37,6 +37,7 @@ from brimful.measuring import (
     best_context,
     calibrate_cpu,
     calibrate_gpu,
+    check_may_split,
     check_split,
     device_record,
     measure_context,
@@ -478,6 +479,7 @@ def apply(
     *,
     max_gradient_norm: float | None = None,
     verify: bool = True,
+    recover: bool = True,
 ) -> PlannedStep:
     """Put a plan in force in a training loop of one's own.
 
@@ -489,6 +491,8 @@ def apply(
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
         verify: Before the first step, compare the loss of a few samples with that of their parts if the plan
             splits batches: CertificateError if they differ, a warning where that cannot be known.
+        recover: Where memory runs out, run the step again, then with smaller micro-batches; see
+            `outcome.recoveries`. False raises the error.
 
     Returns:
         `step(global_batch)` makes one optimizer step; where it raises, everything is as before the call (see
@@ -499,8 +503,16 @@ def apply(
         UnknownNameError: The plan names a unit that the model does not have.
     """
     settings = plan.settings if isinstance(plan, Plan) else plan
-    check = partial(check_split, job, settings, model) if verify else None
-    return PlannedStep(settings, job, model, optimizer, max_gradient_norm=max_gradient_norm, check=check)
+    return PlannedStep(
+        settings,
+        job,
+        model,
+        optimizer,
+        max_gradient_norm=max_gradient_norm,
+        check=partial(check_split, job, model) if verify else None,
+        check_split=partial(check_may_split, job, model),
+        recover=recover,
+    )
 
 
 @busy("measuring")

@@ -50,6 +50,18 @@ class InputMover:
         is_there = torch.device(device).type == "cpu"
         return cls(lambda _path, tensor: tensor.to(device, copy=True, non_blocking=True), is_there=is_there)
 
+    @classmethod
+    def copying_to(cls, device: torch.device | str) -> InputMover:
+        """One that always copies, on a CPU too, so that the batch stays as it is.
+
+        Args:
+            device: Where the model is.
+
+        Returns:
+            The mover.
+        """
+        return cls(lambda _path, tensor: tensor.to(device, copy=True, non_blocking=True), is_there=False)
+
     def __call__(self, batch: Batch) -> Batch:
         """The micro-batch on the device.
 

@@ -29,17 +29,18 @@ from brimful.layout import layout_of
 from brimful.optimizers import check_gradients_are_dense
 from brimful.settings import Precision
 from brimful.trace import Phase
+from brimful.training import Recovery
 from brimful.updating import UpdateInBackward
 
 Observer = Callable[[Phase, int], None]
 """Called with the phase and the micro-batch as each begins."""
 
-CarryOut = Callable[[Callable[[], object]], object]
-"""Calls what it is given."""
+CallAction = Callable[[Callable[[], object]], object]
+"""Calls an action it is given."""
 
 
-def at_once(action: Callable[[], object]) -> object:
-    """Call what is given: the plain way to carry something out."""
+def call(action: Callable[[], object]) -> object:
+    """Call an action: the plain way."""
     return action()
 
 
@@ -53,6 +54,8 @@ class StepOutcome:
     """Scalar: 2-norm of all gradients of the global batch, before clipping."""
     updated: bool
     """False if `before_update` declined or the scaler skipped the update."""
+    recoveries: tuple[Recovery, ...] = ()
+    """Each time that memory ran out in the step, and with which settings it was run again."""
 
 
 def run_step(
@@ -68,9 +71,9 @@ def run_step(
     before_update: Callable[[Tensor, Tensor], bool] | None = None,
     observe: Observer | None = None,
     move: Callable[[Batch], Batch] = lambda batch: batch,
-    begin_move: Callable[[Batch], Callable[[], Batch]] | None = None,
-    carry_out: CarryOut = at_once,
-    follow_up: CarryOut = at_once,
+    prefetch: Callable[[Batch], Callable[[], Batch]] | None = None,
+    call_update: CallAction = call,
+    after_update: CallAction = call,
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
     clip: Callable[[Optimizer, float | None], Tensor] | None = None,
     stands_for: int = 1,
@@ -91,10 +94,10 @@ def run_step(
         before_update: Called with loss and gradient norm; returning False leaves the parameters as they are.
         observe: Told of each phase.
         move: Brings a micro-batch to the device just before it is used.
-        begin_move: Takes its place where a batch is split: begins to bring one there while the one before it is
+        prefetch: Takes its place where a batch is split: begins to bring one there while the one before it is
             computed, and returns what waits until it is there. Not for a `CoupledLoss`.
-        carry_out: Calls the optimizer's step.
-        follow_up: Calls what follows it; each is safe to call again.
+        call_update: Calls the optimizer's step.
+        after_update: Calls what follows it; each is safe to call again.
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
         clip: Scales the gradients down to a norm and returns what it was; None takes those of the parameters.
         stands_for: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
@@ -140,8 +143,8 @@ def run_step(
         )
     else:
         moved: Iterator[Batch] = map(move, micro_batches)
-        if begin_move is not None:
-            moved = _moved_ahead(begin_move, micro_batches, stands_for)
+        if prefetch is not None:
+            moved = _prefetched(prefetch, micro_batches, stands_for)
         for index, weight in enumerate(weights):
             tell(Phase.FORWARD, index)
             with synchronising(index == len(micro_batches) - 1):
@@ -158,22 +161,22 @@ def run_step(
     gradient_norm = (clip or _clip)(optimizer, max_gradient_norm)
     updated = before_update is None or before_update(total, gradient_norm)
     if updated:
-        updated = _update(optimizer, scaler, carry_out, follow_up)
-        follow_up(optimizer.zero_grad)
+        updated = _update(optimizer, scaler, call_update, after_update)
+        after_update(optimizer.zero_grad)
     else:
         optimizer.zero_grad()
     return StepOutcome(loss=total, gradient_norm=gradient_norm, updated=updated)
 
 
-def _moved_ahead(
-    begin_move: Callable[[Batch], Callable[[], Batch]], micro_batches: Sequence[Batch], stands_for: int
+def _prefetched(
+    prefetch: Callable[[Batch], Callable[[], Batch]], micro_batches: Sequence[Batch], stands_for: int
 ) -> Iterator[Batch]:
     """Micro-batches on the device, of which nothing is held here; the next of each is on its way."""
-    coming: Callable[[], Batch] | None = begin_move(micro_batches[0])
+    coming: Callable[[], Batch] | None = prefetch(micro_batches[0])
     for following in (*micro_batches[1:], micro_batches[-1] if stands_for > 1 else None):
         assert coming is not None
         here = [coming()]
-        coming = None if following is None else begin_move(following)
+        coming = None if following is None else prefetch(following)
         yield here.pop()
 
 
@@ -394,24 +397,26 @@ def _clip(optimizer: Optimizer, max_norm: float | None) -> Tensor:
     return norm
 
 
-def _update(optimizer: Optimizer, scaler: GradScaler | None, carry_out: CarryOut, follow_up: CarryOut) -> bool:
+def _update(
+    optimizer: Optimizer, scaler: GradScaler | None, call_update: CallAction, after_update: CallAction
+) -> bool:
     if scaler is None:
-        carry_out(optimizer.step)
+        call_update(optimizer.step)
         return True
     scale = scaler.get_scale()
-    with _stepping_through(optimizer, carry_out):
+    with _stepping_through(optimizer, call_update):
         scaler.step(optimizer)
-    follow_up(scaler.update)
+    after_update(scaler.update)
     scales: list[float] = []
-    follow_up(lambda: scales.append(scaler.get_scale()))
+    after_update(lambda: scales.append(scaler.get_scale()))
     return scales[-1] >= scale  # the scale falls when, and only when, the step was skipped
 
 
 @contextmanager
-def _stepping_through(optimizer: Optimizer, carry_out: CarryOut) -> Iterator[None]:
-    """Within, the optimizer's step is called by `carry_out`; a scaler calls it by name."""
+def _stepping_through(optimizer: Optimizer, call_update: CallAction) -> Iterator[None]:
+    """Within, the optimizer's step is called by `call_update`; a scaler calls it by name."""
     step, own = optimizer.step, optimizer.__dict__.get("step")  # a schedule puts one of its own there
-    optimizer.step = lambda: carry_out(step)  # type: ignore[method-assign, assignment]
+    optimizer.step = lambda: call_update(step)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

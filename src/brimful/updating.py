@@ -49,20 +49,12 @@ class UpdateInBackward:
 
     Args:
         optimizer: Of `torch.optim`, or brimful's own.
-        before_first: Called in each step before the first parameter changes.
-        around: Around the update of each parameter; told which.
 
     Raises:
         UsageError: The optimizer may look at several parameters together.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        *,
-        before_first: Callable[[], None] = lambda: None,
-        around: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: nullcontext(),
-    ) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         if not steps_one_by_one(optimizer):
             name = type(optimizer).__name__
             raise UsageError(
@@ -70,8 +62,10 @@ class UpdateInBackward:
                 "together. Take one of torch.optim's others, such as adamw, or leave it out."
             )
         self._optimizer = optimizer
-        self._before_first = before_first
-        self._around = around
+        self.before_first: Callable[[], None] = lambda: None
+        """Called in each step before the first parameter changes."""
+        self.around: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: nullcontext()
+        """Around the update of each parameter, which it is called with."""
         self.updates = True
         """Whether parameters are updated; else their gradients are only let go of, for a rehearsal."""
 
@@ -110,11 +104,11 @@ class UpdateInBackward:
                     "checkpointing (use_reentrant=True) runs a backward of its own for each segment. Train "
                     "without step_in_backward, or checkpoint with use_reentrant=False."
                 )
-            with torch.no_grad(), self._around(parameter):
+            with torch.no_grad(), self.around(parameter):
                 norms.append(torch.linalg.vector_norm(parameter.grad).float())
                 if self.updates:
                     if not done:
-                        self._before_first()
+                        self.before_first()
                     self._step(group, parameter)
                 done.add(id(parameter))
                 parameter.grad = None

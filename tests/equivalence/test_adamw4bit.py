@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.api import resolve_device
-from brimful.applying import host_update
 from brimful.capture import capture_step
 from brimful.errors import UsageError
+from brimful.execution import host_optimizer
 from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.job import Data, Job
 from brimful.measuring import measure_step
@@ -121,7 +121,7 @@ def test_a_copy_of_it_and_a_pickled_one_step_alike() -> None:
 
 
 def test_on_the_host_it_is_updated_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_update, "BUCKET_BYTES", 64 * 1024)
+    monkeypatch.setattr(host_optimizer, "BUCKET_BYTES", 64 * 1024)
     ours, theirs = parameters(), parameters()
     optimizer, other = AdamW4bit(ours), AdamW4bit(theirs)
     on_host = UpdateOnHost(other)

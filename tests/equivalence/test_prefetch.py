@@ -91,7 +91,7 @@ def stepped_as_on_cuda(monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple
     plain = Sums()
     ahead = copy.deepcopy(plain)
     micro_batches = [{"x": torch.randn(4, INPUT)} for _ in range(4)]
-    for model, begin_move in ((plain, None), (ahead, prefetch.copied_ahead_to("cpu"))):
+    for model, begin in ((plain, None), (ahead, prefetch.prefetch_to("cpu"))):
         run_step(
             model=model,
             loss=mean_square,
@@ -99,7 +99,7 @@ def stepped_as_on_cuda(monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple
             micro_batches=micro_batches,
             weights=[0.25] * 4,
             precision=Precision.FP32,
-            begin_move=begin_move,
+            prefetch=begin,
         )
     return plain, ahead
 
@@ -119,9 +119,9 @@ def test_a_micro_batch_that_is_dropped_on_its_way_is_waited_for(monkeypatch: pyt
     """Else others would get memory that is still being written."""
     waited: list[Any] = []
     monkeypatch.setattr(prefetch, "to_device_done", waited.append)
-    coming = prefetch.copied_ahead_to("cpu")({"x": torch.ones(3)})
+    coming = prefetch.prefetch_to("cpu")({"x": torch.ones(3)})
     assert not waited
     del coming
     assert len(waited) == 1
-    prefetch.copied_ahead_to("cpu")({"x": torch.ones(3)})()
+    prefetch.prefetch_to("cpu")({"x": torch.ones(3)})()
     assert len(waited) == 2

@@ -265,7 +265,16 @@ def test_a_gradient_in_parts_is_refused() -> None:
             return made
 
     with pytest.raises(HalfUpdatedError, match="use_reentrant=False"):
-        trained(make_job(model=Reentrant), IN_BACKWARD)
+        trained(make_job(model=Reentrant), IN_BACKWARD, certifies=False)
+    with pytest.raises(HalfUpdatedError, match="use_reentrant=False"):
+        bf.certify(make_job(model=Reentrant), IN_BACKWARD)  # by the step that training runs
+
+
+def test_it_is_certified_by_the_step_that_training_runs() -> None:
+    (updating, *_) = [
+        each for each in bf.certify(make_job(), IN_BACKWARD).comparisons if each.name == "updating in backward"
+    ]
+    assert updating.is_bitwise
 
 
 def test_the_longest_batch_is_rehearsed_without_an_update() -> None:
@@ -283,7 +292,7 @@ def test_where_memory_stays_short_nothing_smaller_is_tried_than_the_whole_batch(
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
     with pytest.raises(OutOfMemoryError, match="only after the last micro-batch"):
-        trained(make_job(loss=loss), IN_BACKWARD)
+        trained(make_job(loss=loss), IN_BACKWARD, certifies=False)
 
 
 def test_what_does_not_fit_says_what_would_though_fp16_cannot_go_with_it() -> None:

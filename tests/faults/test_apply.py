@@ -78,7 +78,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """A copy of all that is to be as before."""
-        scaler = self.step._transaction.scaler
+        scaler = self.step._executor.scaler
         found: dict[str, Any] = {
             "model": dict(self.model.state_dict()),
             "gradients": [parameter.grad for parameter in self.model.parameters()],
@@ -101,6 +101,7 @@ def begun(
     loss: Callable[..., Tensor] = noisy_loss,
     make_model: Callable[[], nn.Module] = Net,
     steps: int = 0,
+    recover: bool = False,
 ) -> Run:
     """A run after some steps."""
     torch.manual_seed(1)
@@ -113,7 +114,15 @@ def begun(
     run = Run(
         model,
         made,
-        bf.apply(how, job, model, made, max_gradient_norm=None if how.step_in_backward else 0.1, verify=False),
+        bf.apply(
+            how,
+            job,
+            model,
+            made,
+            max_gradient_norm=None if how.step_in_backward else 0.1,
+            verify=False,
+            recover=recover,
+        ),
         [
             {
                 "x": torch.randn(BATCH, WIDTH, generator=generator),
@@ -238,6 +247,94 @@ def test_a_later_update_is_finished_where_memory_runs_out(name: str) -> None:
         assert fault.raised == 1
         run.step(run.batches[STEADY + 1])
         assert run.state() == expected
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_a_step_is_taken_once_wherever_memory_runs_out(name: str) -> None:
+    begin = partial(begun, HOW[name], steps=STEADY, recover=True)
+    ops, expected = undisturbed(begin, STEADY)
+    first = first_of_update(ops)
+    for op in range(len(ops)):
+        run = begin()
+        with OutOfMemoryAt(op) as fault:
+            outcome = run.step(run.batches[STEADY])
+        assert fault.raised == 1
+        assert len(outcome.recoveries) == (op < first)  # a later one is finished, not run again
+        for recovery in outcome.recoveries:
+            assert (recovery.step, recovery.during) == (STEADY + 1, "step")
+            assert recovery.before == recovery.after
+        run.step(run.batches[STEADY + 1])
+        assert run.state() == expected
+
+
+def short_of_memory(samples: int) -> Callable[..., Tensor]:
+    """A loss for which memory runs out with more samples than so many; without gradients it takes less."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        if len(batch["x"]) > samples and (torch.is_grad_enabled() or not samples):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    return loss
+
+
+WHOLE = Settings(micro_batch_size=BATCH)
+
+
+def test_micro_batches_become_smaller_where_memory_stays_short() -> None:
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+
+    plain = begun(WHOLE, "sgd", loss=short_of_memory(BATCH), make_model=make_model, recover=True)
+    short = begun(WHOLE, "sgd", loss=short_of_memory(1), make_model=make_model, recover=True)
+    expected = plain.step(plain.batches[0])
+    with pytest.warns(UserWarning, match="From now on batches are split into micro-batches of") as warned:
+        outcome = short.step(short.batches[0])
+    assert len(warned) == 2
+    assert [each.after for each in outcome.recoveries] == [
+        "fp32, micro-batch 4, everything kept",
+        "fp32, micro-batch 2 × 2, everything kept",
+        "fp32, micro-batch 1 × 4, everything kept",
+    ]
+    assert short.step.settings.micro_batch_size == 1
+    assert float(outcome.loss) == pytest.approx(float(expected.loss), rel=1e-6)
+    assert not short.step(short.batches[1]).recoveries
+    plain.step(plain.batches[1])
+    for own, other in zip(short.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def summed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return short_of_memory(2)(model, batch) * len(batch["x"])
+
+
+@pytest.mark.parametrize(
+    ("make_model", "loss", "reason"),
+    [
+        (Net, short_of_memory(2), "1 BatchNorm layer normalises over micro-batches of 2"),
+        (lambda: nn.Linear(WIDTH, CLASSES), summed, "which is a sum"),
+        (lambda: nn.Linear(WIDTH, CLASSES), short_of_memory(0), "could not be checked: memory ran out"),
+    ],
+)
+def test_a_batch_that_may_not_be_split_ends_in_an_error_that_changes_nothing(
+    make_model: Callable[[], nn.Module], loss: Callable[..., Tensor], reason: str
+) -> None:
+    run = begun(WHOLE, "sgd", loss=loss, make_model=make_model, recover=True)
+    before = run.state()
+    with pytest.raises(torch.OutOfMemoryError, match=reason) as error:
+        run.step(run.batches[0])
+    assert isinstance(error.value, bf.errors.OutOfMemoryError)
+    assert run.state() == before
+
+
+def test_nothing_is_tried_again_where_the_loss_has_changed_its_batch() -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        batch["x"].mul_(2)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    run = begun(WHOLE, "sgd", loss=loss, recover=True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"changed its batch in place \(batch\[\"x\"\]\)"):
+        run.step(run.batches[0])
 
 
 def test_an_error_of_the_users_loss_in_the_second_micro_batch_leaves_everything_as_it_was() -> None:

@@ -109,7 +109,7 @@ def trained(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "random": torch.get_rng_state(),
-        "scale": steps._scaler.state_dict() if steps._scaler else None,
+        "scale": None if (scaler := steps._executor.scaler) is None else scaler.state_dict(),
     }
     return state, fault, recoveries
 

@@ -40,7 +40,8 @@ from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
 from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
 from brimful.errors import BatchError, BrimfulError, CaptureError
-from brimful.execution.host_optimizer import UpdateOnHost, state_bytes
+from brimful.execution.executor import StepExecutor, StepHooks
+from brimful.execution.host_optimizer import state_bytes
 from brimful.hardware import Device
 from brimful.inputs import InputMover
 from brimful.job import Batch, Job
@@ -49,10 +50,9 @@ from brimful.module_tree import own_checkpoints
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.status import report
-from brimful.step import CarryOut, at_once, autocast, loss_counts, make_scaler, run_step
+from brimful.step import CallAction, autocast, loss_counts
 from brimful.timeline import pinned_bytes
 from brimful.trace import Category, Guess, Phase, Trace
-from brimful.updating import UpdateInBackward
 from brimful.wrappers import plain_namer
 
 _ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
@@ -266,10 +266,7 @@ def _prepare(
         optimizer = _make_optimizer(job, model, settings)
     if sharded is not None:
         check_optimizer(optimizer)
-    scaler = make_scaler(settings.precision, "cpu")
     make_state = _create_state_one_by_one if settings.step_in_backward else _create_optimizer_state
-    on_host = UpdateOnHost(optimizer, around_host=recorder.on_host) if settings.optimizer_on_host else None
-    carry_out: CarryOut = at_once if on_host is None else on_host.run
 
     def mark() -> None:
         if recorder.host_is_device or not is_on_host:
@@ -280,19 +277,6 @@ def _prepare(
             trainable = sum(own_part(p).nbytes for p in model.parameters() if p.requires_grad)
             recorder.host_state_bytes += trainable + sum(own_part(p).nbytes for p in model.parameters())
 
-    if on_host is not None:
-        recorder.host_staging_bytes = sum(pinned_bytes(each.nbytes) for each in on_host.staging)
-        if recorder.host_is_device:
-            recorder.mark(on_host.staging, Category.OPTIMIZER_STATE, ["on the way to the host"] * 2)
-    with recorder.on_host() if parts_on_host else nullcontext():
-        made_early = make_state(
-            optimizer,
-            model,
-            recorder,
-            among_ranks=settings.ranks > 1 and not parts_on_host,
-            carry_out=carry_out,
-            mark=mark,
-        )
     plain_name = plain_namer(model)
     names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     reached: set[int] = set()
@@ -305,10 +289,9 @@ def _prepare(
         with recorder.updating():
             yield
 
-    in_backward = UpdateInBackward(optimizer, around=around_update) if settings.step_in_backward else None
     count = _captured_micro_batches(settings)
 
-    def begin_move(host_batch: Batch) -> Callable[[], Batch]:
+    def prefetch(host_batch: Batch) -> Callable[[], Batch]:
         coming = [move(host_batch)]
         return coming.pop
 
@@ -332,26 +315,42 @@ def _prepare(
         assert sharded is not None
         return sharded.computed(lambda model: job.loss(model, batch))
 
+    executor = StepExecutor(
+        job,
+        settings,
+        model,
+        optimizer,
+        device=torch.device("cpu"),
+        move=move,
+        prefetch=None if recorder.host_is_device else prefetch,
+        around_host=recorder.on_host,
+    )
+    hooks = StepHooks(
+        observe=observe, around_parameter_update=around_update, loss=None if sharded is None else loss
+    )
+    if executor.on_host is not None:
+        staging = executor.on_host.staging
+        recorder.host_staging_bytes = sum(pinned_bytes(each.nbytes) for each in staging)
+        if recorder.host_is_device:
+            recorder.mark(staging, Category.OPTIMIZER_STATE, ["on the way to the host"] * 2)
+    with recorder.on_host() if parts_on_host else nullcontext():
+        made_early = make_state(
+            optimizer,
+            model,
+            recorder,
+            among_ranks=settings.ranks > 1 and not parts_on_host,
+            call_update=executor.call_update,
+            mark=mark,
+        )
+
     def run(step: int) -> None:
         recorder.is_on_host = False
         recorder.at(Phase.FORWARD, 0, step)
-        with move.one_step(repeats=job.embed is not None and settings.gradient_accumulation_steps > 1):
-            run_step(
-                model=model,
-                loss=loss_of(job) if sharded is None else loss,
-                optimizer=optimizer,
-                micro_batches=[batch] * count,
-                weights=[1 / settings.gradient_accumulation_steps] * count,
-                precision=settings.precision,
-                scaler=scaler,
-                observe=observe,
-                move=move,
-                begin_move=begin_move if settings.copies_ahead and not recorder.host_is_device else None,
-                carry_out=carry_out,
-                stands_for=settings.gradient_accumulation_steps - count + 1,
-                in_backward=in_backward,
-            )
-        if in_backward is not None:
+        weights = [1 / settings.gradient_accumulation_steps] * count
+        executor(
+            [batch] * count, weights, hooks=hooks, stands_for=settings.gradient_accumulation_steps - count + 1
+        )
+        if settings.step_in_backward:
             _drop_state_of_unused(optimizer, [p for p in made_early if id(p) not in reached], recorder)
             made_early.clear()
         mark()
@@ -395,7 +394,7 @@ def _create_optimizer_state(
     recorder: Recorder,
     *,
     among_ranks: bool,
-    carry_out: CarryOut,
+    call_update: CallAction,
     mark: Callable[[], None],
 ) -> list[nn.Parameter]:
     """Let the optimizer make its state by one step with gradients that are never written; whose it made.
@@ -410,7 +409,7 @@ def _create_optimizer_state(
             parameter.grad = torch.empty_like(parameter)
     if among_ranks:
         mark_gradients(model, recorder)
-    carry_out(optimizer.step)
+    call_update(optimizer.step)
     optimizer.zero_grad(set_to_none=True)
     mark()
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])

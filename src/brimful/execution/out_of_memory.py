@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -81,6 +81,47 @@ def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
             raise
         place = _place(error.__traceback__)
     return RanOut(message, place)
+
+
+class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
+    """Memory ran out in a step, and nothing that takes less is left to try; also a `torch.OutOfMemoryError`."""
+
+
+class Recover(Protocol):
+    """What happens between two attempts."""
+
+    def __call__(self, ran_out: RanOut, /, *, is_retry: bool) -> None:
+        """Take less if the attempt was a retry already, or raise what ends the attempts."""
+
+
+def with_retries(
+    attempt: Callable[[], Result],
+    recover: Recover,
+    device: torch.device,
+    *,
+    undo: Callable[[RanOut], None] = lambda _ran_out: None,
+) -> Result:
+    """What an attempt returns, repeated for as long as memory runs out in it.
+
+    Args:
+        attempt: Runs a step.
+        recover: Called after each attempt in which memory ran out, once what is cached has been released.
+        device: Where memory runs out.
+        undo: Called before that, once the traceback is gone, which holds tensors: leaves everything as before
+            the attempt. By default the attempt does so itself.
+
+    Returns:
+        What the last attempt returned.
+    """
+    is_retry = False
+    while True:
+        found = unless_out_of_memory(attempt)
+        if not isinstance(found, RanOut):
+            return found
+        undo(found)
+        make_room(device)
+        recover(found, is_retry=is_retry)
+        is_retry = True
 
 
 def with_room(action: Callable[[], Result], *, during: str) -> Result:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
+import torch.distributed
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful.applying.apply import apply_units
-from brimful.coupled import check_coupled, embeds_twice, loss_of
-from brimful.errors import UsageError
-from brimful.execution.host_optimizer import UpdateOnHost
-from brimful.execution.prefetch import copied_ahead_to
+from brimful.applying import apply_units
+from brimful.errors import BrimfulError, UsageError
+from brimful.execution.executor import StepExecutor
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.transaction import StepTransaction
-from brimful.inputs import InputMover
 from brimful.job import Batch, Job
 from brimful.layout import layout_of
 from brimful.local import set_up_allocator
@@ -28,29 +29,30 @@ from brimful.optimizers import (
     set_implementation,
 )
 from brimful.settings import Settings
-from brimful.step import (
-    StepOutcome,
-    counting_parts,
-    device_of,
-    loss_weights,
-    make_scaler,
-    matmul_precision,
-    run_step,
-)
-from brimful.updating import UpdateInBackward, clipped_in_backward
+from brimful.step import StepOutcome, counting_parts, device_of, loss_weights
+from brimful.training import Recovery
+
+CheckBatch = Callable[[Settings, Batch], None]
+"""Checks a real batch before it is trained on under some settings; raises what speaks against it."""
 
 
 class PlannedStep:
-    """Carries out a plan's settings on a model and an optimizer of one's own.
+    """Runs optimizer steps under a plan's settings, on a model and an optimizer of one's own.
 
     Calling it with a global batch splits it into micro-batches, runs forward and backward on each under the
     plan's precision and unit actions, and makes one optimizer step. The loss and the gradients are those of the
     whole batch. Gradients that are there before the call are added to them, as `backward` does, and are cleared
     with them after the update.
 
-    A call that raises, for whatever reason, leaves everything as before it: parameters, buffers, gradients, the
-    optimizer's state, the loss scaler's, and the random numbers of Python, NumPy, torch and the GPU. So
-    `try: step(batch)`, `except torch.OutOfMemoryError: continue` skips a batch and nothing else. In detail:
+    **Out of memory.** Where memory runs out, the step is undone, cached memory is released, and the step runs
+    again: once as before, then with smaller and smaller micro-batches, which stay in use. `outcome.recoveries`
+    lists what happened. If the smallest does not fit either, or the batch cannot be split, the call raises an
+    error that is a `torch.OutOfMemoryError` as well. Under `torch.distributed` with several ranks nothing is
+    retried, because the other ranks would wait.
+
+    **Errors.** A call that raises, for whatever reason, leaves everything as before it: parameters, buffers,
+    gradients, the optimizer's state, the loss scaler's, and the random numbers of Python, NumPy, torch and the
+    GPU. So `try: step(batch)`, `except torch.OutOfMemoryError: continue` skips a batch and nothing else:
 
     - An update in which memory runs out is finished, and the call returns.
     - Any other error inside `optimizer.step` is undone in the first two updates of a parameter, for which
@@ -60,15 +62,17 @@ class PlannedStep:
       forward pass wrote for the first time to a parameter, or to a buffer that the first step left alone.
     - Ctrl-C, and what handlers of SIGTERM and SIGALRM raise, is delayed while the optimizer updates: it is
       raised when the step is complete.
-    - What the loss function keeps to itself, such as a counter, is not set back.
+    - What the loss function keeps to itself, such as a counter, is not restored.
 
     Args:
         settings: The plan's settings; their unit actions are applied to `model` until `remove`.
         job: Its loss and count are used; its model and optimizer are not.
         model: In training mode, on its device.
-        optimizer: Over the parameters of `model`; it is carried out as the plan says, fused for instance.
+        optimizer: Over the parameters of `model`; its implementation becomes the plan's, fused for instance.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
-        check: Called with the first global batch before it is trained on; what it raises ends the call.
+        check: Called with the first global batch before it is trained on.
+        check_split: Called before a batch is split that was planned whole, because memory ran out.
+        recover: Whether a step in which memory runs out is retried.
     """
 
     def __init__(
@@ -79,14 +83,15 @@ class PlannedStep:
         optimizer: Optimizer,
         *,
         max_gradient_norm: float | None = None,
-        check: Callable[[Batch], None] | None = None,
+        check: CheckBatch | None = None,
+        check_split: CheckBatch | None = None,
+        recover: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UsageError(
                 f"{job.name}: the plan is to be applied to an object of type {type(model).__name__}, not to an "
                 "nn.Module."
             )
-        check_coupled(job, settings)
         check_parameters(optimizer, model.parameters(), job=job.name)
         check_needs_no_closure(optimizer, job=job.name)
         check_dense_gradients(optimizer, model)
@@ -94,41 +99,34 @@ class PlannedStep:
         if planned is not None and type(optimizer).__name__.lower() != planned:
             warnings.warn(
                 f"the plan is for the optimizer {planned!r}, and the one given is {type(optimizer).__name__}. "
-                "What it takes of memory is not what the plan predicts.",
+                "Its memory is not what the plan predicts.",
                 stacklevel=3,
             )
-        if settings.step_in_backward and max_gradient_norm is not None:
-            raise clipped_in_backward(max_gradient_norm)
-        self._on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
+        device = device_of(model)
+        self._executor = StepExecutor(
+            job, settings, model, optimizer, device=device, max_gradient_norm=max_gradient_norm
+        )
         if settings.optimizer_implementation is not None:
             set_implementation(optimizer, settings.optimizer_implementation)
         check_gaps(optimizer)
         self._settings = settings
         self._job = job
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
-        self._model = model
-        self._optimizer = optimizer
-        self._max_gradient_norm = max_gradient_norm
         self._check = check
-        device = device_of(model)
-        self._transaction = StepTransaction(
-            model,
-            optimizer,
-            device=device,
-            scaler=make_scaler(settings.precision, device.type),
-            on_host=self._on_host,
-        )
-        self._in_backward = None
-        if settings.step_in_backward:
-            begin_update = self._transaction.begin_update_in_backward
-            self._in_backward = UpdateInBackward(optimizer, before_first=begin_update)
+        self._check_split = check_split
+        self._recovers = recover
+        self._steps = 0
+        self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
-        self._move = InputMover.to(device)
-        self._begin_move = copied_ahead_to(device) if settings.copies_ahead and device.type != "cpu" else None
         self._applied = apply_units(model, settings)
 
+    @property
+    def settings(self) -> Settings:
+        """Those in force: the plan's, with a smaller micro-batch where memory ran out."""
+        return self._settings
+
     def __call__(self, global_batch: Batch) -> StepOutcome:
-        """Train on one global batch; of one with more samples than are planned for, a warning tells.
+        """Train on one global batch; one with more samples than planned for gives a warning.
 
         Args:
             global_batch: On the host; each micro-batch is copied to the model's device as it is used. A model
@@ -139,11 +137,12 @@ class PlannedStep:
 
         Raises:
             BatchError: The batch cannot be split.
-            LossError: The loss is no scalar tensor or has no gradient.
+            LossError: The loss is not a scalar tensor or has no gradient.
+            OutOfMemoryError: Memory ran out, and nothing that takes less is left to try; all is as before.
             HalfUpdatedError: An error was raised that could not be undone; see the class.
         """
         samples = self._layout.count(global_batch)
-        if samples > self._settings.rank_batch_size and self._in_backward is None:  # that refuses it
+        if samples > self._settings.rank_batch_size and not self._settings.step_in_backward:  # that refuses it
             warnings.warn(
                 f"a batch has {samples} samples, and the plan is for {self._settings.rank_batch_size}: it is "
                 f"split into micro-batches of {self._settings.micro_batch_size} all the same, but the step may "
@@ -151,36 +150,89 @@ class PlannedStep:
                 stacklevel=2,
             )
         if self._check is not None:
-            self._check(global_batch)
+            self._check(self._settings, global_batch)
             self._check = None
-        return self._transaction.run(partial(self._step, global_batch))
+        step = partial(self._transaction.run, partial(self._step, global_batch))
+        recoveries: list[Recovery] = []
+        if self._recovers and not _are_several_ranks():
+            recover = partial(self._recover, global_batch, recoveries)
+            outcome = with_retries(step, recover, self._executor.device)
+        else:
+            outcome = step()
+        self._steps += 1
+        return replace(outcome, recoveries=tuple(recoveries)) if recoveries else outcome
 
     def _step(self, global_batch: Batch) -> StepOutcome:
         parts = self._layout.split(global_batch, self._settings.micro_batch_size)
         micro_batches, weights = counting_parts(parts, loss_weights(self._job, parts))
-        repeats = embeds_twice(self._job, micro_batches)
-        with matmul_precision(self._settings.precision), self._move.one_step(repeats=repeats):
-            return run_step(
-                model=self._model,
-                loss=loss_of(self._job),
-                optimizer=self._optimizer,
-                micro_batches=micro_batches,
-                weights=weights,
-                precision=self._settings.precision,
-                scaler=self._transaction.scaler,
-                max_gradient_norm=self._max_gradient_norm,
-                before_update=self._transaction.before_update,
-                move=self._move,
-                begin_move=self._begin_move,
-                carry_out=self._transaction.carry_out,
-                follow_up=self._transaction.follow_up,
-                in_backward=self._in_backward,
+        return self._executor(micro_batches, weights, hooks=self._transaction.hooks)
+
+    def _recover(
+        self, global_batch: Batch, recoveries: list[Recovery], ran_out: RanOut, *, is_retry: bool
+    ) -> None:
+        """Note that memory ran out; take less if it did so before."""
+        began, before = time.perf_counter(), self._settings
+        if changed := self._executor.move.changed:
+            raise self._out_of_memory(
+                ran_out, f"its loss has changed its batch in place ({', '.join(sorted(changed))})"
             )
+        if is_retry:
+            self._settings = self._with_less(global_batch, ran_out)
+            warnings.warn(
+                f"memory ran out twice in a step: {ran_out.message}. From now on batches are split into "
+                f"micro-batches of {self._settings.micro_batch_size} in place of {before.micro_batch_size}.",
+                stacklevel=5,
+            )
+        recoveries.append(
+            Recovery(
+                step=self._steps + 1,
+                during="step",
+                message=ran_out.message,
+                before=before.describe(),
+                after=self._settings.describe(),
+                seconds=time.perf_counter() - began,
+            )
+        )
+
+    def _with_less(self, global_batch: Batch, ran_out: RanOut) -> Settings:
+        """The same settings with the next smaller micro-batch."""
+        settings = self._settings
+        whole = settings.rank_batch_size
+        smaller = [size for size in range(1, settings.micro_batch_size) if whole % size == 0]
+        if not smaller:
+            raise self._out_of_memory(ran_out, "its micro-batch is one sample already")
+        try:
+            lowered = settings.with_micro_batch_size(smaller[-1])
+            if settings.gradient_accumulation_steps == 1:
+                if (reason := self._layout.why_whole(global_batch)) is not None:
+                    raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
+                if self._check_split is not None:
+                    self._check_split(lowered, global_batch)
+        except StepOutOfMemoryError:
+            raise
+        except BrimfulError as error:
+            raise self._out_of_memory(ran_out, f"its batch may not be split: {error}") from error
+        return lowered
+
+    def _out_of_memory(self, ran_out: RanOut, reason: str) -> StepOutOfMemoryError:
+        return StepOutOfMemoryError(
+            f"memory ran out in a step with {self._settings.describe()}: {ran_out.message}. It cannot run with "
+            f"less, because {reason}.\n  Model and optimizer are as before the step. Plan for a smaller "
+            "budget, or skip the batch."
+        )
 
     def loading(self) -> AbstractContextManager[object]:
-        """Within, a state that the optimizer loads comes where the plan has it, on the host perhaps."""
-        return nullcontext() if self._on_host is None else self._on_host.loading()
+        """Within, `optimizer.load_state_dict` puts the state where the plan has it, on the host perhaps."""
+        return self._executor.loading()
 
     def remove(self) -> None:
-        """Leave the model as it was before; calling it again does nothing."""
+        """Restore the model's own forward; calling it again does nothing."""
         self._applied.remove()
+
+
+def _are_several_ranks() -> bool:
+    return (
+        torch.distributed.is_available()
+        and torch.distributed.is_initialized()
+        and torch.distributed.get_world_size() > 1
+    )

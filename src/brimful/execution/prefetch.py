@@ -13,8 +13,8 @@ from brimful.batches import map_tensors, named_tensors
 from brimful.job import Batch
 
 
-def copied_ahead_to(device: torch.device | str) -> Callable[[Batch], Callable[[], Batch]]:
-    """A `begin_move` for `run_step` that copies to `device` on a stream of its own.
+def prefetch_to(device: torch.device | str) -> Callable[[Batch], Callable[[], Batch]]:
+    """A `prefetch` for `run_step` that copies to `device` on a stream of its own.
 
     Only from pinned memory does the host go on meanwhile. Elsewhere than on CUDA it is a copy made at once.
 

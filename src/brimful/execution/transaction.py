@@ -10,35 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-import torch
-from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from brimful.errors import HalfUpdatedError
 from brimful.execution.buffers import BufferSnapshot, modules_of
+from brimful.execution.executor import StepExecutor, StepHooks
 from brimful.execution.out_of_memory import despite_out_of_memory, make_room
 from brimful.execution.parameters import ParameterSnapshot
 from brimful.execution.signals import HeldSignals
 from brimful.execution.update import SurvivingUpdate, WholeUpdate
 from brimful.random_state import RandomState
-from brimful.step import unused_scaler
 
 Result = TypeVar("Result")
 
 _WAY_OUT = "Resume from the last checkpoint."
-
-
-class HostUpdate(Protocol):
-    """An update on the host; see `applying/host_update.py`."""
-
-    has_begun: bool
-
-    def run(self, step: Callable[[], object]) -> None:
-        """Carry out a step."""
 
 
 class StepTransaction:
@@ -49,39 +37,34 @@ class StepTransaction:
     is complete.
 
     Args:
-        model: On `device`.
-        optimizer: Over parameters of the model.
-        device: Whose random numbers count beside the host's.
-        scaler: Of FP16; None without.
-        on_host: Updates on the host; None where the optimizer updates on the device.
+        executor: Runs the steps, with `hooks`.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        device: torch.device,
-        scaler: GradScaler | None,
-        on_host: HostUpdate | None,
-    ) -> None:
-        self._model = model
-        self._optimizer = optimizer
-        self._device = device
-        self._on_host = on_host
-        self._buffers = BufferSnapshot(model)
-        self._parameters = ParameterSnapshot(optimizer)
-        self._update = _update_of(optimizer, device, on_host)
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+        self._model = executor.model
+        self._device = executor.device
+        self._buffers = BufferSnapshot(executor.model)
+        self._parameters = ParameterSnapshot(executor.optimizer)
+        self._update = _update_of(executor)
         self._signals = HeldSignals()
         self._is_updated = False
-        self.scaler = scaler
-        """The one to use in the next step."""
+
+    @property
+    def hooks(self) -> StepHooks:
+        """Those that a step which is run here needs."""
+        return StepHooks(
+            before_update=self._before_update,
+            call_update=self._call_update,
+            after_update=self._after_update,
+            before_first_update=self._before_first_update,
+        )
 
     def run(self, step: Callable[[], Result]) -> Result:
-        """Run a step that calls `before_update`, `carry_out` and `follow_up`.
+        """Run a step.
 
         Args:
-            step: The whole of it.
+            step: Calls the executor once, with `hooks`.
 
         Returns:
             What it returned.
@@ -106,31 +89,20 @@ class StepTransaction:
                 self._parameters.release()
             return result
 
-    def before_update(self, _loss: Tensor, _gradient_norm: Tensor) -> bool:
-        """Call it before the first parameter changes; it permits the update."""
+    def _before_update(self, _loss: Tensor, _gradient_norm: Tensor) -> bool:
         self._parameters.end_of_forward()
         self._signals.hold()
         return True
 
-    def carry_out(self, update: Callable[[], object]) -> None:
-        """Let the optimizer step.
-
-        Args:
-            update: Its step.
-        """
-        self._update.run(update if self._on_host is None else partial(self._on_host.run, update))
+    def _call_update(self, update: Callable[[], object]) -> None:
+        self._update.run(update)
         self._is_updated = True
 
-    def begin_update_in_backward(self) -> None:
-        """Call it before the first parameter is updated in backward: from then on nothing can be taken back."""
+    def _before_first_update(self) -> None:
+        """From here on nothing can be undone."""
         self._is_updated = True
 
-    def follow_up(self, action: Callable[[], object]) -> None:
-        """What follows an update.
-
-        Args:
-            action: Called again if memory runs out.
-        """
+    def _after_update(self, action: Callable[[], object]) -> None:
         despite_out_of_memory(action, self._device)
 
     def _take_back(self, random: RandomState, error: BaseException) -> None:
@@ -138,7 +110,7 @@ class StepTransaction:
         try:
             with ExitStack() as parts:  # the last first, and the others too if one raises
                 parts.callback(random.restore, self._device)
-                parts.callback(self._forget_what_the_scaler_found)
+                parts.callback(self._executor.reset_scaler)
                 parts.callback(self._buffers.restore)
                 parts.callback(self._parameters.restore)
         except HalfUpdatedError as failure:
@@ -152,19 +124,14 @@ class StepTransaction:
                 f"a step raised {_said(error)}, after parameters were updated. {_WAY_OUT}"
             ) from error
 
-    def _forget_what_the_scaler_found(self) -> None:
-        if self.scaler is not None:
-            self.scaler = unused_scaler(self.scaler, self._device.type)
 
-
-def _update_of(
-    optimizer: Optimizer, device: torch.device, on_host: HostUpdate | None
-) -> SurvivingUpdate | WholeUpdate:
+def _update_of(executor: StepExecutor) -> SurvivingUpdate | WholeUpdate:
+    optimizer, on_host = executor.optimizer, executor.on_host
     if on_host is not None:
         return WholeUpdate("parameters on the host", lambda _message: _WAY_OUT, lambda: on_host.has_begun)
     if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
         return WholeUpdate("divided parameters", lambda _message: _WAY_OUT)
-    return SurvivingUpdate(optimizer, partial(make_room, device))
+    return SurvivingUpdate(optimizer, partial(make_room, executor.device))
 
 
 def _said(error: BaseException) -> str:

@@ -12,7 +12,7 @@ from brimful.measuring.certify import certify, certify_model
 from brimful.measuring.context import best_context, kept_context, measure_context
 from brimful.measuring.here import device_record
 from brimful.measuring.peak import PeakMemory, peak_memory
-from brimful.measuring.splitting import check_split, split_changes_layers, split_not_compared
+from brimful.measuring.splitting import check_may_split, check_split, split_changes_layers, split_not_compared
 from brimful.measuring.step import measure_step, repeated_step
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "calibrate_gpu",
     "certify",
     "certify_model",
+    "check_may_split",
     "check_split",
     "device_record",
     "kept_context",

@@ -6,7 +6,7 @@ import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from brimful.applying import apply_units
 from brimful.certificate import Certificate, Comparison
-from brimful.coupled import check_coupled, loss_of
+from brimful.coupled import check_coupled
+from brimful.execution.executor import StepExecutor, StepHooks
+from brimful.inputs import InputMover
 from brimful.job import Batch, Job
 from brimful.layout import layout_of, make_batch
 from brimful.local import build_model, choose_device, device_name
@@ -26,15 +28,7 @@ from brimful.measuring.splitting import ROUNDINGS, coarsest_dtype, compare_split
 from brimful.optimizers import make_optimizer
 from brimful.planning import what_splitting_changes
 from brimful.settings import Precision, Settings
-from brimful.step import (
-    copied_to,
-    counting_parts,
-    device_of,
-    loss_weights,
-    make_scaler,
-    matmul_precision,
-    run_step,
-)
+from brimful.step import counting_parts, device_of, loss_weights
 
 _GRADIENT = "the gradient of"
 _OTHER_DEVICE_SAMPLES = 2
@@ -128,10 +122,17 @@ def _certificate(
     """Of `settings`, which may be those that are planned with fewer samples."""
     batch = make_batch(job, settings.rank_batch_size)
     compute = partial(_computed, job, model, batch, device, seed)
-    kept = compute(replace(settings, units=()))
+    plain = replace(settings, units=(), step_in_backward=False, copies_ahead=False)
+    kept = compute(plain)
     comparisons = [_recomputing(settings, kept, compute)]
+    for is_on, name in (
+        (settings.step_in_backward, "updating in backward"),
+        (settings.copies_ahead and settings.gradient_accumulation_steps > 1, "copying ahead"),
+    ):
+        if is_on and not settings.changed:  # else what is recomputed was compared under it, too
+            comparisons.append(_comparison(name, kept, compute(settings), bound=0.0))
     if settings.chunked_loss is not None:
-        at_once = compute(replace(settings, units=(), chunked_loss=None))
+        at_once = compute(replace(plain, chunked_loss=None))
         comparisons.append(
             _comparison("computing the loss in chunks", at_once, kept, bound=_rounding(settings.precision))
         )
@@ -191,7 +192,7 @@ def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Setting
         return comparison
     # Some CUDA kernels add in any order: what plain training itself rounds otherwise in each run is no plan's
     # fault. What differs by more than rounding is no kernel's.
-    again = compute(replace(settings, units=()))
+    again = compute(replace(settings, units=(), step_in_backward=False, copies_ahead=False))
     unsteadiness = _comparison("plain", kept, again, bound=0.0).largest_difference
     return replace(comparison, bound=min(2 * unsteadiness, _rounding(settings.precision)))
 
@@ -232,27 +233,31 @@ def _computed(
         batch, settings.micro_batch_size
     )
     micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
+    names = {id(parameter): name for name, parameter in copied.named_parameters()}
     values: dict[str, Tensor] = {}
+
+    def keep_gradient(parameter: nn.Parameter) -> AbstractContextManager[object]:
+        if parameter.grad is not None:
+            values[f"{_GRADIENT} {names[id(parameter)]}"] = parameter.grad.cpu()
+        return nullcontext()
 
     def keep(loss: Tensor, _norm: Tensor) -> bool:
         values["the loss"] = loss.cpu()
-        for name, parameter in copied.named_parameters():
-            if parameter.grad is not None:
-                values[f"{_GRADIENT} {name}"] = parameter.grad.cpu()
-        return False
+        for parameter in copied.parameters():
+            keep_gradient(parameter)
+        return settings.step_in_backward  # before backward, which the executor runs without updates
 
-    with _seeded(seed), matmul_precision(settings.precision), DrawWatch(device) as watch:
-        run_step(
-            model=copied,
-            loss=loss_of(job),
-            optimizer=torch.optim.SGD(copied.parameters()),  # makes no update: `keep` declines
-            micro_batches=micro_batches,
-            weights=weights,
-            precision=settings.precision,
-            scaler=make_scaler(settings.precision, device.type),
-            before_update=keep,
-            move=copied_to(device),
-        )
+    executor = StepExecutor(
+        job,
+        replace(settings, optimizer_on_host=False),  # no update, so no optimizer to move
+        copied,
+        torch.optim.SGD(copied.parameters()),
+        device=device,
+        move=InputMover.copying_to(device),
+    )
+    with _seeded(seed), DrawWatch(device) as watch:
+        hooks = StepHooks(before_update=keep, around_parameter_update=keep_gradient)
+        executor(micro_batches, weights, hooks=hooks, updates=not settings.step_in_backward)
         draws = watch.has_drawn
     buffers = {name: buffer.detach().cpu() for name, buffer in copied.named_buffers()}
     applied.remove()

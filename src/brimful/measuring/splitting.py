@@ -52,6 +52,10 @@ _STANDARD_ERRORS = 5.0
 in 40,000 times (Student's t with 30 degrees of freedom)."""
 
 
+class SplitWarning(UserWarning):
+    """Splitting a batch changes what is trained, or may do so."""
+
+
 def compare_split_loss(
     job: Job,
     model: nn.Module,
@@ -124,15 +128,15 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
 
 
-def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Batch) -> None:
+def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
     The forward pass of at most four samples runs twice, in evaluation mode.
 
     Args:
         job: Its loss and count are used.
-        settings: Say whether the batch is split.
         model: Left as it was, as are all generators.
+        settings: Say whether the batch is split.
         global_batch: What the step is about to train on.
 
     Raises:
@@ -145,7 +149,7 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
         return
     few = _few_samples(job, layout, global_batch, min(2 * size, samples))
     if changes := list(what_split_changes(job, settings, model, few)):
-        warnings.warn(split_changes_layers(changes), stacklevel=4)
+        warnings.warn(split_changes_layers(changes), SplitWarning, stacklevel=4)
     if job.embed is not None:
         return
     try:
@@ -159,7 +163,7 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
     except torch.OutOfMemoryError as error:
         comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
     if comparison.left_out_because:
-        warnings.warn(split_not_compared(settings, comparison.left_out_because), stacklevel=4)
+        warnings.warn(split_not_compared(settings, comparison.left_out_because), SplitWarning, stacklevel=4)
     elif not comparison.holds:
         certificate = Certificate(
             job=job.name,
@@ -170,6 +174,26 @@ def check_split(job: Job, settings: Settings, model: nn.Module, global_batch: Ba
         raise CertificateError(
             f"{certificate}\nNothing was trained. If the difference is meant, pass verify=False."
         )
+
+
+def check_may_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
+    """Check that a batch may be split that was to be trained on as a whole.
+
+    Args:
+        job: Its loss and count are used.
+        model: Left as it was, as are all generators.
+        settings: Of the split batch.
+        global_batch: What the step is about to train on.
+
+    Raises:
+        CertificateError: Splitting changes what is trained, or whether it does cannot be known.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SplitWarning)
+        try:
+            check_split(job, model, settings, global_batch)
+        except SplitWarning as warning:
+            raise CertificateError(str(warning)) from warning
 
 
 def _few_samples(job: Job, layout: BatchLayout, batch: Batch, count: int) -> Batch:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import nn
-from torch.amp.grad_scaler import GradScaler
 
 from brimful.applying import apply_units
-from brimful.coupled import check_coupled, embeds_twice, loss_of
 from brimful.errors import UsageError
-from brimful.execution.host_optimizer import UpdateOnHost
-from brimful.execution.prefetch import copied_ahead_to
-from brimful.inputs import InputMover
+from brimful.execution.executor import StepExecutor
 from brimful.job import Batch, Job
 from brimful.layout import layout_of, make_batch
 from brimful.local import build_model, choose_device, set_up_allocator
@@ -24,18 +20,7 @@ from brimful.measuring.peak import measurement_of, peak_memory
 from brimful.optimizers import make_optimizer
 from brimful.own_loops import check_loop_decides
 from brimful.settings import Settings
-from brimful.step import (
-    CarryOut,
-    StepOutcome,
-    at_once,
-    counting_parts,
-    device_of,
-    loss_weights,
-    make_scaler,
-    matmul_precision,
-    run_step,
-)
-from brimful.updating import UpdateInBackward
+from brimful.step import StepOutcome, counting_parts, loss_weights
 
 _WARM_STEPS = 2
 """The first step makes optimizer state and workspaces, the second finds the allocator as later ones do."""
@@ -71,54 +56,30 @@ def measure_step(
     if job.loop is not None:
         check_loop_decides(job, settings)
         return measure_loop(job, settings.micro_batch_size, device=device, steps=steps, seed=seed)
-    check_coupled(job, settings)
     set_up_allocator(settings, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).to(device).train()
         optimizer = make_optimizer(job, model, settings)
+        executor = StepExecutor(job, settings, model, optimizer, device=device)
         applied = apply_units(model, settings)
-        on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
         batch = make_batch(job, settings.rank_batch_size)
-        run = repeated_step(
-            job,
-            settings,
-            model,
-            optimizer,
-            make_scaler(settings.precision, device.type),
-            at_once if on_host is None else on_host.run,
-            batch=batch,
-        )
-        with matmul_precision(settings.precision):
-            first = run()
-            for _ in range(_WARM_STEPS - 1):
-                run()
-            with peak_memory(model, optimizer, device, batch=batch) as peak:
-                run()
-            seconds = [_seconds(run, device) for _ in range(steps)]
+        run = repeated_step(executor, batch)
+        first = run()
+        for _ in range(_WARM_STEPS - 1):
+            run()
+        with peak_memory(model, optimizer, device, batch=batch) as peak:
+            run()
+        seconds = [_seconds(run, device) for _ in range(steps)]
         applied.remove()
     return measurement_of(peak, seconds, device, loss=float(first.loss))
 
 
-def repeated_step(
-    job: Job,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: GradScaler | None,
-    carry_out: CarryOut = at_once,
-    *,
-    batch: Batch,
-) -> Callable[[], StepOutcome]:
+def repeated_step(executor: StepExecutor, batch: Batch) -> Callable[[], StepOutcome]:
     """One optimizer step on one global batch, to be run again and again.
 
     Args:
-        job: Its loss is minimised.
-        settings: How the step is carried out.
-        model: Is trained where it is.
-        optimizer: Of the model's parameters.
-        scaler: For float16; None without.
-        carry_out: Calls the optimizer's step.
+        executor: Runs it.
         batch: On the host.
 
     Returns:
@@ -127,32 +88,10 @@ def repeated_step(
     Raises:
         BatchError: The batch cannot be split.
     """
-    device = device_of(model)
-    parts = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
-        batch, settings.micro_batch_size
-    )
-    micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
-    move = InputMover.to(device)
-    copies_ahead = settings.copies_ahead and device.type != "cpu"
-    in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
-
-    def run() -> StepOutcome:
-        with move.one_step(repeats=embeds_twice(job, micro_batches)):
-            return run_step(
-                model=model,
-                loss=loss_of(job),
-                optimizer=optimizer,
-                micro_batches=micro_batches,
-                weights=weights,
-                precision=settings.precision,
-                scaler=scaler,
-                move=move,
-                begin_move=copied_ahead_to(device) if copies_ahead else None,
-                carry_out=carry_out,
-                in_backward=in_backward,
-            )
-
-    return run
+    job, settings = executor.job, executor.settings
+    layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
+    parts = layout.split(batch, settings.micro_batch_size)
+    return partial(executor, *counting_parts(parts, loss_weights(job, parts)))
 
 
 def _seconds(run: Callable[[], StepOutcome], device: torch.device) -> float:

@@ -19,21 +19,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.applying import apply_units
-from brimful.coupled import embeds_twice, loss_of
 from brimful.errors import HalfUpdatedError, OutOfMemoryError, ResumeError
 from brimful.execution.buffers import BufferSnapshot
-from brimful.execution.host_optimizer import UpdateOnHost
+from brimful.execution.executor import StepExecutor, StepHooks
 from brimful.execution.out_of_memory import (
     RanOut,
     despite_out_of_memory,
     make_room,
     out_of_memory,
     unless_out_of_memory,
+    with_retries,
     with_room,
 )
-from brimful.execution.prefetch import copied_ahead_to
 from brimful.execution.update import SurvivingUpdate, WholeUpdate
-from brimful.inputs import InputMover
 from brimful.job import Batch, Job
 from brimful.layout import layout_of
 from brimful.measuring import PeakMemory, peak_memory
@@ -43,10 +41,7 @@ from brimful.step import (
     StepOutcome,
     counting_parts,
     loss_counts,
-    make_scaler,
-    run_step,
     shares_of,
-    unused_scaler,
 )
 from brimful.train.averaging import MovingAverage
 from brimful.train.batch_norm import corrected_momentum
@@ -59,7 +54,6 @@ from brimful.train.sharded_state import divided_state
 from brimful.train.state_checks import check_optimizer_state, check_scaler_state, check_scheduler_state
 from brimful.train.zero import ZeroOptimizer
 from brimful.training import Recovery, StepRecord
-from brimful.updating import UpdateInBackward
 
 MOST_SKIPPED_STEPS = 32
 """Steps in a row that the loss scaler may skip. Each halves the scale, 2**16 at first: it is 2**-16 by then."""
@@ -138,20 +132,20 @@ class Steps:
         self._optimizer_class = type(inner).__name__
         self._scheduler = scheduler
         self._device = device
-        self._max_gradient_norm = max_gradient_norm
         self._average = average
         self._corrects_batch_norm = corrects_batch_norm
         self._lower = lower
         self._on_recovery = on_recovery
-        self._move = InputMover.to(device)
-        self._begin_move = copied_ahead_to(device) if settings.copies_ahead and device.type != "cpu" else None
-        self._scaler = make_scaler(settings.precision, device.type)
-        self._buffers = BufferSnapshot(model)
-        self._on_host = UpdateOnHost(optimizer) if settings.optimizer_on_host else None
-        self._update = self._update_of(optimizer)
-        self._in_backward = (
-            UpdateInBackward(optimizer, before_first=self._begin_update) if settings.step_in_backward else None
+        self._executor = StepExecutor(
+            job,
+            settings,
+            model,
+            optimizer,
+            device=device,
+            max_gradient_norm=max_gradient_norm,
         )
+        self._buffers = BufferSnapshot(model)
+        self._update = self._update_of(optimizer)
         self._finite: tuple[float, float] = (math.nan, math.nan)
         self._terms = 0.0
         self._is_updated = False
@@ -233,13 +227,13 @@ class Steps:
             optimizer_class=self._optimizer_class,
             optimizer=self._optimizer.state_dict(),
             scheduler=None if self._scheduler is None else self._scheduler.state_dict(),
-            scaler=None if self._scaler is None else self._scaler.state_dict(),
+            scaler=None if self._executor.scaler is None else self._executor.scaler.state_dict(),
             average=None if self._average is None else self._average.state(),
         )
 
     def loading(self) -> AbstractContextManager[object]:
         """Within, what the optimizer loads comes where its state belongs."""
-        return nullcontext() if self._on_host is None else self._on_host.loading()
+        return self._executor.loading()
 
     def load_state(self, state: StepState) -> None:
         """Go on from what `state` gave; random numbers are the caller's to restore.
@@ -260,8 +254,8 @@ class Steps:
             self._optimizer.load_state_dict(divided_state(self._optimizer, state.optimizer))
             if self._scheduler is not None:
                 self._scheduler.load_state_dict(state.scheduler or {})
-            if self._scaler is not None:
-                self._scaler.load_state_dict(state.scaler or {})
+            if self._executor.scaler is not None:
+                self._executor.scaler.load_state_dict(state.scaler or {})
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if out_of_memory(error) is not None:
                 raise
@@ -281,7 +275,7 @@ class Steps:
         check_optimizer_state(self._optimizer, state.optimizer)
         for name, part, saved in (
             ("scheduler", self._scheduler, state.scheduler),
-            ("scaler", self._scaler, state.scaler),
+            ("scaler", self._executor.scaler, state.scaler),
         ):
             if (part is None) != (saved is None):
                 had, has = ("a", "none") if part is None else ("no", "one")
@@ -314,43 +308,55 @@ class Steps:
     ) -> tuple[float, StepOutcome, PeakMemory | None]:
         """What an attempt comes to, made again from the same random numbers, and with less, as memory runs
         out."""
-        is_again = False
-        while True:
+        start = time.perf_counter()
+
+        def guarded() -> tuple[float, StepOutcome, PeakMemory | None]:
+            nonlocal start
             self._is_updated = False
             start = time.perf_counter()
             try:
-                found = unless_out_of_memory(attempt)
+                return attempt()
             except BaseException as error:
-                if not self._is_updated and not isinstance(error, HalfUpdatedError):
-                    self._take_back(random)  # the update itself is as before, too
-                elif isinstance(error, Exception) and not isinstance(error, HalfUpdatedError):
-                    raise HalfUpdatedError(
-                        f"an error came once parameters were updated: {type(error).__name__}: {error}. They "
-                        "are not saved. Resume from the last save."
-                    ) from error
+                if out_of_memory(error) is None:
+                    self._undo_failed(error, random)
                 raise
-            if not isinstance(found, RanOut):
-                return found
-            if self._is_updated and self._in_backward is not None:
-                raise HalfUpdatedError(
-                    f"memory ran out in backward, where step_in_backward had updated parameters already: "
-                    f"{found.message}. They are not saved. Resume from the last save, with less."
-                )
-            if self._is_updated:
-                raise HalfUpdatedError(f"memory ran out after an update, in what follows it: {found.message}.")
-            if self._move.changed:
-                raise HalfUpdatedError(
-                    f"memory ran out in a step whose loss had changed its batch in place "
-                    f"({', '.join(sorted(self._move.changed))}): {found.message}. The step cannot be repeated. "
-                    "Resume from the last save, or let the loss work on a copy."
-                )
-            self._take_back(random)
-            make_room(self._device)
+
+        def recover(ran_out: RanOut, *, is_retry: bool) -> None:
             if self._ranks.are_several:
-                raise self._ended_on_one_rank(during, found.message, start)
-            self._recover(during, found.message, start, with_less=is_again)
-            restore_random_state(random, self._device)  # planning anew draws batches
-            is_again = True
+                raise self._ended_on_one_rank(during, ran_out.message, start)
+            self._recover(during, ran_out.message, start, with_less=is_retry)
+            restore_random_state(random, self._device)  # planning draws batches
+
+        return with_retries(guarded, recover, self._device, undo=partial(self._undo_out_of_memory, random))
+
+    def _undo_failed(self, error: BaseException, random: RandomState) -> None:
+        """Leave everything as before an attempt that raised, or raise HalfUpdatedError."""
+        if isinstance(error, HalfUpdatedError):
+            return
+        if not self._is_updated:
+            self._take_back(random)  # the update itself is as before, too
+        elif isinstance(error, Exception):
+            raise HalfUpdatedError(
+                f"an error came once parameters were updated: {type(error).__name__}: {error}. They are not "
+                "saved. Resume from the last save."
+            ) from error
+
+    def _undo_out_of_memory(self, random: RandomState, ran_out: RanOut) -> None:
+        """Leave everything as before an attempt in which memory ran out, or raise HalfUpdatedError."""
+        if self._is_updated and self.settings.step_in_backward:
+            raise HalfUpdatedError(
+                "memory ran out in backward, where step_in_backward had updated parameters already: "
+                f"{ran_out.message}. They are not saved. Resume from the last save, with less."
+            )
+        if self._is_updated:
+            raise HalfUpdatedError(f"memory ran out after an update, in what follows it: {ran_out.message}.")
+        if changed := self._executor.move.changed:
+            raise HalfUpdatedError(
+                f"memory ran out in a step whose loss had changed its batch in place "
+                f"({', '.join(sorted(changed))}): {ran_out.message}. The step cannot be repeated. Resume from "
+                "the last save, or let the loss work on a copy."
+            )
+        self._take_back(random)
 
     def _attempt(
         self, batch: Batch, *, measure_memory: bool = False, updates: bool = True
@@ -364,37 +370,26 @@ class Steps:
         micro_batches = self._without_nothing(batch, [part for part, _counts in parts], weights)
         weights = weights if self._ranks.are_several else [weight for weight in weights if weight]
         self._buffers.take()
-        if self._in_backward is not None:
-            self._in_backward.updates = updates
         measuring = self._measuring(batch) if measure_memory else nullcontext()
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
-        repeats = embeds_twice(self._job, micro_batches)
-        with self._move.one_step(repeats=repeats), measuring as peak, corrected_momentum(self._model, forwards):
-            outcome = run_step(
-                model=self._model,
-                loss=self._parallel.loss if self._job.embed is None else loss_of(self._job),
-                optimizer=self._optimizer,
-                micro_batches=micro_batches,
-                weights=weights,
-                precision=self.settings.precision,
-                scaler=self._scaler,
-                max_gradient_norm=self._max_gradient_norm,
-                before_update=self._may_update
-                if updates or self._in_backward is not None
-                else lambda _loss, _norm: False,
-                move=self._move,
-                begin_move=self._begin_move,
-                carry_out=self._carry_out,
-                follow_up=self._follow_up,
-                synchronising=self._parallel.synchronising,
-                clip=self._parallel.clip,
-                in_backward=self._in_backward,
-            )
-            if self._in_backward is not None and outcome.updated:
+        with measuring as peak, corrected_momentum(self._model, forwards):
+            outcome = self._executor(micro_batches, weights, hooks=self._hooks(), updates=updates)
+            if self.settings.step_in_backward and outcome.updated:
                 self._check_gradients(outcome)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start, outcome, peak
+
+    def _hooks(self) -> StepHooks:
+        return StepHooks(
+            before_update=self._may_update,
+            call_update=self._call_update,
+            after_update=partial(despite_out_of_memory, device=self._device),
+            before_first_update=self._begin_update,
+            synchronising=self._parallel.synchronising,
+            clip=self._parallel.clip,
+            loss=self._parallel.loss if self._job.embed is None else None,
+        )
 
     def _without_nothing(self, batch: Batch, micro_batches: list[Batch], weights: list[float]) -> list[Batch]:
         """The micro-batches without those that count for nothing: their mean loss is no number, even times 0.
@@ -431,12 +426,14 @@ class Steps:
         (total,) = self._ranks.sum(float(loss))
         self._finite = total / self._ranks.count, float(gradient_norm)
         # Gradients that overflow under loss scaling are the scaler's to skip: a smaller scale mends them.
-        return math.isfinite(self._finite[0]) and (self._scaler is not None or math.isfinite(self._finite[1]))
+        return math.isfinite(self._finite[0]) and (
+            self._executor.scaler is not None or math.isfinite(self._finite[1])
+        )
 
     def _update_of(self, optimizer: Optimizer) -> SurvivingUpdate | WholeUpdate:
-        if self._on_host is not None:  # which takes no memory of the device
+        on_host = self._executor.on_host
+        if on_host is not None:  # which takes no memory of the device
             way_out = "Resume from the last save, on a host with more memory."
-            on_host = self._on_host
             return WholeUpdate("parameters on the host", lambda _message: way_out, lambda: on_host.has_begun)
         if self._parallel.is_sharded:
             return WholeUpdate("divided parameters", self._out_of_an_update)
@@ -479,13 +476,9 @@ class Steps:
                 "then such a step is not taken."
             )
 
-    def _carry_out(self, update: Callable[[], object]) -> None:
-        self._update.run(update if self._on_host is None else partial(self._on_host.run, update))
+    def _call_update(self, update: Callable[[], object]) -> None:
+        self._update.run(update)
         self._is_updated = True
-
-    def _follow_up(self, action: Callable[[], object]) -> None:
-        """What follows an update is not to undo it: it is called again where memory runs out."""
-        despite_out_of_memory(action, self._device)
 
     def _take_back(self, random: RandomState) -> None:
         """Leave everything as it was before the step, if there was no update yet; or raise HalfUpdatedError, so
@@ -497,8 +490,7 @@ class Steps:
         self._buffers.restore()
         self._optimizer.zero_grad(set_to_none=True)
         random.restore(self._device)
-        if self._scaler is not None:
-            self._scaler = unused_scaler(self._scaler, self._device.type)
+        self._executor.reset_scaler()
 
     def _recover(self, during: str, message: str, since: float, *, with_less: bool) -> None:
         """Take less if that is wanted, and tell."""
@@ -548,7 +540,9 @@ class Steps:
 
     def _settle(self, record: StepRecord) -> None:
         """Count the step, let average and schedule follow; or undo what it left and raise NotFiniteStep."""
-        skipped_by_scaler = not record.updated and math.isfinite(record.loss) and self._scaler is not None
+        skipped_by_scaler = (
+            not record.updated and math.isfinite(record.loss) and self._executor.scaler is not None
+        )
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped_by_scaler else 0
         if not record.updated and (not skipped_by_scaler or self._skipped_in_a_row > MOST_SKIPPED_STEPS):
             with _whole_or_partial("buffers could not be restored after a step that was not taken"):

@@ -263,7 +263,9 @@ def test_the_schedule_stays_when_fp16_gradients_overflow(job_with, monkeypatch):
     # A scale of 2**24 makes fp16 gradients overflow until it has been halved often enough.
     from torch.amp.grad_scaler import GradScaler
 
-    monkeypatch.setattr("brimful.train.steps.make_scaler", lambda *_: GradScaler("cpu", init_scale=2.0**24))
+    monkeypatch.setattr(
+        "brimful.execution.executor.make_scaler", lambda *_: GradScaler("cpu", init_scale=2.0**24)
+    )
     settings = Settings(micro_batch_size=16, precision=Precision.FP16)
     rates = []
 

@@ -1,0 +1,211 @@
+"""One optimizer step as settings say, wired in one place for capture, measuring, verifying and training.
+
+    Settings, Job, model, optimizer → StepExecutor(micro_batches, weights) → StepOutcome
+
+What the callers differ in is in `StepHooks`. The algorithm of a step is `step.run_step`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from brimful.coupled import check_coupled, embeds_twice, loss_of
+from brimful.execution.host_optimizer import UpdateOnHost
+from brimful.execution.prefetch import prefetch_to
+from brimful.inputs import InputMover
+from brimful.job import Batch, Job
+from brimful.settings import Settings
+from brimful.step import (
+    CallAction,
+    Observer,
+    StepOutcome,
+    call,
+    make_scaler,
+    matmul_precision,
+    run_step,
+    unused_scaler,
+)
+from brimful.updating import UpdateInBackward, clipped_in_backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHooks:
+    """What a caller does in a step beside the step itself; by default nothing."""
+
+    observe: Observer | None = None
+    """Called with the phase and the micro-batch as each begins."""
+    before_update: Callable[[Tensor, Tensor], bool] | None = None
+    """Called with loss and gradient norm; returning False leaves the parameters as they are."""
+    call_update: CallAction = call
+    """Calls the optimizer's step."""
+    after_update: CallAction = call
+    """Calls what follows the update; each may be called again."""
+    before_first_update: Callable[[], None] = lambda: None
+    """Called before the first parameter is updated in backward."""
+    around_parameter_update: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: (
+        nullcontext()
+    )
+    """Around the update of each parameter in backward; its gradient is complete."""
+    synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext()
+    """Around forward and backward of a micro-batch; called with whether it is the last."""
+    clip: Callable[[Optimizer, float | None], Tensor] | None = None
+    """Scales the gradients down to a norm and returns what it was; None takes those of the parameters."""
+    loss: Callable[[nn.Module, Batch], Tensor] | None = None
+    """Takes the place of the job's, where it runs through a wrapper of the model."""
+
+
+NO_HOOKS = StepHooks()
+
+
+class StepExecutor:
+    """Runs optimizer steps on one model as settings say.
+
+    Unit actions (`apply_units`) are the caller's to apply, and the batch is the caller's to split.
+
+    Args:
+        job: Its loss.
+        settings: Of the step.
+        model: In training mode, on `device`.
+        optimizer: Over parameters of the model; with `optimizer_on_host` its state moves to the host.
+        device: Where micro-batches are computed.
+        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        move: Brings micro-batches to the device; by default copies them, or on a CPU lends them.
+        prefetch: With `copies_ahead`, begins to bring one there; by default on a stream of its own, on a GPU.
+        around_host: Around what an optimizer on the host does there.
+
+    Raises:
+        UsageError: The settings contradict the job, the optimizer or each other.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        settings: Settings,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        device: torch.device,
+        max_gradient_norm: float | None = None,
+        move: InputMover | None = None,
+        prefetch: Callable[[Batch], Callable[[], Batch]] | None = None,
+        around_host: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        check_coupled(job, settings)
+        if settings.step_in_backward and max_gradient_norm is not None:
+            raise clipped_in_backward(max_gradient_norm)
+        self.job = job
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.device = device
+        self._hooks = NO_HOOKS
+        """Those of the step that is running; not kept, as the caller they belong to holds this executor."""
+        self.move = move or InputMover.to(device)
+        self.scaler: GradScaler | None = make_scaler(settings.precision, device.type)
+        """Of float16; None for other precisions."""
+        self.on_host = UpdateOnHost(optimizer, around_host=around_host) if settings.optimizer_on_host else None
+        self._max_gradient_norm = max_gradient_norm
+        self._loss = loss_of(job)
+        self._in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
+        if prefetch is None and device.type != "cpu":
+            prefetch = prefetch_to(device)
+        self._prefetch = prefetch if settings.copies_ahead else None
+
+    def __call__(
+        self,
+        micro_batches: Sequence[Batch],
+        weights: Sequence[float],
+        *,
+        hooks: StepHooks = NO_HOOKS,
+        updates: bool = True,
+        stands_for: int = 1,
+    ) -> StepOutcome:
+        """Run one step.
+
+        Args:
+            micro_batches: The global batch in parts, on the host.
+            weights: Factors for their losses; see `step.loss_weights`.
+            hooks: The caller's part.
+            updates: False runs forward and backward, and leaves parameters and optimizer state as they are.
+            stands_for: How many micro-batches the last one stands for, where nothing is truly computed.
+
+        Returns:
+            The loss of the global batch and what became of the step.
+
+        Raises:
+            LossError: The loss is not a scalar tensor or has no gradient.
+            UsageError: The batch is in several parts, and parameters are to be updated in backward.
+        """
+        before_update = hooks.before_update
+        if self._in_backward is not None:
+            self._in_backward.updates = updates
+            self._in_backward.before_first = hooks.before_first_update
+            self._in_backward.around = hooks.around_parameter_update
+        elif not updates:
+            before_update = _decline
+        repeats = embeds_twice(self.job, micro_batches)
+        with (
+            self._within(hooks),
+            matmul_precision(self.settings.precision),
+            self.move.one_step(repeats=repeats),
+        ):
+            return run_step(
+                model=self.model,
+                loss=hooks.loss or self._loss,
+                optimizer=self.optimizer,
+                micro_batches=micro_batches,
+                weights=weights,
+                precision=self.settings.precision,
+                scaler=self.scaler,
+                max_gradient_norm=self._max_gradient_norm,
+                before_update=before_update,
+                observe=hooks.observe,
+                move=self.move,
+                prefetch=self._prefetch,
+                call_update=self.call_update,
+                after_update=hooks.after_update,
+                synchronising=hooks.synchronising,
+                clip=hooks.clip,
+                stands_for=stands_for,
+                in_backward=self._in_backward,
+            )
+
+    def call_update(self, update: Callable[[], object]) -> None:
+        """Let the optimizer step, on the host if that is where its state is.
+
+        Args:
+            update: Its step.
+        """
+        self._hooks.call_update(update if self.on_host is None else partial(self.on_host.run, update))
+
+    def loading(self) -> AbstractContextManager[object]:
+        """Within, a state that the optimizer loads comes where the settings have it, on the host perhaps."""
+        return nullcontext() if self.on_host is None else self.on_host.loading()
+
+    def reset_scaler(self) -> None:
+        """Drop what the loss scaler has found about a step that did not update; its scale stays."""
+        if self.scaler is not None:
+            self.scaler = unused_scaler(self.scaler, self.device.type)
+
+    @contextmanager
+    def _within(self, hooks: StepHooks) -> Iterator[None]:
+        self._hooks = hooks
+        try:
+            yield
+        finally:
+            self._hooks = NO_HOOKS
+            if self._in_backward is not None:
+                self._in_backward.before_first = NO_HOOKS.before_first_update
+                self._in_backward.around = NO_HOOKS.around_parameter_update
+
+
+def _decline(_loss: Tensor, _gradient_norm: Tensor) -> bool:
+    return False
