@@ -45,6 +45,7 @@ from brimful.measuring import (
     with_kept_calibration,
 )
 from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
+from brimful.options import PlanOptions
 from brimful.own_loops import check_loop_decides
 from brimful.planning import (
     MARGIN_FRACTION,
@@ -369,6 +370,28 @@ def plan(
     def capture(settings: Settings, steps: int = 1) -> Trace:
         return cautious(settings, steps)
 
+    asked = PlanOptions(
+        budget=_as_text(budget),
+        precision=_as_names(precision),
+        micro_batch_size=micro_batch_size,
+        recompute=_name_of_recompute(recompute),
+        optimizer=optimizer,
+        optimizer_implementation=None if optimizer_implementation is None else str(optimizer_implementation),
+        allow_optimizers=tuple(_names(allow_optimizers)),
+        chunked_loss=chunked_loss,
+        expandable_segments=expandable_segments,
+        offload=offload,
+        host_memory=_as_text(host_memory),
+        split_batch_norm=split_batch_norm,
+        step_in_backward=step_in_backward,
+        optimizer_on_host=optimizer_on_host,
+        copies_ahead=copies_ahead,
+        own_checkpointing=own_checkpointing,
+        parallelism=str(parallelism),
+        reshard_after_forward=reshard_after_forward,
+        gathered_dtype=gathered_dtype,
+        cpu_offload=cpu_offload,
+    )
     parallelisms = _parallelisms(parallelism, ranks)
     _check_zero(job, (optimizer, *_names(allow_optimizers)), parallelisms)
     request = Request(
@@ -406,7 +429,8 @@ def plan(
     with without_garbage_collection():
         try:
             budget_bytes = _budget_bytes(budget, capture, request)
-            return planning.search(capture, replace(request, budget_bytes=budget_bytes))
+            found = planning.search(capture, replace(request, budget_bytes=budget_bytes))
+            return replace(found, asked=asked)
         finally:
             capture.cache_clear()  # or what it holds would be gone through as collecting begins again
 
@@ -775,9 +799,27 @@ def _parse_allocator(allocator: str | AllocatorSettings) -> AllocatorSettings:
 def _precisions(precision: PrecisionLike | Sequence[PrecisionLike], device: Device) -> tuple[Precision, ...]:
     if precision == "auto":
         return tuple(p for p in Precision if device.supports(p))
+    if isinstance(precision, str) and not isinstance(precision, Precision):
+        return tuple(parse_precision(name.strip()) for name in precision.split(","))
     if isinstance(precision, str | torch.dtype):
         return (parse_precision(precision),)
     return tuple(parse_precision(p) for p in precision)
+
+
+def _as_text(size: str | float | None) -> str | None:
+    """A size as the command line takes it; a number is one of bytes."""
+    return size if size is None or isinstance(size, str) else f"{parse_bytes(size)}B"
+
+
+def _as_names(precision: PrecisionLike | Sequence[PrecisionLike]) -> str:
+    """Precisions as the command line takes them."""
+    several = [precision] if isinstance(precision, str | torch.dtype) else precision
+    return ",".join(str(each).removeprefix("torch.") for each in several)
+
+
+def _name_of_recompute(recompute: str | Action | None) -> str:
+    names: dict[str | None, str] = {None: "auto", Action.RECOMPUTE: "all", Action.KEEP: "none"}
+    return names.get(recompute, str(recompute))
 
 
 def _parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True) -> Action | None:
@@ -831,7 +873,7 @@ def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...
     if ranks == 1 and asked is not Parallelism.DDP:
         warnings.warn(
             f"there is one rank, which has the whole model: parallelism={str(asked)!r} divides nothing and is "
-            "left out. Train under torchrun --nproc-per-node N, or plan with ranks=N.",
+            "ignored. Train under torchrun --nproc-per-node N, or plan with ranks=N.",
             stacklevel=3,
         )
         return (Parallelism.DDP,)

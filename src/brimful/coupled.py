@@ -89,7 +89,7 @@ def check_coupled(job: Job, settings: Settings) -> None:
         )
     if settings.chunked_loss is not None:
         raise UsageError(
-            f"the loss of {job.name!r} is one of embeddings (`embed`), so there are no logits of "
+            f"the loss of {job.name!r} is one of embeddings (`embed`), which has no logits of "
             f"{settings.chunked_loss.layer!r} to compute it from in chunks. Plan with chunked_loss=False."
         )
 

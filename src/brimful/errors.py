@@ -5,7 +5,7 @@
     - SizeError                        text that is not a valid size
     - UnknownNameError                 no such device, model, optimizer …; says the nearest
     - BatchError                       a batch that cannot be split or resized
-    - LossError                        a loss that is no scalar or has no gradient
+    - LossError                        a loss that is not a scalar or has no gradient
     - RunDirectoryError                the run directory cannot be used
     - FileFormatError                  a file is not what it should be; names the file and the field
   + CaptureError                       the step cannot be run on fake tensors
@@ -73,7 +73,7 @@ class BatchError(UsageError):
 
 
 class LossError(UsageError):
-    """A loss that is no scalar or has no gradient."""
+    """A loss that is not a scalar or has no gradient."""
 
 
 class RunDirectoryError(UsageError):

@@ -464,7 +464,7 @@ def _context_row(cells: dict[str, str]) -> _ContextRow:
 def _major_minor(version: str) -> _Version:
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
-        raise UsageError(f"{version!r} is no version of torch. A version reads like 2.13.0.")
+        raise UsageError(f"{version!r} is not a version of torch. Write one such as 2.13.0.")
     return int(match[1]), int(match[2])
 
 

@@ -167,7 +167,7 @@ class Job:
         if self.embed is not None and self.count is not None:
             raise UsageError(
                 f"{self.name!r} has both `embed` and `count`. A loss of all embeddings of the global batch is "
-                "no mean over micro-batches, so nothing is weighted by a count. Leave `count` out."
+                "not a mean over micro-batches, so nothing is weighted by a count. Omit `count`."
             )
 
     def _check_batch_dim(self) -> None:

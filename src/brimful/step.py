@@ -109,7 +109,7 @@ def run_step(
         The loss and gradient norm of the global batch.
 
     Raises:
-        LossError: The loss is no scalar tensor or has no gradient.
+        LossError: The loss is not a scalar tensor or has no gradient.
         UsageError: The batch is in several parts, and parameters are to be updated in backward.
     """
     tell = observe or (lambda _phase, _micro_batch: None)

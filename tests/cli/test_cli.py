@@ -82,6 +82,7 @@ ESTIMATE_KEYS = {
     "parameter_count",
 }
 PLAN_KEYS = {
+    "asked",
     "brimful_plan",
     "budget_curve",
     "model_flops",

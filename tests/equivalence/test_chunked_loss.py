@@ -218,7 +218,7 @@ def test_a_layer_that_cannot_be_deferred_is_refused() -> None:
     model = Model()
     with pytest.raises(UnknownNameError, match="lm_head"):
         apply_units(model, Settings(micro_batch_size=B, chunked_loss=ChunkedLoss(layer="lm_head", chunks=4)))
-    with pytest.raises(UsageError, match="'embedding' is no plain"):
+    with pytest.raises(UsageError, match="'embedding' is not a plain"):
         apply_units(model, Settings(micro_batch_size=B, chunked_loss=ChunkedLoss(layer="embedding", chunks=4)))
     with pytest.raises(UsageError, match="at least 2"):
         ChunkedLoss(layer="head", chunks=1)

@@ -35,7 +35,7 @@ from zoo import ZOO, missing  # noqa: E402
 RECORDED = HERE / "recorded.json"
 PROSE = {
     "notes", "uncertain", "uncertain_about", "corrections", "torch_version", "description", "summary", "label",
-    "text", "where",
+    "text", "where", "asked",
 }  # fmt: skip
 
 # fmt: off

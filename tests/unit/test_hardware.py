@@ -273,7 +273,7 @@ def test_a_cpu_has_no_context() -> None:
 
 @pytest.mark.parametrize("version", ["", "newest", "2", "v2.13"])
 def test_what_is_no_version_of_torch_is_refused(version: str) -> None:
-    with pytest.raises(UsageError, match="no version of torch"):
+    with pytest.raises(UsageError, match="not a version of torch"):
         find_device("T4", torch_version=version)
 
 

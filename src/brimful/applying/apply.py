@@ -174,8 +174,8 @@ def _deferring(modules: dict[str, nn.Module], chunked: ChunkedLoss) -> tuple[nn.
         raise UnknownNameError("layer", chunked.layer, filter(None, modules), hint)
     if type(layer) is not nn.Linear or "forward" in layer.__dict__:
         raise UsageError(
-            f"the loss cannot be computed in chunks: {chunked.layer!r} is no plain nn.Linear but "
-            f"{type(layer).__name__}. Plan anew for this model, or leave chunked_loss out."
+            f"the loss cannot be computed in chunks: {chunked.layer!r} is not a plain nn.Linear but "
+            f"{type(layer).__name__}. Plan again for this model, or omit chunked_loss."
         )
     return layer, DeferringLinear(layer, chunked.chunks)
 
@@ -198,7 +198,7 @@ def _positions(module: nn.Module, fqn: str, span: Span) -> tuple[int, int]:
     """Position of a run's first child and of the one behind its last."""
     module = unwrapped(module)
     if type(module).forward is not nn.Sequential.forward or "forward" in module.__dict__:
-        raise UsageError(f"unit {fqn!r} is a run of children, but {span.parent!r} is no plain Sequential.")
+        raise UsageError(f"unit {fqn!r} is a run of children, but {span.parent!r} is not a plain Sequential.")
     names = list(module._modules)
     if not {span.first, span.last} <= set(names) or names.index(span.first) > names.index(span.last):
         known = [str(Span(parent=span.parent, first=name, last=name)) for name in names]

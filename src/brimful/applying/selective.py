@@ -88,7 +88,7 @@ class SavedOps:
         """Warn, the first time only."""
         if what not in self._said:
             self._said.add(what)
-            warnings.warn(f"unit {self._fqn!r}: {what} ({reason}). This is said once.", stacklevel=2)
+            warnings.warn(f"unit {self._fqn!r}: {what} ({reason}). Shown once.", stacklevel=2)
 
 
 _Say = Callable[[str, str], None]

@@ -23,8 +23,8 @@ from brimful.cli.options import (
     OnePrecision,
     OptimizerImplementationName,
     OptimizerName,
-    PlanOptions,
     SplitBatchNorm,
+    arguments,
     flattened,
 )
 from brimful.cli.output import (
@@ -40,6 +40,7 @@ from brimful.cli.sources import built_in_source, find_job, find_source, job_of
 from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
+from brimful.options import PlanOptions
 from brimful.status import busy
 
 if TYPE_CHECKING:
@@ -97,10 +98,10 @@ def estimate(
         ),
     ] = "",
     compare_allocators: Annotated[
-        bool, typer.Option("--compare-allocators", help="Also tell what other settings of it would change.")
+        bool, typer.Option("--compare-allocators", help="Also show what other allocator settings would change.")
     ] = False,
     phases: Annotated[
-        bool, typer.Option("--phases", help="Also tell what evaluation, saving and loading take.")
+        bool, typer.Option("--phases", help="Also show what evaluation, saving and loading take.")
     ] = False,
     without: Annotated[
         list[str] | None, typer.Option("--without", help="Leave out this correction; may be repeated.")
@@ -173,7 +174,7 @@ def gpus(
     optimizer: OptimizerName = None,
     split_batch_norm: SplitBatchNorm = False,
     device: Annotated[
-        list[str] | None, typer.Option("--device", help="Only this GPU; may be repeated. Left out: all known.")
+        list[str] | None, typer.Option("--device", help="Only this GPU; may be repeated. Default: all known.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -211,7 +212,9 @@ def plan(
     nodes: Annotated[int, typer.Option(help="Machines among which the ranks are divided.", min=1)] = 1,
     network: Annotated[
         str | None,
-        typer.Option(help="What goes between machines in a second, such as 25GB; 100 Gbit/s if left out."),
+        typer.Option(
+            help="Network bandwidth between machines in bytes per second, such as 25GB. Default: 100 Gbit/s."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     check: Annotated[
@@ -253,7 +256,7 @@ def plan(
                 ranks=ranks,
                 nodes=nodes,
                 network=network,
-                **planning.asked(),
+                **arguments(planning),
             )
         result = replace(result, source=source)
         if output is not None:

@@ -5,15 +5,18 @@ A command names a record as the type of a parameter; `flattened` makes each of i
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from brimful.codec import PositiveInt
 from brimful.training import LARGEST_SEED
 
 
@@ -34,7 +37,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     def call(**given: Any) -> None:
         _check_paths(given.values())
         for name, record in records.items():
-            given[name] = record(**{field.name: given.pop(field.name) for field in fields(record)})
+            given[name] = record(**{field.name: _taken(field, given) for field in fields(record)})
         command(**given)
 
     flat = []
@@ -59,19 +62,67 @@ def _check_paths(values: Iterable[Any]) -> None:
 
 def _options_of(record: type) -> list[inspect.Parameter]:
     hints = get_type_hints(record, include_extras=True)
+    described = field_docstrings(record)
     return [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=_default_of(field),
-            annotation=hints[field.name],
+            annotation=_described(field, hints[field.name], described.get(field.name)),
         )
         for field in fields(record)
     ]
 
 
+def field_docstrings(record: type) -> dict[str, str]:
+    """The docstrings below the fields of a record, by field, as one line each.
+
+    Args:
+        record: A dataclass whose source can be read.
+
+    Returns:
+        Those that there are.
+    """
+    (body,) = [node for node in ast.parse(inspect.getsource(record)).body if isinstance(node, ast.ClassDef)]
+    found = {}
+    for statement, following in pairwise(body.body):
+        is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+        text = following.value if isinstance(following, ast.Expr) else None
+        if is_field and isinstance(text, ast.Constant) and isinstance(text.value, str):
+            found[statement.target.id] = " ".join(text.value.split())  # type: ignore[attr-defined]
+    return found
+
+
+def _described(field: Field[Any], hint: Any, docstring: str | None) -> Any:
+    """The type of an option with its flag and help; one that declares them itself stays as it is."""
+    if docstring is None:
+        return hint
+    name = "--" + field.name.replace("_", "-")
+    if field.default is True or hint == bool | None:
+        name += f"/--no-{name[2:]}"
+    least = 1 if hint == PositiveInt | None else None
+    option = typer.Option(
+        field.metadata.get("flag", name),
+        help=docstring,
+        show_default=field.default not in (None, ()),
+        min=least,
+    )
+    return Annotated[_TYPES.get(hint, hint), option]
+
+
+_TYPES: dict[Any, Any] = {PositiveInt | None: int | None, tuple[str, ...]: list[str] | None}
+"""What typer reads in place of types that it does not know."""
+
+
 def _default_of(field: Field[Any]) -> Any:
+    if field.default == ():
+        return None  # typer's default of an option that may be repeated
     return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+def _taken(field: Field[Any], given: dict[str, Any]) -> Any:
+    value = given.pop(field.name)
+    return tuple(value or ()) if field.default == () else value
 
 
 MODEL_ARGUMENT = typer.Argument(
@@ -138,174 +189,49 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What is asked of a plan: settings that are pinned, and what may be chosen. Named as `api.plan` does."""
-
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget",
-            help="Bytes permitted on the device, such as 11GiB, or a share of what plain training takes, "
-            "such as 50%. Left out: what the device has, less a margin of 5 % on a GPU.",
-        ),
-    ] = None
-    precision: Annotated[
-        str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16; for plans also auto.")
-    ] = "fp32"
-    micro_batch_size: MicroBatch = None
-    recompute: Annotated[
-        str, typer.Option("--recompute", help="all, none, or auto: what becomes of saved tensors.")
-    ] = "auto"
-    optimizer: OptimizerName = None
-    optimizer_implementation: OptimizerImplementationName = None
-    allow_optimizers: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-optimizer",
-            help="Another optimizer that may be chosen, though it changes the mathematics: adafactor, "
-            "adamw8bit, adamw4bit; may be repeated.",
-        ),
-    ] = None
-    chunked_loss: Annotated[
-        bool,
-        typer.Option(
-            "--chunked-loss/--no-chunked-loss",
-            help="Permit computing a cross-entropy over a large vocabulary a part of the tokens at a time.",
-        ),
-    ] = True
-    expandable_segments: Annotated[
-        bool,
-        typer.Option(
-            "--expandable-segments/--no-expandable-segments",
-            help="Permit telling PyTorch's CUDA allocator to grow its segments, which leaves less memory "
-            "unused.",
-        ),
-    ] = True
-    offload: Annotated[
-        bool,
-        typer.Option(
-            "--offload/--no-offload",
-            help="Permit holding what units save for backward in the host's memory meanwhile.",
-        ),
-    ] = True
-    host_memory: Annotated[
-        str | None,
-        typer.Option(
-            "--host-memory",
-            help="Host memory for offloading and an optimizer on the host: 64GiB. Default: half of this "
-            "machine's if the GPU is in it, half of the GPU's memory if it is only named.",
-        ),
-    ] = None
-    split_batch_norm: SplitBatchNorm = False
-    step_in_backward: Annotated[
-        bool,
-        typer.Option(
-            "--step-in-backward",
-            help="Update each parameter in backward and let go of its gradient. A step that fails then cannot "
-            "be taken back; without accumulation, clipping, fp16 and other ranks.",
-        ),
-    ] = False
-    optimizer_on_host: Annotated[
-        bool | None,
-        typer.Option(
-            "--optimizer-on-host/--no-optimizer-on-host",
-            help="Keep the optimizer's state in the host's memory and update there. Left out: where it makes "
-            "the step faster, or nothing else fits, on one GPU.",
-            show_default=False,
-        ),
-    ] = None
-    copies_ahead: Annotated[
-        bool,
-        typer.Option(
-            "--copies-ahead",
-            help="Copy the next micro-batch of a step to the GPU while one is computed, for the memory of one "
-            "more.",
-        ),
-    ] = False
-    own_checkpointing: Annotated[
-        str,
-        typer.Option(
-            help="off turns off the model's own activation checkpointing (gradient_checkpointing), so that the "
-            "plan alone decides what is recomputed; keep leaves it on.",
-        ),
-    ] = "keep"
-    parallelism: Annotated[
-        str,
-        typer.Option(
-            "--parallelism",
-            help="Several ranks: ddp keeps the model on each, fsdp2 divides it among them, auto takes the "
-            "faster; zero1, zero2 and zero3 are DeepSpeed's.",
-        ),
-    ] = "auto"
-    reshard_after_forward: Annotated[
-        bool | None,
-        typer.Option(
-            "--reshard/--no-reshard",
-            help="Under FSDP2, let go of gathered parameters between forward and backward. Left out: the "
-            "faster that fits.",
-            show_default=False,
-        ),
-    ] = None
-    gathered_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="Under FSDP2 and bf16, bfloat16 gathers parameters in half the bytes, which rounds more than "
-            "autocast does.",
-        ),
-    ] = None
-
-    cpu_offload: Annotated[
-        bool,
-        typer.Option(
-            "--cpu-offload",
-            help="Under FSDP2, keep each rank's parts of parameters, gradients and optimizer state in the "
-            "host's memory, and update them there.",
-        ),
-    ] = False
-
-    def asked(self) -> dict[str, Any]:
-        """As arguments of `api.plan`."""
-        return arguments(self) | {"allow_optimizers": self.allow_optimizers or ()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
     """How a run goes, whatever its plan. Named as `api.fit` does."""
 
     epochs: Annotated[
         int | None,
-        typer.Option(help="Passes over the training data, in all; 1 if --steps is not said either.", min=1),
+        typer.Option(help="Total passes over the training data. Default: 1, unless --steps is given.", min=1),
     ] = None
-    steps: Annotated[int | None, typer.Option(help="Most optimizer steps, in all.", min=1)] = None
+    steps: Annotated[int | None, typer.Option(help="Maximum total optimizer steps.", min=1)] = None
     seed: Annotated[
-        int, typer.Option(help="Decides weights, order of samples and dropout.", min=0, max=LARGEST_SEED)
+        int, typer.Option(help="Random seed of weights, order of samples and dropout.", min=0, max=LARGEST_SEED)
     ] = 0
-    max_gradient_norm: Annotated[float | None, typer.Option(help="Scale gradients down to this norm.")] = None
-    schedule: Annotated[
-        str, typer.Option(help="How the learning rate falls over the run: constant, linear or cosine.")
-    ] = "constant"
+    max_gradient_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None
+    schedule: Annotated[str, typer.Option(help="Learning rate schedule: constant, linear or cosine.")] = (
+        "constant"
+    )
     warmup: Annotated[
-        float, typer.Option(help="Part of the run over which the learning rate first rises: 0.05.", min=0)
+        float,
+        typer.Option(
+            help="Warmup: fraction of the run over which the learning rate rises, such as 0.05.", min=0
+        ),
     ] = 0.0
     ema_decay: Annotated[
         float | None,
-        typer.Option(help="Keep an exponential moving average of the weights, 0.999 say, and validate it."),
+        typer.Option(
+            help="Exponential moving average of the weights with this decay, such as 0.999; validation uses it."
+        ),
     ] = None
     correct_batch_norm: Annotated[
         bool,
         typer.Option(
             "--correct-batch-norm",
-            help="With several micro-batches, let running statistics go as far in a step as with one.",
+            help="Correct BatchNorm's momentum for accumulation: running statistics move as with one batch.",
         ),
     ] = False
     patience: Annotated[
-        int | None, typer.Option(help="End after so many validations without a lower loss.", min=1)
+        int | None,
+        typer.Option(help="Early stopping: end after this many validations without a lower loss.", min=1),
     ] = None
     save_every: Annotated[
         int | None,
-        typer.Option(help="Save after so many steps, beside the end of each epoch and of the run.", min=1),
+        typer.Option(help="Save every N steps, besides the end of each epoch and of the run.", min=1),
     ] = None
-    keep_saves: Annotated[int, typer.Option(help="How many saves to keep, the newest.", min=1)] = 2
+    keep_saves: Annotated[int, typer.Option(help="How many checkpoints to keep, the newest.", min=1)] = 2
     compare_plain: Annotated[
         bool,
         typer.Option("--compare-plain", help="First train without the plan, from the same seed, to compare."),
@@ -326,25 +252,28 @@ class RunOptions:
 
     global_batch_size: Annotated[
         int | None,
-        typer.Option("--global-batch-size", help="Samples per optimizer step; a --plan says its own.", min=1),
+        typer.Option("--global-batch-size", help="Samples per optimizer step; a --plan has its own.", min=1),
     ] = None
     device: LocalDevice = "auto"
     plan_file: Annotated[
-        Path | None, typer.Option("--plan", help="Train by this plan instead of searching for one.")
+        Path | None, typer.Option("--plan", help="Train with this plan instead of searching for one.")
     ] = None
     plan_only: Annotated[
         bool,
-        typer.Option("--plan-only", help="Show the plan and end; its --json is what --plan takes."),
+        typer.Option("--plan-only", help="Show the plan and exit; its --json is what --plan takes."),
     ] = False
     learning_rate: Annotated[
-        float | None, typer.Option(help="Of the optimizer, which must be one by name.", min=0)
+        float | None, typer.Option(help="Learning rate of the optimizer, which must be one by name.", min=0)
     ] = None
     weight_decay: Annotated[
         float | None,
-        typer.Option(help="The same; biases and the weights of norms are left out of it.", min=0),
+        typer.Option(
+            help="Weight decay of the optimizer, which must be one by name; not applied to biases and norms.",
+            min=0,
+        ),
     ] = None
     run_dir: Annotated[
-        Path | None, typer.Option(help="A new directory for weights, records and saves; runs/… if left out.")
+        Path | None, typer.Option(help="A new directory for weights, logs and checkpoints. Default: runs/….")
     ] = None
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard's event files, to --run-dir/tensorboard.")
@@ -355,7 +284,8 @@ class RunOptions:
     resume: Annotated[
         bool,
         typer.Option(
-            "--resume", help="Go on from the newest save in --run-dir with its plan; begin if there is none."
+            "--resume",
+            help="Resume from the newest checkpoint in --run-dir with its plan; start if there is none.",
         ),
     ] = False
 
@@ -373,7 +303,7 @@ BalanceClasses = Annotated[
 ValidationFraction = Annotated[float, typer.Option(help="Part of the samples to validate with.")]
 TokenizerOption = Annotated[
     Path | None,
-    typer.Option(help="A local directory or tokenizer.json, or bytes; that of the model if left out."),
+    typer.Option(help="A local directory or tokenizer.json, or bytes. Default: that of the model."),
 ]
 Encoding = Annotated[str, typer.Option(help="Of the files.")]
 
@@ -399,8 +329,8 @@ class ImageOptions:
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Processes that read images to train on, and as many for validation; left out, as many as "
-            "there are processors, 8 at most.",
+            help="Processes that read images to train on, and as many for validation. Default: one per "
+            "processor, at most 8.",
             min=0,
         ),
     ] = None
@@ -415,7 +345,7 @@ class TextClassificationOptions:
     ] = "bert-base"
     tokenizer: TokenizerOption = None
     validation_file: Annotated[
-        Path | None, typer.Option(help="Another such file to validate with; a part of the first if left out.")
+        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
     ] = None
     text_column: Annotated[str, typer.Option(help="Name of the texts.")] = "text"
     pair_column: Annotated[str | None, typer.Option(help="Name of a second text of each row.")] = None

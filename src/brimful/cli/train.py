@@ -18,7 +18,6 @@ from brimful.cli.options import (
     LanguageModelOptions,
     Model,
     ModelOptions,
-    PlanOptions,
     RunOptions,
     TextClassificationOptions,
     TrainOptions,
@@ -30,6 +29,7 @@ from brimful.cli.sources import find_job
 from brimful.cli.streams import print_result
 from brimful.errors import UsageError
 from brimful.files import write_file
+from brimful.options import PlanOptions
 from brimful.status import busy
 from brimful.training import StopReason
 
@@ -287,7 +287,7 @@ def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
 
     launched: dict[str, Any] = {"ranks": ranks_launched(), "nodes": nodes_launched()}
     with busy("planning"):
-        return api.plan(job, device, global_batch_size=samples, **launched, **planning.asked())
+        return api.plan(job, device, global_batch_size=samples, **launched, **arguments(planning))
 
 
 def _own_rate(job: Job) -> float | None:
@@ -325,7 +325,7 @@ def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | No
     if not resume:
         return None
     if run_dir is None:
-        raise UsageError("--resume needs --run-dir, the directory of the run that is to go on.")
+        raise UsageError("--resume needs --run-dir, the directory of the run to resume.")
     if compare_plain:
         raise UsageError("--compare-plain trains twice from the start; it cannot be resumed.")
     plan = run_dir / "plan.json"

@@ -82,8 +82,8 @@ class BufferSnapshot:
         if lost:
             module, name = lost[0]
             raise HalfUpdatedError(
-                f"the buffer {name!r} of {type(module).__name__} changed for the first time in a step that is "
-                "to be taken back, and has no copy. Resume from the last checkpoint."
+                f"the buffer {name!r} of {type(module).__name__} changed for the first time in a step that has "
+                "to be undone, and has no copy. Resume from the last checkpoint."
             )
 
     def _copy(self, place: _Place, buffer: Tensor) -> Tensor | None:

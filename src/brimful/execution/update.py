@@ -426,7 +426,7 @@ class _Again(EagerDispatchMode):
 
     def _refuse(self, func: torch._ops.OpOverload) -> None:
         raise HalfUpdatedError(
-            f"memory ran out in the optimizer's update, which cannot be gone on with: {func} needs a value "
+            f"memory ran out in the optimizer's update, which cannot be completed: {func} needs a value "
             "that was overwritten since. Resume from the last checkpoint."
         )
 
@@ -456,7 +456,7 @@ def _again(
         made = not had and ahead.get(_place(parameter))
         if made or any(map(again.is_wrong, _state_tensors(optimizer, parameter))):
             raise HalfUpdatedError(
-                "memory ran out in the optimizer's update, which cannot be gone on with: state was made from a "
+                "memory ran out in the optimizer's update, which cannot be completed: state was made from a "
                 "value that was overwritten since. Resume from the last checkpoint."
             )
 

@@ -63,7 +63,7 @@ def certify(
     Raises:
         UsageError: There is no such device, or the optimizer cannot be used.
         BatchError: The job's batch cannot be made or split.
-        LossError: The loss is no scalar tensor or has no gradient.
+        LossError: The loss is not a scalar tensor or has no gradient.
     """
     device = choose_device(device, None)
     check_coupled(job, settings)
@@ -92,7 +92,7 @@ def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int =
 
     Raises:
         BatchError: The job's batch cannot be made or split.
-        LossError: The loss is no scalar tensor or has no gradient.
+        LossError: The loss is not a scalar tensor or has no gradient.
     """
     device = device_of(model)
     try:

@@ -48,7 +48,7 @@ def measure_step(
     Raises:
         UsageError: There is no such device, or `steps` is below 1.
         BatchError: The job's batch cannot be made or split.
-        LossError: The loss is no scalar tensor or has no gradient.
+        LossError: The loss is not a scalar tensor or has no gradient.
     """
     device = choose_device(device, None)
     if steps < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,6 +24,7 @@ from brimful.codec import (
 from brimful.display import NotebookText
 from brimful.errors import UsageError
 from brimful.files import write_file
+from brimful.options import PlanOptions
 from brimful.planning.text import plan_text
 from brimful.settings import Settings, settings_to_json
 
@@ -116,6 +117,8 @@ class Plan(NotebookText):
     """What a reader should know: what could not be searched, and why."""
     source: JobSource | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """None if the plan was not made by the command line."""
+    asked: PlanOptions = field(default_factory=PlanOptions)
+    """What was pinned and permitted; training that runs out of memory keeps to it."""
 
     def __post_init__(self) -> None:
         if self.model_flops is not None and self.model_flops > _MOST_FLOPS:
@@ -175,6 +178,7 @@ class Plan(NotebookText):
             "source": None
             if self.source is None
             else {"name": self.source.name, "options": dict(self.source.options)},
+            "asked": asdict(self.asked) | {"allow_optimizers": list(self.asked.allow_optimizers)},
         }
 
     @classmethod

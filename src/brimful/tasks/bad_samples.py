@@ -61,7 +61,7 @@ def heed(bad: Iterable[BadSample], of: int, asked: BadSamples) -> None:
         return
     listed = "\n".join(_lines(found))
     if asked is BadSamples.SKIP and len(found) < of:
-        warnings.warn(f"{len(found)} of {of} samples cannot be used and are left out:\n{listed}", stacklevel=3)
+        warnings.warn(f"{len(found)} of {of} samples cannot be used and are skipped:\n{listed}", stacklevel=3)
         return
     way_out = (
         "None is left to train on."

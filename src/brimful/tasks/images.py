@@ -272,7 +272,7 @@ def _check_classes_are_no_parts(directory: Path) -> None:
     if len(within) > 1 and len(within[0]) > 1 and all(names == within[0] for names in within):
         raise UsageError(
             f"the folders in {directory} all have the same folders in them "
-            f"({', '.join(sorted(within[0])[:4])}), so they are no classes. Call the one to train on "
+            f"({', '.join(sorted(within[0])[:4])}), so they are not classes. Call the one to train on "
             "train, that to validate with val."
         )
 
@@ -324,7 +324,7 @@ def _images_of(
     if len(classes) < 2:
         raise UsageError(
             f"{directory} has images of {len(classes)} classes ({', '.join(classes) or 'none'}); at least 2 "
-            "are to be told apart. Each class is a folder there, with its images in it."
+            "are needed. Each class is a folder there, with its images in it."
         )
     numbers = {name: number for number, name in enumerate(classes)}
     return classes, _Labelled(
@@ -368,7 +368,7 @@ def _images_by_name(directory: Path, files: list[tuple[Path, str]]) -> list[tupl
             f"{count} × {ending or 'no ending'}" for ending, count in others.most_common(_MOST_ENDINGS)
         )
         warnings.warn(
-            f"{others.total()} files in {directory} are no images by their names and left out: {told}.",
+            f"{others.total()} files in {directory} are not images by their names and are skipped: {told}.",
             stacklevel=4,
         )
     return [(path, name) for path, name in files if path.suffix.lower() in endings]

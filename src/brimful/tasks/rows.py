@@ -86,7 +86,7 @@ def undecoded(text: str) -> str | None:
         return None
     byte, line = ord(found[0]) - 0xDC00, text.count("\n", 0, found.start()) + 1
     where = f" in line {line}" if line > 1 else ""
-    return f"byte 0x{byte:02X}{where} is no UTF-8; another --encoding, such as latin-1, may fit"
+    return f"byte 0x{byte:02X}{where} is not UTF-8; another --encoding, such as latin-1, may fit"
 
 
 def read_rows(path: Path, columns: Sequence[str], encoding: str) -> Iterator[Row | BadSample]:
@@ -218,5 +218,5 @@ def _as_text(value: Any) -> tuple[str, str | None]:
         return "", "empty"
     why = undecoded(text)
     if why is None and _LONE_SURROGATE.search(text):
-        why = "half of a pair of surrogates, which is no character"
+        why = "half of a pair of surrogates, which is not a character"
     return text, why

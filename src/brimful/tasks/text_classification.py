@@ -219,9 +219,7 @@ def _classes(labels: Sequence[str], file: Path | str) -> tuple[str, ...]:
     """Names of classes, in the order of their numbers if they are such."""
     names = set(labels)
     if len(names) < 2:
-        raise UsageError(
-            f"{file} has labels of one class only, {labels[0]!r}; at least 2 are to be told apart."
-        )
+        raise UsageError(f"{file} has labels of one class only, {labels[0]!r}; at least 2 are needed.")
     are_numbers = all(_NUMBER.fullmatch(name) for name in names)
     return tuple(sorted(names, key=lambda name: (int(name), name) if are_numbers else (0, name)))
 

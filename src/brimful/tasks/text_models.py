@@ -212,8 +212,8 @@ def _check_causal(directory: Path, build: Callable[[], nn.Module]) -> None:
         said = {getattr(module, "is_causal", None) for module in build().modules()} - {None}
     if said == {False}:
         raise UsageError(
-            f"{directory} is an encoder, whose tokens see those after them: it would be shown what it is to "
-            "tell. Give a model for the next token, such as one of GPT-2 or Llama."
+            f"{directory} is an encoder, whose tokens see those after them: it would see what it has to "
+            "predict. Give a model for the next token, such as one of GPT-2 or Llama."
         )
 
 

@@ -69,8 +69,8 @@ class MovingAverage:
         """
         if state is None or _kinds(state) != _kinds(self._averages):
             raise ResumeError(
-                "the saved run has no moving average of these parameters. Resume without ema_decay, or begin "
-                "anew."
+                "the saved run has no moving average of these parameters. Resume without ema_decay, or start a "
+                "new run."
             )
         for name, average in self._averages.items():
             average.copy_(state[name])

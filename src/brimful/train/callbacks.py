@@ -48,7 +48,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     for callback in given:
         missing = [name for name in _TOLD if not callable(getattr(callback, name, None))]
         if missing or isinstance(callback, type):
-            lack = "is no instance" if isinstance(callback, type) else f"has no {missing[0]}"
+            lack = "is not an instance" if isinstance(callback, type) else f"has no {missing[0]}"
             raise UsageError(
                 f"callbacks has a {type(callback).__name__}, which {lack}. Derive from brimful.Callback, "
                 "override on_step(trainer, record), on_validation(trainer, record) or on_end(trainer, result), "

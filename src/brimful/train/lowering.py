@@ -15,8 +15,9 @@ from brimful.hardware import Device
 from brimful.job import Job
 from brimful.layout import why_not_split
 from brimful.measuring import device_record
+from brimful.options import PlanOptions
 from brimful.planning import Plan, Request, estimate_trace, of_one_rank, search
-from brimful.settings import Settings
+from brimful.settings import Action, Settings
 from brimful.trace import Trace
 
 LOWERED_FRACTION = 0.9
@@ -24,18 +25,23 @@ LOWERED_FRACTION = 0.9
 6.7 % (benchmarks/results/gpu_truth.json): what is predicted to take a tenth less takes less."""
 
 
+_PINNED = {"all": Action.RECOMPUTE, "none": Action.KEEP}
+"""Actions by what may be asked of them; auto pins none."""
+
+
 class Lowering:
     """Finds settings that take less memory for the same global batch.
 
     Args:
         job: What is trained.
-        plan: What the user has asked for may be read from it; None without a plan.
+        plan: Has what the user asked for, which is kept to; None without a plan.
         device: Where it is trained.
     """
 
     def __init__(self, job: Job, plan: Plan | None, device: torch.device) -> None:
         self._job = replace(job, loop=None)
         self._plan = plan
+        self._asked = PlanOptions() if plan is None else plan.asked
         self._device = device
         self._least_bytes: int | None = None
         """What the leanest settings took with which memory ran out, predicted: what is planned next takes less.
@@ -48,8 +54,9 @@ class Lowering:
             settings: Those with which memory ran out.
 
         Returns:
-            A plan's settings for nine tenths of what these are predicted to take, else those that hold no
-            gathered parameters between forward and backward, else those with the next smaller micro-batch.
+            A plan's settings for nine tenths of what these are predicted to take, pinned as the user asked;
+            else those that hold no gathered parameters between forward and backward; else, pinned or not,
+            those with the next smaller micro-batch.
 
         Raises:
             OutOfMemoryError: There are none.
@@ -81,7 +88,8 @@ class Lowering:
         return search(capture, request).settings
 
     def _request(self, settings: Settings, device: Device, budget_bytes: int) -> Request:
-        plan = self._plan
+        plan, asked = self._plan, self._asked
+        is_pinned = settings.micro_batch_size == asked.micro_batch_size  # until nothing else helps
         return Request(
             job=self._job.name,
             device=device,
@@ -90,7 +98,9 @@ class Lowering:
             precisions=(settings.precision,),
             optimizer=settings.optimizer,
             optimizer_implementation=settings.optimizer_implementation,
-            permits_chunked_loss=plan is not None or settings.chunked_loss is not None,
+            micro_batch_size=asked.micro_batch_size if is_pinned else None,
+            recompute=_PINNED.get(asked.recompute),
+            permits_chunked_loss=asked.chunked_loss if plan is not None else settings.chunked_loss is not None,
             permits_expandable_segments=settings.expandable_segments,
             offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
             optimizer_on_host=settings.optimizer_on_host,
@@ -99,15 +109,18 @@ class Lowering:
             why_not_split=why_not_split(self._job, settings.rank_batch_size),
             weighs_by_count=self._job.count is not None or self._job.reduction == "sum",
             step_in_backward=settings.step_in_backward,
-            splits_coupled_batches=settings.gradient_accumulation_steps > 1,
+            splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
             ranks=settings.ranks,
             nodes=settings.nodes,
             parallelisms=(settings.parallelism,),
+            reshard_after_forward=asked.reshard_after_forward,
             gathered_dtype=settings.gathered_dtype,
             cpu_offload=settings.cpu_offload,
         )
 
     def _resharding(self, settings: Settings) -> Settings:
+        if self._asked.reshard_after_forward is not None:
+            raise OutOfMemoryError("reshard_after_forward is pinned (--reshard, --no-reshard).")
         if settings.reshard_after_forward:
             raise OutOfMemoryError("no parameters are held gathered between forward and backward.")
         return replace(settings, reshard_after_forward=True)

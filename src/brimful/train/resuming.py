@@ -116,7 +116,7 @@ def check_rates(options: Options, rates: Rates, saved: Save) -> None:
     if (before.rates, before.schedule) != (now.rates, now.schedule):
         raise ResumeError(
             f"the run in {options.saving.run_dir} was begun with learning rates and weight decays "
-            f"{_listed(before.rates)} and schedule {before.schedule}, and is to go on with "
+            f"{_listed(before.rates)} and schedule {before.schedule}, and is to resume with "
             f"{_listed(now.rates)} and {now.schedule}: it would not be the same run. Resume it as it was "
             "begun, or begin another in a new run directory."
         )
@@ -133,7 +133,7 @@ def restore_random(options: Options, ranks: Ranks, saved: Save) -> None:
     of_ranks = saved.checkpoint.random
     if ranks.count != len(of_ranks):
         warnings.warn(
-            f"the run was saved by {len(of_ranks)} ranks and goes on with {ranks.count}: dropout "
+            f"the run was saved by {len(of_ranks)} ranks and resumes with {ranks.count}: dropout "
             "draws other numbers than it would have.",
             stacklevel=2,
         )

@@ -184,7 +184,7 @@ class Steps:
         Raises:
             NotFiniteStep: The loss or a gradient is NaN or infinite; all is as before.
             BatchError: The batch cannot be split.
-            LossError: The loss is no scalar tensor or has no gradient.
+            LossError: The loss is not a scalar tensor or has no gradient.
             OutOfMemoryError: Memory ran out however little was taken; parameters and buffers are as before.
             HalfUpdatedError: Memory ran out in the update, which could not be finished.
         """

@@ -161,7 +161,7 @@ def distinct_tensors(
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             warnings.warn(
-                f"the model's state {name!r} ({type(tensor).__name__}) is no tensor and is not saved.",
+                f"the model's state {name!r} ({type(tensor).__name__}) is not a tensor and is not saved.",
                 stacklevel=4,
             )
             continue

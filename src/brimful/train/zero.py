@@ -356,9 +356,7 @@ def _empty_state(flat: Tensor, saved: list[dict[str, Any]]) -> dict[str, Any]:
     """The state of a flat part, its numbers those of its parameters and all else zero."""
     numbers = [{name: float(each[name]) for name in _NUMBERS if name in each} for each in saved]
     if any(each.keys() != saved[0].keys() for each in saved) or any(each != numbers[0] for each in numbers):
-        raise ValueError(
-            "its parameters have taken other numbers of steps each, which DeepSpeed cannot go on with"
-        )
+        raise ValueError("its parameters have taken other numbers of steps each, which DeepSpeed cannot resume")
     return {
         name: torch.zeros_like(flat, requires_grad=False) if _is_flat(name, value) else value
         for name, value in saved[0].items()

@@ -224,7 +224,7 @@ def test_hidden_folders_and_other_files_are_left_out_and_the_latter_told(folder:
     hidden.mkdir()
     (hidden / "00.jpg").write_bytes((folder / "red" / "00.jpg").read_bytes())
     (folder / "red" / "photo.heic").write_bytes(b"?")
-    with pytest.warns(UserWarning, match=r"1 files .* no images by their names .* 1 × \.heic"):
+    with pytest.warns(UserWarning, match=r"1 files .* not images by their names .* 1 × \.heic"):
         assert len(data_of(job_of(folder)).train) == 27
 
 
@@ -233,7 +233,7 @@ def test_folders_of_parts_are_not_taken_for_classes(tmp_path: Path) -> None:
     make_images(tmp_path / "Val", 2)
     assert len(data_of(job_of(tmp_path)).train) == 12
     (tmp_path / "Val").rename(tmp_path / "holdout")
-    with pytest.raises(UsageError, match="they are no classes"):
+    with pytest.raises(UsageError, match="they are not classes"):
         job_of(tmp_path)
     shutil.rmtree(tmp_path / "holdout")
     assert len(data_of(job_of(tmp_path)).train) == 9

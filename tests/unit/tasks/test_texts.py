@@ -387,7 +387,7 @@ def test_a_classifier_of_a_decoder_that_has_no_padding_is_given_one(tmp_path: Pa
 def test_a_wrong_encoding_is_told_with_the_line(tmp_path: Path, bert: Path) -> None:
     file = tmp_path / "latin.csv"
     file.write_bytes("text,label\ncafé,0\nthé,1\nfilm,1\nfilm,0\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"latin\.csv:2: 'text': byte 0xE9 is no UTF-8"):
+    with pytest.raises(DataError, match=r"latin\.csv:2: 'text': byte 0xE9 is not UTF-8"):
         classify(file, bert)
     job = classify(file, bert, encoding="latin-1")
     assert job.about is not None

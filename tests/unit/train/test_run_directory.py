@@ -127,7 +127,7 @@ def test_state_that_is_no_tensor_is_left_out_with_a_warning(directory):
         def get_extra_state(self):
             return {"history": [1, 2]}
 
-    with pytest.warns(UserWarning, match="'_extra_state' .dict. is no tensor"):
+    with pytest.warns(UserWarning, match="'_extra_state' .dict. is not a tensor"):
         path = directory.save_weights(Extra(2, 2), WEIGHTS, {})
     assert set(load_file(path)) == {"weight", "bias"}
 

@@ -611,7 +611,10 @@ def test_the_model_is_gone_with_its_trainer_and_the_data_with_the_run(job_with, 
 
 
 def test_what_is_no_callback_is_refused_before_training(job_with):
-    for callback, said in ((print_loss, "function, which has no on_step"), (Callback, "which is no instance")):
+    for callback, said in (
+        (print_loss, "function, which has no on_step"),
+        (Callback, "which is not an instance"),
+    ):
         with pytest.raises(UsageError, match=said):
             Trainer(job_with(), Settings(micro_batch_size=8), device="cpu", steps=1, callbacks=[callback])
 

@@ -1,0 +1,75 @@
+"""What a user asks of a plan, declared once: the command line's flags and help, and what a plan's file keeps.
+
+Each field's docstring is its help on the command line (`cli/options.py`). `brimful.plan` takes the same names
+with the same defaults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from brimful.codec import PositiveInt
+
+
+def _flag(flag: str, **how: Any) -> dict[str, Any]:
+    """Metadata of a field whose flag on the command line is not its name."""
+    return {"flag": flag, **how}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What is asked of a plan: settings that are pinned, and what may be chosen."""
+
+    budget: str | None = None
+    """Bytes permitted on the device, such as 11GiB, or a share of what plain training takes, such as 50%.
+    Default: device capacity, minus 5 % on a GPU."""
+    precision: str = "fp32"
+    """fp32, tf32, fp16 or bf16; several with commas between to choose from; auto for all that the device has.
+    The first is that of plain training."""
+    micro_batch_size: PositiveInt | None = None
+    """Samples in one forward and backward pass. Default: the plan chooses."""
+    recompute: str = "auto"
+    """Activation checkpointing: all or none of the units; auto chooses for each."""
+    optimizer: str | None = None
+    """Replaces the job's own: adamw, sgd, adafactor, …"""
+    optimizer_implementation: str | None = None
+    """for-loop, foreach or fused: the same formula. Default: fused where the optimizer has it."""
+    allow_optimizers: tuple[str, ...] = field(default=(), metadata=_flag("--allow-optimizer"))
+    """Another optimizer that may be chosen, although it changes the mathematics: adafactor, adamw8bit,
+    adamw4bit; may be repeated."""
+    chunked_loss: bool = True
+    """Permit chunked cross-entropy for a large vocabulary: the same sums in another order."""
+    expandable_segments: bool = True
+    """Permit expandable segments of PyTorch's CUDA allocator, which leave less memory unused."""
+    offload: bool = True
+    """Permit offloading activations to host memory."""
+    host_memory: str | None = None
+    """Host memory for offloading and an optimizer on the host, such as 64GiB. Default: half of this machine's
+    if the GPU is in it, half of the GPU's memory if it is only named."""
+    split_batch_norm: bool = False
+    """Permit splitting a batch that BatchNorm couples, or a layer that each forward changes; statistics are
+    then those of micro-batches."""
+    step_in_backward: bool = False
+    """Update each parameter in backward and free its gradient. A step that fails then cannot be undone. Not
+    with accumulation, clipping, fp16 or several ranks."""
+    optimizer_on_host: bool | None = None
+    """Keep the optimizer state in host memory and update there. Default: where it makes the step faster, or
+    nothing else fits, on one GPU."""
+    copies_ahead: bool = False
+    """Prefetch: copy the next micro-batch of a step to the GPU while one is computed, for the memory of one
+    more."""
+    own_checkpointing: str = "keep"
+    """off turns off the model's own activation checkpointing (gradient_checkpointing), so that the plan alone
+    decides what is recomputed; keep leaves it on."""
+    parallelism: str = "auto"
+    """Several ranks: ddp keeps the model on each, fsdp2 shards it, auto takes the faster; zero1, zero2 and
+    zero3 are DeepSpeed's."""
+    reshard_after_forward: bool | None = field(default=None, metadata=_flag("--reshard/--no-reshard"))
+    """Under FSDP2, free gathered parameters between forward and backward. Default: the faster that fits."""
+    gathered_dtype: str | None = None
+    """Under FSDP2 and bf16, bfloat16 gathers parameters in half the bytes, which rounds more than autocast
+    does."""
+    cpu_offload: bool = False
+    """Under FSDP2, keep each rank's shards of parameters, gradients and optimizer state in host memory, and
+    update them there."""

@@ -1,0 +1,39 @@
+"""What a user reads says things in the field's words: errors, warnings and the command line's help."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCES = sorted((Path(__file__).parents[2] / "src" / "brimful").rglob("*.py"))
+AVOIDED = re.compile(
+    r"\b(?:told|tell|tells|let go|taken back|take back|goes on|go on with|gone on|left out|anew|so many|said"
+    r"|heed|(?<!there )(?:is|are) no(?! longer))\b",
+    re.IGNORECASE,
+)
+"""Household verbs for technical events, and "is no X" for "is not an X"."""
+
+
+def messages(source: Path) -> Iterator[tuple[int, str]]:
+    """Texts inside `raise`, constructors of errors, `warnings.warn` and options of the command line."""
+    for node in ast.walk(ast.parse(source.read_text())):
+        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Raise) or name.endswith("Error") or name in ("warnings.warn", "typer.Option"):
+            yield from ((text.lineno, text.value) for text in ast.walk(node) if is_text(text))  # type: ignore[attr-defined]
+    if source.parent.name == "brimful" and source.name == "options.py":
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.Expr) and is_text(node.value):
+                yield node.lineno, node.value.value  # type: ignore[attr-defined]
+
+
+def is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
+def test_messages_use_the_words_that_people_search_for(source: Path) -> None:
+    assert [f"{line}: {text}" for line, text in messages(source) if AVOIDED.search(text)] == []
