@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brimful.applying import apply_units
-from brimful.applying.sharding import Sharded, check_optimizer
-from brimful.batches import map_tensors, named_tensors, own_part
+from brimful.applying.sharding import Sharded
+from brimful.batches import map_tensors
+from brimful.capture.captured_step import CapturedStep, StepObservers, captured_micro_batches
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import CorrectedFunctions, rules_for
 from brimful.capture.corrections.device_calls import HOST_MARK
@@ -31,7 +29,7 @@ from brimful.capture.fakes import (
 from brimful.capture.libraries import answers_of_a_real_step, nothing_is_saved
 from brimful.capture.lines import raising_line
 from brimful.capture.loop import run_loop
-from brimful.capture.marks import input_mover, mark_batch, mark_gradients, mark_model, mark_state
+from brimful.capture.marks import input_mover
 from brimful.capture.modules import ModuleCalls
 from brimful.capture.outside import OutsideTensors
 from brimful.capture.recorder import Recorder
@@ -40,24 +38,16 @@ from brimful.capture.values import KnownValues
 from brimful.collecting import without_garbage_collection
 from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
 from brimful.errors import BatchError, BrimfulError, CaptureError
-from brimful.execution.executor import StepExecutor, StepHooks
-from brimful.execution.host_optimizer import state_bytes
 from brimful.hardware import Device
-from brimful.inputs import InputMover
 from brimful.job import Batch, Job
 from brimful.layout import layout_of, make_micro_batch
 from brimful.module_tree import own_checkpoints
-from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
 from brimful.status import report
-from brimful.step import CallAction, autocast, loss_counts
-from brimful.timeline import pinned_bytes
-from brimful.trace import Category, Guess, Phase, Trace
-from brimful.wrappers import plain_namer
+from brimful.step import autocast, loss_counts
+from brimful.trace import Guess, Phase, Trace
 
 _ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
-DISTINCT_MICRO_BATCHES = 2
-"""The first micro-batch makes the gradients, the second adds to them; all further ones repeat the second."""
 
 
 def capture_step(
@@ -144,18 +134,19 @@ def capture_step(
             stack.enter_context(mode)
             functions = stack.enter_context(CorrectedFunctions(rules))
             stack.enter_context(recorder)
-            captured_micro_batches = _captured_micro_batches(settings)
+            micro_batches = captured_micro_batches(settings)
             if job.loop is not None:
-                steps, captured_micro_batches = run_loop(
+                steps, micro_batches = run_loop(
                     job, model, batch, recorder, functions, compiled, steps=steps, begin_step=begin_step
                 )
-                settings = replace(settings, gradient_accumulation_steps=captured_micro_batches)
+                settings = replace(settings, gradient_accumulation_steps=micro_batches)
             else:
                 move.written = written_inputs
-                run = _prepare(job, settings, model, batch, recorder, compiled, sharded, move, coupling)
+                observers = StepObservers(recorder=recorder, compiled=compiled, coupling=coupling)
+                captured = CapturedStep(job, settings, model, batch, observers, move, sharded)
                 for step in range(steps):
                     begin_step()
-                    run(step)
+                    captured.run(step)
                 if evaluates:
                     recorder.at(Phase.EVALUATION, 0, steps)
                     _evaluate(job, settings, model, batch, recorder)
@@ -165,7 +156,7 @@ def capture_step(
             device_kind=device.kind,
             torch_version=torch.__version__,
             captured_steps=steps,
-            captured_micro_batches=captured_micro_batches,
+            captured_micro_batches=micro_batches,
             ops=tuple(recorder.ops),
             storages=recorder.storages(),
             events=recorder.event_records(),
@@ -241,132 +232,6 @@ def _check_count(job: Job, batch: Batch) -> None:
         ) from error
 
 
-def _captured_micro_batches(settings: Settings) -> int:
-    return min(settings.gradient_accumulation_steps, DISTINCT_MICRO_BATCHES)
-
-
-def _prepare(
-    job: Job,
-    settings: Settings,
-    model: nn.Module,
-    batch: Batch,
-    recorder: Recorder,
-    compiled: CompiledCode,
-    sharded: Sharded | None,
-    move: InputMover,
-    coupling: Coupling,
-) -> Callable[[int], None]:
-    """Record what is there before training; what it returns runs and records the step of a number."""
-    parts_on_host = settings.cpu_offload and not recorder.host_is_device
-    mark_model(model, recorder, with_parameters=not parts_on_host)
-    if recorder.host_is_device:
-        mark_batch(batch, recorder)
-    is_on_host = settings.optimizer_on_host or parts_on_host
-    with recorder.on_host() if is_on_host else nullcontext():  # some make state at once
-        optimizer = _make_optimizer(job, model, settings)
-    if sharded is not None:
-        check_optimizer(optimizer)
-    make_state = _create_state_one_by_one if settings.step_in_backward else _create_optimizer_state
-
-    def mark() -> None:
-        if recorder.host_is_device or not is_on_host:
-            mark_state(optimizer, model, recorder)
-            return
-        recorder.host_state_bytes = state_bytes(optimizer)
-        if parts_on_host:
-            trainable = sum(own_part(p).nbytes for p in model.parameters() if p.requires_grad)
-            recorder.host_state_bytes += trainable + sum(own_part(p).nbytes for p in model.parameters())
-
-    plain_name = plain_namer(model)
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    reached: set[int] = set()
-
-    @contextmanager
-    def around_update(parameter: nn.Parameter) -> Iterator[None]:
-        assert parameter.grad is not None
-        reached.add(id(parameter))
-        recorder.mark([parameter.grad], Category.GRADIENTS, [names[id(parameter)]])
-        with recorder.updating():
-            yield
-
-    count = _captured_micro_batches(settings)
-
-    def prefetch(host_batch: Batch) -> Callable[[], Batch]:
-        coming = [move(host_batch)]
-        return coming.pop
-
-    def observe(phase: Phase, micro_batch: int) -> None:
-        if phase is Phase.FORWARD:
-            coupling.begin_forward()
-        elif phase is Phase.BACKWARD:
-            coupling.end_forward()
-        recorder.is_on_host = parts_on_host and phase is Phase.OPTIMIZER
-        compiled.end_backward(recorder)
-        if phase is Phase.BACKWARD:
-            compiled.begin_backward(model, recorder, are_kept_apart=settings.step_in_backward)
-        if phase is Phase.OPTIMIZER:
-            if not parts_on_host:
-                mark_gradients(model, recorder)
-            _drop_state_of_unused(optimizer, [p for p in made_early if p.grad is None], recorder)
-            made_early.clear()
-        recorder.at(phase, micro_batch)
-
-    def loss(_model: nn.Module, batch: Batch) -> Tensor:
-        assert sharded is not None
-        return sharded.computed(lambda model: job.loss(model, batch))
-
-    executor = StepExecutor(
-        job,
-        settings,
-        model,
-        optimizer,
-        device=torch.device("cpu"),
-        move=move,
-        prefetch=None if recorder.host_is_device else prefetch,
-        around_host=recorder.on_host,
-    )
-    hooks = StepHooks(
-        observe=observe, around_parameter_update=around_update, loss=None if sharded is None else loss
-    )
-    if executor.on_host is not None:
-        staging = executor.on_host.staging
-        recorder.host_staging_bytes = sum(pinned_bytes(each.nbytes) for each in staging)
-        if recorder.host_is_device:
-            recorder.mark(staging, Category.OPTIMIZER_STATE, ["on the way to the host"] * 2)
-    with recorder.on_host() if parts_on_host else nullcontext():
-        made_early = make_state(
-            optimizer,
-            model,
-            recorder,
-            among_ranks=settings.ranks > 1 and not parts_on_host,
-            call_update=executor.call_update,
-            mark=mark,
-        )
-
-    def run(step: int) -> None:
-        recorder.is_on_host = False
-        recorder.at(Phase.FORWARD, 0, step)
-        weights = [1 / settings.gradient_accumulation_steps] * count
-        executor(
-            [batch] * count, weights, hooks=hooks, stands_for=settings.gradient_accumulation_steps - count + 1
-        )
-        if settings.step_in_backward:
-            _drop_state_of_unused(optimizer, [p for p in made_early if id(p) not in reached], recorder)
-            made_early.clear()
-        mark()
-
-    return run
-
-
-def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer; one that looks at values of tables it makes (bitsandbytes) makes them as real tensors."""
-    try:
-        return make_optimizer(job, model, settings)
-    except DataDependentOutputException:
-        with _disable_current_modes():
-            return make_optimizer(job, model, settings)
-
-
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
     """One micro-batch as validation runs it; all of the global batch where the loss couples them."""
     loss, move = loss_of(job), input_mover(recorder, repeats=True)
@@ -386,54 +251,6 @@ def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, reco
         else:
             loss(model, move(batch))
     model.train()
-
-
-def _create_optimizer_state(
-    optimizer: Optimizer,
-    model: nn.Module,
-    recorder: Recorder,
-    *,
-    among_ranks: bool,
-    call_update: CallAction,
-    mark: Callable[[], None],
-) -> list[nn.Parameter]:
-    """Let the optimizer make its state by one step with gradients that are never written; whose it made.
-
-    Among ranks those gradients are told as such: in training they are in DDP's buckets then. `mark` is called
-    once the state is there.
-    """
-    recorder.at(Phase.SETUP, 0)
-    there_before = set(optimizer.state)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.empty_like(parameter)
-    if among_ranks:
-        mark_gradients(model, recorder)
-    call_update(optimizer.step)
-    optimizer.zero_grad(set_to_none=True)
-    mark()
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [parameter for parameter in parameters if parameter not in there_before]
-
-
-def _create_state_one_by_one(
-    optimizer: Optimizer, model: nn.Module, recorder: Recorder, **how: Any
-) -> list[nn.Parameter]:
-    """The same where there is never more than one gradient."""
-    whole, made = optimizer.param_groups, []
-    for group in whole:
-        for parameter in group["params"]:
-            optimizer.param_groups = [group | {"params": [parameter]}]
-            made += _create_optimizer_state(optimizer, model, recorder, **how)
-    optimizer.param_groups = whole
-    return made
-
-
-def _drop_state_of_unused(optimizer: Optimizer, unused: list[nn.Parameter], recorder: Recorder) -> None:
-    """Optimizers pass over parameters without a gradient, so those that no loss reaches never had a state."""
-    for parameter in unused:
-        state = optimizer.state.pop(parameter, {})
-        recorder.never_made(value for _name, value in named_tensors(state))
 
 
 @contextmanager
