@@ -59,7 +59,7 @@ ONCE = {
     "opening the data": "opened",
     "reading a sample": "__getitem__",
     "forward": "forward",
-    "the optimizer's update": "_carry_out",
+    "the optimizer's update": "_call_update",
     "folding into the average": "update",
     "checking weights for NaN": "has_finite_parameters",
     "copying for a save": "_copied",
