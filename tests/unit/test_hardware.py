@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from brimful import hardware
 from brimful.errors import UnknownNameError, UsageError
 from brimful.hardware import (
     CudaContext,
+    Device,
+    contexts,
     cuda_context,
     find_device,
     known_devices,
     memory_limits_bytes,
+    table,
+    this_machine,
     with_context,
 )
 from brimful.settings import Precision
@@ -44,7 +47,7 @@ def test_there_are_sixty_gpus_from_pascal_to_blackwell() -> None:
 
 
 @pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
-def test_every_row_has_a_source_and_plausible_figures(device: hardware.Device) -> None:
+def test_every_row_has_a_source_and_plausible_figures(device: Device) -> None:
     assert len(device.source) > 10
     assert device.confidence in {"high", "medium", "low"}
     assert 5 * GIB < device.capacity_bytes < 200 * GIB
@@ -58,7 +61,7 @@ def test_every_row_has_a_source_and_plausible_figures(device: hardware.Device) -
 
 
 @pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
-def test_tf32_and_bf16_rates_are_there_exactly_from_compute_capability_8(device: hardware.Device) -> None:
+def test_tf32_and_bf16_rates_are_there_exactly_from_compute_capability_8(device: Device) -> None:
     assert device.compute_capability is not None
     modern = device.compute_capability >= (8, 0)
     assert (device.tf32_flops_per_second is not None) == modern
@@ -73,7 +76,7 @@ GEFORCE = [device for device in known_devices() if device.name.startswith(("RTX 
 
 
 @pytest.mark.parametrize("device", GEFORCE, ids=lambda device: device.name)
-def test_geforce_rates_are_dense_and_of_accumulation_in_float32(device: hardware.Device) -> None:
+def test_geforce_rates_are_dense_and_of_accumulation_in_float32(device: Device) -> None:
     """Half of the rate of accumulating in float16: per SM 512 operations of a half type, 256 of float32."""
     assert device.fp16_flops_per_second == pytest.approx(2 * device.fp32_flops_per_second, rel=1e-3)
     assert device.bf16_flops_per_second == device.fp16_flops_per_second
@@ -81,7 +84,7 @@ def test_geforce_rates_are_dense_and_of_accumulation_in_float32(device: hardware
 
 
 @pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
-def test_every_row_is_found_by_its_own_name(device: hardware.Device) -> None:
+def test_every_row_is_found_by_its_own_name(device: Device) -> None:
     assert find_device(device.name) == device
     assert find_device(device.name.lower().replace(" ", "-")) == device
 
@@ -189,8 +192,8 @@ def test_the_capacity_fractions_are_the_lowest_the_table_shows(cells: list[dict[
         )
         for ecc in ("no", "yes")
     }
-    assert lowest["no"] == pytest.approx(hardware.UNMEASURED_USABLE_FRACTION, abs=1e-4)
-    assert lowest["yes"] == pytest.approx(hardware.UNMEASURED_USABLE_FRACTION_WITH_ECC, abs=1e-4)
+    assert lowest["no"] == pytest.approx(table.UNMEASURED_USABLE_FRACTION, abs=1e-4)
+    assert lowest["yes"] == pytest.approx(table.UNMEASURED_USABLE_FRACTION_WITH_ECC, abs=1e-4)
 
 
 def test_a_derived_capacity_is_below_the_marketed_one_and_says_so(cells: list[dict[str, str]]) -> None:
@@ -212,14 +215,14 @@ def test_every_context_row_is_sourced_and_names_known_gpus(row: dict[str, str]) 
     assert row["architecture"] in architectures | {""}
     assert not (gpus and row["architecture"])
     assert 100 * MIB < int(row["low_bytes"]) < int(row["context_bytes"]) < int(row["high_bytes"]) < 2 * GIB
-    assert int(row["high_bytes"]) <= hardware.CUDA_CONTEXT_HIGH_BYTES or row["loading"] == "eager"
+    assert int(row["high_bytes"]) <= contexts.CUDA_CONTEXT_HIGH_BYTES or row["loading"] == "eager"
     assert row["loading"] in {"lazy", "eager"}
     assert len(row["source"]) > 10
     assert row["confidence"] in {"high", "medium", "low"}
 
 
 @pytest.mark.parametrize("device", known_devices(), ids=lambda device: device.name)
-def test_every_gpu_has_a_published_context_with_its_interval_and_source(device: hardware.Device) -> None:
+def test_every_gpu_has_a_published_context_with_its_interval_and_source(device: Device) -> None:
     context = cuda_context(device)
     assert with_context(device, context) == device
     assert device.context_low_bytes < device.context_bytes < device.context_high_bytes
@@ -233,11 +236,11 @@ def test_contexts_shrank_when_kernels_began_to_be_loaded_at_first_use() -> None:
     assert lazy == find_device("RTX 3090", torch_version="2.13.0+cu130") == find_device("RTX 3090")
 
 
-def context_row(size_bytes: int, *, gpus: tuple[str, ...] = (), architecture: str = "") -> hardware._ContextRow:
+def context_row(size_bytes: int, *, gpus: tuple[str, ...] = (), architecture: str = "") -> contexts._ContextRow:
     context = CudaContext(
         context_bytes=size_bytes, low_bytes=0, high_bytes=size_bytes, source="by hand", is_measured=False
     )
-    return hardware._ContextRow(
+    return contexts._ContextRow(
         gpus=gpus, architecture=architecture, torch_from=(1, 13), torch_to=(9, 0), context=context
     )
 
@@ -248,8 +251,8 @@ def context_row(size_bytes: int, *, gpus: tuple[str, ...] = (), architecture: st
         ("T4", "Turing", (2, 13), 3),
         ("RTX 2080 Ti", "Turing", (2, 13), 2),
         ("RTX 3090", "Ampere", (1, 13), 1),
-        ("T4", "Turing", (1, 12), hardware.CUDA_CONTEXT_BYTES),
-        ("T4", "Turing", (9, 0), hardware.CUDA_CONTEXT_BYTES),
+        ("T4", "Turing", (1, 12), contexts.CUDA_CONTEXT_BYTES),
+        ("T4", "Turing", (9, 0), contexts.CUDA_CONTEXT_BYTES),
     ],
     ids=["the GPU's", "the architecture's", "the generation's", "too old: the default", "too new: the default"],
 )
@@ -258,11 +261,11 @@ def test_the_nearest_applicable_row_is_taken(
 ) -> None:
     rows = (context_row(1), context_row(2, architecture="Turing"), context_row(3, gpus=("L4", "T4")))
     for order in (rows, rows[::-1]):
-        assert hardware._nearest_context(order, name, architecture, version).context_bytes == size_bytes
+        assert contexts.nearest_context(order, name, architecture, version).context_bytes == size_bytes
 
 
 def test_the_default_context_says_that_it_is_one() -> None:
-    context = hardware._nearest_context((), "GPU", "architecture", NEWEST)
+    context = contexts.nearest_context((), "GPU", "architecture", NEWEST)
     assert context.low_bytes < context.context_bytes < context.high_bytes
     assert context.source.startswith("default")
 
@@ -309,5 +312,5 @@ def test_what_control_groups_permit_is_found(
 
 
 def test_this_machines_memory_is_no_more_than_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "memory_limits_bytes", lambda: [3 * GIB, 2 * GIB])
-    assert hardware._cpu().capacity_bytes == 2 * GIB
+    monkeypatch.setattr(this_machine, "memory_limits_bytes", lambda: [3 * GIB, 2 * GIB])
+    assert this_machine.cpu_device().capacity_bytes == 2 * GIB
