@@ -1,7 +1,7 @@
 """What devices can do: from a name to a `Device`. Start reading at `table.find_device`.
 
-`device.py` has the record; `table.py` finds one by name in `data/gpus.csv`; `contexts.py` says what a CUDA context takes
-(`data/contexts.csv`); `this_machine.py` has this machine's CPU. `measuring` replaces defaults by measurements.
+`device.py` has the record; `table.py` finds one by name in `data/gpus.csv`; `contexts.py` says what a CUDA context
+takes (`data/contexts.csv`); `this_machine.py` has this machine's CPU. `measuring` replaces defaults.
 """
 
 from brimful.hardware.contexts import cuda_context, with_context
