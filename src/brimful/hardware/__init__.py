@@ -1,6 +1,6 @@
 """What devices can do: from a name to a `Device`. Start reading at `table.find_device`.
 
-`device.py` has the record; `table.py` finds one by name in `data/gpus.csv`; `contexts.py` says what a CUDA context
+`device.py` has the record; `table.py` finds one by name (`data/gpus.csv`); `contexts.py` says what a context
 takes (`data/contexts.csv`); `this_machine.py` has this machine's CPU. `measuring` replaces defaults.
 """
 
