@@ -61,7 +61,15 @@ from brimful.planning import (
     find_units,
     survey_gpus,
 )
-from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings, UnitAction
+from brimful.settings import (
+    Action,
+    OptimizerImplementation,
+    Parallelism,
+    Precision,
+    Settings,
+    UnitAction,
+    check_count,
+)
 from brimful.status import busy
 from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
 from brimful.trace import Guess, Trace
@@ -359,6 +367,7 @@ def plan(
         InfeasibleError: Nothing permitted fits: by how much, because of what, and what would.
         CaptureError: The step cannot be run on fake tensors.
     """
+    check_count("global_batch_size", global_batch_size)
     target = resolve_device(device)
     if network is not None:
         target = replace(target, network_bytes_per_second=parse_bytes(network))
@@ -527,6 +536,7 @@ def apply(
         UnknownNameError: The plan names a unit that the model does not have.
     """
     settings = plan.settings if isinstance(plan, Plan) else plan
+    permits_layers = isinstance(plan, Plan) and plan.asked.split_batch_norm
     return PlannedStep(
         settings,
         job,
@@ -534,7 +544,7 @@ def apply(
         optimizer,
         max_gradient_norm=max_gradient_norm,
         check=partial(check_split, job, model) if verify else None,
-        check_split=partial(check_may_split, job, model),
+        check_split=partial(check_may_split, job, model, permits_layers=permits_layers),
         recover=recover,
     )
 

@@ -100,7 +100,8 @@ class Certificate(NotebookText):
         if any(not name.startswith("splitting") for name in failed):
             ways.append(
                 "A forward that depends on more than its inputs, its random numbers and its buffers cannot be "
-                "recomputed. Plan without what differs: recompute='none', offload=False, chunked_loss=False."
+                "recomputed. Plan without what differs: recompute='none', offload=False, chunked_loss=False, "
+                "step_in_backward=False, copies_ahead=False."
             )
         return " ".join(ways)
 

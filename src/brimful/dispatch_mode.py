@@ -26,7 +26,11 @@ class EagerDispatchMode(TorchDispatchMode):
         self._stack = ExitStack()
         if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
             self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        super().__enter__()  # type: ignore[no-untyped-call]
+        try:
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(
@@ -36,5 +40,7 @@ class EagerDispatchMode(TorchDispatchMode):
         traceback: TracebackType | None,
     ) -> None:
         """End the mode."""
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self._stack.close()
+        try:
+            super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        finally:
+            self._stack.close()

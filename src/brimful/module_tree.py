@@ -52,6 +52,9 @@ def own_checkpoints(trace: Trace) -> int:
 def own_checkpointed_units(kept: Trace, units: Sequence[str]) -> frozenset[int]:
     """Units whose forward runs again in backward although it is kept: the model checkpoints them.
 
+    Checkpointing begins with a region's first op and stops early, once it has what backward needs. So a unit
+    counts if its first op runs again, and a third of all: not one that only contains a small region.
+
     Args:
         kept: A capture that keeps every unit.
         units: Their names.
@@ -60,10 +63,16 @@ def own_checkpointed_units(kept: Trace, units: Sequence[str]) -> frozenset[int]:
         Their places among `units`.
     """
     chunked = _chunked_modules(kept)
+    forward, again = defaultdict[int, list[str]](list), defaultdict[int, list[str]](list)
+    for op, unit in zip(kept.ops, unit_of_each_op(kept, units), strict=True):
+        if op.phase is Phase.FORWARD:
+            forward[unit].append(op.name)
+        elif op.phase is Phase.BACKWARD and op.recomputed and op.module not in chunked:
+            again[unit].append(op.name)
     return frozenset(
         unit
-        for op, unit in zip(kept.ops, unit_of_each_op(kept, units), strict=True)
-        if unit >= 0 and op.recomputed and op.phase is Phase.BACKWARD and op.module not in chunked
+        for unit, ops in again.items()
+        if unit >= 0 and ops[:1] == forward[unit][:1] and 3 * len(ops) >= len(forward[unit])
     )
 
 

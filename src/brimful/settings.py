@@ -216,9 +216,21 @@ def check_counts(record: object, *names: str) -> None:
         UsageError: One is a float, a text or a bool.
     """
     for name in names:
-        value = getattr(record, name)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; it must be a whole number.")
+        check_count(name, getattr(record, name))
+
+
+def check_count(name: str, value: object) -> None:
+    """Check that an argument is a whole number.
+
+    Args:
+        name: Of the argument.
+        value: Its value.
+
+    Raises:
+        UsageError: It is a float, a text or a bool.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; it must be a whole number.")
 
 
 _Kind = TypeVar("_Kind", bound=StrEnum)

@@ -74,7 +74,7 @@ def _parsed(text: str) -> int:
 def _share_hint(number: str) -> str:
     """For a number between 0 and 1, which may be meant as a share of plain training, as a budget may be."""
     return (
-        f" As a budget, {float(number):.0%} of plain training is '{float(number):.0%}'."
+        f" As a budget, {100 * float(number):g}% of plain training is '{100 * float(number):g}%'."
         if float(number) < 1
         else (f" As a budget, a share of plain training is written with a percent sign: {number}%.")
     )

@@ -86,6 +86,8 @@ class UpdateInBackward:
         with ExitStack() as stack:
             for group in self._optimizer.param_groups:
                 for parameter in group["params"]:
+                    if not parameter.requires_grad:  # frozen: never updated
+                        continue
                     hook = self._hook(group, norms, done)
                     stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
             backward()

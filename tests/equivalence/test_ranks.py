@@ -73,7 +73,7 @@ def test_a_run_of_two_ranks_goes_on_alone(parallelism: Parallelism, tmp_path: Pa
     options = {"epochs": None, "branches": has_branches(how)}
     saved = options | {"run_dir": tmp_path / "run"}
     on_ranks(curve, how, saved | {"steps": 4})
-    with pytest.warns(UserWarning, match="saved by 2 ranks and goes on with 1"):
+    with pytest.warns(UserWarning, match="saved by 2 ranks and resumes with 1"):
         resumed = curve(alone, saved | {"steps": 8, "resume": True})[0]
     assert resumed == pytest.approx(curve(alone, options | {"steps": 8})[0], rel=TOLERANCE)
 

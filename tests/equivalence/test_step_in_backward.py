@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
-from brimful.errors import HalfUpdatedError, NonFiniteError, OutOfMemoryError, UsageError
+from brimful.errors import CertificateError, HalfUpdatedError, NonFiniteError, OutOfMemoryError, UsageError
 from brimful.job import Data, Job
 from brimful.measuring import measure_step
 from brimful.optimizers import named_optimizer
@@ -266,7 +266,7 @@ def test_a_gradient_in_parts_is_refused() -> None:
 
     with pytest.raises(HalfUpdatedError, match="use_reentrant=False"):
         trained(make_job(model=Reentrant), IN_BACKWARD, certifies=False)
-    with pytest.raises(HalfUpdatedError, match="use_reentrant=False"):
+    with pytest.raises(CertificateError, match="use_reentrant=False"):
         bf.certify(make_job(model=Reentrant), IN_BACKWARD)  # by the step that training runs
 
 
@@ -300,3 +300,18 @@ def test_what_does_not_fit_says_what_would_though_fp16_cannot_go_with_it() -> No
     with pytest.raises(bf.InfeasibleError, match="would fit: a budget of") as found:
         bf.plan(job, "RTX 3090", global_batch_size=8, budget="100MiB", step_in_backward=True)
     assert "fp16" not in str(found.value)
+
+
+def test_frozen_parameters_are_left_alone_in_ones_own_loop_and_by_the_certificate() -> None:
+    def frozen() -> nn.Module:
+        model = Net()
+        next(iter(model.parameters())).requires_grad_(False)
+        return model
+
+    job = make_job(model=frozen)
+    assert bf.certify(job, IN_BACKWARD).holds
+    model = frozen()
+    before = next(iter(model.parameters())).clone()
+    step = bf.apply(IN_BACKWARD, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    step({name: value[:8] for name, value in all_samples().items()})
+    assert torch.equal(next(iter(model.parameters())), before)

@@ -63,7 +63,7 @@ def test_two_ranks_give_the_loss_curve_of_one_process_and_their_runs_go_on(
     kept = load_file(tmp_path / "run" / "weights.safetensors")
     assert all(torch.allclose(kept[name], weights[name], rtol=0, atol=1e-5) for name in weights)
     options = {"branches": False, "epochs": 2, "run_dir": tmp_path / "run", "resume": True}
-    with pytest.warns(UserWarning, match="saved by 2 ranks and goes on with 1"):
+    with pytest.warns(UserWarning, match="saved by 2 ranks and resumes with 1"):
         gone_on = curve(alone, options)[0]
     assert gone_on == pytest.approx(curve(alone, {"branches": False, "epochs": 2})[0], rel=TOLERANCE)
 

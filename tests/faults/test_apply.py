@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import brimful as bf
 from brimful.errors import HalfUpdatedError
+from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.planned_step import PlannedStep
 from brimful.settings import Action, ChunkedLoss, Precision, Settings, UnitAction
 
@@ -325,6 +327,61 @@ def test_a_batch_that_may_not_be_split_ends_in_an_error_that_changes_nothing(
         run.step(run.batches[0])
     assert isinstance(error.value, bf.errors.OutOfMemoryError)
     assert run.state() == before
+
+
+def test_a_plan_that_permits_splitting_batch_norm_permits_it_after_an_out_of_memory_error_too() -> None:
+    job = bf.Job(
+        model=Net,
+        loss=short_of_memory(2),
+        batch=lambda n: {"x": torch.randn(n, WIDTH), "y": torch.zeros(n, dtype=torch.long)},
+        optimizer="sgd",
+    )
+    asked = {
+        "global_batch_size": BATCH,
+        "micro_batch_size": BATCH,
+        "recompute": "none",
+        "split_batch_norm": True,
+    }
+    plan = bf.plan(replace(job, loss=short_of_memory(BATCH)), "cpu", **asked)  # type: ignore[arg-type]
+    model = Net()
+    step = bf.apply(plan, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match="From now on"):
+        assert len(step(job.batch(BATCH)).recoveries) == 2  # type: ignore[operator]
+
+
+def test_a_recovery_says_how_much_time_was_lost() -> None:
+    calls = []
+
+    def slow(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        calls.append(None)
+        if len(calls) == 1:
+            time.sleep(0.2)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return noisy_loss(model, batch)
+
+    run = begun(WHOLE, "sgd", loss=slow, recover=True)
+    (recovery,) = run.step(run.batches[0]).recoveries
+    assert recovery.seconds >= 0.2
+
+
+def test_what_an_earlier_step_wrote_to_its_batch_does_not_keep_a_later_one_from_a_retry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        batch["x"].add_(1)
+        return noisy_loss(model, batch)
+
+    run = begun(WHOLE, "sgd", loss=loss, recover=True)
+    run.step(run.batches[0])
+    take, failures = BufferSnapshot.take, [torch.OutOfMemoryError("CUDA out of memory.")]
+
+    def fails_once(self: BufferSnapshot, modules: Any = None) -> None:
+        if failures:
+            raise failures.pop()
+        take(self, modules)
+
+    monkeypatch.setattr(BufferSnapshot, "take", fails_once)
+    assert len(run.step(run.batches[1]).recoveries) == 1
 
 
 def test_nothing_is_tried_again_where_the_loss_has_changed_its_batch() -> None:

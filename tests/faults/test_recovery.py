@@ -353,3 +353,31 @@ def test_the_check_before_the_first_step_leaves_buffers_as_if_it_had_not_been(jo
         checked = trained(job, 8, 2, epochs=None, steps=2, certifies=True)[0]
     assert torch.equal(checked.model[0].calls, unchecked.model[0].calls)
     assert unchecked.model[0].calls == 4
+
+
+def test_an_interrupt_while_an_out_of_memory_error_is_handled_undoes_the_step(job_with):
+    calls = []
+
+    def loss(model, batch):
+        value = F.cross_entropy(model(batch["x"]), batch["y"])
+        calls.append(None)
+        if len(calls) == 2:
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            except torch.OutOfMemoryError:
+                raise KeyboardInterrupt from None
+        return value
+
+    def normed():
+        return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+    settings = bf.Settings(micro_batch_size=8)
+    undisturbed = Trainer(job_with(model=normed), settings, steps=1, show_progress=False)
+    undisturbed.fit()
+    trainer = Trainer(
+        job_with(model=normed, loss=loss), settings, steps=4, certifies=False, show_progress=False
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    assert len(calls) == 2
+    assert torch.equal(trainer.model[1].running_mean, undisturbed.model[1].running_mean)

@@ -116,6 +116,8 @@ class PlannedStep:
         self._check_split = check_split
         self._recovers = recover
         self._steps = 0
+        self._began = 0.0
+        """When the latest attempt did."""
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
         self._applied = apply_units(model, settings)
@@ -152,7 +154,7 @@ class PlannedStep:
         if self._check is not None:
             self._check(self._settings, global_batch)
             self._check = None
-        step = partial(self._transaction.run, partial(self._step, global_batch))
+        step = partial(self._attempt, global_batch)
         recoveries: list[Recovery] = []
         if self._recovers and not _are_several_ranks():
             recover = partial(self._recover, global_batch, recoveries)
@@ -161,6 +163,10 @@ class PlannedStep:
             outcome = step()
         self._steps += 1
         return replace(outcome, recoveries=tuple(recoveries)) if recoveries else outcome
+
+    def _attempt(self, global_batch: Batch) -> StepOutcome:
+        self._began = time.perf_counter()
+        return self._transaction.run(partial(self._step, global_batch))
 
     def _step(self, global_batch: Batch) -> StepOutcome:
         parts = self._layout.split(global_batch, self._settings.micro_batch_size)
@@ -171,7 +177,7 @@ class PlannedStep:
         self, global_batch: Batch, recoveries: list[Recovery], ran_out: RanOut, *, is_retry: bool
     ) -> None:
         """Note that memory ran out; take less if it did so before."""
-        began, before = time.perf_counter(), self._settings
+        before = self._settings
         if changed := self._executor.move.changed:
             raise self._out_of_memory(
                 ran_out, f"its loss has changed its batch in place ({', '.join(sorted(changed))})"
@@ -179,9 +185,9 @@ class PlannedStep:
         if is_retry:
             self._settings = self._with_less(global_batch, ran_out)
             warnings.warn(
-                f"memory ran out twice in a step: {ran_out.message}. From now on batches are split into "
+                f"memory ran out again in a step: {ran_out.message}. From now on batches are split into "
                 f"micro-batches of {self._settings.micro_batch_size} in place of {before.micro_batch_size}.",
-                stacklevel=5,
+                stacklevel=4,
             )
         recoveries.append(
             Recovery(
@@ -190,7 +196,7 @@ class PlannedStep:
                 message=ran_out.message,
                 before=before.describe(),
                 after=self._settings.describe(),
-                seconds=time.perf_counter() - began,
+                seconds=time.perf_counter() - self._began,
             )
         )
 

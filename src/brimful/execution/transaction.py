@@ -75,6 +75,7 @@ class StepTransaction:
         with self._signals.in_force():
             random = RandomState.now(self._device)
             self._is_updated = False
+            self._executor.move.changed = frozenset()
             modules = modules_of(self._model)
             self._buffers.take(modules)
             self._parameters.take(modules)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from brimful.applying import apply_units
 from brimful.certificate import Certificate, Comparison
 from brimful.coupled import check_coupled
+from brimful.errors import CertificateError, HalfUpdatedError
 from brimful.execution.executor import StepExecutor, StepHooks
 from brimful.inputs import InputMover
 from brimful.job import Batch, Job
@@ -64,6 +65,8 @@ def certify(
         UsageError: There is no such device, or the optimizer cannot be used.
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is not a scalar tensor or has no gradient.
+        CertificateError: The step cannot run as planned: parameters get their gradients in parts, and are to be
+            updated in backward.
     """
     device = choose_device(device, None)
     check_coupled(job, settings)
@@ -93,6 +96,7 @@ def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int =
     Raises:
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is not a scalar tensor or has no gradient.
+        CertificateError: The step cannot run as planned; see `certify`.
     """
     device = device_of(model)
     try:
@@ -120,6 +124,17 @@ def _certificate(
     job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
 ) -> Certificate:
     """Of `settings`, which may be those that are planned with fewer samples."""
+    try:
+        return _compared(job, planned, settings, model, device, seed)
+    except HalfUpdatedError as error:
+        raise CertificateError(
+            f"{job.name}: the plan cannot be compared with plain training: {error}"
+        ) from error
+
+
+def _compared(
+    job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
+) -> Certificate:
     batch = make_batch(job, settings.rank_batch_size)
     compute = partial(_computed, job, model, batch, device, seed)
     plain = replace(settings, units=(), step_in_backward=False, copies_ahead=False)
@@ -130,7 +145,7 @@ def _certificate(
         (settings.copies_ahead and settings.gradient_accumulation_steps > 1, "copying ahead"),
     ):
         if is_on and not settings.changed:  # else what is recomputed was compared under it, too
-            comparisons.append(_comparison(name, kept, compute(settings), bound=0.0))
+            comparisons.append(_same_but_for_order(name, kept, compute(settings), settings, compute))
     if settings.chunked_loss is not None:
         at_once = compute(replace(plain, chunked_loss=None))
         comparisons.append(
@@ -186,12 +201,20 @@ def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Setting
         return Comparison(
             name="recomputing", left_out_because="the plan recomputes nothing and offloads nothing"
         )
-    found = compute(settings)
-    comparison = _comparison("recomputing", kept, found, bound=0.0)
+    return _same_but_for_order("recomputing", kept, compute(settings), settings, compute)
+
+
+def _same_but_for_order(
+    name: str, kept: _Computed, found: _Computed, settings: Settings, compute: Callable[[Settings], _Computed]
+) -> Comparison:
+    """Two computations that are to be equal to the last bit, unless plain training itself varies.
+
+    Some CUDA kernels add in any order. What plain training rounds otherwise in each run is not the plan's
+    fault; what differs by more than rounding is not the kernels'.
+    """
+    comparison = _comparison(name, kept, found, bound=0.0)
     if comparison.is_bitwise:
         return comparison
-    # Some CUDA kernels add in any order: what plain training itself rounds otherwise in each run is no plan's
-    # fault. What differs by more than rounding is no kernel's.
     again = compute(replace(settings, units=(), step_in_backward=False, copies_ahead=False))
     unsteadiness = _comparison("plain", kept, again, bound=0.0).largest_difference
     return replace(comparison, bound=min(2 * unsteadiness, _rounding(settings.precision)))

@@ -6,6 +6,8 @@ Private torch APIs used here: `_BatchNorm` (checked: torch 2.13).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +21,9 @@ from brimful.planning import what_splitting_changes
 from brimful.random_state import RandomState
 from brimful.settings import Settings
 from brimful.step import copied_to, device_of
+
+NEEDS_GRADIENTS = "does not require grad"
+"""What torch says of a gradient that is asked for where none is recorded (torch/csrc/autograd/engine.cpp)."""
 
 
 def batch_norms(model: nn.Module) -> tuple[str, ...]:
@@ -44,10 +49,17 @@ def stateful_modules(model: nn.Module, before: Mapping[str, Tensor], after: Mapp
     found: dict[str, None] = {}
     for name, buffer in after.items():
         path = name.rpartition(".")[0]
-        is_changed = name not in before or not torch.equal(before[name].cpu(), buffer.cpu())
+        is_changed = name not in before or not _are_equal(before[name].cpu(), buffer.cpu())
         if is_changed and is_state(buffer) and not isinstance(model.get_submodule(path), _BatchNorm):
             found.setdefault(path)
     return list(found)
+
+
+def _are_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Entry by entry; NaN is equal to NaN."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 def what_split_changes(job: Job, settings: Settings, model: nn.Module, part: Batch) -> Iterator[str]:
@@ -61,6 +73,9 @@ def what_split_changes(job: Job, settings: Settings, model: nn.Module, part: Bat
 
     Yields:
         Clauses; none where no layer depends on the micro-batch.
+
+    Raises:
+        Exception: Whatever the loss raises.
     """
     yield from what_splitting_changes(batch_norms(model), _stateful_in(job, model, part), settings)
 
@@ -73,11 +88,29 @@ def _stateful_in(job: Job, model: nn.Module, part: Batch) -> list[str]:
     random_state, buffers = RandomState.now(device), BufferSnapshot(model)
     buffers.take()
     try:
-        with torch.no_grad():
-            loss_of(job)(model, copied_to(device)(part))
+        compute = partial(loss_of(job), model, copied_to(device)(part))
+        try:
+            with torch.no_grad():
+                compute()
+        except RuntimeError as error:
+            if NEEDS_GRADIENTS not in str(error):
+                raise
+            with restoring_gradients(model):
+                compute()
         return stateful_modules(model, before, dict(model.named_buffers()))
-    except RuntimeError:  # the step itself raises it too, and says more
-        return []
     finally:
         buffers.restore()
         random_state.restore(device)
+
+
+@contextmanager
+def restoring_gradients(model: nn.Module) -> Iterator[None]:
+    """Within, parameters have no gradients; afterwards those that they had before."""
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _gradient in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient

@@ -24,7 +24,7 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.job import Batch, Job
 from brimful.layout import BatchLayout, layout_of
 from brimful.measuring.aligned_draws import AlignedDraws
-from brimful.measuring.coupled_layers import what_split_changes
+from brimful.measuring.coupled_layers import NEEDS_GRADIENTS, restoring_gradients, what_split_changes
 from brimful.random_state import RandomState
 from brimful.settings import Precision, Settings
 from brimful.step import autocast, copied_to, device_of, loss_counts, loss_weights, matmul_precision
@@ -43,8 +43,6 @@ ROUNDINGS = 1000
 _LOSS_ROUNDINGS = 100
 """The same of a loss of few samples: those of 10,000 terms. In the zoo of jobs, losses that are made of those
 of their parts differ by 8 roundings at most, others by 400 and more."""
-_NEEDS_GRADIENTS = "does not require grad"
-"""What torch says of a gradient that is asked for where none is recorded (torch/csrc/autograd/engine.cpp)."""
 _REPETITIONS = 16
 """How often a loss is computed whose random numbers cannot be aligned."""
 _STANDARD_ERRORS = 5.0
@@ -54,6 +52,10 @@ in 40,000 times (Student's t with 30 degrees of freedom)."""
 
 class SplitWarning(UserWarning):
     """Splitting a batch changes what is trained, or may do so."""
+
+
+class LayerSplitWarning(SplitWarning):
+    """Layers of the model depend on the micro-batch, as BatchNorm does."""
 
 
 def compare_split_loss(
@@ -97,9 +99,9 @@ def compare_split_loss(
                 with torch.no_grad():
                     return _compared_split(split, seed)
             except RuntimeError as error:
-                if _NEEDS_GRADIENTS not in str(error):
+                if NEEDS_GRADIENTS not in str(error):
                     raise
-                with _restoring_gradients(model):
+                with restoring_gradients(model):
                     return _compared_split(split, seed)
         except torch.OutOfMemoryError:
             raise
@@ -148,8 +150,7 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     if settings.gradient_accumulation_steps == 1 or samples <= size:
         return
     few = _few_samples(job, layout, global_batch, min(2 * size, samples))
-    if changes := list(what_split_changes(job, settings, model, few)):
-        warnings.warn(split_changes_layers(changes), SplitWarning, stacklevel=4)
+    _warn_of_layers(job, settings, model, few)
     if job.embed is not None:
         return
     try:
@@ -163,7 +164,7 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     except torch.OutOfMemoryError as error:
         comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
     if comparison.left_out_because:
-        warnings.warn(split_not_compared(settings, comparison.left_out_because), SplitWarning, stacklevel=4)
+        warnings.warn(split_not_compared(settings, comparison.left_out_because), SplitWarning, stacklevel=3)
     elif not comparison.holds:
         certificate = Certificate(
             job=job.name,
@@ -176,7 +177,22 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
         )
 
 
-def check_may_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
+def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
+    try:
+        changes = list(what_split_changes(job, settings, model, few))
+    except Exception as error:  # whatever the loss raises; the step itself raises it too, or has more memory
+        reason = (
+            f"the layers that depend on it are not known, as the forward pass raised {type(error).__name__}"
+        )
+        warnings.warn(split_not_compared(settings, f"{reason}: {error}"), SplitWarning, stacklevel=4)
+        return
+    if changes:
+        warnings.warn(split_changes_layers(changes), LayerSplitWarning, stacklevel=4)
+
+
+def check_may_split(
+    job: Job, model: nn.Module, settings: Settings, global_batch: Batch, *, permits_layers: bool = False
+) -> None:
     """Check that a batch may be split that was to be trained on as a whole.
 
     Args:
@@ -184,12 +200,15 @@ def check_may_split(job: Job, model: nn.Module, settings: Settings, global_batch
         model: Left as it was, as are all generators.
         settings: Of the split batch.
         global_batch: What the step is about to train on.
+        permits_layers: Whether layers that depend on the micro-batch may, as the user said.
 
     Raises:
         CertificateError: Splitting changes what is trained, or whether it does cannot be known.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", SplitWarning)
+        if permits_layers:
+            warnings.simplefilter("ignore", LayerSplitWarning)
         try:
             check_split(job, model, settings, global_batch)
         except SplitWarning as warning:
@@ -357,19 +376,6 @@ def _restoring_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         buffers.restore()
-
-
-@contextmanager
-def _restoring_gradients(model: nn.Module) -> Iterator[None]:
-    """Within, parameters have no gradients; afterwards those that they had before."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _gradient in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 @contextmanager

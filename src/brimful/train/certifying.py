@@ -9,7 +9,13 @@ from torch import nn
 from brimful.certificate import Certificate
 from brimful.errors import CertificateError
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
-from brimful.measuring import certify_model, split_changes_layers, split_not_compared
+from brimful.measuring import (
+    LayerSplitWarning,
+    SplitWarning,
+    certify_model,
+    split_changes_layers,
+    split_not_compared,
+)
 from brimful.train.options import Options
 from brimful.train.ranks import Ranks
 
@@ -56,10 +62,12 @@ def _certified_here(model: nn.Module, options: Options) -> Certificate | None:
         return None
     if not certificate.holds:
         raise CertificateError(
-            f"{certificate}\nNothing was trained. If the difference is meant, pass certifies=False."
+            f"{certificate}\nNothing was trained. If the difference is meant, use Trainer(certifies=False)."
         )
     if certificate.known_differences:
-        warnings.warn(split_changes_layers(certificate.known_differences), stacklevel=3)
+        warnings.warn(split_changes_layers(certificate.known_differences), LayerSplitWarning, stacklevel=3)
     if certificate.why_split_is_unknown:
-        warnings.warn(split_not_compared(settings, certificate.why_split_is_unknown), stacklevel=3)
+        warnings.warn(
+            split_not_compared(settings, certificate.why_split_is_unknown), SplitWarning, stacklevel=3
+        )
     return certificate

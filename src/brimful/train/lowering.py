@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from brimful.capture import CautiousCapture, capture_step
 from brimful.errors import BrimfulError, OutOfMemoryError
@@ -134,20 +132,12 @@ class Lowering:
             reason = why_not_split(self._job, total)
             if reason is not None:
                 raise OutOfMemoryError(f"the batch was not split: {reason}")
-        coupled = list(self._batch_coupled(settings))
-        if coupled and settings.gradient_accumulation_steps == 1:
-            raise OutOfMemoryError(
-                f"the batch was not split: {coupled[0]} computes with the whole of it, as BatchNorm does, or "
-                "changes its buffers in each forward."
-            )
-        return settings.with_micro_batch_size(smaller[-1])
-
-    def _batch_coupled(self, settings: Settings) -> Iterator[str]:
-        model = self._job.model if isinstance(self._job.model, nn.Module) else None
-        if model is None:
+        if settings.gradient_accumulation_steps == 1 and not self._asked.split_batch_norm:
             alone = Settings(micro_batch_size=settings.micro_batch_size, precision=settings.precision)
-            yield from capture_step(self._job, alone, device_record(self._device)).batch_coupled_modules
-            return
-        for path, module in model.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-                yield path
+            coupled = capture_step(self._job, alone, device_record(self._device)).batch_coupled_modules
+            if coupled:
+                raise OutOfMemoryError(
+                    f"the batch was not split: {coupled[0]} computes with the whole of it, as BatchNorm does, "
+                    "or changes its buffers in each forward."
+                )
+        return settings.with_micro_batch_size(smaller[-1])

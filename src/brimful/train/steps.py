@@ -313,11 +313,12 @@ class Steps:
         def guarded() -> tuple[float, StepOutcome, PeakMemory | None]:
             nonlocal start
             self._is_updated = False
+            self._executor.move.changed = frozenset()
             start = time.perf_counter()
             try:
                 return attempt()
             except BaseException as error:
-                if out_of_memory(error) is None:
+                if not isinstance(error, Exception) or out_of_memory(error) is None:
                     self._undo_failed(error, random)
                 raise
 

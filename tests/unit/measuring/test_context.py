@@ -158,7 +158,7 @@ def test_measured_comes_before_published_and_published_before_the_default(answer
 
 
 def test_best_context_refuses_what_is_no_version() -> None:
-    with pytest.raises(UsageError, match="no version of torch"):
+    with pytest.raises(UsageError, match="not a version of torch"):
         best_context(find_device("RTX 3090"), "newest")
 
 

@@ -232,3 +232,30 @@ def test_an_optimizer_that_cannot_be_used_is_refused_by_certify_too() -> None:
     job = replace(job_of(mean_loss), optimizer=torch.optim.LBFGS)
     with pytest.raises(bf.BrimfulError, match="LBFGS computes the loss several times"):
         bf.certify(job, SPLIT)
+
+
+def gradient_penalty(model: nn.Module, batch: Tensor) -> Tensor:
+    batch = batch.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    return slope.square().mean()
+
+
+def test_layers_with_a_state_are_found_with_a_loss_that_asks_for_gradients() -> None:
+    job = replace(job_of(gradient_penalty), model=lambda: nn.Sequential(nn.Linear(8, 8), spectral(8)))
+    model = job.model()  # type: ignore[operator]
+    step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match="each forward changes buffers"):
+        step(torch.rand(8, 8))
+    parameters = list(model.parameters())
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_a_buffer_of_nan_that_stays_is_not_taken_for_a_state() -> None:
+    class WithNaN(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("empty", torch.full((2,), torch.nan))
+
+    job = replace(job_of(mean_loss), model=WithNaN)
+    model = job.model()  # type: ignore[operator]
+    bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(torch.rand(8, 8))  # without a warning

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
+from brimful.errors import OutOfMemoryError
 from brimful.options import PlanOptions
 from brimful.planning import Plan
 from brimful.train.lowering import Lowering
@@ -94,3 +95,26 @@ def test_a_plan_of_before_says_nothing_of_it() -> None:
     document = planned().to_json()
     del document["asked"]
     assert Plan.from_json(document).asked == PlanOptions()
+
+
+def normed(module: bool) -> bf.Job:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, 2))
+
+    return bf.Job(
+        model=make().eval() if module else make,
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.randn(n, D),
+        optimizer="sgd",
+    )
+
+
+@pytest.mark.parametrize("module", [False, True])
+def test_a_batch_that_batch_norm_couples_is_split_only_if_that_was_permitted(module: bool) -> None:
+    the_job = normed(module)
+    asked = {"micro_batch_size": BATCH, "recompute": "none"}
+    plan = planned(the_job, **asked)
+    with pytest.raises(OutOfMemoryError, match="the batch was not split: 1 computes with the whole"):
+        Lowering(the_job, plan, torch.device("cpu"))(plan.settings)
+    permitted = planned(the_job, **asked, split_batch_norm=True)
+    assert Lowering(the_job, permitted, torch.device("cpu"))(permitted.settings).micro_batch_size < BATCH
