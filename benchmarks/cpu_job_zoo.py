@@ -26,7 +26,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-from brimful.units import format_bytes
+from brimful.quantities import format_bytes
 from job_zoo import JOBS, JobCase
 from job_zoo.examine import CLOSE_FRACTION, REFUSED, SUPPORTED, WARNED, WRONG, Row, examine
 from machine import Rows

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
-from brimful.hardware import find_device
+from brimful.devices import find_device
 from brimful.job import Job
-from brimful.measuring import measure_step
-from brimful.planning import find_units
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
+from brimful.quantities import format_bytes
 from brimful.settings import Action, Settings, UnitAction
-from brimful.timeline import predict_memory
-from brimful.units import format_bytes
+from brimful.trace import find_units
 from machine import keep
 
 NAMED_ABOVE_FRACTION = 0.01

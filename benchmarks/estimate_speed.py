@@ -81,7 +81,7 @@ def estimate(name: str, micro_batch_size: int, seq_len: int | None, *, tracks: b
 
     import brimful as bf
     import brimful.api
-    from brimful.architectures import resolve_job
+    from brimful.models import resolve_job
 
     imported = time.perf_counter()
     job = resolve_job(name) if seq_len is None else resolve_job(name, sequence_length=seq_len)
@@ -119,10 +119,9 @@ def mem_tracker_seconds(job: Any, micro_batch_size: int) -> float:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from brimful.batches import map_tensors
+    from brimful.batches import make_batch, map_tensors
     from brimful.capture.fakes import build_fake_model, fakes_behave, to_fake
     from brimful.capture.values import KnownValues
-    from brimful.layout import make_batch
     from brimful.optimizers import make_optimizer
 
     start = time.perf_counter()

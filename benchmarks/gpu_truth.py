@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from brimful.capture import capture_step
-from brimful.hardware import Device, find_device
-from brimful.planning import Estimate, estimate_trace
+from brimful.devices import Device, find_device
+from brimful.prediction import Estimate, estimate_trace
 from brimful.settings import Settings
 from machine import keep
 

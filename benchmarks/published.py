@@ -20,11 +20,11 @@ from typing import Any
 
 import published_jobs as jobs
 from brimful.capture import capture_step
-from brimful.hardware import CudaContext, Device, find_device, with_context
+from brimful.devices import CudaContext, Device, find_device, with_context
 from brimful.job import Job
-from brimful.planning import Estimate, estimate_trace
+from brimful.prediction import Estimate, estimate_trace
+from brimful.quantities import MIB
 from brimful.settings import Settings
-from brimful.units import MIB
 from machine import keep
 
 STEPS = 3

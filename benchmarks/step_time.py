@@ -21,15 +21,15 @@ from typing import Any
 import psutil
 import torch
 
-from brimful.architectures import find_architecture
 from brimful.capture import capture_step
 from brimful.cost import step_seconds
-from brimful.hardware import Device, find_device
+from brimful.devices import Device, find_device
 from brimful.job import Job
-from brimful.measuring import measure_step
-from brimful.measuring.calibrate import measure_device
+from brimful.models import find_architecture
+from brimful.profiling import measure_step
+from brimful.profiling.calibrate import measure_device
+from brimful.quantities import format_seconds
 from brimful.settings import Settings
-from brimful.units import format_seconds
 from cpu_truth import MODELS
 from machine import keep
 from zoo import ZOO

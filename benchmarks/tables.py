@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from brimful.units import format_bytes, format_seconds
+from brimful.quantities import format_bytes, format_seconds
 from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"

@@ -174,8 +174,8 @@ _TRACE_FIELDS = (
 
 def _use_trace(name: str, place: Place) -> Ran:
     def action() -> None:
-        from brimful.hardware import find_device
-        from brimful.planning import estimate_trace
+        from brimful.devices import find_device
+        from brimful.prediction import estimate_trace
         from brimful.trace import Trace
 
         print(estimate_trace(Trace.load(name), find_device("cpu")))
@@ -364,7 +364,7 @@ def _start_from(write: Callable[[Path, Path], None], place: Place) -> Ran:
     (path,) = place.folder.glob("weights.*")
 
     def action() -> None:
-        from brimful.tasks import image_classification
+        from brimful.recipes import image_classification
 
         job = image_classification("photos", model="resnet18", image_size=33, weights=path, workers=0)
         assert job.weights is not None
@@ -378,7 +378,7 @@ def _classify(place: Place) -> Ran:
     (place.folder / "texts.csv").write_text("text,label\n" + "good film,a\nbad film,b\n" * 8)
 
     def action() -> None:
-        from brimful.tasks import text_classification
+        from brimful.recipes import text_classification
 
         job = text_classification("texts.csv", model="bert", sequence_length=16)
         assert callable(job.model)

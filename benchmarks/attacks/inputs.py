@@ -73,7 +73,7 @@ def _read_images(place: Place, folder: Path, bad_samples: str) -> Ran:
 
     def read() -> None:
         from brimful.job import Samples
-        from brimful.tasks import image_classification
+        from brimful.recipes import image_classification
 
         options = {"image_size": 33, "workers": 0, "bad_samples": bad_samples}
         job = image_classification(folder, model="resnet18", validation_fraction=0.25, **options)
@@ -272,7 +272,7 @@ def _text_file(
 
 def _read_texts(place: Place, name: str, bad_samples: str) -> Ran:
     def read() -> None:
-        from brimful.tasks import language_model, text_classification
+        from brimful.recipes import language_model, text_classification
 
         if name == "book.txt":
             job = language_model(name, model="gpt2", sequence_length=16, bad_samples=bad_samples)

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from brimful.timeline import CachingAllocator, round_allocation
+from brimful.memory import CachingAllocator, round_allocation
 from brimful.trace import EventKind, Trace
 
 LARGEST_FILE_BYTES = 100_000
@@ -116,7 +116,7 @@ def in_numbers(entries: list[Entry]) -> Allocations:
 
 
 def replay(allocations: Allocations) -> dict[str, Any]:
-    """Recorded segments beside those of `brimful.timeline.CachingAllocator` given the same requests.
+    """Recorded segments beside those of `brimful.memory.CachingAllocator` given the same requests.
 
     Args:
         allocations: From the first allocation of a process on.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from brimful.errors import UsageError
-from brimful.measuring import measure_context
+from brimful.profiling import measure_context
 
 _MAJOR, _MINOR, _PATCH = range(3)
 """What `cublasGetProperty` and `cudnnGetProperty` are asked for. Source: CUDA's library_types.h."""
@@ -45,13 +45,13 @@ def measure_stages(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def measured_by_brimful() -> dict[str, Any]:
-    """The same by `brimful.measuring.measure_context`, in a process of its own."""
+    """The same by `brimful.profiling.measure_context`, in a process of its own."""
     try:
         context = measure_context("cuda")
     except UsageError as error:
-        return {"stage": "brimful.measuring.measure_context", "error": str(error)}
+        return {"stage": "brimful.profiling.measure_context", "error": str(error)}
     return {
-        "stage": "brimful.measuring.measure_context",
+        "stage": "brimful.profiling.measure_context",
         "context_bytes": context.context_bytes,
         "low_bytes": context.low_bytes,
         "high_bytes": context.high_bytes,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.architectures.huggingface import Published, build_model, own_loss
-from brimful.architectures.vision import ResNet50, UNet
 from brimful.job import Job
+from brimful.models.huggingface import Published, build_model, own_loss
+from brimful.models.vision import ResNet50, UNet
 
 # B samples, T tokens, D width, R rank
 

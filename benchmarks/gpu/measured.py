@@ -13,17 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from brimful.applying import apply_units
+from brimful.batches import make_batch
 from brimful.execution.executor import StepExecutor
+from brimful.execution.setup import build_model, set_up_allocator
+from brimful.execution.step import matmul_precision
 from brimful.job import Job
-from brimful.layout import make_batch
-from brimful.local import build_model, set_up_allocator
-from brimful.measuring import PeakMemory, peak_memory, repeated_step
 from brimful.optimizers import make_optimizer
+from brimful.profiling import PeakMemory, peak_memory, repeated_step
 from brimful.settings import Settings
-from brimful.step import (
-    matmul_precision,
-)
+from brimful.transforms import apply_units
 from gpu.allocations import Entry, start_history, stop_history
 
 RECORDED_STEPS = 3

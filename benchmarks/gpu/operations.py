@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
-from brimful.hardware import Device
+from brimful.devices import Device
+from brimful.execution.step import matmul_precision
 from brimful.job import Job
 from brimful.settings import Precision, Settings
-from brimful.step import matmul_precision
 from gpu.allocations import (
     Allocations,
     captured_history,

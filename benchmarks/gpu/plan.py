@@ -30,8 +30,8 @@ import torch  # noqa: E402
 
 from brimful import Job, Precision, find_architecture  # noqa: E402
 from brimful.api import resolve_device  # noqa: E402
+from brimful.quantities import GIB  # noqa: E402
 from brimful.settings import settings_from_json, settings_to_json  # noqa: E402
-from brimful.units import GIB  # noqa: E402
 from gpu.measured import measure  # noqa: E402
 from machine import RESULTS, commit, machine  # noqa: E402
 from plan.bench import Bench, Outcome  # noqa: E402

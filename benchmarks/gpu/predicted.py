@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from brimful.capture import capture_step
-from brimful.hardware import Device
+from brimful.devices import Device
 from brimful.job import Job
-from brimful.planning import estimate_trace, find_units
+from brimful.prediction import estimate_trace
 from brimful.settings import Action, Settings, UnitAction
-from brimful.trace import Trace
+from brimful.trace import Trace, find_units
 from gpu.configurations import Configuration
 
 

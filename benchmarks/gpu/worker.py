@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from brimful.hardware import Device, find_device
+from brimful.devices import Device, find_device
 
 KINDS = ("context", "operations", "configurations")
 

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import brimful as bf
+from brimful.devices import Device, find_device
 from brimful.errors import BrimfulError
-from brimful.hardware import Device, find_device
 from job_zoo.case import JobCase
 from job_zoo.steps import Stepped, plain_peak_bytes, planned_peak_bytes, seed_all, stepped
 

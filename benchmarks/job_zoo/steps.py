@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import brimful as bf
-from brimful.local import build_model
+from brimful.execution.setup import build_model
 from brimful.optimizers import make_optimizer
 from job_zoo.case import JobCase
 from job_zoo.truth import all_bytes_counted, live_bytes, peak_bytes

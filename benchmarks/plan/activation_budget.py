@@ -24,7 +24,7 @@ from torch._dynamo.utils import counters
 
 from brimful import Job
 from brimful.job import Batch
-from brimful.measuring import measure_step
+from brimful.profiling import measure_step
 from plan.bench import Bench, Failure, Run
 
 BACKEND = "aot_eager_decomp_partition"

@@ -7,14 +7,15 @@ from functools import cache
 from typing import Any
 
 from brimful.capture import capture_step
+from brimful.devices import Device
 from brimful.errors import InfeasibleError
-from brimful.hardware import Device
 from brimful.job import Job
-from brimful.planning import Request, estimate_trace, find_units, search
-from brimful.planning.sizes import RoughlyScaledTraces
+from brimful.memory import predict_memory
+from brimful.planner import Request, search
+from brimful.prediction import estimate_trace
+from brimful.prediction.estimator import RoughlyScaledTraces
 from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
-from brimful.timeline import predict_memory
-from brimful.trace import Trace
+from brimful.trace import Trace, find_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

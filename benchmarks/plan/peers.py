@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 
-from brimful.module_tree import unit_of_each_op
-from brimful.planning.savable import unit_calls
+from brimful.planner.problem.savable_ops import unit_calls
 from brimful.settings import Action, UnitAction, op_kind
-from brimful.trace import Trace
+from brimful.trace import Trace, unit_of_each_op
 from plan.bench import Bench, Failure, Outcome
 
 SAC_MILP = "sac_milp, whole batch"

@@ -34,9 +34,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful import Job, find_architecture
+from brimful.devices import find_device
 from brimful.errors import InfeasibleError
-from brimful.hardware import find_device
-from brimful.units import GIB
+from brimful.quantities import GIB
 from machine import RESULTS, Rows
 from plan.bench import Bench, Outcome
 

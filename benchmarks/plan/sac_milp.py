@@ -55,16 +55,16 @@ from torch.distributed._tools.sac_estimator import OPS_TO_ALWAYS_SKIP, SACEstima
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from brimful.applying.selective import _describe
 from brimful.batches import map_tensors, tensors_in
 from brimful.capture import capture_step
 from brimful.capture.recorder import Recorder
 from brimful.cost import Roofline
+from brimful.execution.step import autocast
 from brimful.job import Batch
 from brimful.optimizers import make_optimizer
+from brimful.quantities import GIB
 from brimful.settings import Action, Settings, UnitAction
-from brimful.step import autocast
-from brimful.units import GIB
+from brimful.transforms.selective import _describe
 from plan.bench import Bench, Failure, Outcome
 
 LEFT_OUT = (_MemRefType.OPT, _MemRefType.BUFFER)

@@ -22,8 +22,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from brimful.hardware import find_device
-from brimful.units import GIB
+from brimful.devices import find_device
+from brimful.quantities import GIB
 from machine import RESULTS, keep
 from plan.bench import Bench, told
 from plan.jobs import JOBS, PlannedJob

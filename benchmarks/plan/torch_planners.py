@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from brimful.hardware import find_device
+from brimful.devices import find_device
 from machine import RESULTS, Rows
 from plan.bench import Bench, Outcome, told
 from plan.jobs import JOBS, PlannedJob

@@ -202,7 +202,7 @@ def newest_save(run_dir: Path) -> int:
 
 def damaged(where: Path) -> dict[str, Any]:
     """One bit of the newest save is turned, or its end cut off; is it refused?"""
-    from brimful.train.restore import newest_save as read
+    from brimful.trainer.storage.restore import newest_save as read
 
     chance = random.Random(2)
     outcomes: Counter[str] = Counter()

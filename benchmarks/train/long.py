@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import brimful as bf
 from brimful.settings import Settings
-from brimful.train import Trainer
+from brimful.trainer import Trainer
 from machine import keep
 
 STEPS, EVERY, WARM, BATCH, EPOCHS = 20_000, 500, 2_000, 16, 50

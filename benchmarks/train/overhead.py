@@ -44,7 +44,7 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.settings import OptimizerImplementation, Settings
-from brimful.train import Trainer
+from brimful.trainer import Trainer
 from machine import keep
 from train.ranks import LENGTH, VOCABULARY, Decoder, next_token
 

@@ -1,6 +1,6 @@
 """Two processes on one machine, over gloo: the loss curve of one process, and memory per rank as predicted.
 
-    python benchmarks/train/ranks.py
+    python benchmarks/distributed/ranks.py
 
 Models without dropout or BatchNorm, trained by DDP and FSDP2 on two ranks and by one process on the same
 global batches. Memory is that of each rank's third update, beside the plan's prediction for one rank: once
@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.train import Trainer, parallel
+from brimful.distributed import strategies as parallel
+from brimful.trainer import Trainer
 from machine import keep
 from train.gloo import RANKS, on_ranks
 
@@ -190,7 +191,7 @@ def main() -> None:
         "no_sync": no_sync(),
     }
     print(summary)
-    keep("train_ranks.json", "python benchmarks/train/ranks.py", {"summary": summary, "rows": rows})
+    keep("train_ranks.json", "python benchmarks/distributed/ranks.py", {"summary": summary, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -52,23 +52,23 @@ __all__ = [
 _HOMES = {
     "Action": "settings",
     "BrimfulError": "errors",
-    "Callback": "train",
+    "Callback": "trainer",
     "Data": "job",
-    "Device": "hardware",
-    "Estimate": "planning",
-    "Estimator": "planning",
+    "Device": "devices",
+    "Estimate": "prediction",
+    "Estimator": "prediction",
     "InfeasibleError": "errors",
     "Job": "job",
-    "Measurement": "measurement",
+    "Measurement": "results",
     "OptimizerImplementation": "settings",
-    "Plan": "planning",
+    "Plan": "planner",
     "Precision": "settings",
     "Samples": "job",
-    "Schedule": "train",
+    "Schedule": "trainer",
     "Settings": "settings",
     "Trace": "trace",
-    "Trainer": "train",
-    "TrainingResult": "training",
+    "Trainer": "trainer",
+    "TrainingResult": "results",
     "UnitAction": "settings",
     "apply": "api",
     "calibrate": "api",
@@ -77,11 +77,11 @@ _HOMES = {
     "check_plan": "api",
     "estimate": "api",
     "estimator": "api",
-    "find_architecture": "architectures",
-    "find_device": "hardware",
+    "find_architecture": "models",
+    "find_device": "devices",
     "fit": "api",
     "gpus": "api",
-    "load_weights": "train",
+    "load_weights": "trainer",
     "measure": "api",
     "named_optimizer": "optimizers",
     "plan": "api",
@@ -101,17 +101,17 @@ if TYPE_CHECKING:
         measure,
         plan,
     )
-    from brimful.architectures import find_architecture
+    from brimful.devices import Device, find_device
     from brimful.errors import BrimfulError, InfeasibleError
-    from brimful.hardware import Device, find_device
     from brimful.job import Data, Job, Samples
-    from brimful.measurement import Measurement
+    from brimful.models import find_architecture
     from brimful.optimizers import named_optimizer
-    from brimful.planning import Estimate, Estimator, Plan
+    from brimful.planner import Plan
+    from brimful.prediction import Estimate, Estimator
+    from brimful.results import Measurement, TrainingResult
     from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
     from brimful.trace import Trace
-    from brimful.train import Callback, Schedule, Trainer, load_weights
-    from brimful.training import TrainingResult
+    from brimful.trainer import Callback, Schedule, Trainer, load_weights
 
 
 def __getattr__(name: str) -> Any:

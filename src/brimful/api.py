@@ -20,18 +20,32 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful import measuring, planning
+from brimful import profiling
+from brimful.batches import why_not_split
 from brimful.capture import CautiousCapture, capture_step, fake_model
-from brimful.certificate import Certificate
-from brimful.collecting import without_garbage_collection
+from brimful.devices import Device, find_device, known_devices, with_context
 from brimful.errors import InterruptedRunError, UnknownNameError, UsageError
+from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.planned_step import PlannedStep
-from brimful.hardware import Device, find_device, known_devices, with_context
+from brimful.execution.setup import choose_device, is_of_this_machine
+from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
-from brimful.layout import why_not_split
-from brimful.local import choose_device, is_of_this_machine
-from brimful.measurement import Measurement
-from brimful.measuring import (
+from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
+from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
+from brimful.options import PlanOptions
+from brimful.planner import (
+    GpuSurvey,
+    OptimizerChoice,
+    Plan,
+    PlanCheck,
+    Request,
+    check_trace,
+    search,
+    survey_gpus,
+)
+from brimful.prediction import MARGIN_FRACTION, Estimate, Estimator, Extremes, estimate_trace
+from brimful.prediction.estimator import Capture
+from brimful.profiling import (
     THOROUGH_SWEEPS,
     Progress,
     best_context,
@@ -44,23 +58,8 @@ from brimful.measuring import (
     measure_step,
     with_kept_calibration,
 )
-from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
-from brimful.options import PlanOptions
-from brimful.own_loops import check_loop_decides
-from brimful.planning import (
-    MARGIN_FRACTION,
-    Estimate,
-    Estimator,
-    Extremes,
-    GpuSurvey,
-    OptimizerChoice,
-    Plan,
-    PlanCheck,
-    Request,
-    estimate_trace,
-    find_units,
-    survey_gpus,
-)
+from brimful.quantities import format_bytes, parse_bytes
+from brimful.results import Certificate, Measurement, StopReason, TrainingResult
 from brimful.settings import (
     Action,
     OptimizerImplementation,
@@ -71,11 +70,8 @@ from brimful.settings import (
     check_count,
 )
 from brimful.status import busy
-from brimful.timeline import DEFAULT_ALLOCATOR, AllocatorSettings, predict_memory
-from brimful.trace import Guess, Trace
-from brimful.train import Callback, Schedule, Trainer
-from brimful.training import StopReason, TrainingResult
-from brimful.units import format_bytes, parse_bytes
+from brimful.trace import Guess, Trace, find_units, of_one_rank
+from brimful.trainer import Callback, Schedule, Trainer
 
 DeviceLike = str | int | torch.device | Device
 """What names a device; see `resolve_device`."""
@@ -438,7 +434,7 @@ def plan(
     with without_garbage_collection():
         try:
             budget_bytes = _budget_bytes(budget, capture, request)
-            found = planning.search(capture, replace(request, budget_bytes=budget_bytes))
+            found = search(capture, replace(request, budget_bytes=budget_bytes))
             return replace(found, asked=asked)
         finally:
             capture.cache_clear()  # or what it holds would be gone through as collecting begins again
@@ -472,7 +468,7 @@ def check_plan(
         )
     trace = CautiousCapture(replace(job, loop=None), target)(plan.settings)
     budget_bytes = plan.budget_bytes if budget is None else parse_bytes(budget)
-    return planning.check_trace(trace, plan, target, budget_bytes)
+    return check_trace(trace, plan, target, budget_bytes)
 
 
 @busy("comparing with plain training")
@@ -501,7 +497,7 @@ def certify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
     )
     planned_kind = plan.device_kind if isinstance(plan, Plan) and not is_stand_in else None
     chosen = choose_device("cpu" if is_stand_in else device, planned_kind)
-    return measuring.certify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
+    return profiling.certify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
 
 
 def apply(
@@ -932,14 +928,14 @@ def _offload_host_bytes(
     return int(target.capacity_bytes * DESCRIBED_HOST_FRACTION)
 
 
-def _budget_bytes(budget: str | float | None, capture: planning.Capture, request: Request) -> int:
+def _budget_bytes(budget: str | float | None, capture: Capture, request: Request) -> int:
     if budget is None:
         device = request.device
         margin = MARGIN_FRACTION if device.kind == "cuda" else 0.0
         return int(_capacity_of_rank(request) / (1 + margin))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         share = _share(budget)
-        plain = planning.of_one_rank(capture(request.plain_settings()))
+        plain = of_one_rank(capture(request.plain_settings()))
         asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
     else:
         asked = parse_bytes(budget)

@@ -22,7 +22,7 @@ import msgspec
 from msgspec import Meta
 
 from brimful.errors import FileFormatError
-from brimful.units import MIB, format_bytes
+from brimful.quantities import MIB, format_bytes
 
 T = TypeVar("T")
 

@@ -12,6 +12,7 @@ import os
 import select
 import sys
 from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -120,10 +121,16 @@ def make_console() -> Console:
     return Console(file=BestEffortText(sys.stderr))  # type: ignore[arg-type]  # it has what a console calls
 
 
-class NotebookText:
-    """Lets IPython and notebooks display an object as `print` does, not by its fields."""
+class PrintedResult:
+    """A result that `print`, IPython and notebooks show as the text that `brimful.report` writes for it.
+
+    The records are below `report` in the layers, so `report` is imported by name, when a result is printed.
+    """
 
     __slots__ = ()
+
+    def __str__(self) -> str:
+        return str(import_module("brimful.report").text_of(self))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """IPython's protocol (lib.pretty)."""

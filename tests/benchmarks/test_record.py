@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from brimful.hardware import find_device  # noqa: E402
+from brimful.devices import find_device  # noqa: E402
 from gpu import allocations, record  # noqa: E402
 from gpu.allocations import in_numbers, parts_between, replay  # noqa: E402
 from gpu.configurations import CONFIGURATIONS, MOST_HISTORIES  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from brimful.measuring import calibrate
+from brimful.profiling import calibrate
 from helpers.calibrated import CALIBRATION
 from helpers.command_line import brimful
 

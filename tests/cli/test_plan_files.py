@@ -12,7 +12,7 @@ import pytest
 
 from brimful.cli.sources import built_in_source
 from brimful.errors import UsageError
-from brimful.planning import Alternative, JobSource, Plan, PlanStatus
+from brimful.planner import Alternative, JobSource, Plan, PlanStatus
 from brimful.settings import Settings
 from helpers.command_line import brimful
 

@@ -63,7 +63,7 @@ def test_the_commands_shown_are_commands() -> None:
 
 def test_every_correction_is_told_about() -> None:
     from brimful.capture.corrections import RULES
-    from brimful.hardware import find_device
+    from brimful.devices import find_device
     from brimful.settings import Settings
 
     told = (ROOT / "docs" / "how-the-estimate-works.md").read_text(encoding="utf-8")

@@ -15,8 +15,8 @@ from PIL import Image
 
 import brimful as bf
 from brimful.job import Job
-from brimful.tasks import image_classification, language_model, text_classification
-from brimful.train.weights import read_tensors
+from brimful.recipes import image_classification, language_model, text_classification
+from brimful.trainer.storage.weights import read_tensors
 
 transformers = pytest.importorskip("transformers")
 

@@ -22,10 +22,10 @@ from brimful.errors import UsageError
 from brimful.execution import host_optimizer
 from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.job import Data, Job
-from brimful.measuring import measure_step
 from brimful.optimizers import AdamW4bit, four_bit
+from brimful.profiling import measure_step
 from brimful.settings import Parallelism, Settings
-from brimful.train import Trainer
+from brimful.trainer import Trainer
 
 
 def moment(optimizer: AdamW4bit, parameter: nn.Parameter, name: str) -> Tensor:

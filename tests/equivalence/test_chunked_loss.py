@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.applying import apply_units
 from brimful.errors import UnknownNameError, UsageError
 from brimful.settings import Action, ChunkedLoss, Settings, UnitAction
+from brimful.transforms import apply_units
 
 B, T, D, V = 3, 7, 5, 211
 CHUNKED = Settings(micro_batch_size=B, chunked_loss=ChunkedLoss(layer="head", chunks=4))

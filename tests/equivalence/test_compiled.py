@@ -12,9 +12,9 @@ import torch._dynamo
 from torch import nn
 
 import brimful as bf
-from brimful.applying import apply_units
-from brimful.applying.segments import Call
 from brimful.settings import Action, UnitAction
+from brimful.transforms import apply_units
+from brimful.transforms.segments import Call
 from helpers.data_parallel import next_token, units
 from helpers.models import GPT
 from helpers.trained_alike import assert_identical, mean_square, nesting, recomputing, saved_bytes, train

@@ -13,16 +13,17 @@ from tests.helpers.coupled_jobs import TwoTowers, contrast, contrast_of, coupled
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.applying import apply_units
-from brimful.coupled import loss_of
+from brimful.batches import BatchLayout
 from brimful.errors import CertificateError
+from brimful.execution.coupled_loss import loss_of
+from brimful.execution.step import make_scaler, run_step
 from brimful.job import Job
-from brimful.layout import BatchLayout
-from brimful.measuring import certify, measure_step
 from brimful.optimizers import make_optimizer
+from brimful.profiling import certify, measure_step
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.step import make_scaler, run_step
-from brimful.train import Trainer, lowering
+from brimful.trainer import Trainer
+from brimful.trainer.step import fallback as lowering
+from brimful.transforms import apply_units
 
 SAMPLES = 24
 IN_FLOAT32 = 1e-5

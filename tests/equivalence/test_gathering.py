@@ -16,14 +16,14 @@ import brimful as bf
 from brimful.api import resolve_device
 from brimful.capture import capture_step
 from brimful.cost import step_seconds
+from brimful.devices import find_device
 from brimful.errors import UsageError
-from brimful.hardware import find_device
-from brimful.planning import estimate_trace
+from brimful.memory import most_held_bytes, predict_memory
+from brimful.prediction import estimate_trace
 from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
-from brimful.timeline import most_held_bytes, predict_memory
 from brimful.trace import Category, Phase, Trace
-from brimful.train import Trainer
-from brimful.train.lowering import Lowering
+from brimful.trainer import Trainer
+from brimful.trainer.step.fallback import Lowering
 from helpers.ranks import on_ranks
 
 WIDTH, BLOCKS, GLOBAL_BATCH = 64, 6, 8

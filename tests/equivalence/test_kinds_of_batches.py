@@ -18,11 +18,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import brimful as bf
-from brimful.batches import map_tensors
+from brimful.batches import layout_of, make_batch, map_tensors
+from brimful.distributed.ranks import Ranks
 from brimful.job import Data, Job
-from brimful.layout import layout_of, make_batch
 from brimful.settings import Settings
-from brimful.train.ranks import Ranks
 
 KINDS = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 SAMPLES = 5

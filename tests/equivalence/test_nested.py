@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.applying import apply_units
-from brimful.applying.segments import Call
 from brimful.settings import Precision, Settings
+from brimful.transforms import apply_units
+from brimful.transforms.segments import Call
 from helpers.models import GPT, Block, ResNet, vgg
 from helpers.trained_alike import Loss, assert_identical, mean_square, nesting, recomputing, train
 

@@ -16,11 +16,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.applying import apply_units, offload
-from brimful.applying.host_link import to_device, to_device_done, to_host, to_host_done
 from brimful.errors import UsageError
+from brimful.memory import pinned_host as host
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.timeline import host
+from brimful.transforms import apply_units, offload
+from brimful.transforms.host_link import to_device, to_device_done, to_host, to_host_done
 from helpers.models import GPT, ResNet, UNet, vgg
 from helpers.trained_alike import Loss, assert_identical, mean_square, train
 

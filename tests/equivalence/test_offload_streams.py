@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from brimful.applying import apply_units, host_link, offload
+from brimful.memory import pinned_bytes
+from brimful.memory import pinned_host as host
 from brimful.settings import Action, Settings, UnitAction
-from brimful.timeline import host, pinned_bytes
+from brimful.transforms import apply_units, host_link, offload
 from helpers.late_streams import garbage, stand_in_for_streams
 from helpers.models import GPT, ResNet
 from helpers.trained_alike import Loss, assert_identical, mean_square, train

@@ -17,18 +17,18 @@ from tests.helpers.tiny_jobs import Net, all_samples, make_job
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.applying import host_link
 from brimful.capture import capture_step
+from brimful.devices import find_device
 from brimful.errors import HalfUpdatedError, UsageError
 from brimful.execution import host_optimizer
 from brimful.execution.host_optimizer import UpdateOnHost
-from brimful.hardware import find_device
-from brimful.measuring import measure_step
+from brimful.memory import most_held_bytes, predict_memory
 from brimful.optimizers import named_optimizer
+from brimful.profiling import measure_step
 from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
-from brimful.timeline import most_held_bytes, predict_memory
 from brimful.trace import Category, Phase
-from brimful.train import Trainer
+from brimful.trainer import Trainer
+from brimful.transforms import host_link
 
 ON_HOST = Settings(micro_batch_size=8, gradient_accumulation_steps=2, optimizer_on_host=True)
 

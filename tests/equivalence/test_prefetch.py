@@ -14,16 +14,16 @@ from tests.helpers.tiny_jobs import make_job
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.applying import host_link
 from brimful.capture import capture_step
+from brimful.devices import find_device
 from brimful.execution import prefetch
-from brimful.hardware import find_device
-from brimful.measuring import measure_step
+from brimful.execution.step import run_step
+from brimful.memory import most_held_bytes
+from brimful.profiling import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
-from brimful.step import run_step
-from brimful.timeline import most_held_bytes
 from brimful.trace import Category
-from brimful.train import Trainer
+from brimful.trainer import Trainer
+from brimful.transforms import host_link
 
 AHEAD = Settings(micro_batch_size=4, gradient_accumulation_steps=4, copies_ahead=True)
 INPUT = 4096

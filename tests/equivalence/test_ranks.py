@@ -13,13 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from brimful import plan
-from brimful.applying.sharding import Sharded, sharded_units
+from brimful.distributed.fsdp import Sharded, sharded_units
 from brimful.errors import HalfUpdatedError, NonFiniteError, UsageError
 from brimful.job import Data, Job
+from brimful.results import Recovery, TrainingResult
 from brimful.settings import OptimizerImplementation, Parallelism, Settings
-from brimful.train import Trainer
-from brimful.train.relaunch import leave_settings, settings_left
-from brimful.training import Recovery, TrainingResult
+from brimful.trainer import Trainer
+from brimful.trainer.storage.relaunch import leave_settings, settings_left
 from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import (
     GLOBAL_BATCH,

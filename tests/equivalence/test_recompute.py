@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.applying import apply_units
 from brimful.settings import Precision
+from brimful.transforms import apply_units
 from helpers.models import GPT, Block, ResNet, UNet, double_convolution, vgg
 from helpers.trained_alike import assert_identical, assert_trains_identically, mean_square, recomputing, train
 
@@ -386,7 +386,9 @@ def test_without_gradients_the_forward_runs_as_it_is(mode: type, monkeypatch: py
     model = Between(Counting())
     expected = model.eval()(vectors()[0])
     apply_units(model, recomputing("unit"))
-    monkeypatch.setattr("brimful.applying.recompute.checkpoint", lambda *_a, **_k: pytest.fail("checkpointed"))
+    monkeypatch.setattr(
+        "brimful.transforms.recompute.checkpoint", lambda *_a, **_k: pytest.fail("checkpointed")
+    )
     with mode():
         torch.manual_seed(0)
         batch = vectors()[0]
@@ -492,7 +494,7 @@ def test_arguments_given_by_keyword_reach_checkpoint_by_position(monkeypatch: py
         given.append(args)
         return function(*args)
 
-    monkeypatch.setattr("brimful.applying.recompute.checkpoint", spy)
+    monkeypatch.setattr("brimful.transforms.recompute.checkpoint", spy)
     unit = Masked()
     model = nn.ModuleDict({"unit": unit})
     apply_units(model, recomputing("unit"))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.applying import apply_units
 from brimful.settings import Precision, Settings, op_kind
+from brimful.transforms import apply_units
 from helpers.models import GPT, Block, ResNet
 from helpers.trained_alike import Loss, assert_identical, mean_square, recomputing, saving, train
 

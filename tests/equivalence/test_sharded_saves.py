@@ -18,14 +18,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from brimful.applying.sharding import Sharded
+from brimful.distributed.fsdp import Sharded
+from brimful.distributed.gather import WholeModel
 from brimful.errors import ResumeError, SaveError
 from brimful.settings import Parallelism, Settings
-from brimful.train.manifest import SHARDS, manifest_text
-from brimful.train.restore import newest_save
-from brimful.train.run_directory import SAVES
-from brimful.train.sharded_state import WholeModel
-from brimful.train.shards import Shards
+from brimful.trainer.storage.manifest import SHARDS, manifest_text
+from brimful.trainer.storage.restore import newest_save
+from brimful.trainer.storage.run_directory import SAVES
+from brimful.trainer.storage.shards import Shards
 from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import GLOBAL_BATCH, curve, settings, trained
 
@@ -155,7 +155,7 @@ def test_dcp_reads_the_shards_by_itself(saved_by_two: Path) -> None:
     """The format is torch's, so that nobody needs brimful for it."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
-    from brimful.train import load_weights
+    from brimful.trainer import load_weights
     from helpers.trained_on_ranks import Tokens
 
     save = saved_by_two / SAVES / "step-000000004"

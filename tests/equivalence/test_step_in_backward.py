@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import brimful as bf
 from brimful.errors import CertificateError, HalfUpdatedError, NonFiniteError, OutOfMemoryError, UsageError
 from brimful.job import Data, Job
-from brimful.measuring import measure_step
 from brimful.optimizers import named_optimizer
+from brimful.profiling import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
-from brimful.train import Trainer
+from brimful.trainer import Trainer
 
 IN_BACKWARD = Settings(micro_batch_size=8, step_in_backward=True)
 NUMBERS_BYTES = 12

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from brimful.errors import DataError
 from brimful.job import Data, Job
-from brimful.train import LengthBuckets, pad_batch
+from brimful.trainer import LengthBuckets, pad_batch
 
 LENGTHS = [3, 9, 14, 2, 7, 16, 5, 11, 8, 1, 13, 6, 10, 4, 15, 12, 3, 9, 2]
 COLLATE = partial(pad_batch, pad_values={"tokens": 0, "labels": -100}, multiple_of=4)

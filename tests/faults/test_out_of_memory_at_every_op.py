@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from brimful.job import Job
 from brimful.optimizers import four_bit, named_optimizer
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
-from brimful.train.steps import Steps
+from brimful.trainer.step.transaction import Steps
 
 # B batch, D width
 

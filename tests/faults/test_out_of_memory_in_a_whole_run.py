@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from brimful.errors import HalfUpdatedError, OutOfMemoryError
 from brimful.settings import Settings
-from brimful.train import Callback, Trainer
+from brimful.trainer import Callback, Trainer
 
 PARTS = 8
 """In which the exhaustive test is divided."""

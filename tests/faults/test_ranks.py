@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from brimful.training import StopReason
+from brimful.results import StopReason
 from helpers.alike_on_ranks import NAN_STEP, done_alike
 from helpers.ranks import on_ranks
 
@@ -82,7 +82,7 @@ JOB = """
 
     def killed_while_saving():
         # the second rank ends in the midst of its part of the third save
-        from brimful.train.shards import Shards
+        from brimful.trainer.storage.shards import Shards
 
         write, saves = Shards.write, []
 

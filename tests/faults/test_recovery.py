@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import brimful as bf
+from brimful.batches import BatchLayout
 from brimful.errors import (
     DataError,
     HalfUpdatedError,
@@ -22,10 +23,9 @@ from brimful.errors import (
     UsageError,
 )
 from brimful.job import Data
-from brimful.layout import BatchLayout
-from brimful.train import Trainer
-from brimful.train import steps as steps_module
-from brimful.training import StopReason
+from brimful.results import StopReason
+from brimful.trainer import Trainer
+from brimful.trainer.step import transaction as steps_module
 
 
 def linear() -> nn.Module:
@@ -231,7 +231,7 @@ def test_a_dead_worker_ends_the_run_saved_and_resumable(job_with, trained, sampl
 
 
 def test_a_full_disk_does_not_end_training_before_the_end(job_with, trained, tmp_path, monkeypatch):
-    from brimful.train import saves
+    from brimful.trainer.storage import saves
 
     _, expected = trained(job_with(), epochs=2)
     whole = saves.write_tensors

@@ -10,8 +10,8 @@ import pytest
 
 from brimful.errors import ResumeError, RunDirectoryError
 from brimful.job import Data
-from brimful.train import Callback
-from brimful.train.unsaved import check_restart
+from brimful.trainer import Callback
+from brimful.trainer.storage.unsaved import check_restart
 
 pytestmark = pytest.mark.filterwarnings("ignore:the last batch of each epoch has")
 

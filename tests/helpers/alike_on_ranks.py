@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from brimful.errors import CertificateError, NonFiniteError
 from brimful.job import Data, Job
+from brimful.results import TrainingResult
 from brimful.settings import Action, Parallelism, Settings, UnitAction
-from brimful.train import Trainer
-from brimful.training import TrainingResult
+from brimful.trainer import Trainer
 
 NAN_STEP = 3
 

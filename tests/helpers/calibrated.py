@@ -1,8 +1,7 @@
 """What a calibration may find, for tests that need no real one."""
 
-from brimful.curves import RateCurve
-from brimful.hardware import Dispatch
-from brimful.measuring.calibrate import Calibration
+from brimful.devices import Dispatch, RateCurve
+from brimful.profiling.calibrate import Calibration
 
 CALIBRATION = Calibration(
     fp32_flops_per_second=1e11,

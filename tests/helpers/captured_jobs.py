@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
-from brimful.hardware import find_device
+from brimful.devices import find_device
 from brimful.job import Job
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Category, Op, Phase, Storage, Trace

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.applying import apply_units
 from brimful.settings import Action, Settings, UnitAction, op_kind
+from brimful.transforms import apply_units
 from helpers.models import GPT, Block, ResNet
 from helpers.trained_alike import Loss, mean_square, saved_bytes
 

@@ -163,7 +163,7 @@ def _status_within(pid: int, seconds: float) -> int | None:
 def _main() -> None:
     sys.path[0] = str(Path.cwd())
     import brimful.api
-    import brimful.train  # noqa: F401
+    import brimful.trainer  # noqa: F401
 
     gc.freeze()  # a fork need not look through what is loaded as it ends
     if sys.argv[1:] == ["serve"]:

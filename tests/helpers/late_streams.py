@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.applying import host_link
+from brimful.transforms import host_link
 
 
 class LateStream:

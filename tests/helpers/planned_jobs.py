@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from brimful.capture import capture_step
-from brimful.hardware import find_device
+from brimful.devices import find_device
 from brimful.job import Job
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Trace

@@ -21,7 +21,7 @@ _TIMEOUT = timedelta(seconds=60)
 _DEADLINE_SECONDS = 240
 
 # Ranks are forks of a process that has imported this once.
-set_forkserver_preload(["torch.distributed", "brimful.api", "brimful.train", "helpers.ranks"])
+set_forkserver_preload(["torch.distributed", "brimful.api", "brimful.trainer", "helpers.ranks"])
 
 
 def on_ranks(work: Callable[..., Any], *arguments: Any, count: int = 2) -> list[Any]:

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.job import Data, Job
+from brimful.results import StepRecord
 from brimful.settings import Action, Settings, UnitAction
-from brimful.train import Callback, Trainer
-from brimful.training import StepRecord
+from brimful.trainer import Callback, Trainer
 
 SAMPLES = 50
 FEATURES = 8

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from brimful.applying import apply_units
+from brimful.execution.step import autocast
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.step import autocast
+from brimful.transforms import apply_units
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
-from brimful.planning import Plan
+from brimful.planner import Plan
+from brimful.results import TrainingResult
 from brimful.settings import Action, Parallelism, Settings, UnitAction
-from brimful.train import Trainer
-from brimful.training import TrainingResult
+from brimful.trainer import Trainer
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH, IGNORED = 17, 12, 6, 8, -100
 SAMPLES = 5 * GLOBAL_BATCH + 1

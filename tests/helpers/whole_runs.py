@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from brimful.job import Data, Job
 from brimful.settings import Settings
-from brimful.train import Schedule, Trainer
+from brimful.trainer import Schedule, Trainer
 
 # B batch, D width
 

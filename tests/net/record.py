@@ -28,7 +28,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import brimful as bf  # noqa: E402
-from brimful.architectures import resolve_job  # noqa: E402
+from brimful.models import resolve_job  # noqa: E402
 from brimful.report.documents import estimate_document  # noqa: E402
 from zoo import ZOO, missing  # noqa: E402
 

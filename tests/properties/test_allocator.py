@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import settings as run_settings
 from hypothesis import strategies as st
 
-from brimful.timeline import (
+from brimful.memory import (
     AllocatorSettings,
     CachingAllocator,
     compare_allocators,

@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from brimful.layout import BatchLayout
+from brimful.batches import BatchLayout
 
 
 def nests(count: int) -> st.SearchStrategy:

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from brimful.errors import FileFormatError
-from brimful.planning import Alternative, JobSource, Plan, PlanStatus
-from brimful.planning.records import BudgetPoint
+from brimful.planner import Alternative, JobSource, Plan, PlanStatus
+from brimful.planner.plan import BudgetPoint
+from brimful.results import (
+    StepRecord,
+    ValidationRecord,
+    step_from_json,
+    step_to_json,
+    validation_from_json,
+    validation_to_json,
+)
 from brimful.settings import (
     Action,
     ChunkedLoss,
@@ -23,14 +31,6 @@ from brimful.settings import (
     UnitAction,
     settings_from_json,
     settings_to_json,
-)
-from brimful.training import (
-    StepRecord,
-    ValidationRecord,
-    step_from_json,
-    step_to_json,
-    validation_from_json,
-    validation_to_json,
 )
 
 COUNTS = st.integers(1, 2**62)

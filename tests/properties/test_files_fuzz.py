@@ -32,14 +32,14 @@ import brimful as bf
 from attacks.inputs import TABLES
 from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
 from attacks.saves import EXECUTING, sign, sign_manifest
+from brimful.devices import find_device
 from brimful.errors import BrimfulError, FileFormatError, UsageError
-from brimful.hardware import find_device
-from brimful.measuring import calibrate, with_kept_calibration
-from brimful.tasks import image_classification, language_model, text_classification
-from brimful.tasks.weights import load_matching
-from brimful.train import relaunch
-from brimful.train.run_directory import LOWERED
-from brimful.training import Recovery
+from brimful.profiling import calibrate, with_kept_calibration
+from brimful.recipes import image_classification, language_model, text_classification
+from brimful.recipes.weights import load_matching
+from brimful.results import Recovery
+from brimful.trainer.storage import relaunch
+from brimful.trainer.storage.run_directory import LOWERED
 from helpers.calibrated import CALIBRATION
 from helpers.tiny_jobs import one_thread
 

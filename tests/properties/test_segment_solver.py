@@ -6,12 +6,7 @@ from itertools import product
 
 import pytest
 
-from brimful.planning.segment_solver import (
-    FINEST,
-    SegmentProblem,
-    smallest_segment_peak_bytes,
-    solve_segments,
-)
+from brimful.planner.solvers.segments import FINEST, SegmentProblem, smallest_segment_peak_bytes, solve_segments
 
 
 def draw(seed: int) -> SegmentProblem:
@@ -102,7 +97,7 @@ def test_with_few_states_a_choice_is_still_found_whenever_there_is_one(
 ) -> None:
     problem = draw(seed)
     smallest = min(problem.peak_bytes(choice) for choice in choices(problem))
-    monkeypatch.setattr("brimful.planning.segment_solver.MOST_STATES", 2)
+    monkeypatch.setattr("brimful.planner.solvers.segments.MOST_STATES", 2)
     assert solve_segments(problem, smallest) is not None
     assert solve_segments(problem, smallest - 1) is None
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from brimful.planning import solver
-from brimful.planning.solver import Option, Problem, Solution, smallest_peak_bytes, solve
+from brimful.planner.solvers import chain as solver
+from brimful.planner.solvers.chain import Option, Problem, Solution, smallest_peak_bytes, solve
 
 options = st.builds(
     Option,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import brimful as bf
+from brimful.devices import find_device
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
-from brimful.hardware import find_device
 from brimful.settings import OptimizerImplementation
 
 DEVICE = "RTX 3090"
@@ -64,7 +64,7 @@ def test_a_plan_is_within_its_budget_and_its_prediction_is_an_estimate_of_its_se
     assert plan.budget_bytes == int(0.4 * peak)
     assert plan.predicted_peak_device_bytes <= plan.budget_bytes
     assert plan.settings.global_batch_size == 32
-    from brimful.timeline import predict_memory
+    from brimful.memory import predict_memory
 
     assert predict_memory(again).peak_allocated_bytes == plan.predicted_peak_allocated_bytes
 

@@ -13,7 +13,6 @@ import brimful as bf
 from brimful import optimizers
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Data, Job
-from brimful.measuring import measure_step
 from brimful.optimizers import (
     has_implementation,
     make_optimizer,
@@ -21,9 +20,10 @@ from brimful.optimizers import (
     optimizer_names,
     set_implementation,
 )
+from brimful.profiling import measure_step
 from brimful.settings import OptimizerImplementation, Settings
 from brimful.trace import Category
-from brimful.train import Trainer
+from brimful.trainer import Trainer
 
 ROWS, COLUMNS = 300, 20
 """More numbers than the 4096 from which on AdamW8bit keeps bytes."""

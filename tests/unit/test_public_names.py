@@ -72,7 +72,7 @@ def test_importing_brimful_loads_no_torch() -> None:
 
 def test_a_saved_trace_and_plan_are_read_without_torch() -> None:
     code = (
-        "import sys; import brimful.trace, brimful.planning, brimful.timeline, brimful.cost, brimful.report;"
+        "import sys; import brimful.trace, brimful.planner, brimful.memory, brimful.cost, brimful.report;"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

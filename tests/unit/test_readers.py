@@ -56,55 +56,60 @@ DIGESTS = "checked against the digests of the manifest; tests/equivalence/test_s
 TRANSFORMERS = "by transformers, local and without remote code; benchmarks/attack.py"
 
 READERS = {
-    "architectures/resolve.py": {"read_text": "the file that the user names as the job"},
+    "models/resolve.py": {"read_text": "the file that the user names as the job"},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
     "codec.py": {"os.open": PLAN, "fdopen": PLAN, "parse_json": PLAN},
     "files.py": {"os.open": LOCK},
-    "hardware/data_rows.py": {"read_text": SYSTEM, "DictReader": SYSTEM},
-    "hardware/this_machine.py": {"read_text": SYSTEM},
-    "measuring/calibrate.py": {
+    "devices/data_rows.py": {"read_text": SYSTEM, "DictReader": SYSTEM},
+    "devices/this_machine.py": {"read_text": SYSTEM},
+    "profiling/calibrate.py": {
         "read_regular_file": CALIBRATION,
         "parse_json": CALIBRATION,
         "read_text": SYSTEM,
     },
-    "measuring/context.py": {"decode_json": OWN},
-    "measuring/timing.py": {"read_bytes": SYSTEM},
-    "planning/records.py": {"read_regular_file": PLAN, "parse_json": PLAN},
-    "tasks/images.py": {"Image.open": IMAGES},
-    "tasks/language_model.py": {"read_text": TABLES},
-    "tasks/rows.py": {"read_text": TABLES, "read_regular_file": TABLES, "json.loads": LINES},
-    "tasks/text_models.py": {"from_pretrained": TRANSFORMERS},
-    "tasks/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
-    "tasks/weights.py": {"load_file": OTHERS_WEIGHTS, "torch.load": OTHERS_WEIGHTS},
+    "profiling/cuda_context.py": {"decode_json": OWN},
+    "profiling/timing.py": {"read_bytes": SYSTEM},
+    "planner/plan.py": {"read_regular_file": PLAN, "parse_json": PLAN},
+    "recipes/images.py": {"Image.open": IMAGES},
+    "recipes/language_model.py": {"read_text": TABLES},
+    "recipes/rows.py": {"read_text": TABLES, "read_regular_file": TABLES, "json.loads": LINES},
+    "recipes/text_models.py": {"from_pretrained": TRANSFORMERS},
+    "recipes/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
+    "recipes/weights.py": {"load_file": OTHERS_WEIGHTS, "torch.load": OTHERS_WEIGHTS},
     "trace.py": {"read_regular_file": TRACE, "parse_json": TRACE, "decode_directly": TRACE, "GzipFile": TRACE},
-    "train/checkpoint.py": {"decode_json": RUN},
-    "train/history.py": {"parse_json": RUN},
-    "train/manifest.py": {
+    "trainer/storage/checkpoint.py": {"decode_json": RUN},
+    "trainer/monitor/history.py": {"parse_json": RUN},
+    "trainer/storage/manifest.py": {
         "read_regular_file": MANIFEST,
         "parse_json": MANIFEST,
         "os.open": KINDS,
         "fdopen": KINDS,
     },
-    "train/relaunch.py": {"read_regular_file": LAUNCH, "decode_json": LAUNCH},
-    "train/restore.py": {"read_regular_file": RUN, "torch.load": STATE},
-    "train/run_directory.py": {"read_bytes": KINDS, "os.open": LOCK, "fdopen": LOCK, "open": LOCK},
-    "train/saves.py": {"torch.load": OWN, "read_bytes": OWN},
-    "train/shards.py": {"HuggingFaceStorageReader": DIGESTS},
-    "train/trainer.py": {"json.loads": OWN},
-    "train/weights.py": {"safe_open": WEIGHTS, "decode_json": WEIGHTS, "open": OWN, "json.loads": OWN},
+    "trainer/storage/relaunch.py": {"read_regular_file": LAUNCH, "decode_json": LAUNCH},
+    "trainer/storage/restore.py": {"read_regular_file": RUN, "torch.load": STATE},
+    "trainer/storage/run_directory.py": {"read_bytes": KINDS, "os.open": LOCK, "fdopen": LOCK, "open": LOCK},
+    "trainer/storage/saves.py": {"torch.load": OWN, "read_bytes": OWN},
+    "trainer/storage/shards.py": {"HuggingFaceStorageReader": DIGESTS},
+    "trainer/trainer.py": {"json.loads": OWN},
+    "trainer/storage/weights.py": {
+        "safe_open": WEIGHTS,
+        "decode_json": WEIGHTS,
+        "open": OWN,
+        "json.loads": OWN,
+    },
 }
 """What each module calls: the fuzz test that covers it, or why none has to."""
 
 RUNNERS = {
     "__init__.py": {"import_module": "brimful's own modules"},
-    "architectures/resolve.py": {
+    "models/resolve.py": {
         "import_module": "the module that the user names as the job",
         "spec_from_file_location": "the file that the user names as the job",
         "exec_module": "the same",
     },
-    "measuring/context.py": {"subprocess.run": "this Python, with this module"},
-    "train/trackers.py": {"import_module": "wandb or tensorboard, which the user asked for"},
+    "profiling/cuda_context.py": {"subprocess.run": "this Python, with this module"},
+    "trainer/monitor/trackers.py": {"import_module": "wandb or tensorboard, which the user asked for"},
 }
 
 

@@ -11,10 +11,10 @@ import pytest
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
-from brimful.hardware import find_device
-from brimful.measuring import measure_step
+from brimful.devices import find_device
+from brimful.memory import live_profile, predict_memory, rounding_bytes_of
+from brimful.profiling import measure_step
 from brimful.settings import Settings
-from brimful.timeline import live_profile, predict_memory, rounding_bytes_of
 from brimful.trace import Category, Trace
 from zoo import ZOO, ZooModel, missing
 

@@ -1,7 +1,15 @@
-"""One training step on fake tensors → Trace: no GPU, no weights, seconds."""
+"""A job → a `Trace` of one training step on fake tensors: no GPU, no weights, seconds.
+
+Start reading at `step.capture_step`, then `captured_step` and `recorder`. `corrections/` holds one rule per
+file: where CUDA or a CPU differs from the fake step.
+"""
 
 from brimful.capture.cautious import CautiousCapture
 from brimful.capture.fakes import fake_model
 from brimful.capture.step import capture_step
 
-__all__ = ["CautiousCapture", "capture_step", "fake_model"]
+__all__ = [
+    "CautiousCapture",
+    "capture_step",
+    "fake_model",
+]

@@ -13,21 +13,20 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes  # private; checked: torch 2.13
 
-from brimful.applying.sharding import Sharded, check_optimizer
-from brimful.batches import named_tensors, own_part
+from brimful.batches import InputMover, named_tensors, own_part
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.coupling import Coupling
 from brimful.capture.marks import mark_batch, mark_gradients, mark_model, mark_state
 from brimful.capture.recorder import Recorder
+from brimful.distributed.fsdp import Sharded, check_optimizer
 from brimful.execution.executor import StepExecutor, StepHooks
 from brimful.execution.host_optimizer import state_bytes
-from brimful.inputs import InputMover
 from brimful.job import Batch, Job
+from brimful.memory import pinned_bytes
+from brimful.module_names import plain_namer
 from brimful.optimizers import make_optimizer
 from brimful.settings import Settings
-from brimful.timeline import pinned_bytes
 from brimful.trace import Category, Phase
-from brimful.wrappers import plain_namer
 
 DISTINCT_MICRO_BATCHES = 2
 """The first micro-batch makes the gradients, the second adds to them; all further ones repeat the second."""

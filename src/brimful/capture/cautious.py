@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from brimful.capture.step import capture_step
+from brimful.devices import Device
 from brimful.errors import CaptureError
-from brimful.hardware import Device
 from brimful.job import Job
+from brimful.memory import predict_memory
 from brimful.settings import Settings
-from brimful.timeline import predict_memory
 from brimful.trace import Guess, Trace
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from brimful.capture.outside import OutsideTensors, is_state
-from brimful.wrappers import plain_namer
+from brimful.module_names import plain_namer
 
 
 class Coupling:

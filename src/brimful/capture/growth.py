@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from brimful.capture.recorder import Recorder
-from brimful.units import format_bytes
+from brimful.quantities import format_bytes
 
 _LEAST_FRACTION = 1 / 1000
 """Growth by less of what is held is not reported: a list of numbers for a plot, say."""

@@ -19,13 +19,13 @@ from torch.optim.optimizer import (
 from brimful.batches import named_tensors
 from brimful.capture.closures import ClosureSteps
 from brimful.capture.compiled import CompiledCode
-from brimful.capture.corrections import CorrectedFunctions
+from brimful.capture.corrections.base import CorrectedFunctions
 from brimful.capture.growth import Growth
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
 from brimful.capture.recorder import Recorder
 from brimful.errors import CaptureError
+from brimful.execution.job_loop import LoopBatches
 from brimful.job import Batch, Job
-from brimful.own_loops import LoopBatches
 from brimful.trace import Category, Phase
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from brimful.batches import named_tensors
+from brimful.batches import InputMover, named_tensors
 from brimful.capture.recorder import Recorder
-from brimful.inputs import InputMover
 from brimful.job import Batch
+from brimful.module_names import plain_namer
 from brimful.trace import Category
-from brimful.wrappers import plain_namer
 
 
 def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = True) -> None:

@@ -20,9 +20,9 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from brimful.applying.segments import Call
 from brimful.capture.replaced import replaced
-from brimful.wrappers import plain_namer
+from brimful.module_names import plain_namer
+from brimful.transforms.segments import Call
 
 LOSS = "<loss>"
 OPTIMIZER = "<optimizer>"

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from brimful.applying.host_link import to_host
 from brimful.batches import own_part, tensors_in
 from brimful.capture.choices import CHOICES
 from brimful.capture.corrections.base import Rule
@@ -42,10 +41,10 @@ from brimful.capture.outside import OutsideTensors, is_real
 from brimful.capture.shapes import SHAPED_BY_VALUES, run_with_known_shape, run_with_largest_shape
 from brimful.capture.values import KnownValues, NotKnownError, has_writes, is_followed
 from brimful.capture.wrapping import Wrapper
-from brimful.kernels import Kernel
 from brimful.optimizers import SPARSE_ARGUMENT, check_op_makes_dense_gradient
-from brimful.trace import Category, Event, EventKind, Guess, Op, Phase, Storage
-from brimful.units import MIB
+from brimful.quantities import MIB
+from brimful.trace import Category, Event, EventKind, Guess, Kernel, Op, Phase, Storage
+from brimful.transforms.host_link import to_host
 
 aten = torch.ops.aten
 

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brimful.applying import apply_units
-from brimful.applying.sharding import Sharded
-from brimful.batches import map_tensors
+from brimful.batches import layout_of, make_micro_batch, map_tensors
 from brimful.capture.captured_step import CapturedStep, StepObservers, captured_micro_batches
 from brimful.capture.compiled import CompiledCode
-from brimful.capture.corrections import CorrectedFunctions, rules_for
+from brimful.capture.corrections.base import CorrectedFunctions
 from brimful.capture.corrections.device_calls import HOST_MARK
+from brimful.capture.corrections.rules import rules_for
 from brimful.capture.coupling import Coupling
 from brimful.capture.fakes import (
     build_fake_model,
@@ -35,17 +34,17 @@ from brimful.capture.outside import OutsideTensors
 from brimful.capture.recorder import Recorder
 from brimful.capture.sharding import fake_ranks, sharding_seen
 from brimful.capture.values import KnownValues
-from brimful.collecting import without_garbage_collection
-from brimful.coupled import CoupledLoss, check_coupled, gather_embeddings, loss_of
+from brimful.devices import Device
+from brimful.distributed.fsdp import Sharded
 from brimful.errors import BatchError, BrimfulError, CaptureError
-from brimful.hardware import Device
+from brimful.execution.coupled_loss import CoupledLoss, check_coupled, gather_embeddings, loss_of
+from brimful.execution.step import autocast, loss_counts
+from brimful.gc_pause import without_garbage_collection
 from brimful.job import Batch, Job
-from brimful.layout import layout_of, make_micro_batch
-from brimful.module_tree import own_checkpoints
 from brimful.settings import Settings
 from brimful.status import report
-from brimful.step import autocast, loss_counts
-from brimful.trace import Guess, Phase, Trace
+from brimful.trace import Guess, Phase, Trace, own_checkpoints
+from brimful.transforms import apply_units
 
 _ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
 

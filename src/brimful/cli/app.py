@@ -44,7 +44,7 @@ from brimful.options import PlanOptions
 from brimful.status import busy
 
 if TYPE_CHECKING:
-    from brimful.planning import JobSource, PlanCheck
+    from brimful.planner import JobSource, PlanCheck
 
 app = typer.Typer(
     name="brimful",
@@ -114,9 +114,9 @@ def estimate(
     """Predict the memory and time of one training step, without running it."""
     with errors_told(as_json):
         from brimful import api
-        from brimful.planning import Verdict
-        from brimful.planning.text import phase_lines
+        from brimful.prediction import Verdict
         from brimful.report import estimate_document
+        from brimful.report.plans import phase_lines
 
         job = find_job(model, options)
         if largest:
@@ -279,7 +279,7 @@ def calibrate(
     """Measure this machine, in less than a minute, for better predictions of time."""
     with errors_told(as_json):
         from brimful import api
-        from brimful.measuring import cache_path
+        from brimful.profiling import cache_path
         from brimful.report import calibration_document, calibration_text
 
         with progress_shown() as progress:
@@ -303,7 +303,7 @@ def _check(
     context: typer.Context, file: Path, given: JobSource | None, device: str, budget: str | None
 ) -> PlanCheck:
     """A plan in a file against the job that is given, or else the built-in one it was made for."""
-    from brimful.planning import Plan
+    from brimful.planner import Plan
 
     kept = Plan.load(file)
     if given is None:

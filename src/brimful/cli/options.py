@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from brimful.codec import PositiveInt
-from brimful.training import LARGEST_SEED
+from brimful.results import LARGEST_SEED
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
@@ -239,7 +239,7 @@ class TrainOptions:
 
     def asked(self) -> dict[str, Any]:
         """As arguments of `api.fit`."""
-        from brimful.train.schedules import Schedule
+        from brimful.trainer.step.schedules import Schedule
 
         asked = arguments(self)
         schedule = Schedule(asked["schedule"], asked.pop("warmup"))

@@ -14,7 +14,7 @@ from brimful.errors import FileFormatError, UsageError
 
 if TYPE_CHECKING:
     from brimful.job import Job
-    from brimful.planning import JobSource, Plan
+    from brimful.planner import JobSource, Plan
 
 
 def find_job(model: str, options: ModelOptions) -> Job:
@@ -26,7 +26,7 @@ def find_job(model: str, options: ModelOptions) -> Job:
 
 def job_of(source: JobSource) -> Job:
     """The job of a source."""
-    from brimful.architectures import resolve_job
+    from brimful.models import resolve_job
 
     return resolve_job(source.name, **source.options)
 
@@ -47,7 +47,7 @@ def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
     Raises:
         UsageError: It names none, or something else; says with which command the plan can be checked.
     """
-    from brimful.architectures import architecture_names
+    from brimful.models import architecture_names
 
     source = plan.source
     if source is not None and source.name in architecture_names():
@@ -82,7 +82,7 @@ def _text(value: bool | int | float | str) -> str:
 
 def find_source(model: str | None, options: ModelOptions) -> JobSource | None:
     """What is named to be trained; None if nothing is."""
-    from brimful.planning import JobSource
+    from brimful.planner import JobSource
 
     given: dict[str, Any] = {}
     if options.seq_len is not None:

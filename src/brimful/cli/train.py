@@ -30,13 +30,13 @@ from brimful.cli.streams import print_result
 from brimful.errors import UsageError
 from brimful.files import write_file
 from brimful.options import PlanOptions
+from brimful.results import StopReason
 from brimful.status import busy
-from brimful.training import StopReason
 
 if TYPE_CHECKING:
     from brimful.job import Job
-    from brimful.planning import Plan
-    from brimful.train import Callback
+    from brimful.planner import Plan
+    from brimful.trainer import Callback
 
 _OWN_JOB = "job"
 
@@ -169,9 +169,9 @@ def _train(
 ) -> None:
     """Plan a job unless a plan is there, train it, and tell how it went."""
     from brimful import api
-    from brimful.local import choose_device
+    from brimful.distributed.ranks import check_launch, device_here, joined_ranks, rank_here
+    from brimful.execution.setup import choose_device
     from brimful.report import training_document, training_text
-    from brimful.train.ranks import check_launch, device_here, joined_ranks, rank_here
 
     check_launch()
     if run.plan_only and (run.plan_file is not None or run.resume):
@@ -234,8 +234,8 @@ def _told(job: Job) -> str:
 
 def _trackers(run: RunOptions, where: Path) -> list[Callback]:
     """Those that were asked for; the run directory is one of ours, with its files in it."""
-    from brimful.train import TensorBoard, WandB
-    from brimful.train.run_directory import TENSORBOARD
+    from brimful.trainer import TensorBoard, WandB
+    from brimful.trainer.storage.run_directory import TENSORBOARD
 
     trackers: list[Callback] = []
     if run.tensorboard:
@@ -254,8 +254,8 @@ def _begin(
     usual_batch_size: int | None,
 ) -> tuple[Plan, bool, Path]:
     """The plan, whether a run goes on, and where: what the first rank finds serves all."""
-    from brimful.planning import Plan
-    from brimful.train.run_directory import check_run_directory
+    from brimful.planner import Plan
+    from brimful.trainer.storage.run_directory import check_run_directory
 
     def search(samples: int) -> Plan:
         return _search(job, run.device, samples, planning)
@@ -283,7 +283,7 @@ def _begin(
 def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
     """A plan for as many ranks as were launched."""
     from brimful import api
-    from brimful.train.ranks import nodes_launched, ranks_launched
+    from brimful.distributed.ranks import nodes_launched, ranks_launched
 
     launched: dict[str, Any] = {"ranks": ranks_launched(), "nodes": nodes_launched()}
     with busy("planning"):
@@ -320,7 +320,7 @@ def _with_rates(
 
 def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:
     """The plan of the run that is to go on; None if one is to begin."""
-    from brimful.train.unsaved import check_restart
+    from brimful.trainer.storage.unsaved import check_restart
 
     if not resume:
         return None
@@ -337,8 +337,8 @@ def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | No
 
 def _plan_to_go_on_with(begun: Path, global_batch_size: int | None, search: Callable[[int], Plan]) -> Plan:
     """The plan of the run that goes on; another for the same global batch if other ranks were launched."""
-    from brimful.planning import Plan
-    from brimful.train.ranks import ranks_launched
+    from brimful.distributed.ranks import ranks_launched
+    from brimful.planner import Plan
 
     chosen = Plan.load(begun)
     planned = chosen.settings.global_batch_size

@@ -15,8 +15,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from brimful.quantities import MIB
 from brimful.trace import EventKind, Trace
-from brimful.units import MIB
 
 LARGEST_HEAP_BLOCK_BYTES = 32 * MIB
 """4 · 1024 · 1024 · sizeof(long) where a long has 8 bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from brimful.cost.regions import COPY_SECONDS, NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
 from brimful.cost.step import step_seconds
-from brimful.hardware import Device
+from brimful.devices import Device
 from brimful.trace import Op, Trace
 
 

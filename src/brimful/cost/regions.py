@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from brimful.hardware import Device
+from brimful.devices import Device
 
 SAVED_OP_SECONDS = 16e-6
 """Host time that saving results of some ops of a region adds per op of its forward, saved or not: two dispatch

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from brimful.cost.kinds import OTHER, WEIGHT_GRADIENT, Work, work_of
 from brimful.cost.regions import COPY_SECONDS
-from brimful.curves import RateCurve
-from brimful.hardware import Device
+from brimful.devices import Device, RateCurve
+from brimful.memory import LINK_USES
 from brimful.settings import Precision
-from brimful.timeline import LINK_USES
 from brimful.trace import Op, Phase
 
 COMPUTE_EFFICIENCY = 0.75

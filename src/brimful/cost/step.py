@@ -12,15 +12,11 @@ from brimful.cost.page_faults import faulted_bytes
 from brimful.cost.queue import LinkOp, finish_seconds
 from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
-from brimful.hardware import Device
-from brimful.module_tree import unit_of_each_op
+from brimful.devices import Device
+from brimful.memory import LINK_USES
 from brimful.settings import Action, Parallelism, Settings
-from brimful.timeline import LINK_USES
-from brimful.trace import Category, Phase, Trace
-from brimful.units import MIB
-
-BUCKET_BYTES = 25 * MIB
-"""Of gradients that DDP averages at once: DistributedDataParallel's bucket_cap_mb."""
+from brimful.trace import Category, Phase, Trace, unit_of_each_op
+from brimful.trace.ddp import BUCKET_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

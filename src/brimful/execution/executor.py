@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from brimful.coupled import check_coupled, embeds_twice, loss_of
+from brimful.batches import InputMover
+from brimful.execution.coupled_loss import check_coupled, embeds_twice, loss_of
 from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.execution.prefetch import prefetch_to
-from brimful.inputs import InputMover
-from brimful.job import Batch, Job
-from brimful.settings import Settings
-from brimful.step import (
+from brimful.execution.step import (
     CallAction,
     Observer,
     StepOutcome,
@@ -33,7 +31,9 @@ from brimful.step import (
     run_step,
     unused_scaler,
 )
-from brimful.updating import UpdateInBackward, clipped_in_backward
+from brimful.execution.update_in_backward import UpdateInBackward, clipped_in_backward
+from brimful.job import Batch, Job
+from brimful.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,13 +33,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from brimful.applying.host_link import arrived_on_host, send_to_device, send_to_host, to_device_done
 from brimful.batches import map_leaves, own_part
 from brimful.errors import UsageError
+from brimful.execution.update_in_backward import steps_one_by_one
+from brimful.memory import pinned_bytes
 from brimful.optimizers import has_gaps
-from brimful.timeline import pinned_bytes
-from brimful.units import MIB, format_bytes
-from brimful.updating import steps_one_by_one
+from brimful.quantities import MIB, format_bytes
+from brimful.transforms.host_link import arrived_on_host, send_to_device, send_to_host, to_device_done
 
 BUCKET_BYTES = 64 * MIB
 """Of gradients and parameters that go to the host at once, unless a single one is larger: a copy of some MiB

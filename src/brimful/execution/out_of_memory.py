@@ -1,7 +1,7 @@
 """Which errors say that memory ran out, making room after one, and trying again.
 
-A training step has its own way to go on (`train/steps.py`). Whatever else a run does and may do twice (copies
-for a save, checks of the weights, their average, the state of random generators) goes through `with_room`.
+A training step recovers by itself (`trainer/step/transaction.py`). Everything else that a run may do twice
+(copies for a save, checks of the weights, their average, the state of random generators) uses `with_room`.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ import torch.distributed
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful.applying import apply_units
+from brimful.batches import layout_of
 from brimful.errors import BrimfulError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
+from brimful.execution.setup import set_up_allocator
+from brimful.execution.step import StepOutcome, counting_parts, device_of, loss_weights
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
-from brimful.layout import layout_of
-from brimful.local import set_up_allocator
 from brimful.optimizers import (
     check_dense_gradients,
     check_gaps,
@@ -28,9 +28,9 @@ from brimful.optimizers import (
     check_parameters,
     set_implementation,
 )
+from brimful.results import Recovery
 from brimful.settings import Settings
-from brimful.step import StepOutcome, counting_parts, device_of, loss_weights
-from brimful.training import Recovery
+from brimful.transforms import apply_units
 
 CheckBatch = Callable[[Settings, Batch], None]
 """Checks a real batch before it is trained on under some settings; raises what speaks against it."""

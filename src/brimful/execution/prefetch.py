@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from brimful.applying.host_link import to_device, to_device_done
 from brimful.batches import map_tensors, named_tensors
 from brimful.job import Batch
+from brimful.transforms.host_link import to_device, to_device_done
 
 
 def prefetch_to(device: torch.device | str) -> Callable[[Batch], Callable[[], Batch]]:

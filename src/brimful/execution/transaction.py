@@ -20,9 +20,9 @@ from brimful.execution.buffers import BufferSnapshot, modules_of
 from brimful.execution.executor import StepExecutor, StepHooks
 from brimful.execution.out_of_memory import despite_out_of_memory, make_room
 from brimful.execution.parameters import ParameterSnapshot
+from brimful.execution.random_state import RandomState
 from brimful.execution.signals import HeldSignals
 from brimful.execution.update import SurvivingUpdate, WholeUpdate
-from brimful.random_state import RandomState
 
 Result = TypeVar("Result")
 

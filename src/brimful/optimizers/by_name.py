@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
+from brimful.module_names import plain_namer
 from brimful.optimizers.closures import check_needs_no_closure
 from brimful.optimizers.four_bit import AdamW4bit
 from brimful.optimizers.implementations import check_gaps, set_implementation
@@ -20,7 +21,6 @@ from brimful.optimizers.muon import Muon
 from brimful.optimizers.ownership import check_parameters
 from brimful.optimizers.sparse import check_dense_gradients
 from brimful.settings import Settings
-from brimful.wrappers import plain_namer
 
 ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
 """Those that compute each number from its own gradient and state alone, so that flat parts of all parameters

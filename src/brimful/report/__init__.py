@@ -1,8 +1,9 @@
-"""Results as text and JSON."""
+"""Results → text and JSON documents for users. Nothing here computes results."""
 
 from brimful.report.calibration import calibration_document, calibration_text
 from brimful.report.documents import error_document, estimate_document, gpus_document
-from brimful.report.training import largest_loss_difference, sparkline, training_document, training_text
+from brimful.report.text import text_of
+from brimful.report.training import training_document, training_text
 
 __all__ = [
     "calibration_document",
@@ -10,8 +11,7 @@ __all__ = [
     "error_document",
     "estimate_document",
     "gpus_document",
-    "largest_loss_difference",
-    "sparkline",
+    "text_of",
     "training_document",
     "training_text",
 ]

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from brimful.curves import RateCurve
-from brimful.hardware import Device
-from brimful.units import format_bytes, format_seconds
+from brimful.devices import Device, RateCurve
+from brimful.quantities import format_bytes, format_seconds
 
 
 def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from brimful.errors import InfeasibleError
-from brimful.planning import Estimate, GpuFit
+from brimful.planner import GpuFit
+from brimful.prediction import Estimate
 from brimful.settings import settings_to_json
 
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from brimful.measurement import predicted_beside_measured
-from brimful.report.feeding import feeding_lines
-from brimful.training import StopReason, TrainingResult
-from brimful.units import format_bytes, format_rate, format_seconds
+from brimful.quantities import format_bytes, format_rate, format_seconds
+from brimful.report.data_loading import feeding_lines
+from brimful.report.measurements import predicted_beside_measured
+from brimful.results import StopReason, TrainingResult
 
 _SPARK_CELLS = 40
 _MUCH_SLOWER = 1.25
@@ -29,6 +29,12 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
         Some lines: predicted beside measured, losses, the run directory.
     """
     return "\n".join(_lines(result, plain))
+
+
+def summary_text(result: TrainingResult) -> str:
+    """Steps, losses, and predicted beside measured: what `print(result)` shows."""
+    losses = f", loss {result.losses[0]:.4g} to {result.losses[-1]:.4g}" if result.losses else ""
+    return "\n".join([f"{len(result.steps)} steps{losses}", *predicted_beside_measured(result)])
 
 
 def training_document(result: TrainingResult, plain: TrainingResult | None = None) -> dict[str, Any]:

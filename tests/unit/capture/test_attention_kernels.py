@@ -17,7 +17,7 @@ from brimful.capture.corrections.attention_backward import (
     flash_backward_bytes,
 )
 from brimful.capture.corrections.attention_choice import AttentionCall, AttentionKernel, choose_kernel
-from brimful.hardware import Device, find_device
+from brimful.devices import Device, find_device
 from brimful.settings import Precision
 from brimful.trace import Category, Phase, Trace
 from helpers.captured_jobs import A100, H100, V100, capture, job, made_by, ops

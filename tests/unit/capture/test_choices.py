@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.capture import capture_step
-from brimful.hardware import find_device
-from brimful.measuring import measure_step
-from brimful.timeline import predict_memory
+from brimful.devices import find_device
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
 from brimful.trace import Guess, Trace
 from helpers.captured_jobs import CPU
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.job import Job
-from brimful.measuring import measure_step
-from brimful.planning import estimate_trace, find_units
+from brimful.prediction import estimate_trace
+from brimful.profiling import measure_step
 from brimful.settings import Settings
-from brimful.trace import Trace
+from brimful.trace import Trace, find_units
 from helpers.captured_jobs import A100, CPU, capture
 from helpers.models import GPT, Residual
 from helpers.trained_alike import mean_square

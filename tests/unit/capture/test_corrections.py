@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from brimful.capture import capture_step
 from brimful.capture.corrections.recurrent import lstm_workspace_bytes
-from brimful.hardware import Device
+from brimful.devices import Device
 from brimful.job import Job
-from brimful.kernels import reduction_kernels
-from brimful.measuring import measure_step
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
+from brimful.quantities import MIB
 from brimful.settings import Precision, Settings
-from brimful.timeline import predict_memory
-from brimful.trace import Category, Phase, Trace
-from brimful.units import MIB
+from brimful.trace import Category, Phase, Trace, reduction_kernels
 from helpers.captured_jobs import (
     A100,
     CLASSES,

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
+from brimful.devices import find_device
 from brimful.errors import InfeasibleError
-from brimful.hardware import find_device
 from brimful.job import Job
-from brimful.measuring import certify
-from brimful.planning import Request, search
+from brimful.planner import Request, search
+from brimful.profiling import certify
 from brimful.settings import Settings
 from helpers.captured_jobs import CLASSES, HIDDEN, INPUTS, SAMPLES, capture, job, mlp
 

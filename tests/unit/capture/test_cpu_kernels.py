@@ -20,10 +20,10 @@ from brimful.capture.corrections.rules import (
     ReducedLosses,
     Rule,
 )
-from brimful.measuring import measure_step
-from brimful.measuring.cpu_memory import record_cpu_memory
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
+from brimful.profiling.cpu_memory import record_cpu_memory
 from brimful.settings import Settings
-from brimful.timeline import predict_memory
 from helpers.captured_jobs import CPU, capture, changed, job
 
 aten = torch.ops.aten

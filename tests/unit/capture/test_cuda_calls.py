@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from brimful.capture import capture_step
 from brimful.errors import CaptureError
+from brimful.memory import predict_memory
 from brimful.settings import Settings
-from brimful.timeline import predict_memory
 from brimful.trace import Trace
 from helpers.captured_jobs import A100, CPU, job
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from brimful.kernels import Kernel
-from brimful.trace import Trace
+from brimful.trace import Kernel, Trace
 from helpers.captured_jobs import A100, CPU, capture, job
 
 ROWS, WIDTH = 500, 16

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.kernels import Kernel
 from brimful.settings import Precision
-from brimful.trace import Category, Trace
+from brimful.trace import Category, Kernel, Trace
 from helpers.captured_jobs import (
     A100,
     CLASSES,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from brimful.capture import capture_step
 from brimful.errors import CaptureError
 from brimful.job import Job
-from brimful.measuring import measure_step
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
 from brimful.settings import Settings
-from brimful.timeline import predict_memory
 from brimful.trace import Category, Trace
 from helpers.captured_jobs import A100, CPU, bytes_of, capture, made_by
 

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from brimful.capture import capture_step
 from brimful.errors import CaptureError
-from brimful.planning import estimate_trace
+from brimful.memory import live_profile, predict_memory
+from brimful.prediction import estimate_trace
 from brimful.settings import Settings
-from brimful.timeline import live_profile, predict_memory
 from brimful.trace import Category, Phase, Trace
 from helpers.captured_jobs import A100, CPU, bytes_of, cross_entropy, job
 

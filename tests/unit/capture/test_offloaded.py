@@ -9,18 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
-from brimful.hardware import Device, find_device
+from brimful.devices import Device, find_device
 from brimful.job import Job
-from brimful.planning import find_units
+from brimful.memory import TO_DEVICE, TO_HOST, live_profile, pinned_host_bytes, rounding_bytes_of
 from brimful.settings import Action, Precision, Settings, UnitAction
-from brimful.timeline import (
-    TO_DEVICE,
-    TO_HOST,
-    live_profile,
-    pinned_host_bytes,
-    rounding_bytes_of,
-)
-from brimful.trace import Phase, Trace
+from brimful.trace import Phase, Trace, find_units
 from helpers.planned_jobs import JOBS, vector_job
 
 A100 = find_device("A100 80GB SXM")
@@ -178,7 +171,7 @@ def test_the_small_jobs_can_be_captured_with_units_offloaded(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As much comes back as was sent, and less is there when backward begins."""
-    monkeypatch.setattr("brimful.timeline.host.LEAST_OFFLOADED_BYTES", 512)
+    monkeypatch.setattr("brimful.memory.pinned_host.LEAST_OFFLOADED_BYTES", 512)
     plain = Settings(micro_batch_size=8, precision=Precision.BF16)
     kept = capture_step(JOBS[name], plain, A100, steps=1)
     units = [

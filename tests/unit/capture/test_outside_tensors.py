@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.measuring import measure_step
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
 from brimful.settings import Settings
-from brimful.timeline import predict_memory
 from brimful.trace import Category, EventKind, Trace
 from helpers.captured_jobs import (
     A100,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from brimful.capture import capture_step
-from brimful.timeline import live_profile
+from brimful.memory import live_profile
 from brimful.trace import Category, EventKind, Phase, Trace
 from helpers.captured_jobs import (
     A100,

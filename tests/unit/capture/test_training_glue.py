@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.memory import predict_memory
 from brimful.settings import Precision
-from brimful.timeline import predict_memory
 from brimful.trace import Category, Phase, Trace
 from helpers.captured_jobs import (
     A100,

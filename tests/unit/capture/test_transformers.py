@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from brimful.batches import BatchLayout
+from brimful.execution.step import copied_to, run_step
 from brimful.job import Job
-from brimful.layout import BatchLayout
 from brimful.optimizers import make_optimizer
 from brimful.settings import Precision
-from brimful.step import copied_to, run_step
 from brimful.trace import Phase
 from helpers.captured_jobs import A100, CPU, capture, job, ops
 

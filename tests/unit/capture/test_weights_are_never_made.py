@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 SCRIPT = """
 import json, resource
 import torch, transformers.models.llama.modeling_llama
-from brimful.architectures.resolve import find_architecture
+from brimful.models.resolve import find_architecture
 from brimful.capture import capture_step
-from brimful.hardware import find_device
+from brimful.devices import find_device
 from brimful.settings import Settings
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 trace = capture_step(find_architecture("llama-3-8b"), Settings(micro_batch_size=1), find_device("H100 SXM"))

@@ -6,8 +6,7 @@ import pytest
 
 from brimful.cost import Roofline, op_seconds, step_seconds
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS, WEIGHT_GRADIENT, work_of
-from brimful.curves import RateCurve
-from brimful.hardware import Device, Dispatch, find_device
+from brimful.devices import Device, Dispatch, RateCurve, find_device
 from brimful.settings import Precision
 from brimful.trace import Category, Op, Phase
 from helpers.traces import TraceWriter

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from tests.helpers.captured_jobs import A100, CLASSES, CPU, HIDDEN, INPUTS, capture, job
 from torch import nn
 
-from brimful.architectures import find_architecture
 from brimful.cost import model_flops
+from brimful.models import find_architecture
 
 PARTS = INPUTS * HIDDEN, HIDDEN * CLASSES
 

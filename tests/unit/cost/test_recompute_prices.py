@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from brimful.cost import RecomputePrices, step_seconds
-from brimful.hardware import Device, find_device
-from brimful.planning.units import find_units
+from brimful.devices import Device, find_device
 from brimful.settings import Action, Precision, Settings
 from brimful.trace import Trace
+from brimful.trace.units import find_units
 from helpers.planned_jobs import SAMPLES, capture, with_action
 
 GPU = find_device("A100 80GB SXM")

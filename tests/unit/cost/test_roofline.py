@@ -11,7 +11,7 @@ from brimful.cost.roofline import (
     SPLIT_INNER,
     TILE_OUTPUTS,
 )
-from brimful.hardware import find_device
+from brimful.devices import find_device
 from brimful.settings import Precision
 from brimful.trace import Op, Phase
 

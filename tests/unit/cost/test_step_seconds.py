@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 from torch._ops import OpOverload
 
-from brimful.applying import host_link
 from brimful.cost import StepTime, region_seconds, saving_seconds, step_seconds
 from brimful.cost.regions import COPY_SECONDS, NESTED_FORWARD_SECONDS
 from brimful.cost.roofline import BANDWIDTH_EFFICIENCY
-from brimful.hardware import Device, Dispatch, find_device
+from brimful.devices import Device, Dispatch, find_device
+from brimful.memory import LINK_USES, TO_HOST
 from brimful.settings import Action, Settings, UnitAction
-from brimful.timeline import LINK_USES, TO_HOST
 from brimful.trace import Op, Phase, Trace
+from brimful.transforms import host_link
 
 # Round figures: one byte is a second, and launching is free.
 CPU = replace(

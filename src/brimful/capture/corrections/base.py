@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-from brimful.hardware import Device
-from brimful.kernels import Kernel
+from brimful.devices import Device
 from brimful.settings import Settings
-from brimful.trace import Correction
+from brimful.trace import Correction, Kernel
 
 
 class Recording(Protocol):

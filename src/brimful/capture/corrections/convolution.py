@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
-from brimful.units import round_up
+from brimful.quantities import round_up
 
 # N samples, C channels, spatial sizes after them; a weight is (C_out, C_in / groups, kernel sizes), that of a
 # transposed convolution (C_in, C_out / groups, kernel sizes). x is the input of forward, y its output.

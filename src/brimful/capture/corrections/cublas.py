@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from brimful.capture.corrections.base import Rule
-from brimful.kernels import CUBLAS_WORKSPACE
+from brimful.trace import CUBLAS_WORKSPACE
 
 aten = torch.ops.aten
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
-from brimful.units import MIB
+from brimful.quantities import MIB
 
 # B micro-batch, T sequence, I input size, H hidden size, L layers, D directions, e bytes of an element
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
-from brimful.kernels import Kernel
+from brimful.trace import Kernel
 
 # n tokens, V rows of the table, D their width
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
-from brimful.kernels import Kernel
+from brimful.trace import Kernel
 
 # M rows, N their width; of images, B samples, C channels, G groups
 

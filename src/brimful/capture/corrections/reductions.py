@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.base import Rule
-from brimful.kernels import reduction_kernels
+from brimful.trace import reduction_kernels
 
 aten = torch.ops.aten
 

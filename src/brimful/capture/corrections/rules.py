@@ -34,8 +34,8 @@ from brimful.capture.corrections.random_state import RandomState
 from brimful.capture.corrections.recurrent import LstmMemory
 from brimful.capture.corrections.reductions import ReductionStaging
 from brimful.capture.corrections.unknown_ops import UnknownOps
+from brimful.devices import Device
 from brimful.errors import UnknownNameError
-from brimful.hardware import Device
 from brimful.settings import Settings
 
 RULES: tuple[type[Rule], ...] = (

@@ -1,0 +1,401 @@
+"""Where the samples of a batch are: counting, splitting, resizing and selecting them.
+
+A job's own functions say it, `Job(split=…, collate=…)`, or else `find_samples.py` finds them in each
+batch. What belongs to a batch as a whole is carried along unchanged. A batch in which samples cannot be told
+apart is one whole: it is never split, and nothing is asked of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from brimful.batches.find_samples import (
+    SampleLocations,
+    WholeBatchError,
+    check_tensors,
+    dim_of,
+    find_samples,
+    is_graph_batch,
+    shapes_in,
+)
+from brimful.batches.tensors import (
+    SampleList,
+    SampleTuple,
+    is_applicable,
+    map_tensors,
+    map_where,
+    named_tensors,
+    named_where,
+)
+from brimful.errors import BatchError, UsageError
+from brimful.job import Batch, Job
+
+
+class _Selection(Protocol):
+    """Some of the samples."""
+
+    def of_tensor(self, tensor: Tensor, dim: int) -> Tensor:
+        """Of a tensor that has them in a dimension."""
+
+    def of_list(self, samples: Sequence[Any]) -> list[Any]:
+        """Of a list of them."""
+
+
+class _Range(NamedTuple):
+    """From one up to another."""
+
+    start: int
+    stop: int
+
+    def of_tensor(self, tensor: Tensor, dim: int) -> Tensor:
+        if dim == 0:
+            return tensor[self.start : self.stop]
+        return tensor.narrow(dim, self.start, self.stop - self.start).contiguous()
+
+    def of_list(self, samples: Sequence[Any]) -> list[Any]:
+        return list(samples[self.start : self.stop])
+
+
+class _Indices(NamedTuple):
+    """In the order of indices."""
+
+    indices: Tensor
+
+    def of_tensor(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.index_select(dim, self.indices.to(tensor.device))
+
+    def of_list(self, samples: Sequence[Any]) -> list[Any]:
+        return [samples[index] for index in self.indices.tolist()]
+
+
+class _Repeated(NamedTuple):
+    """All of them some times, and then the first once more."""
+
+    times: int
+    rest: int
+
+    def of_tensor(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat([tensor] * self.times + [_Range(0, self.rest).of_tensor(tensor, dim)], dim)
+
+    def of_list(self, samples: Sequence[Any]) -> list[Any]:
+        return [*samples] * self.times + [*samples[: self.rest]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLayout:
+    """How the samples of a job's batches are found; see `layout_of`."""
+
+    batch_dim: int | None = None
+    """As in `Job`."""
+    to_samples: Callable[[Batch], Sequence[Any]] | None = None
+    """`Job.split`."""
+    collate: Callable[[list[Any]], Batch] | None = None
+    """`Job.collate`, there if `to_samples` is."""
+    whole: int = 1
+    """How many samples a batch counts for in which they cannot be told apart."""
+    expected: int | None = None
+    """As in `find_samples`; None if batches may have any number of samples."""
+
+    def count(self, batch: Batch) -> int:
+        """Samples in a batch.
+
+        Args:
+            batch: A nest of tensors.
+
+        Returns:
+            How many there are, perhaps 0; `whole` if they cannot be told apart.
+
+        Raises:
+            BatchError: There is no tensor with dimensions, or one has no values.
+        """
+        if self.to_samples is not None:
+            return len(self._samples(batch))
+        try:
+            return self._found(batch).samples
+        except WholeBatchError:
+            return self.whole
+
+    def why_whole(self, batch: Batch) -> str | None:
+        """Why a batch cannot be split.
+
+        Args:
+            batch: A nest of tensors.
+
+        Returns:
+            The reason; None if it can.
+
+        Raises:
+            BatchError: As `count` does.
+        """
+        try:
+            if self.to_samples is None:
+                self._found(batch)
+        except WholeBatchError as error:
+            return str(error)
+        return None
+
+    def _found(self, batch: Batch) -> SampleLocations:
+        return find_samples(batch, self.batch_dim, expected=self.expected)
+
+    def copies(self, batch: Batch) -> bool:
+        """Whether the parts of a batch have memory of their own, and are no views of it."""
+        if self.to_samples is not None or self.batch_dim:
+            return True
+        return any(True for _ in named_where(batch, is_graph_batch))
+
+    def samples_vary_in_size(self, batch: Batch) -> bool:
+        """Whether samples may differ in size, so that micro-batches of as many samples differ in memory."""
+        if self.to_samples is not None or any(True for _ in named_where(batch, is_graph_batch)):
+            return True
+        return self.why_whole(batch) is None and self._found(batch).has_lists
+
+    def split(self, batch: Batch, micro_batch_size: int) -> list[Batch]:
+        """The micro-batches of a batch.
+
+        Args:
+            batch: At least one sample.
+            micro_batch_size: Samples in each micro-batch; the last one may have fewer.
+
+        Returns:
+            Parts, in the order of the samples; the batch itself where it is one micro-batch.
+
+        Raises:
+            BatchError: `batch` has no sample, or more than a micro-batch that cannot be told apart.
+            UsageError: `micro_batch_size` is below 1.
+        """
+        _check_positive("micro_batch_size", micro_batch_size)
+        samples = self._count_some(batch)
+        if samples <= micro_batch_size:
+            return [batch]
+        bounds = pairwise([*range(0, samples, micro_batch_size), samples])
+        return self._selected(batch, [_Range(start, stop) for start, stop in bounds])
+
+    def part(self, batch: Batch, start: int, stop: int) -> Batch:
+        """The samples of a batch from one up to another; views, but for graphs and dimensions after the first.
+
+        Args:
+            batch: Any.
+            start: The first sample.
+            stop: The one after the last.
+
+        Returns:
+            A batch of `stop` - `start` samples.
+
+        Raises:
+            BatchError: They cannot be told apart.
+        """
+        (part,) = self._selected(batch, [_Range(start, stop)])
+        return part
+
+    def take(self, batch: Batch, indices: Tensor) -> Batch:
+        """The samples at some indices, copied.
+
+        Args:
+            batch: Where to take them from.
+            indices: 1-dimensional, int64; on any device.
+
+        Returns:
+            A batch of as many samples as there are indices, in their order.
+
+        Raises:
+            BatchError: They cannot be told apart.
+        """
+        (taken,) = self._selected(batch, [_Indices(indices)])
+        return taken
+
+    def resize(self, batch: Batch, samples: int) -> Batch:
+        """A batch cut or repeated to a number of samples.
+
+        Args:
+            batch: At least one sample.
+            samples: How many to return.
+
+        Returns:
+            Sample i is the batch's sample i modulo its size.
+
+        Raises:
+            BatchError: `batch` has no sample, or they cannot be told apart.
+            UsageError: `samples` is below 1.
+        """
+        _check_positive("samples", samples)
+        present = self._count_some(batch)
+        if samples == present and self.why_whole(batch) is not None:
+            return map_tensors(batch, lambda tensor: tensor)
+        if samples <= present:
+            return self.part(batch, 0, samples)
+        (repeated,) = self._selected(batch, [_Repeated(*divmod(samples, present))])
+        return repeated
+
+    def _selected(self, batch: Batch, selections: Sequence[_Selection]) -> list[Batch]:
+        """Several selections of samples of a batch, in which they are found once."""
+        if self.to_samples is not None:
+            assert self.collate is not None
+            samples = self._samples(batch)
+            return [self.collate(selection.of_list(samples)) for selection in selections]
+        places = self._found(batch)
+        graphs: dict[int, list[Any]] = {}
+
+        def select(selection: _Selection, leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                return selection.of_tensor(leaf, dim_of(leaf, places.dim)) if leaf.ndim else leaf
+            if is_graph_batch(leaf):
+                if id(leaf) not in graphs:
+                    graphs[id(leaf)] = leaf.to_data_list()
+                return type(leaf).from_data_list(selection.of_list(graphs[id(leaf)]))
+            kind = SampleTuple if isinstance(leaf, tuple) else SampleList
+            return kind(selection.of_list(leaf))
+
+        return [map_where(batch, places.is_leaf, partial(select, selection)) for selection in selections]
+
+    def _samples(self, batch: Batch) -> Sequence[Any]:
+        assert self.to_samples is not None
+        check_tensors(batch)
+        samples = self.to_samples(batch)
+        if not isinstance(samples, Sequence) or isinstance(samples, str):
+            raise BatchError(
+                f"Job(split=…) returned an object of type {type(samples).__name__}. It must return a list of "
+                "the samples of a batch, of which Job(collate=…) makes a batch again."
+            )
+        return samples
+
+    def _count_some(self, batch: Batch) -> int:
+        samples = self.count(batch)
+        if samples == 0:
+            raise BatchError(f"the batch has 0 samples: {shapes_in(batch)}.")
+        return samples
+
+
+def layout_of(job: Job, *, whole: int = 1, expected: int | None = None) -> BatchLayout:
+    """How the samples of a job's batches are found.
+
+    Args:
+        job: Its `batch_dim`, or its `split` and `collate`, say it.
+        whole: How many samples a batch counts for in which they cannot be told apart.
+        expected: How many samples a full batch has, if it is known.
+
+    Returns:
+        What counts and splits its batches.
+    """
+    return BatchLayout(
+        batch_dim=job.batch_dim, to_samples=job.split, collate=job.collate, whole=whole, expected=expected
+    )
+
+
+def make_batch(job: Job, samples: int) -> Batch:
+    """A batch for a job, of the number of samples asked for.
+
+    Args:
+        job: Its `batch` makes the batch, or is a real one to be resized. One that cannot be split is one sample
+            if it is real; of a function it is as many as were asked for.
+        samples: How many the batch is to have.
+
+    Returns:
+        The batch, on the device that the job's own is on.
+
+    Raises:
+        BatchError: What `job.batch` returns has another number of samples, or is no batch.
+        UsageError: `samples` is below 1.
+    """
+    _check_positive("samples", samples)
+    if _is_real(job.batch):
+        try:
+            return layout_of(job).resize(job.batch, samples)
+        except WholeBatchError as error:
+            raise BatchError(
+                f"{job.name}: a batch of {samples} samples cannot be made of Job(batch=…): {error} As it is it "
+                "counts as one sample: micro_batch_size=1. Or pass a function, batch(n), that makes batches."
+            ) from error
+    _check_takes_samples(job)
+    batch = job.batch(samples)
+    try:
+        made = layout_of(job, whole=samples, expected=samples).count(batch)
+    except BatchError as error:
+        raise BatchError(f"{job.name}: batch({samples}) returned an unsupported batch: {error}") from error
+    if made != samples:
+        second = [tensor.shape[1] for _path, tensor in named_tensors(batch) if tensor.ndim > 1]
+        advice = "If its samples are in dimension 1, pass Job(batch_dim=1)." if {*second} == {samples} else ""
+        raise BatchError(
+            f"{job.name}: batch({samples}) returned {made} samples: {shapes_in(batch)}. "
+            f"It must return as many samples as it is asked for. {advice}".rstrip()
+        )
+    return batch
+
+
+def make_micro_batch(job: Job, micro_batch_size: int, global_batch_size: int) -> Batch:
+    """A micro-batch of a global batch, the largest if its samples have different sizes.
+
+    Args:
+        job: As in `make_batch`.
+        micro_batch_size: Samples in it.
+        global_batch_size: In the batch that it is a part of; a multiple.
+
+    Returns:
+        The micro-batch.
+
+    Raises:
+        BatchError: As `make_batch` does.
+        UsageError: As `make_batch` does.
+    """
+    batch = make_batch(job, micro_batch_size)
+    layout = layout_of(job, whole=micro_batch_size, expected=micro_batch_size)
+    if micro_batch_size == global_batch_size or not layout.samples_vary_in_size(batch):
+        return batch
+    layout = layout_of(job, whole=global_batch_size, expected=global_batch_size)
+    return max(layout.split(make_batch(job, global_batch_size), micro_batch_size), key=_padded_bytes)
+
+
+def _padded_bytes(batch: Batch) -> int:
+    """Bytes of a batch if all samples of a list were as large as its largest."""
+    total = sum(tensor.nbytes for _path, tensor in named_tensors(batch))
+    for _path, samples in named_where(batch, lambda value: isinstance(value, SampleList | SampleTuple)):
+        sizes = [sum(tensor.nbytes for _path, tensor in named_tensors(sample)) for sample in samples]
+        total += len(sizes) * max(sizes, default=0) - sum(sizes)
+    return total
+
+
+def _check_takes_samples(job: Job) -> None:
+    try:
+        inspect.signature(job.batch).bind(1)
+    except ValueError:  # of a function in C
+        return
+    except TypeError as error:
+        raise BatchError(
+            f"{job.name}: Job(batch=…) is called with the number of samples, as in "
+            f"batch=lambda n: torch.randn(n, 8); it does not take one: {error}."
+        ) from error
+
+
+def why_not_split(job: Job, samples: int) -> str | None:
+    """Why a job's batches cannot be split, by one of them.
+
+    Args:
+        job: Its `batch` makes the batch, or is a real one.
+        samples: Of the batch that would be split.
+
+    Returns:
+        The reason; None if they can, or if there is one sample.
+
+    Raises:
+        BatchError: What `job.batch` returns is no batch.
+    """
+    if samples == 1:
+        return None
+    return layout_of(job).why_whole(job.batch if _is_real(job.batch) else make_batch(job, samples))
+
+
+def _is_real(batch: Any) -> bool:
+    """Whether `Job.batch` is a batch, not a function: those of PyTorch Geometric are callable."""
+    return not callable(batch) or is_applicable(batch)
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise UsageError(f"{name} is {value}; it must be at least 1.")

@@ -1,0 +1,261 @@
+"""What a device can do: memory, bandwidth, arithmetic rates, and what Python and links add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from brimful.codec import NonNegativeFloat
+from brimful.devices.rate_curves import RateCurve
+from brimful.errors import UsageError
+from brimful.quantities import MIB
+from brimful.settings import Precision
+
+HOST_UPDATE_BYTES_PER_SECOND = 25.6e9
+"""At which a GPU's host reads and writes its memory in an optimizer's update, where nobody measured it.
+
+Half the peak of two channels of DDR4-3200, which a desktop has; assumed, not measured."""
+
+CUBLAS_WORKSPACE_BYTES = 2 * 4096 * 1024 + 8 * 16 * 1024
+"""8.125 MiB: ":4096:2:16:8". Source: torch CublasHandlePool.cpp, parseChosenWorkspaceSize; 8,519,680 B stand
+in public memory snapshots of Ampere cards (pytorch issue 95668)."""
+
+HOPPER_CUBLAS_WORKSPACE_BYTES = 32 * MIB
+"""Compute capability 9.0 and later. Source: as above, pytorch pull request 89027; on Blackwell the default went
+back and forth (pull requests 175344, 182669)."""
+
+_THREADS_PER_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
+"""By compute capability; 2048 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaContext:
+    """What a CUDA context with torch takes of the device's memory beside torch's allocator.
+
+    It holds the driver's state, the stacks of all SMs and the kernels loaded so far, those of cuBLAS and cuDNN
+    among them. Not in it: NCCL's buffers and other libraries' own allocations.
+    """
+
+    context_bytes: int
+    """The median of what was measured."""
+    low_bytes: int
+    high_bytes: int
+    source: str
+    is_measured: bool
+    """Whether measured on this machine."""
+
+
+REGION_SECONDS = 0.6e-3
+"""Host time of one recomputed region beyond running its ops again, on a machine nobody calibrated.
+
+Measured: forward and backward of a small `nn.TransformerEncoderLayer`, non-reentrant checkpoint (1.69 ms) less
+plain (0.76 ms) less one forward (0.32 ms); torch 2.13, 2 cores of an AMD EPYC (family 25). One linear layer
+with its activation took 0.2 ms, six took 0.4 ms: it grows with the tensors saved inside.
+"""
+
+RNG_STASH_SECONDS = 0.05e-3
+"""Host time of saving and restoring one generator's state for one region; measured as above, 0.02 to 0.06 ms.
+
+On CUDA the device's generator is saved beside the host's; the second is assumed to cost the same, not measured.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatch:
+    """What Python, autograd and torch's dispatcher take on the host, beside the work of ops."""
+
+    forward_seconds: NonNegativeFloat
+    """Per op of forward, the calls of modules around it included."""
+    backward_seconds: NonNegativeFloat
+    """Per op of backward."""
+    optimizer_seconds: NonNegativeFloat
+    """Per op of the optimizer."""
+    region_seconds: NonNegativeFloat = REGION_SECONDS
+    """Per recomputed region, beside its ops."""
+    rng_stash_seconds: NonNegativeFloat = RNG_STASH_SECONDS
+    """Per random generator whose state is kept for a region."""
+
+    @classmethod
+    def of_launch(cls, launch_seconds: float) -> Dispatch:
+        """Every op at the time of a bare one, where nothing else was measured."""
+        return cls(
+            forward_seconds=launch_seconds, backward_seconds=launch_seconds, optimizer_seconds=launch_seconds
+        )
+
+
+NETWORK_BYTES_PER_SECOND = 12.5e9
+"""Between machines where nothing is said: 100 Gbit/s, a common rate of a cloud's GPU machines. A choice."""
+
+NCCL_EFFICIENCY = 0.8
+"""Part of a link's peak that a large all-reduce comes to. nccl-tests on eight A100 SXM, as published: 230 to
+240 of 300 GB/s. Not measured by this project."""
+
+MEASURED_BUSY = (
+    "measured on this machine while other work kept it busy; `brimful calibrate --force` measures again"
+)
+"""The source of times that may be far off."""
+
+GLOO_BYTES_PER_SECOND = 1.1e9
+"""Two processes of one CPU machine; an all-reduce of 1 to 64 MiB over gloo's loopback came to 0.87 to 1.13 GB/s
+(AMD EPYC, 2 cores, torch 2.13)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One kind of GPU, or the CPU of this machine.
+
+    Rates are dense peaks on CUDA and achieved rates on a calibrated CPU. None means that the hardware lacks the
+    format, or that nobody knows.
+    """
+
+    name: str
+    kind: Literal["cuda", "cpu"]
+    architecture: str
+    """NVIDIA's name of the generation, such as "Ampere"; the machine type of a CPU."""
+    compute_capability: tuple[int, int] | None
+    """None on a CPU."""
+    sm_count: int | None
+    """Streaming multiprocessors; None on a CPU."""
+    capacity_bytes: int
+    """Memory as the driver reports it; less than marketed."""
+    memory_bandwidth_bytes_per_second: float
+    fp32_flops_per_second: float
+    tf32_flops_per_second: float | None
+    fp16_flops_per_second: float | None
+    """Tensor cores with float32 accumulation, as PyTorch's matmuls use them."""
+    bf16_flops_per_second: float | None
+    host_link_bytes_per_second: float | None
+    """Realistic rate between host and device, one way; None on a CPU."""
+    measured_host_update_bytes_per_second: float | None = None
+    """At which the host of a GPU reads and writes its memory in an optimizer's update; None if not known."""
+    nvlink_bytes_per_second: float | None = None
+    """Peak rate to other GPUs of the machine, one way; None without NVLink, and on a CPU."""
+    nvlink_joins_all: bool = False
+    """Whether it joins all GPUs of a machine (SXM boards), or two by a bridge."""
+    network_bytes_per_second: float = NETWORK_BYTES_PER_SECOND
+    """Between machines, one way."""
+    context_bytes: int
+    """What a CUDA context with torch takes outside the allocator; 0 on a CPU. See `CudaContext`."""
+    context_low_bytes: int
+    context_high_bytes: int
+    context_source: str
+    """Where the context's figures are from."""
+    launch_seconds: float
+    """Least time per op in eager PyTorch, called without autograd or modules around it."""
+    dispatch: Dispatch
+    """What the host takes per op and per recomputed region, with all that is around an op."""
+    curves: tuple[RateCurve, ...] = ()
+    """Time by amount of work, for each kind that was measured; none of a GPU that only the table knows."""
+    page_fault_seconds_per_byte: float = 0.0
+    """What the first touch of memory adds on a CPU, where the C library asks the system for it."""
+    source: str
+    """Where the row is from."""
+    confidence: str
+    """"high", "medium" or "low"."""
+
+    @property
+    def was_measured_busy(self) -> bool:
+        """Whether its times were measured while other work kept it busy, and may be far off."""
+        return MEASURED_BUSY in self.source
+
+    def peer_bytes_per_second(self, ranks: int, nodes: int) -> float:
+        """At what rate each rank sends to the next while all of them reduce together.
+
+        Args:
+            ranks: In all.
+            nodes: Machines among which they are divided.
+
+        Returns:
+            Bytes per second, one way, by the slowest link of the ring.
+        """
+        if self.kind == "cpu":
+            return GLOO_BYTES_PER_SECOND
+        of_machine = self.host_link_bytes_per_second or self.network_bytes_per_second
+        if self.nvlink_bytes_per_second is not None and (self.nvlink_joins_all or ranks // nodes <= 2):
+            of_machine = self.nvlink_bytes_per_second
+        of_machine *= NCCL_EFFICIENCY
+        return of_machine if nodes == 1 else min(of_machine, self.network_bytes_per_second)
+
+    @property
+    def host_update_bytes_per_second(self) -> float:
+        """The same, or what it is assumed to be."""
+        return self.measured_host_update_bytes_per_second or HOST_UPDATE_BYTES_PER_SECOND
+
+    @property
+    def threads_per_multiprocessor(self) -> int | None:
+        """The most threads resident on a multiprocessor at once; None on a CPU.
+
+        Source: CUDA C programming guide, technical specifications per compute capability.
+        """
+        if self.compute_capability is None:
+            return None
+        return _THREADS_PER_MULTIPROCESSOR.get(self.compute_capability, 2048)
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """What cuBLAS takes from torch's allocator for each thread that multiplies matrices."""
+        is_hopper_or_later = self.compute_capability is not None and self.compute_capability >= (9, 0)
+        return HOPPER_CUBLAS_WORKSPACE_BYTES if is_hopper_or_later else CUBLAS_WORKSPACE_BYTES
+
+    def flops_per_second(self, dtype: str, precision: Precision = Precision.FP32) -> float | None:
+        """The rate of arithmetic in `dtype`.
+
+        On CUDA without tensor cores for a half type the float32 rate stands, because matmuls that accumulate
+        in float32 run at it: Pascal has no tensor cores (NVIDIA Tesla P100 whitepaper; its doubled half2 rate
+        is for accumulating in half), and bfloat16 before Ampere is converted in software
+        (`torch.cuda.is_bf16_supported`, `including_emulation`).
+
+        Args:
+            dtype: Name of the torch type the arithmetic is done in, such as "float32".
+            precision: Whether float32 matmuls may round to TF32; without TF32 hardware it changes nothing.
+
+        Returns:
+            Operations per second; None for a type this table has no rate for.
+        """
+        if dtype == "float32":
+            tf32 = self.tf32_flops_per_second if precision is Precision.TF32 else None
+            return self.fp32_flops_per_second if tf32 is None else tf32
+        halves = {"float16": self.fp16_flops_per_second, "bfloat16": self.bf16_flops_per_second}
+        if dtype not in halves:
+            return None
+        half = halves[dtype]
+        return self.fp32_flops_per_second if half is None and self.kind == "cuda" else half
+
+    def peak_flops_per_second(self, precision: Precision) -> float | None:
+        """The rate that model FLOPs utilisation is a part of: the best there is for matmuls in a precision.
+
+        Args:
+            precision: Of the matmuls.
+
+        Returns:
+            A GPU's published dense peak, or what large matmuls achieved on a calibrated CPU; None for a CPU
+            that nobody calibrated.
+        """
+        if self.kind == "cpu" and not self.curves:
+            return None
+        return self.flops_per_second(precision.autocast_dtype or "float32", precision)
+
+    def check_precision(self, precision: Precision) -> None:
+        """Check that training in `precision` is meaningful here.
+
+        Args:
+            precision: What is asked for.
+
+        Raises:
+            UsageError: It is not; the message says which are.
+        """
+        if not self.supports(precision):
+            able = ", ".join(str(p) for p in Precision if self.supports(p))
+            raise UsageError(f"{self.name} has no {precision}. It has: {able}.")
+
+    def supports(self, precision: Precision) -> bool:
+        """Whether training in `precision` is meaningful here.
+
+        On CUDA: FP16 everywhere; BF16 and TF32 from compute capability 8.0 (NVIDIA A100 whitepaper). On a CPU
+        autocast knows both half types, which need not be faster; there is no TF32.
+        """
+        if self.compute_capability is None:
+            return precision is not Precision.TF32
+        if precision in (Precision.BF16, Precision.TF32):
+            return self.compute_capability >= (8, 0)
+        return True

@@ -1,0 +1,79 @@
+"""The CPU of this machine as a device, with stated defaults that `measuring.calibrate_cpu` replaces."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import suppress
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
+
+from brimful.devices.contexts import NO_CONTEXT
+from brimful.devices.device import Device, Dispatch
+
+CPU_FP32_FLOPS_PER_SECOND_PER_CORE = 32e9
+"""Default for a CPU nobody calibrated: 2 GHz × 8 AVX2 lanes × 2 (fused multiply-add); assumed, not measured."""
+
+CPU_MEMORY_BANDWIDTH_BYTES_PER_SECOND = 10e9
+"""Default for a CPU nobody calibrated: about half of one DDR4-2666 channel (21.3e9); assumed, not measured."""
+
+CPU_LAUNCH_SECONDS = 7e-6
+"""Default for a CPU nobody calibrated: one small op with autograd took 6.8 µs in pytorch #41383."""
+
+
+def memory_limits_bytes(
+    membership: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """What control groups permit this process, as a container or a batch system sets it; none elsewhere.
+
+    Source: cgroups(7); "memory.max" of version 2, "memory.limit_in_bytes" of version 1, which counts as far as
+    the groups around it permit.
+
+    Args:
+        membership: Lists the groups this process is in.
+        mounts: Where they are. In a container its own group may be at the root.
+
+    Returns:
+        Every limit that is set, in bytes.
+    """
+    found: list[int] = []
+    with suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _hierarchy, controllers, path = line.split(":", 2)
+            if controllers and "memory" not in controllers.split(","):
+                continue
+            root, name = (mounts / "memory", "memory.limit_in_bytes") if controllers else (mounts, "memory.max")
+            own = root / path.lstrip("/")
+            for group in (own, *own.parents):
+                with suppress(OSError, ValueError):  # no such group here, or "max"
+                    found.append(int((group / name).read_text()))
+                if group == root:
+                    break
+    return found
+
+
+def cpu_device() -> Device:
+    """This machine's CPU, with the memory that the system and its control groups permit."""
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    return Device(
+        name="cpu",
+        kind="cpu",
+        architecture=platform.machine(),
+        compute_capability=None,
+        sm_count=None,
+        capacity_bytes=min([int(psutil.virtual_memory().total), *memory_limits_bytes()]),
+        memory_bandwidth_bytes_per_second=CPU_MEMORY_BANDWIDTH_BYTES_PER_SECOND,
+        fp32_flops_per_second=CPU_FP32_FLOPS_PER_SECOND_PER_CORE * cores,
+        tf32_flops_per_second=None,
+        fp16_flops_per_second=None,
+        bf16_flops_per_second=None,
+        host_link_bytes_per_second=None,
+        context_bytes=NO_CONTEXT.context_bytes,
+        context_low_bytes=NO_CONTEXT.low_bytes,
+        context_high_bytes=NO_CONTEXT.high_bytes,
+        context_source=NO_CONTEXT.source,
+        launch_seconds=CPU_LAUNCH_SECONDS,
+        dispatch=Dispatch.of_launch(CPU_LAUNCH_SECONDS),
+        source="capacity from the operating system and its control groups; rates are defaults, not measured",
+        confidence="low",
+    )

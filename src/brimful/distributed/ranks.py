@@ -1,0 +1,288 @@
+"""The processes that train one model together: which of them this is, and what they tell each other."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from brimful.batches import BatchLayout
+from brimful.errors import TrainingError, UsageError
+from brimful.execution.out_of_memory import with_room
+from brimful.job import Batch
+
+T = TypeVar("T")
+
+_MOST_PORT = 2**16 - 1
+_MOST_DIGITS = 10
+"""Of a number in the environment; no launcher has as many ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Data-parallel ranks, seen from one of them. What is not a question is asked of all at once."""
+
+    rank: int = 0
+    count: int = 1
+    group: Any = None
+    """Over which numbers on the host go; None is torch's default."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the one that writes, and is shown."""
+        return self.rank == 0
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there is another."""
+        return self.count > 1
+
+    def micro_batches(
+        self, batch: Batch, micro_batch_size: int, layout: BatchLayout
+    ) -> list[tuple[Batch, bool]]:
+        """This rank's part of a global batch, in micro-batches: as many on each rank, as they run together.
+
+        Args:
+            batch: On the host, the same on every rank.
+            micro_batch_size: Most samples of each.
+            layout: How the batch's samples are found.
+
+        Returns:
+            Micro-batches, and whether they count: a rank with too few samples runs its own, or the batch's
+            first, once more for nothing.
+        """
+        if not self.are_several:
+            return [(part, True) for part in layout.split(batch, micro_batch_size)]
+        shares = torch.arange(layout.count(batch)).tensor_split(self.count)
+        runs = math.ceil(len(shares[0]) / micro_batch_size)
+        share = shares[self.rank]
+        found = []
+        if len(share):
+            own = layout.part(batch, int(share[0]), int(share[-1]) + 1)
+            found = [(part, True) for part in layout.split(own, micro_batch_size)]
+        # two samples: BatchNorm refuses to normalise over one
+        again = layout.take(batch, share[:2] if len(share) else torch.arange(min(2, layout.count(batch))))
+        return found + [(again, False)] * (runs - len(found))
+
+    def sum(self, *values: float) -> tuple[float, ...]:
+        """The sums of some numbers over the ranks, the same on each."""
+        if not self.are_several:
+            return values
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return tuple(total.tolist())
+
+    def any(self, is_so: bool) -> bool:
+        """Whether something is so on any rank."""
+        return is_so if not self.are_several else self.sum(float(is_so))[0] > 0
+
+    def gather(self, value: T) -> list[T]:
+        """What each rank has of something, by rank."""
+        if not self.are_several:
+            return [value]
+        found: list[T | None] = [None] * self.count
+        dist.all_gather_object(found, value, group=self.group)
+        return found  # type: ignore[return-value]
+
+    def of_first(self, value: T | None) -> T:
+        """What the first rank has of something, on every rank."""
+        made = [value]
+        if self.are_several:
+            dist.broadcast_object_list(made, src=0, group=self.group)
+        return made[0]  # type: ignore[return-value]
+
+    def take_buffers_of_first(self, model: nn.Module) -> None:
+        """Give every rank the first one's buffers, such as BatchNorm's running statistics."""
+        if self.are_several:
+            for buffer in model.buffers():
+                dist.broadcast(buffer.detach(), src=0)
+
+    def take_parameters_of_first(self, model: nn.Module) -> None:
+        """Give every rank the first one's parameters and buffers."""
+        self.take_buffers_of_first(model)
+        if self.are_several:
+            for parameter in model.parameters():
+                dist.broadcast(parameter.detach(), src=0)
+
+    def with_room(self, action: Callable[[], T], *, during: str) -> T:
+        """What an action returns that all ranks do together; alone, called once more where memory runs out.
+
+        Args:
+            action: As `with_room` takes it, but that it may wait for other ranks.
+            during: As `with_room` takes it.
+
+        Returns:
+            What the action returned.
+
+        Raises:
+            OutOfMemoryError: Memory ran out in both calls.
+        """
+        return action() if self.are_several else with_room(action, during=during)
+
+    def apart(self) -> Ranks:
+        """The same ranks over connections of their own, for a thread beside this one."""
+        return self if not self.are_several else replace(self, group=dist.new_group(backend="gloo"))
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self.sum(0.0)
+
+
+ALONE = Ranks()
+"""One process."""
+
+
+def ranks_launched() -> int:
+    """How many ranks a launcher started, this one included: `torchrun` and `accelerate launch` say so."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return _number("WORLD_SIZE", 1, least=1)
+
+
+def processors_here() -> int:
+    """Processors that this process may use, divided by the ranks on its machine."""
+    permitted = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(permitted * nodes_launched() // ranks_launched(), 1)
+
+
+def nodes_launched() -> int:
+    """On how many machines, as far as the launcher says."""
+    ranks, of_machine = ranks_launched(), _number("LOCAL_WORLD_SIZE", ranks_launched(), least=1)
+    return ranks // of_machine if ranks % of_machine == 0 else 1
+
+
+def rank_here() -> int:
+    """Which of them this is, from 0."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return _number("RANK", 0) if ranks_launched() > 1 else 0
+
+
+def device_here(device: torch.device) -> torch.device:
+    """This rank's own GPU, where several are launched on a machine and none is named."""
+    if device.type != "cuda" or device.index is not None or ranks_launched() == 1:
+        return device
+    return torch.device("cuda", _number("LOCAL_RANK", 0))
+
+
+def check_launch() -> None:
+    """Check that a launcher set all environment variables by which the ranks connect.
+
+    Raises:
+        UsageError: One is missing or nonsense.
+    """
+    count = ranks_launched()
+    if count == 1 or dist.is_initialized():
+        return
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise UsageError(
+            f"WORLD_SIZE is {count}, so this process is one of {count} ranks, but {', '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set. Start it by `torchrun --nproc-per-node {count} "
+            "-m brimful train …`, which sets them, or unset WORLD_SIZE to train in one process."
+        )
+    if rank_here() >= count:
+        raise UsageError(
+            f"RANK is {rank_here()}, and WORLD_SIZE is {count}: ranks count from 0 to {count - 1}."
+        )
+    if _number("MASTER_PORT", 0) > _MOST_PORT:
+        raise UsageError(f"MASTER_PORT is {os.environ['MASTER_PORT']}; the largest port is {_MOST_PORT}.")
+
+
+@contextmanager
+def joined_ranks(device: torch.device) -> Iterator[Ranks]:
+    """Within, the ranks of a launcher are connected; alone where there is no launcher.
+
+    Args:
+        device: This rank's own.
+
+    Yields:
+        The ranks. A process group that is there already is used, and stays.
+
+    Raises:
+        UsageError: The launcher's environment variables are incomplete.
+        TrainingError: The ranks cannot connect.
+    """
+    if ranks_launched() == 1:
+        yield ALONE
+        return
+    is_own = not dist.is_initialized()
+    if is_own:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        check_launch()
+        try:
+            _connect(device)
+        except (RuntimeError, OSError) as error:
+            where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            reason = str(error).partition("\n")[0]
+            raise TrainingError(
+                f"rank {rank_here()} cannot connect to the others at {where}: {reason}"
+            ) from error
+    try:
+        group = None if is_own else dist.new_group(backend="gloo")  # another's may be for GPUs alone
+        yield Ranks(rank=dist.get_rank(), count=dist.get_world_size(), group=group)
+    finally:
+        if is_own:
+            dist.destroy_process_group()
+            # What is left of it in cycles goes now, not with the interpreter: there a thread that asks for the
+            # interpreter is ended, and C++ ends the process by SIGABRT (seen once under FSDP2, torch 2.13).
+            gc.collect()
+
+
+def _connect(device: torch.device) -> None:
+    """Make the process group; what ranks tell each other of numbers on the host goes over gloo in any case.
+
+    On one machine, each launch gets its own names in the launcher's store. Under torchrun's static rendezvous,
+    its default, those of the launch before are still there, and a rank would call one that has ended (torch
+    2.13, rendezvous.py: a new store for every retry is taken for granted).
+    """
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    launch = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if launch is None or nodes_launched() > 1:  # several machines do not count launches alike
+        dist.init_process_group(backend)
+        return
+    store, rank, count = next(rendezvous("env://"))
+    dist.init_process_group(backend, store=PrefixStore(f"launch {launch}", store), rank=rank, world_size=count)
+
+
+def check_ranks(asked: int) -> None:
+    """Check that as many ranks were launched as settings are for.
+
+    Args:
+        asked: Ranks of the settings.
+
+    Raises:
+        UsageError: They were not.
+    """
+    found = ranks_launched()
+    if found == asked:
+        return
+    if found == 1:
+        raise UsageError(
+            f"the plan is for {asked} ranks, and this process is alone. Start it with "
+            f"`torchrun --nproc-per-node {asked} -m brimful train …`, or plan for one."
+        )
+    raise UsageError(f"{found} ranks were launched, and the plan is for {asked}. Plan again for {found}.")
+
+
+def _number(name: str, default: int, *, least: int = 0) -> int:
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdecimal() and len(text) < _MOST_DIGITS and int(text) >= least):
+        raise UsageError(
+            f"the environment variable {name} is {text[:_MOST_DIGITS]!r}; launchers such as torchrun set it to "
+            f"a whole number from {least} on. Unset it to train in one process."
+        )
+    return int(text)

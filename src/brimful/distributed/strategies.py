@@ -1,0 +1,235 @@
+"""How ranks train one model: alone, by DDP, by FSDP2, by DeepSpeed's ZeRO.
+
+All are laid around whatever is computed with the model, not around the model: so a job's loss is given the
+model itself, with all its methods and attributes, and they see all that it computes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from brimful.distributed.deepspeed import STAGES, WholeZeroModel, ZeroEngine
+from brimful.distributed.fsdp import Around, Sharded, check_optimizer
+from brimful.distributed.gather import WholeModel
+from brimful.distributed.ranks import Ranks
+from brimful.errors import UsageError
+from brimful.execution.step import autocast
+from brimful.job import Batch, Job
+from brimful.settings import Parallelism, Precision, Settings
+
+T = TypeVar("T")
+
+
+class DataParallel:
+    """What a step does otherwise where it is one rank's part; here: nothing, as there is one.
+
+    Args:
+        job: Its loss.
+    """
+
+    is_sharded = False
+    saves_parts = False
+    """Whether each rank writes what it has of the model and of the optimizer's state."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The job's loss, computed such that gradients come together."""
+        return self._job.loss(model, batch)
+
+    def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
+        """Around forward and backward of a micro-batch: with DDP gradients come together in the last alone."""
+        return nullcontext()
+
+    def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
+        """What is computed with the model, without gradients."""
+        return compute(model)
+
+    clip: Callable[[Optimizer, float | None], Tensor] | None = None
+    """As `run_step` takes it."""
+
+    def divided(self, optimizer: Optimizer) -> Optimizer:
+        """What steps the parameters in place of an optimizer that is new."""
+        return optimizer
+
+    def whole_model(self, model: nn.Module, folder: Path | None) -> nn.Module:
+        """The model with whole tensors; all ranks ask together.
+
+        Args:
+            model: The model in training.
+            folder: Of the first rank, which alone keeps what it gathers, for files; None on the others.
+
+        Returns:
+            What has its `state_dict`.
+        """
+        return model
+
+    def held_tensors(self) -> Sequence[Tensor]:
+        """What is held between steps beside the model and the optimizer, and beside what a step's ops read.
+
+        DDP's buckets are read, so that they are found where memory is measured.
+        """
+        return ()
+
+    def close(self) -> None:
+        """Let go of the other ranks."""
+
+
+class _Replicated(DataParallel):
+    """DDP: every rank has the whole model."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        super().__init__(job)
+        # A branch that no sample takes on one rank may be taken on another, which would wait for ever if unused
+        # parameters were not looked for.
+        self._ddp: DistributedDataParallel | None = DistributedDataParallel(
+            Around(model), gradient_as_bucket_view=True, find_unused_parameters=True
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert self._ddp is not None
+        value: Tensor = self._ddp(lambda inner: self._job.loss(inner, batch))
+        return value
+
+    def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
+        assert self._ddp is not None
+        return nullcontext() if is_last else self._ddp.no_sync()
+
+    def close(self) -> None:
+        self._ddp = None
+        gc.collect()  # what speaks to the others is to be gone before the connection is
+
+
+class _Sharded(DataParallel):
+    """FSDP2: each rank has its part of every parameter, and gathers a unit's while the unit runs."""
+
+    is_sharded = saves_parts = True
+
+    def __init__(
+        self, job: Job, model: nn.Module, settings: Settings, device: torch.device, ranks: Ranks
+    ) -> None:
+        super().__init__(job)
+        mesh = init_device_mesh(device.type, (ranks.count,))
+        self._sharded: Sharded | None = Sharded(model, mesh, settings)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert self._sharded is not None
+        return self._sharded.computed(lambda inner: self._job.loss(inner, batch))
+
+    def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
+        assert self._sharded is not None
+        return self._sharded.computed(compute)
+
+    def divided(self, optimizer: Optimizer) -> Optimizer:
+        check_optimizer(optimizer)
+        return optimizer
+
+    def whole_model(self, model: nn.Module, folder: Path | None) -> nn.Module:
+        return WholeModel(model, folder)
+
+    def close(self) -> None:
+        self._sharded = None
+        gc.collect()
+
+
+class _Zero(DataParallel):
+    """DeepSpeed's ZeRO: each rank has its part of the optimizer state, of gradients, of parameters."""
+
+    is_sharded = True
+
+    def __init__(self, job: Job, model: nn.Module, settings: Settings, device: torch.device) -> None:
+        super().__init__(job)
+        self._model, self._settings, self._device = model, settings, device
+        self._engine: ZeroEngine | None = None
+
+    def divided(self, optimizer: Optimizer) -> Optimizer:
+        self._engine = ZeroEngine(self._model, optimizer, STAGES[self._settings.parallelism], self._device)
+        return self._engine.optimizer
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert self._engine is not None
+
+        def compute(inner: nn.Module) -> Tensor:
+            with autocast(inner, self._settings.precision):  # DeepSpeed turns off what is around it
+                return self._job.loss(inner, batch)
+
+        return self._engine.loss(compute)
+
+    def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
+        assert self._engine is not None
+        return self._engine.synchronising(is_last)
+
+    def clip(self, optimizer: Optimizer, max_norm: float | None) -> Tensor:
+        """Leave clipping to DeepSpeed's step, which takes the same norm."""
+        assert self._engine is not None
+        self._engine.optimizer.max_norm = max_norm
+        return self._engine.gradient_norm()
+
+    def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
+        assert self._engine is not None
+        return self._engine.computed(compute)
+
+    def whole_model(self, model: nn.Module, folder: Path | None) -> nn.Module:
+        if self._settings.parallelism is not Parallelism.ZERO3:
+            return model
+        return WholeZeroModel(model, is_kept=folder is not None)
+
+    def held_tensors(self) -> Sequence[Tensor]:
+        assert self._engine is not None
+        return self._engine.held_tensors()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+
+def data_parallel(
+    job: Job, model: nn.Module, settings: Settings, device: torch.device, ranks: Ranks
+) -> DataParallel:
+    """Let the ranks train as one.
+
+    Args:
+        job: Its loss.
+        model: On the device, the same on each rank. Under FSDP2 its parameters become parts of themselves, so
+            the optimizer is to be made afterwards.
+        settings: Say how.
+        device: This rank's own.
+        ranks: All of them.
+
+    Returns:
+        What the steps are to use.
+
+    Raises:
+        UsageError: The settings do not go together.
+    """
+    if not ranks.are_several:
+        return DataParallel(job)
+    if settings.parallelism is Parallelism.DDP:
+        return _Replicated(job, model)
+    engine = "DeepSpeed's ZeRO" if settings.parallelism.is_zero else "FSDP2"
+    if settings.precision is Precision.FP16:
+        raise UsageError(
+            f"fp16 is not trained under {engine}: its loss scaler would have to look at every rank's "
+            "gradients. Take bf16, or DDP."
+        )
+    if settings.offloaded or settings.chunked_loss is not None:
+        raise UsageError(
+            f"offloading and a loss in chunks are not tried under {engine}. Plan with offload=False and "
+            "chunked_loss=False, or train by DDP."
+        )
+    ranks.take_parameters_of_first(model)
+    if settings.parallelism.is_zero:
+        return _Zero(job, model, settings, device)
+    return _Sharded(job, model, settings, device, ranks)

@@ -1,0 +1,334 @@
+"""Losses that couple the samples of a batch, such as contrastive ones, computed a micro-batch at a time.
+
+Such a loss L is one of what each sample was made into, its embedding e, and not a mean over samples: if it were
+computed for each micro-batch, that would be contrasted with itself alone. But only L needs all samples at once.
+By the chain rule
+
+    dL/dw = Σ over samples  dL/de · de/dw
+
+so a step first makes all embeddings without gradients, micro-batch by micro-batch; then L and dL/de, which are
+small; then each micro-batch's forward once more, with the same random numbers and buffers, and its backward
+from dL/de. What is computed is that of the whole batch at once, for one forward more.
+
+Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
+(2021), arXiv:2101.06983.
+
+Private torch API used here: `Tensor._version`, and `_NormBase`, the class of all layers with running statistics
+(checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from brimful.batches import BatchLayout, layout_of, map_leaves, map_tensors, named_tensors
+from brimful.errors import LossError, UsageError
+from brimful.execution.random_state import RandomState
+from brimful.job import Batch, Job
+from brimful.settings import Settings
+from brimful.trace import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class CoupledLoss:
+    """A loss of the embeddings of all samples; called like any other, it is that of one batch at once."""
+
+    embed: Callable[[nn.Module, Batch], Any]
+    of_embeddings: Callable[[Any], Tensor]
+    layout: BatchLayout
+    """How the samples of its batches are found."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The loss of a batch at once.
+
+        Args:
+            model: Embeds it.
+            batch: On the model's device.
+
+        Returns:
+            A scalar.
+        """
+        return self.of_embeddings(self.embed(model, batch))
+
+
+def loss_of(job: Job) -> Callable[[nn.Module, Batch], Tensor]:
+    """A job's loss as `loss(model, batch)`; a `CoupledLoss` if it says how it embeds."""
+    return job.loss if job.embed is None else CoupledLoss(job.embed, job.loss, layout_of(job))
+
+
+def embeds_twice(job: Job, micro_batches: Sequence[Batch]) -> bool:
+    """Whether a step embeds each of its micro-batches twice: for the loss, and for its gradient."""
+    return job.embed is not None and len(micro_batches) > 1
+
+
+def check_coupled(job: Job, settings: Settings) -> None:
+    """Check that a job whose loss couples the samples can be trained so.
+
+    Args:
+        job: Any.
+        settings: How.
+
+    Raises:
+        UsageError: It cannot.
+    """
+    if job.embed is None:
+        return
+    if settings.ranks > 1:
+        raise UsageError(
+            f"the loss of {job.name!r} is one of all samples together (`embed`), and {settings.ranks} ranks "
+            "would each have the embeddings of their own samples only: they are not gathered. Train on one "
+            "rank; its micro-batches may be as small as they have to be."
+        )
+    if settings.chunked_loss is not None:
+        raise UsageError(
+            f"the loss of {job.name!r} is one of embeddings (`embed`), which has no logits of "
+            f"{settings.chunked_loss.layer!r} to compute it from in chunks. Plan with chunked_loss=False."
+        )
+
+
+def accumulate_coupled(
+    *,
+    model: nn.Module,
+    embed: Callable[[Batch], Any],
+    count: Callable[[Batch], int],
+    loss: Callable[[Any], Tensor],
+    backward: Callable[[Tensor], None],
+    micro_batches: Sequence[Batch],
+    tell: Callable[[Phase, int], None],
+    move: Callable[[Batch], Batch],
+    synchronising: Callable[[bool], AbstractContextManager[object]],
+    stands_for: int,
+) -> Tensor:
+    """Add the gradients of a coupled loss of a global batch to those of the parameters.
+
+    Args:
+        model: In training mode; its buffers change as by one forward of each micro-batch.
+        embed: Embeds a micro-batch that is on the device.
+        count: Counts the samples of one on the host.
+        loss: Of all embeddings.
+        backward: Runs backward from it, scaled perhaps.
+        micro_batches: The global batch in parts.
+        tell: Told of each phase.
+        move: Brings a micro-batch to the device.
+        synchronising: Around forward and backward of a micro-batch; told whether it is the last.
+        stands_for: How many micro-batches the last one stands for.
+
+    Returns:
+        The loss, detached.
+
+    Raises:
+        LossError: The embeddings are not what they should be.
+    """
+    device = next(iter(model.parameters())).device
+    buffers = _Buffers(model)
+    gathered, states = Gathered(), []
+    for index, micro_batch in enumerate(micro_batches):
+        tell(Phase.EMBEDDING, index)
+        if index == len(micro_batches) - 1:
+            states += [RandomState.now(device) for _ in range(stands_for - 1)]
+            gathered.add_stand_ins(stands_for - 1)
+        states.append(RandomState.now(device))
+        gathered.add(_embedded(embed, move(micro_batch)), count(micro_batch))
+    tell(Phase.EMBEDDING, 0)
+    total, gradients = _loss_and_gradients(gathered, loss, backward)
+    buffers.restore()
+    del buffers
+    afterwards = RandomState.now(device)
+    for index, micro_batch in enumerate(micro_batches):
+        tell(Phase.FORWARD, index)
+        states[index].restore(device)
+        with synchronising(index == len(micro_batches) - 1):
+            pairs = list(gathered.with_gradients(index, embed(move(micro_batch)), gradients))
+            tell(Phase.BACKWARD, index)
+            _backward_from(pairs)
+            del pairs
+    afterwards.restore(device)
+    return total
+
+
+def gather_embeddings(
+    embed: Callable[[Batch], Any],
+    micro_batches: Sequence[Batch],
+    move: Callable[[Batch], Batch],
+    *,
+    count: Callable[[Batch], int],
+    stands_for: int = 1,
+) -> Any:
+    """The embeddings of a batch that is embedded in parts; without gradients.
+
+    Args:
+        embed: Embeds a micro-batch that is on the device.
+        micro_batches: The batch in parts.
+        move: Brings a micro-batch to the device.
+        count: Counts the samples of one on the host.
+        stands_for: How many micro-batches the last one stands for.
+
+    Returns:
+        What the loss is to be given.
+
+    Raises:
+        LossError: The embeddings are not what they should be.
+    """
+    gathered = Gathered()
+    for index, micro_batch in enumerate(micro_batches):
+        if index == len(micro_batches) - 1:
+            gathered.add_stand_ins(stands_for - 1)
+        gathered.add(_embedded(embed, move(micro_batch)), count(micro_batch))
+    return gathered.nest(gathered.join())
+
+
+class Gathered:
+    """Embeddings of micro-batches, one after another, and then together."""
+
+    def __init__(self) -> None:
+        self._form: Any = None
+        """The nest, with places for its tensors."""
+        self._columns: list[list[Tensor]] = []
+        """Of each tensor in the nest, the part of each micro-batch."""
+        self._samples: list[int] = []
+
+    def add(self, embeddings: Any, samples: int) -> None:
+        """Add those of the next micro-batch.
+
+        Args:
+            embeddings: A nest of tensors without gradients.
+            samples: Of the micro-batch.
+
+        Raises:
+            LossError: There is no tensor, not one row a sample, or another nest than before.
+        """
+        tensors = [tensor for _path, tensor in named_tensors(embeddings)]
+        for path, tensor in named_tensors(embeddings, "embed(…)"):
+            if tensor.ndim > 0 and tensor.shape[0] != samples:
+                raise LossError(
+                    f"{path} has shape {tuple(tensor.shape)} for a batch of {samples} samples. What `embed` "
+                    "returns has one row for each sample; a tensor without dimensions is their mean. What "
+                    "belongs to no sample (a queue of negatives) cannot be put together from micro-batches."
+                )
+        if not self._samples:
+            self._form = map_tensors(embeddings, lambda _tensor: _Place())
+            self._columns = [[] for _ in tensors]
+        if not tensors or len(tensors) != len(self._columns):
+            raise LossError(
+                f"`embed` returned {len(tensors)} tensors for a micro-batch, and {len(self._columns)} for the "
+                "first. It returns a tensor, or a dict, list or tuple of tensors, alike for each micro-batch."
+            )
+        for column, tensor in zip(self._columns, tensors, strict=True):
+            column.append(_own_memory(tensor.detach()))  # a parameter may be among them
+        self._samples.append(samples)
+
+    def add_stand_ins(self, count: int) -> None:
+        """Add so many micro-batches like the first, whose embeddings are not computed."""
+        for _ in range(count):
+            for column in self._columns:
+                column.append(torch.empty_like(column[0]))
+            self._samples.append(self._samples[0])
+
+    def join(self) -> list[Tensor]:
+        """The tensors of the global batch; the parts are let go of one after another."""
+        joined = []
+        for column in self._columns:
+            if column[0].ndim > 0:
+                joined.append(torch.cat(column))
+            else:
+                weighted = [part * self._share(index) for index, part in enumerate(column)]
+                joined.append(torch.stack(weighted).sum())
+            column.clear()
+        return joined
+
+    def nest(self, tensors: Sequence[Tensor]) -> Any:
+        """Tensors in the nest that `embed` returns."""
+        each = iter(tensors)
+        return map_leaves(self._form, _Place, lambda _place: next(each))
+
+    def with_gradients(
+        self, index: int, embeddings: Any, gradients: Sequence[Tensor | None]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The embeddings of a micro-batch that need a gradient, with it.
+
+        Args:
+            index: Of the micro-batch.
+            embeddings: With a graph.
+            gradients: Of the tensors of the global batch; None where the loss does not depend on one.
+
+        Yields:
+            Pairs of tensors of one shape.
+        """
+        start = sum(self._samples[:index])
+        tensors = [tensor for _path, tensor in named_tensors(embeddings)]
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            if gradient is not None and tensor.requires_grad:
+                if tensor.ndim > 0:
+                    yield tensor, gradient[start : start + self._samples[index]]
+                else:
+                    yield tensor, gradient * self._share(index)
+
+    def _share(self, index: int) -> float:
+        return self._samples[index] / sum(self._samples)
+
+
+class _Place:
+    """Where a tensor was in a nest."""
+
+
+class _Buffers:
+    """A model's buffers as they are now, to be as they are once more.
+
+    Args:
+        model: Any.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._kept = [
+            (module, name, buffer, buffer._version, buffer.detach().clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def restore(self) -> None:
+        """Give those that changed their values back; BatchNorm's change without a new version."""
+        with torch.no_grad():
+            for module, name, buffer, version, values in self._kept:
+                if buffer._version != version or isinstance(module, _NormBase):
+                    buffer.copy_(values)
+                module._buffers[name] = buffer
+
+
+def _embedded(embed: Callable[[Batch], Any], batch: Batch) -> Any:
+    with torch.no_grad():
+        return embed(batch)
+
+
+def _own_memory(tensor: Tensor) -> Tensor:
+    """A tensor that holds on to no more than itself, as a view of a hidden state would."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def _loss_and_gradients(
+    gathered: Gathered, loss: Callable[[Any], Tensor], backward: Callable[[Tensor], None]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """The loss of all embeddings, and its gradient of each of their tensors."""
+    leaves = gathered.join()
+    for leaf in leaves:
+        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+    value = loss(gathered.nest(leaves))
+    backward(value)
+    return value.detach(), [leaf.grad for leaf in leaves]
+
+
+def _backward_from(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if not pairs:
+        raise LossError(
+            "the embeddings have no gradient. They were computed under no_grad, detached, or from frozen "
+            "parameters only."
+        )
+    tensors, gradients = zip(*pairs, strict=True)
+    torch.autograd.backward(tensors, gradients)

@@ -1,0 +1,221 @@
+"""From what a user writes to a Job: a built-in name, `package.module:factory` or `path/to/file.py:factory`."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from brimful.errors import UnknownNameError, UsageError
+from brimful.files import is_file
+from brimful.job import Job
+from brimful.models.text import TEXT_ARCHITECTURES
+from brimful.models.vision import VISION_ARCHITECTURES
+
+_ARCHITECTURES = TEXT_ARCHITECTURES | VISION_ARCHITECTURES
+_FORMS = "A model of your own is named package.module:factory or path/to/file.py:factory."
+
+
+def architecture_names() -> tuple[str, ...]:
+    """The names that `find_architecture` takes."""
+    return tuple(_ARCHITECTURES)
+
+
+def find_architecture(name: str, /, **options: Any) -> Job:
+    """The job of a built-in architecture, with random weights and random samples.
+
+    Args:
+        name: One of `architecture_names()`.
+        **options: What the architecture takes, such as `sequence_length=128` or `image_size=64`; the
+            tables in `text` and `vision` list every option with its default.
+
+    Returns:
+        A job that builds its model when asked to; finding it costs nothing.
+
+    Raises:
+        UnknownNameError: No built-in architecture has the name.
+        UsageError: The architecture does not take an option, or not that value.
+    """
+    if name not in _ARCHITECTURES:
+        raise UnknownNameError("model", name, _ARCHITECTURES, hint=_FORMS)
+    factory = _ARCHITECTURES[name]
+    _check_options(name, factory, options)
+    return factory(**options)
+
+
+def resolve_job(text: str, /, **options: Any) -> Job:
+    """The job that `text` names.
+
+    Args:
+        text: `package.module:factory` (the current directory counts as importable),
+            `path/to/file.py:factory`, or the name of a built-in architecture. The factory returns a Job.
+        **options: Passed to the factory, which must take them.
+
+    Returns:
+        What the factory returned.
+
+    Raises:
+        UnknownNameError: No built-in architecture has the name, or the module has no such factory.
+        UsageError: There is no such module or file, the factory does not take the options, or it returns
+            something other than a Job.
+    """
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(
+            f"{text!r} has bytes that are not UTF-8, so no plan could name it. Rename it, "
+            "or change to its directory and name the file alone."
+        )
+    target, colon, attribute = text.rpartition(":")
+    if not colon and text.endswith(".py"):
+        _check_file(Path(text))
+        raise UsageError(
+            f"{text!r} names a file. Add the function in it that returns a brimful.Job: "
+            f"{text}:{_factory_in(text)}"
+        )
+    if not colon:
+        return find_architecture(text, **options)
+    if not target or not attribute:
+        raise UsageError(f"{text!r} names no model. {_FORMS}")
+    module = _load_file(Path(target)) if target.endswith(".py") else _import_module(target)
+    return _call_factory(text, _find_factory(module, target, attribute), options)
+
+
+def _factory_in(file: str) -> str:
+    """The name in a file that most likely returns or is a Job; found without running the file."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return "factory"
+    for statement in tree.body:
+        makes_job = any(
+            isinstance(node, ast.Call) and "Job" in ast.unparse(node.func) for node in ast.walk(statement)
+        )
+        if makes_job and isinstance(statement, ast.FunctionDef):
+            return statement.name
+        if makes_job and isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            return statement.targets[0].id
+    return "factory"
+
+
+def _import_module(name: str) -> ModuleType:
+    if not all(name.split(".")):
+        raise UsageError(f"{name!r} is not the name of a module. {_FORMS}")
+    here = str(Path.cwd())
+    if here not in sys.path:  # a console script's path lacks it; it stays for what the module imports later
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"there is no module {error.name!r}, neither installed nor in {here}. {_FORMS}"
+            ) from error
+        raise UsageError(f"{name} cannot be imported: {error}.") from error
+
+
+def _check_file(path: Path) -> None:
+    if not is_file(path):
+        raise UsageError(f"there is no file {path} (looked in {Path.cwd()}).")
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The file as a module; its own directory counts as importable, as when Python runs it."""
+    _check_file(path)
+    path = path.resolve()
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    # a name of its own per path: two files called job.py are two modules, one file is loaded once
+    name = f"brimful_job_{path.stem}_{hashlib.sha256(os.fsencode(path)).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, ModuleNotFoundError):
+            raise UsageError(f"{path} cannot be imported: {error}.") from error
+        raise
+    return module
+
+
+def _find_factory(module: ModuleType, target: str, attribute: str) -> Any:
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        factories = [
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and (callable(value) or isinstance(value, Job))
+        ]
+        raise UnknownNameError("factory", attribute, factories, hint=f"Looked in {target}.") from None
+
+
+def _call_factory(text: str, factory: Any, options: dict[str, Any]) -> Job:
+    if isinstance(factory, Job):
+        if options:
+            raise UsageError(f"{text} is a Job and takes no options, but {_listed(options)} was given.")
+        return factory
+    if not callable(factory) or isinstance(factory, nn.Module):
+        raise UsageError(f"{text} is {_described(factory)}. {_remedy(factory)}")
+    _check_options(text, factory, options)
+    job = factory(**options)
+    if not isinstance(job, Job):
+        raise UsageError(f"{text} returned {_described(job)}. {_remedy(job)}")
+    return job
+
+
+def _check_options(name: str, factory: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Refuse options that `factory` does not take, and a call that lacks what it needs."""
+    try:
+        parameters = inspect.signature(factory).parameters
+    except ValueError:  # a factory written in C has none; the call itself says what is wrong
+        return
+    named = {
+        key: parameter
+        for key, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    unknown = [] if takes_any else [key for key in options if key not in named]
+    if unknown:
+        takes = f"It takes {_listed(named)}." if named else "It takes none."
+        raise UsageError(f"{name} does not take the option {_listed(unknown)}. {takes}")
+    missing = [
+        key for key, parameter in named.items() if parameter.default is parameter.empty and key not in options
+    ]
+    if missing:
+        raise UsageError(f"{name} needs {_listed(missing)}; give it a default or pass it as an option.")
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return f"a model ({type(value).__name__}), not a Job"
+    return "None, not a Job" if value is None else f"an object of type {type(value).__name__}, not a Job"
+
+
+def _remedy(value: Any) -> str:
+    if isinstance(value, nn.Module):
+        return (
+            "Say how it is trained: return brimful.Job(model=model, loss=lambda model, batch: …, "
+            "batch=lambda samples: …)."
+        )
+    return "It must be a function that returns a brimful.Job."

@@ -1,0 +1,77 @@
+"""Whether a plan still fits: the model may have changed since it was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from brimful.devices import Device
+from brimful.display import PrintedResult
+from brimful.planner.plan import Plan
+from brimful.prediction.estimate import estimate_unlimited
+from brimful.settings import Settings
+from brimful.trace import Trace
+from brimful.trace.ddp import of_one_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCheck(PrintedResult):
+    """A plan's settings, predicted anew."""
+
+    job: str
+    device: str
+    settings: Settings
+    budget_bytes: int
+    """Bytes permitted to the process on the device, the CUDA context included."""
+    predicted_peak_device_bytes: int
+    planned_peak_device_bytes: int
+    """What was predicted when the plan was made."""
+    predicted_step_seconds: float
+    planned_step_seconds: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak is within the budget."""
+        return self.predicted_peak_device_bytes <= self.budget_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the record's own names."""
+        return {
+            "fits": self.fits,
+            "job": self.job,
+            "device": self.device,
+            "budget_bytes": self.budget_bytes,
+            "predicted_peak_device_bytes": self.predicted_peak_device_bytes,
+            "planned_peak_device_bytes": self.planned_peak_device_bytes,
+            "predicted_step_seconds": self.predicted_step_seconds,
+            "planned_step_seconds": self.planned_step_seconds,
+        }
+
+
+def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> PlanCheck:
+    """Compare a capture of a plan's settings with a budget.
+
+    Args:
+        trace: The job as it is now, under the plan's settings.
+        plan: As it was made.
+        device: Where it is to run.
+        budget_bytes: Bytes permitted to the process, the CUDA context included.
+
+    Returns:
+        What is predicted now beside what was predicted then.
+
+    Raises:
+        UsageError: The capture follows another kind of device.
+    """
+    # As a plan is made: without the allocator giving back its cache, which would stall every step.
+    estimate = estimate_unlimited(of_one_rank(trace), device)
+    return PlanCheck(
+        job=trace.job,
+        device=device.name,
+        settings=plan.settings,
+        budget_bytes=budget_bytes,
+        predicted_peak_device_bytes=estimate.predicted_peak_device_bytes,
+        planned_peak_device_bytes=plan.predicted_peak_device_bytes,
+        predicted_step_seconds=estimate.predicted_step_seconds,
+        planned_step_seconds=plan.predicted_step_seconds,
+    )

@@ -1,0 +1,267 @@
+"""What a reader of a plan should know: what it changes, what is not known, what was not considered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from brimful.planner.alternatives import least_device_bytes
+from brimful.planner.candidate import Candidate
+from brimful.planner.coupling import what_splitting_changes, why_kept_whole
+from brimful.planner.request import Request
+from brimful.prediction.estimate import MARGIN_FRACTION, Estimate
+from brimful.quantities import format_bytes, format_seconds
+from brimful.settings import OptimizerImplementation, Settings
+from brimful.trace import Trace
+
+_OWN_LOOP_NOTE = (
+    "The job's own training loop is not used: this is a plan for brimful's own step, with one loss and one "
+    "optimizer. `estimate` follows the loop."
+)
+
+_FUSED_NOTE = (
+    "The optimizer runs as one fused kernel: the same formula, rounded in another order, in the last digits."
+)
+
+_CHUNKED_NOTE = (
+    "Chunked cross-entropy: the loss is computed for a part of the tokens at a time, the same sums in another "
+    "order. Logits that are used for anything else are computed again."
+)
+
+_EXPANDABLE_NOTE = (
+    "The CUDA allocator uses expandable segments, without which less fits. brimful's own step and training "
+    "enable them; elsewhere set PYTORCH_ALLOC_CONF=expandable_segments:True."
+)
+
+_GUESSED_NOTE = (
+    "Values that are not known before training decide sizes, such as the experts that a router selects. The "
+    "plan assumes an even or the most uneven selection, whichever takes more; others may take a little more."
+)
+
+_BUSY_NOTE = (
+    "Step times rest on measurements of this device while other work kept it busy, and may be far off. "
+    "`brimful calibrate --force` measures again."
+)
+
+
+def notes_for(
+    best: Estimate, plain: Trace, request: Request, candidates: list[Candidate], searching: Sequence[str]
+) -> tuple[str, ...]:
+    """The notes of a plan.
+
+    Args:
+        best: What was chosen.
+        plain: Plain training.
+        request: What was asked.
+        candidates: What was searched.
+        searching: What was noted on the way, of what could not be searched.
+
+    Returns:
+        Sentences, those on the way first.
+    """
+    settings = best.settings
+    return (
+        *dict.fromkeys(searching),
+        *([_BUSY_NOTE] if request.device.was_measured_busy else []),
+        *_why_the_batch_is_whole(settings, plain, request),
+        *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
+        *_what_splitting_changes(settings, plain, request),
+        *_what_the_optimizer_changes(settings, request),
+        *_what_the_host_gives(best, request),
+        *_where_the_optimizer_returns(best, request, candidates),
+        *_what_the_model_recomputes(best, plain),
+        *([_GUESSED_NOTE] if plain.sizes_are_guessed else []),
+        *_what_ranks_take(settings, plain, request),
+        *([_CHUNKED_NOTE] if settings.chunked_loss else []),
+        *([_EXPANDABLE_NOTE] if settings.expandable_segments else []),
+        *([_FUSED_NOTE] if settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
+        *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
+        *_what_it_may_take(best, request, candidates),
+    )
+
+
+def _why_the_batch_is_whole(settings: Settings, plain: Trace, request: Request) -> list[str]:
+    """That no smaller micro-batches were tried, if the job's batches cannot be split, or should not be.
+
+    Layers that depend on the micro-batch are named where the plan spares memory in another way.
+    """
+    if request.why_not_split is not None:
+        return [f"Smaller micro-batches were not considered: {request.why_not_split}"]
+    if request.keeps_batch_whole(plain) and (settings.changed or settings.chunked_loss):
+        return [
+            f"The batch is not split: {why_kept_whole(plain)}. To permit it, set split_batch_norm=True "
+            "(--split-batch-norm)."
+        ]
+    return []
+
+
+def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:
+    """That the optimizer is another than the job's, if it is."""
+    if settings.optimizer == request.optimizer:
+        return []
+    return [
+        f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
+    ]
+
+
+def _what_it_may_take(best: Estimate, request: Request, candidates: list[Candidate]) -> list[str]:
+    """How far the upper end of what is predicted is beyond the budget, if it is."""
+    most_bytes, capacity_bytes = best.predicted_device_interval_bytes[1], request.device.capacity_bytes
+    leaves_margin = request.budget_bytes >= int(capacity_bytes / (1 + MARGIN_FRACTION))  # as without a budget
+    over_bytes = most_bytes - (capacity_bytes if leaves_margin else request.budget_bytes)
+    if over_bytes <= 0:
+        return []
+    surely = request.budget_bytes - (most_bytes - best.predicted_peak_device_bytes)
+    unsure = (
+        "what kernels take inside, what the allocator reserves and the CUDA context are not known to the byte"
+        if request.device.kind == "cuda"
+        else "what some kernels take inside is not known exactly"
+    )
+    least_bytes = min(least_device_bytes(request, candidates, best), best.predicted_peak_device_bytes)
+    if best.settings.nested:
+        nesting = (each for each in candidates if each.settings == replace(best.settings, units=()))
+        nested_bytes = min(map(Candidate.smallest_nested_peak_bytes, nesting)) + request.device.context_bytes
+        least_bytes = min(least_bytes, nested_bytes)
+    advice = (
+        f"To be sure, plan with about {format_bytes(surely)}."
+        if surely >= least_bytes
+        else f"No plan is sure to be within it: the least that one takes is about {format_bytes(least_bytes)}."
+    )
+    return [f"It may take up to {format_bytes(over_bytes)} more than the budget: {unsure}. {advice}"]
+
+
+def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
+    """What of its memory, and what its time was told by."""
+    device, settings = request.device, best.settings
+    notes = []
+    if settings.optimizer_on_host and device.kind == "cpu":
+        notes.append(
+            "The optimizer is on the host, as you asked, which is the device here: nothing is spared, and what "
+            "is on its way takes memory."
+        )
+    if settings.offloaded:
+        assert device.host_link_bytes_per_second is not None
+        notes.append(
+            f"Offloading's copies are timed at {device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; "
+            "`brimful calibrate` measures the link of a GPU in this machine."
+        )
+    if settings.cpu_offload and device.kind == "cuda":
+        notes.append(
+            "Each rank has its parts of parameters, gradients and optimizer state, "
+            f"{format_bytes(best.predicted_host_state_bytes)}, in the host's memory, and updates them there as "
+            f"if it had {device.host_update_bytes_per_second / 1e9:.3g} GB/s for itself."
+        )
+    if settings.optimizer_on_host and device.kind == "cuda":
+        is_measured = device.measured_host_update_bytes_per_second is not None
+        how = "measured" if is_measured else "assumed: `brimful calibrate` measures it where the GPU is"
+        notes.append(
+            f"The optimizer's state, {format_bytes(best.predicted_host_state_bytes)}, is in the host's memory, "
+            "and updates are rounded as the host's kernels round. They are timed as if the host read and wrote "
+            f"{device.host_update_bytes_per_second / 1e9:.3g} GB/s ({how})."
+        )
+    taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
+    if taken_bytes and device.kind == "cuda":
+        permitted = (
+            f"{format_bytes(request.offload_host_bytes)} permitted (set it with host_memory, --host-memory)"
+        )
+        how = "of the" if taken_bytes <= request.offload_host_bytes else "more than the"
+        notes.append(
+            f"{'Training' if settings.ranks == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of the "
+            f"host's memory, {how} {permitted}; "
+            f"{format_bytes(best.predicted_pinned_host_bytes)} of it are pinned for copies."
+        )
+    return notes
+
+
+def _where_the_optimizer_returns(best: Estimate, request: Request, candidates: list[Candidate]) -> list[str]:
+    """From about which budget on the optimizer fits the device, if the plan chose the host for want of room."""
+    if not best.settings.optimizer_on_host or request.optimizer_on_host:
+        return []
+    on_device = [candidate for candidate in candidates if not candidate.settings.optimizer_on_host]
+    least_bytes = min(map(Candidate.smallest_peak_bytes, on_device)) + request.device.context_bytes
+    if least_bytes <= request.budget_bytes:
+        return []
+    return [f"With its optimizer on the device a plan takes about {format_bytes(least_bytes)} or more."]
+
+
+def _what_the_model_recomputes(best: Estimate, plain: Trace) -> list[str]:
+    """What the model's own activation checkpointing costs, or whether it is off."""
+    regions = plain.own_checkpoints
+    if not regions:
+        return []
+    if best.settings.own_checkpointing:
+        recompute = format_seconds(best.step_time.recompute_seconds)
+        return [
+            f"The model itself checkpoints {regions} regions of its forward, which are recomputed in backward "
+            f"whatever the plan chooses. Recomputation takes {recompute} of a step of "
+            f'{format_seconds(best.predicted_step_seconds)}. Turn it off (own_checkpointing="off", '
+            "--own-checkpointing off), and the plan alone decides what is recomputed."
+        ]
+    if best.own_checkpoints:
+        return [
+            f"The model itself still checkpoints {best.own_checkpoints} regions of its forward: they have no "
+            "attribute gradient_checkpointing or grad_checkpointing that turns them off. Remove "
+            "torch.utils.checkpoint from the model's code."
+        ]
+    return [f"The model's own checkpointing of {regions} regions is off while the plan is applied."]
+
+
+def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:
+    """What is not known well of training on several ranks, and what it changes."""
+    if settings.ranks == 1:
+        return []
+    rate = request.device.peer_bytes_per_second(settings.ranks, settings.nodes)
+    unseen = (
+        "NCCL's own memory is not counted"
+        if request.device.kind == "cuda"
+        else "each is timed as if it had the machine to itself"
+    )
+    notes = [
+        f"What is predicted is of each of {settings.ranks} ranks. Gradients are taken to go between them at "
+        f"{rate / 1e9:.3g} GB/s; {unseen}."
+    ]
+    if settings.gathered_dtype is not None:
+        notes.append(
+            f"Parameters are gathered in {settings.gathered_dtype}: those of norms and embeddings, and what "
+            "comes into each unit, are rounded to it too, which autocast alone does not do. Gradients are "
+            "averaged in float32."
+        )
+    if settings.parallelism.is_zero:
+        notes.append("What DeepSpeed takes is computed by its rules, not captured, and is less exact.")
+    if plain.stateful_modules:
+        notes.append(
+            f"{len(plain.stateful_modules)} layers change their buffers in forward, each rank for itself; "
+            "those of the first are kept."
+        )
+    if plain.batch_norm_modules:
+        notes.append(
+            f"{len(plain.batch_norm_modules)} BatchNorm layers normalise over each rank's own samples, not "
+            "over the global batch. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model) lets ranks share "
+            "statistics; the first rank's running statistics are those kept."
+        )
+    return notes
+
+
+def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) -> list[str]:
+    """What is not the same as in plain training, if the batch is split."""
+    if settings.gradient_accumulation_steps == 1:
+        return []
+    changes = []
+    if plain.couples_samples:
+        changes.append(
+            "The loss is that of all samples of the global batch together: each micro-batch's forward runs "
+            "twice, without gradients for its embeddings, then for their gradient."
+        )
+    elif not request.weighs_by_count:
+        changes.append(
+            "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
+            'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
+        )
+    for change in what_splitting_changes(plain.batch_norm_modules, plain.stateful_modules, settings):
+        changes.append(f"{change[0].upper()}{change[1:]}.")
+    if any(op.random for op in plain.ops):
+        changes.append(
+            "Random layers (dropout) draw other numbers for a split batch: the same distribution, "
+            "not the same values."
+        )
+    return changes

@@ -1,0 +1,295 @@
+"""Which ops of a recomputed unit could be saved instead, what that takes and what it spares, from one capture.
+
+A capture that recomputes every unit shows each op of a unit twice: in the forward and in the recomputation. If
+what the op returns is saved, it stays from where the forward dropped it to where the recomputation makes it
+again; where it is there still, there is one of it less. Nothing else changes, so the capture tells all sets of
+saved ops.
+
+Time is additive over the ops not saved, up to where the recomputation stops early. So the sets worth trying are
+those that fill a knapsack by seconds spared per byte: each is the one before it and one op more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from brimful.quantities import round_up
+from brimful.settings import op_kind
+from brimful.trace import EventKind, Op, Phase, Trace
+
+MOST_SETS = 10
+"""Sets of saved ops tried for a unit; with more ops, several are added at once."""
+
+CASTS = "_to_copy"
+"""Autocast keeps casts of weights, so a recomputation may run another number of them."""
+
+_CHOICES = frozenset({"topk"})
+"""Kinds of ops that are always saved. A router's choice of experts must not come out otherwise when it is
+recomputed, and may: CUDA's top-k breaks ties in any order, and scores that differ in their last digit change
+places. What they return is small, a few numbers a token."""
+
+_NEVER_SAVED = frozenset({CASTS, "clone", "empty"})
+"""Of clones some are of buffers, made by what recomputes, which does not count them; an empty tensor is nothing
+to save."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stay:
+    """From where to where saving a result makes a difference."""
+
+    first_event: int
+    """Of the trace: where the forward drops it, or where the recomputation makes it a second time."""
+    stop_event: int
+    """Where the recomputation makes it again, or where the first of two is dropped."""
+    size_bytes: int
+    """Held more; negative where there is one of it less."""
+    begins_in_forward: bool
+    """Whether it is held between forward and backward. What a unit returns is not: the next unit holds it as
+    its input, to the end of its own backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavableOp:
+    """An op that a recomputation runs again, and need not."""
+
+    name: str
+    """As in `UnitAction.saved`."""
+    seconds: float
+    """What running it again takes."""
+    stays: tuple[Stay, ...]
+    """Of what it returns, in every micro-batch captured."""
+    size_bytes: int
+    """Bytes held more between forward and backward of one micro-batch."""
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether what it returns says on what the following ops work."""
+        return self.name.partition("#")[0] in _CHOICES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitOps:
+    """The ops of one unit in a capture that recomputes it."""
+
+    forward_count: int
+    """Ops of its forward."""
+    recompute_seconds: float
+    """What its recomputation takes, with nothing saved."""
+    savable: tuple[SavableOp, ...]
+    """In the order in which they are worth saving; none where forward and recomputation cannot be matched."""
+
+    @property
+    def choices(self) -> tuple[SavableOp, ...]:
+        """Those that every set begins with, and that are saved wherever the unit is recomputed."""
+        return tuple(op for op in self.savable if op.is_choice)
+
+    def sets(self) -> Iterator[tuple[SavableOp, ...]]:
+        """Sets of ops worth saving, each with those before it, the choices alone first; about `MOST_SETS`."""
+        total_bytes = sum(op.size_bytes for op in self.savable)
+        chosen_bytes = reached_bytes = 0
+        for count, op in enumerate(self.savable, 1):
+            chosen_bytes += op.size_bytes
+            if count < len(self.choices):
+                continue
+            is_step = chosen_bytes - reached_bytes >= total_bytes / MOST_SETS
+            if len(self.savable) <= MOST_SETS or is_step or count == len(self.choices):
+                reached_bytes = chosen_bytes
+                yield self.savable[:count]
+
+
+def unit_ops(
+    recomputed: Trace,
+    owner: Sequence[int],
+    unit_count: int,
+    *,
+    micro_batches: int,
+    rounding_bytes: int,
+    seconds: Callable[[Op], float],
+) -> list[UnitOps]:
+    """The ops of each unit.
+
+    Args:
+        recomputed: A capture that recomputes every unit.
+        owner: By op of the trace, the unit it belongs to, or -1.
+        unit_count: How many units there are.
+        micro_batches: How many of the captured ones occur; the last of them tells the times.
+        rounding_bytes: The allocator's.
+        seconds: What an op takes.
+
+    Returns:
+        One record a unit.
+    """
+    results = _Results(recomputed, rounding_bytes)
+    return [
+        UnitOps(
+            forward_count=sum(len(call.forward) for call in runs[-1]),
+            recompute_seconds=sum(seconds(recomputed.ops[index]) for call in runs[-1] for index in call.again),
+            savable=_savable(recomputed, runs, results, seconds),
+        )
+        for runs in (of_unit[:micro_batches] for of_unit in unit_calls(recomputed, owner, unit_count))
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitCall:
+    """The ops of one call of a unit in one micro-batch of the last step, by index."""
+
+    forward: tuple[int, ...]
+    again: tuple[int, ...]
+    """Of its recomputation, which stops early."""
+    pairs: Mapping[str, tuple[int, int]] | None
+    """By an op's name: its index in the forward and in the recomputation. None where the two do not match."""
+
+
+def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list[list[list[UnitCall]]]:
+    """Forward and recomputation of each call of each unit, op by op.
+
+    Args:
+        recomputed: A capture that recomputes every unit.
+        owner: By op of the trace, the unit it belongs to, or -1.
+        unit_count: How many units there are.
+
+    Returns:
+        By unit and captured micro-batch, the calls.
+    """
+    forward: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    again: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    before: tuple[int, bool, Phase] | None = None
+    for index, (op, unit) in enumerate(zip(recomputed.ops, owner, strict=True)):
+        now = unit, op.recomputed, op.phase
+        if unit >= 0 and op.step == recomputed.captured_steps - 1:
+            calls = again if op.recomputed else forward if op.phase is Phase.FORWARD else None
+            if calls is not None:
+                if now != before:
+                    calls[unit, op.micro_batch].append([])
+                calls[unit, op.micro_batch][-1].append(index)
+        before = now
+    return [
+        [
+            _calls(recomputed, forward[unit, micro_batch], again[unit, micro_batch])
+            for micro_batch in range(recomputed.captured_micro_batches)
+        ]
+        for unit in range(unit_count)
+    ]
+
+
+def _calls(trace: Trace, forward: list[list[int]], again: list[list[int]]) -> list[UnitCall]:
+    """Calls of a unit, of which the last is recomputed first; where nothing was saved, none is."""
+    if again and len(again) != len(forward):
+        forward, again = [[index for call in forward for index in call]], [[i for call in again for i in call]]
+    recomputations = again[::-1] or [[] for _ in forward]
+    return [
+        UnitCall(forward=tuple(ops), again=tuple(same), pairs=_pairs(trace, ops, same))
+        for ops, same in zip(forward, recomputations, strict=True)
+    ]
+
+
+class _Results:
+    """What ops return, and when it is dropped."""
+
+    def __init__(self, trace: Trace, rounding_bytes: int) -> None:
+        self._made: dict[int, list[int]] = defaultdict(list)
+        self._allocated: dict[int, int] = {}
+        self._freed: dict[int, int] = {}
+        self._end = len(trace.events)
+        self._trace = trace
+        self._storages = trace.storages
+        self._rounding_bytes = rounding_bytes
+        makers = [storage.op for storage in trace.storages]
+        for position, event in enumerate(trace.events):
+            storage = event.storage
+            if event.kind is EventKind.FREE:
+                self._freed[storage] = position
+            elif (maker := makers[storage]) is not None:
+                self._made[maker].append(storage)
+                self._allocated[storage] = position
+
+    def stays(self, forward_op: int, same_op_again: int) -> tuple[Stay, ...]:
+        """What saving the results of an op would change."""
+        pairs = zip(self._made[forward_op], self._made[same_op_again], strict=False)
+        return tuple(self._stay(first, second) for first, second in pairs)
+
+    def _stay(self, first: int, second: int) -> Stay:
+        """For one result: the storage that the forward makes and the one that the recomputation makes."""
+        size_bytes = round_up(self._storages[first].size_bytes, self._rounding_bytes)
+        dropped, made_again = self._freed.get(first, self._end), self._allocated[second]
+        if dropped <= made_again:
+            in_forward = self._phase_at(dropped) is Phase.FORWARD
+            return Stay(
+                first_event=dropped, stop_event=made_again, size_bytes=size_bytes, begins_in_forward=in_forward
+            )
+        stop_event = min(dropped, self._freed.get(second, self._end))
+        return Stay(
+            first_event=made_again, stop_event=stop_event, size_bytes=-size_bytes, begins_in_forward=False
+        )
+
+    def _phase_at(self, event: int) -> Phase:
+        return self._trace.ops[self._trace.events[event].op].phase
+
+    def has_any(self, op: int) -> bool:
+        """Whether an op makes anything that could be saved."""
+        return bool(self._made[op])
+
+
+def _savable(
+    trace: Trace, runs: Sequence[Sequence[UnitCall]], results: _Results, seconds: Callable[[Op], float]
+) -> tuple[SavableOp, ...]:
+    """The savable ops of one unit, given its calls by micro-batch; the most seconds per byte first."""
+    calls = [call.pairs for run in runs for call in run]
+    first = calls[0] if calls else None
+    if first is None or any(pairs is None or pairs.keys() != first.keys() for pairs in calls):
+        return ()
+    found = []
+    for name, (_in_forward, in_recomputation) in first.items():
+        if results.has_any(in_recomputation) and _can_be_saved(trace.ops[in_recomputation]):
+            stays = [
+                [results.stays(*call.pairs[name]) for call in run if call.pairs is not None] for run in runs
+            ]
+            last_run = [call.pairs[name][1] for call in runs[-1] if call.pairs is not None]
+            written_over = list(_written_over(trace, last_run))
+            if any(trace.ops[index].random for index in written_over):
+                continue  # numbers drawn in place are drawn again: they cannot be left out
+            found.append(
+                SavableOp(
+                    name=name,
+                    seconds=sum(seconds(trace.ops[index]) for index in (*last_run, *written_over)),
+                    stays=tuple(stay for of_run in stays for of_call in of_run for stay in of_call),
+                    size_bytes=sum(
+                        stay.size_bytes for of_call in stays[-1] for stay in of_call if stay.begins_in_forward
+                    ),
+                )
+            )
+    return tuple(sorted(found, key=lambda op: (not op.is_choice, op.size_bytes / op.seconds)))
+
+
+def _written_over(trace: Trace, makers: Sequence[int]) -> Iterator[int]:
+    """The recomputed ops that write over what some of them made: saved, it is as they left it."""
+    for maker in makers:
+        index = maker + 1
+        while index < len(trace.ops) and trace.ops[index].recomputed:
+            if trace.ops[index].made_ops_ago == index - maker:
+                yield index
+            index += 1
+
+
+def _pairs(trace: Trace, forward: list[int], again: list[int]) -> dict[str, tuple[int, int]] | None:
+    comparable = (
+        [index for index in part if op_kind(trace.ops[index].name) != CASTS] for part in (forward, again)
+    )
+    pairs = {}
+    seen: Counter[str] = Counter()
+    for in_forward, in_recomputation in zip(*comparable, strict=False):
+        name = trace.ops[in_forward].name
+        if trace.ops[in_recomputation].name != name:
+            return None
+        kind = op_kind(name)
+        pairs[f"{kind}#{seen[kind]}"] = (in_forward, in_recomputation)
+        seen[kind] += 1
+    return pairs
+
+
+def _can_be_saved(op: Op) -> bool:
+    kind = op_kind(op.name)
+    return kind not in _NEVER_SAVED and not kind.endswith("_")  # not one in place

@@ -1,0 +1,17 @@
+"""A trace and a device → an `Estimate`: peak memory, step time, and whether it fits. It does not import torch.
+
+Start reading at `estimate.estimate_trace`. `estimator.Estimator` predicts any micro-batch size
+from two captures.
+"""
+
+from brimful.prediction.estimate import MARGIN_FRACTION, Estimate, Extremes, Verdict, estimate_trace
+from brimful.prediction.estimator import Estimator
+
+__all__ = [
+    "MARGIN_FRACTION",
+    "Estimate",
+    "Estimator",
+    "Extremes",
+    "Verdict",
+    "estimate_trace",
+]

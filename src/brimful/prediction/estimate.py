@@ -1,0 +1,369 @@
+"""A trace and a device → what the step takes, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from brimful.cost import StepTime, step_seconds
+from brimful.devices import Device
+from brimful.display import PrintedResult
+from brimful.errors import CaptureError, UsageError
+from brimful.memory import (
+    AllocatorSettings,
+    AllocatorWhatIf,
+    FailedAllocation,
+    HeldStorage,
+    MemoryPrediction,
+    ModuleShare,
+    compare_allocators,
+    least_allocated_bytes,
+    most_held_bytes,
+    most_reserved_bytes,
+    pinned_host_bytes,
+    predict_memory,
+    smallest_surviving_capacity_bytes,
+)
+from brimful.settings import Settings
+from brimful.trace import Category, Correction, Guess, Phase, Trace
+
+MARGIN_FRACTION = 0.05
+"""What a plan without a budget leaves free on a GPU. Of 54 public runs, 5 took over 5 % more than predicted
+(benchmarks/gpu_truth.py); two of them because of when the loop cleared gradients, which is not on record."""
+
+RESIDUAL_FRACTION = 0.02
+"""What a known allocation sequence may reserve beyond the prediction, in the upper end of the interval: over
+the largest shortfall, 1.2 %, of public runs whose loop is known and uses no cuDNN (benchmarks/gpu_truth.py)."""
+
+
+COMPILED_FRACTION = 0.2
+"""By how much more saved tensors and temporaries may be, compiled, than they are eagerly, in the upper end of
+the interval: over the most seen, 13 %, of a ResNet compiled block by block. For in-place ops a compiler makes
+new tensors, of ReLUs it saves masks too (torch 2.13's inductor on a CPU, eight models)."""
+
+NO_LIMIT_BYTES = 1 << 62
+"""Capacity at which an estimate of a plan is made: it must fit without the allocator giving back its cache,
+which would stall every step. What it reserves is then compared with the budget."""
+
+
+class Verdict(StrEnum):
+    """Whether a step fits a capacity."""
+
+    FITS = "fits"
+    """The upper end of the interval does."""
+    TIGHT = "tight"
+    """The likely size fits; the upper end does not, or the allocator must give back its cache in time."""
+    DOES_NOT_FIT = "does not fit"
+
+
+class RunPart(StrEnum):
+    """What a training run does in turn."""
+
+    FIRST_STEP = "first step"
+    STEADY_STEP = "steady step"
+    EVALUATION = "evaluation"
+    SAVING = "saving weights"
+    LOADING = "loading weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhasePeak:
+    """The memory of one part of a training run."""
+
+    name: RunPart
+    predicted_peak_allocated_bytes: int
+    note: str
+    """What is assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate(PrintedResult):
+    """What one optimizer step takes on a device, predicted."""
+
+    job: str
+    device: str
+    settings: Settings
+    is_own_loop: bool
+    """Whether the job's own loop was captured; of the settings only the micro-batch size is then in force."""
+    predicted_peak_allocated_bytes: int
+    """As `torch.cuda.max_memory_allocated` counts."""
+    predicted_peak_reserved_bytes: int
+    """As `torch.cuda.max_memory_reserved` counts; on a CPU, which caches nothing, the same as allocated."""
+    predicted_peak_device_bytes: int
+    """Reserved plus the CUDA context, as nvidia-smi shows for the process; on a CPU the same as reserved."""
+    predicted_device_interval_bytes: tuple[int, int]
+    """From what the step cannot do without to what it may take at most, CUDA context included: the lower end is
+    the smallest capacity at which the simulated allocator survives, the upper end has every library's workspace
+    as large as it may be."""
+    smallest_surviving_capacity_bytes: int | None
+    """What the allocator cannot do without, less than it reserves where there is room; context not included.
+    None where it was not sought, as in a plan; the interval then begins at what is allocated."""
+    predicted_pinned_host_bytes: int
+    """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
+    training."""
+    predicted_host_state_bytes: int
+    """Optimizer state in the host's memory; with `cpu_offload` parts of parameters and gradients too."""
+    predicted_step_seconds: float
+    step_time: StepTime
+    capacity_bytes: int
+    """What the device has, or the budget."""
+    cache_flushes: int
+    """How often the allocator has to give back its whole cache to fit; each stalls the device."""
+    out_of_memory_at: FailedAllocation | None
+    """The first request that the capacity cannot meet; None if the step fits."""
+    breakdown: tuple[tuple[Category, int], ...]
+    """Allocated bytes at the peak by category."""
+    peak_phase: Phase
+    peak_module: str | None
+    peak_op: str | None
+    largest: tuple[HeldStorage, ...]
+    """The largest blocks at the peak, at most 20."""
+    modules: tuple[ModuleShare, ...]
+    """Bytes held at the peak by module, in the order of the tree."""
+    phases: tuple[PhasePeak, ...]
+    allocators: tuple[AllocatorWhatIf, ...]
+    """The same step under other settings of the allocator, PyTorch's defaults first; empty if not asked for."""
+    context_source: str
+    """Where the size of the CUDA context is from."""
+    corrections: tuple[Correction, ...]
+    uncertain_ops: tuple[str, ...]
+    parameter_count: int
+    own_checkpoints: int = 0
+    """Regions of a forward pass that the model itself runs again in backward; their time is in
+    `step_time.recompute_seconds`."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the step fits."""
+        if self.out_of_memory_at is not None:
+            return Verdict.DOES_NOT_FIT
+        if self.cache_flushes or self.predicted_device_interval_bytes[1] > self.capacity_bytes:
+            return Verdict.TIGHT
+        return Verdict.FITS
+
+    @property
+    def uncertain(self) -> tuple[str, ...]:
+        """What the prediction does not know well, for a reader."""
+        dtypes = self.step_time.dtypes_at_fp32_rate
+        return (*self.uncertain_ops, *(f"the speed of {dtype}, priced as float32" for dtype in dtypes))
+
+    @property
+    def predicted_samples_per_second(self) -> float:
+        """Samples of the global batch over the time of a step."""
+        return self.settings.global_batch_size / self.predicted_step_seconds
+
+
+class Extremes(NamedTuple):
+    """A step whose sizes are guessed (`Trace.sizes_are_guessed`), with other guesses."""
+
+    most: Trace | None
+    """None where no such step can be captured. So is `least`."""
+    least: Trace | None
+
+    @classmethod
+    def of(cls, trace: Trace, capture: Callable[[Guess], Trace]) -> Extremes | None:
+        """Capture them where the sizes of a trace are guessed.
+
+        Args:
+            trace: The step with the expected guess.
+            capture: Captures the same step with another.
+
+        Returns:
+            None where nothing is guessed.
+        """
+        if not trace.sizes_are_guessed:
+            return None
+
+        def other(guess: Guess) -> Trace | None:
+            try:
+                return capture(guess)
+            except CaptureError:  # code may want at least one row, or an even number for each expert
+                return None
+
+        return cls(other(Guess.MOST), other(Guess.LEAST))
+
+
+def estimate_trace(
+    trace: Trace,
+    device: Device,
+    *,
+    extremes: Extremes | None = None,
+    capacity_bytes: int | None = None,
+    allocator: AllocatorSettings | None = None,
+    compares_allocators: bool = False,
+    seeks_smallest_capacity: bool = True,
+) -> Estimate:
+    """What the traced step takes on `device`.
+
+    Args:
+        trace: A capture that follows the decisions of the device's kind.
+        device: Where the step would run.
+        extremes: The same step with other guesses, for the interval.
+        capacity_bytes: Bytes permitted, the CUDA context included; None permits all the device has.
+        allocator: How the CUDA allocator is set; None as the trace's own settings say.
+        compares_allocators: Also replay the step under other settings, which takes about a second.
+        seeks_smallest_capacity: Also find what the allocator cannot do without, in some ten replays.
+
+    Returns:
+        Peaks over all captured steps, time of the last one, and a verdict. Where the steps do not fit, the
+        peaks are those they would have on a larger device.
+
+    Raises:
+        UsageError: The capture follows another kind of device.
+    """
+    if trace.device_kind != device.kind:
+        raise UsageError(
+            f"the trace of {trace.job!r} follows a {trace.device_kind} device and says nothing of "
+            f"{device.name}. Capture it for that device."
+        )
+    capacity = device.capacity_bytes if capacity_bytes is None else capacity_bytes
+    reservable = max(capacity - device.context_bytes, 0)
+    memory = predict_memory(trace, allocator=allocator, capacity_bytes=reservable)
+    surviving = _smallest_surviving(trace, allocator, memory) if seeks_smallest_capacity else None
+    time = step_seconds(trace, device)
+    return Estimate(
+        job=trace.job,
+        device=device.name,
+        settings=trace.settings,
+        is_own_loop=trace.is_own_loop,
+        predicted_peak_allocated_bytes=memory.peak_allocated_bytes,
+        predicted_peak_reserved_bytes=memory.peak_reserved_bytes,
+        predicted_peak_device_bytes=memory.peak_reserved_bytes + device.context_bytes,
+        predicted_device_interval_bytes=_widened(
+            _interval(trace, device, memory, surviving), trace, extremes, device, allocator
+        ),
+        smallest_surviving_capacity_bytes=surviving,
+        predicted_pinned_host_bytes=pinned_host_bytes(trace),
+        predicted_host_state_bytes=trace.host_state_bytes,
+        predicted_step_seconds=time.total_seconds,
+        step_time=time,
+        capacity_bytes=capacity,
+        cache_flushes=memory.cache_flushes,
+        out_of_memory_at=memory.out_of_memory_at,
+        breakdown=memory.breakdown,
+        peak_phase=memory.peak_phase,
+        peak_module=memory.peak_module,
+        peak_op=memory.peak_op,
+        largest=memory.largest,
+        modules=memory.modules,
+        phases=tuple(_phases(trace, memory)),
+        allocators=compare_allocators(trace, reservable) if compares_allocators else (),
+        context_source=device.context_source,
+        corrections=trace.corrections,
+        uncertain_ops=(*trace.uncertain_ops, *_of_compiled_code(trace)),
+        parameter_count=trace.parameter_count,
+        own_checkpoints=trace.own_checkpoints,
+    )
+
+
+def estimate_unlimited(trace: Trace, device: Device) -> Estimate:
+    """What the traced step takes where the allocator never has to give back its cache."""
+    return estimate_trace(trace, device, capacity_bytes=NO_LIMIT_BYTES, seeks_smallest_capacity=False)
+
+
+def _smallest_surviving(trace: Trace, allocator: AllocatorSettings | None, memory: MemoryPrediction) -> int:
+    found = smallest_surviving_capacity_bytes(
+        trace, allocator=allocator, unlimited_peak_reserved_bytes=memory.unlimited_peak_reserved_bytes
+    )
+    return memory.peak_reserved_bytes if found is None else found
+
+
+def _interval(
+    trace: Trace, device: Device, memory: MemoryPrediction, surviving_bytes: int | None
+) -> tuple[int, int]:
+    """The least and the most on the device; on a CPU what is predicted, with what kernels may take inside."""
+    most = most_reserved_bytes(trace, memory.unlimited_peak_reserved_bytes, allocator=memory.allocator)
+    least = memory.peak_reserved_bytes
+    if trace.compiled_lines:
+        least = min(least, least_allocated_bytes(trace))
+        most += _more_if_compiled(trace, memory)
+    if device.kind == "cpu":
+        return least, most
+    if surviving_bytes is None:
+        surviving_bytes = memory.peak_allocated_bytes
+    least = min(surviving_bytes, least)
+    return least + device.context_low_bytes, int(most * (1 + RESIDUAL_FRACTION)) + device.context_high_bytes
+
+
+def _widened(
+    interval: tuple[int, int],
+    trace: Trace,
+    extremes: Extremes | None,
+    device: Device,
+    allocator: AllocatorSettings | None,
+) -> tuple[int, int]:
+    """The interval of a step, with those of steps with other guesses."""
+    if extremes is None:
+        return interval
+    others = [other for other in extremes if other is not None]
+    intervals = [interval, *(_interval_of(other, device, allocator) for other in others)]
+    low = device.context_low_bytes + _least_of_any_guess(trace, extremes, allocator)
+    return min(low, *(low for low, _ in intervals)), max(high for _, high in intervals)
+
+
+def _least_of_any_guess(trace: Trace, extremes: Extremes, allocator: AllocatorSettings | None) -> int:
+    """Bytes that any choice takes: what is allocated, as blocks of other sizes may leave smaller gaps.
+
+    Evenly divided, fewer rows are gathered at once than in any other way; but options that no row chooses have
+    no gradients and no optimizer state.
+    """
+    held = (Category.GRADIENTS, Category.OPTIMIZER_STATE)
+    if extremes.least is None:
+        held = (Category.PARAMETERS, Category.OPTIMIZER_STATE)
+        return sum(most_held_bytes(trace, each) for each in held)
+    unused = sum(most_held_bytes(trace, each) - most_held_bytes(extremes.least, each) for each in held)
+    even, least = (
+        predict_memory(each, allocator=allocator).peak_allocated_bytes for each in (trace, extremes.least)
+    )
+    return min(even - max(unused, 0), least)
+
+
+def _interval_of(trace: Trace, device: Device, allocator: AllocatorSettings | None) -> tuple[int, int]:
+    memory = predict_memory(trace, allocator=allocator)
+    return _interval(trace, device, memory, _smallest_surviving(trace, allocator, memory))
+
+
+def _more_if_compiled(trace: Trace, memory: MemoryPrediction) -> int:
+    """What `torch.compile` may save beyond eager code: also weights of convolutions, laid out anew."""
+    held = dict(memory.breakdown)
+    activations = held.get(Category.SAVED_TENSORS, 0) + held.get(Category.TEMPORARIES, 0)
+    weights = sum(
+        op.weight_bytes for op in trace.ops if op.phase is Phase.FORWARD and (op.step, op.micro_batch) == (0, 0)
+    )
+    return int(COMPILED_FRACTION * activations) + weights
+
+
+def _of_compiled_code(trace: Trace) -> Iterator[str]:
+    """What is not known of code for `torch.compile`."""
+    if trace.compiled_lines:
+        first, *others = trace.compiled_lines
+        where = f"{first} and {len(others)} more lines" if others else first
+        yield (
+            f"compiled code ({where}), predicted as it runs eagerly: fused kernels may take less memory and "
+            "time, CUDA graphs keep memory of their own"
+        )
+
+
+def _phases(trace: Trace, memory: MemoryPrediction) -> Iterator[PhasePeak]:
+    """Peaks of the parts of a run, so far as the trace tells."""
+
+    def phase(name: RunPart, peak_bytes: int, note: str) -> PhasePeak:
+        return PhasePeak(name=name, predicted_peak_allocated_bytes=peak_bytes, note=note)
+
+    yield phase(
+        RunPart.FIRST_STEP, memory.first_step_peak_allocated_bytes, "the making of optimizer state included"
+    )
+    yield phase(RunPart.STEADY_STEP, memory.steady_peak_allocated_bytes, "all further ones")
+    if memory.evaluation_peak_allocated_bytes is not None:
+        note = "one micro-batch, without gradients"
+        yield phase(RunPart.EVALUATION, memory.evaluation_peak_allocated_bytes, note)
+    parameters, state = (
+        most_held_bytes(trace, category) for category in (Category.PARAMETERS, Category.OPTIMIZER_STATE)
+    )
+    # torch/serialization.py (2.13): _save copies each storage to the host if it is on another device, one after
+    # another; _load reads all of them onto `map_location` before load_state_dict copies any.
+    note = "with optimizer state; written tensor by tensor, which takes no more here"
+    yield phase(RunPart.SAVING, parameters + state, note)
+    yield phase(RunPart.LOADING, 2 * parameters, "the model's and those read, by torch.load onto this device")

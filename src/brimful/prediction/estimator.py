@@ -1,0 +1,210 @@
+"""Estimates of one job at any micro-batch size, from captures at two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from brimful.devices import Device
+from brimful.errors import BatchError, CaptureError, InfeasibleError
+from brimful.prediction.estimate import Estimate, Extremes, Verdict, estimate_trace
+from brimful.quantities import format_bytes
+from brimful.settings import Settings
+from brimful.trace import Guess, Trace, TraceLine
+from brimful.trace.derive import Counterparts, with_one_micro_batch
+
+SCALED_SIZES = (2, 3)
+"""Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
+
+ROUGH_SIZES = (5, 7)
+"""The same for `RoughlyScaledTraces`, which tell tensors that grow with the micro-batch from weights by their
+size. Primes that widths of layers are no multiples of: 2 sequences of 512 are as large as a width of 1024."""
+
+MOST_SAMPLES = 2**20
+"""No larger micro-batch is looked for."""
+
+
+class Capture(Protocol):
+    """Runs steps under some settings on fake tensors; may be asked for the same again."""
+
+    def __call__(self, settings: Settings, steps: int = 1) -> Trace:
+        """The trace of so many optimizer steps."""
+
+
+class ScaledTraces:
+    """Traces of one job at any micro-batch size.
+
+    Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels take
+    inside is worked out from the scaled sizes. So two captures tell every size exactly. Where the two run
+    different ops, or the job makes no batches of such sizes, each size is captured for itself; so is 1.
+
+    Args:
+        capture: Runs a step on fake tensors.
+    """
+
+    sizes = SCALED_SIZES
+
+    def __init__(self, capture: Callable[[Settings], Trace]) -> None:
+        self._capture = capture
+        self._lines: dict[Settings, TraceLine | None] = {}
+
+    def at(self, settings: Settings) -> Trace:
+        """The trace of a step.
+
+        Args:
+            settings: With any micro-batch size.
+
+        Returns:
+            A capture, or one scaled from others.
+
+        Raises:
+            CaptureError: The step cannot be run on fake tensors.
+            BatchError: The job makes no batch of that size.
+        """
+        # Micro-batches after the second repeat it, so captures for two serve any number.
+        steps = min(settings.gradient_accumulation_steps, 2)
+        line = self._line(replace(settings, gradient_accumulation_steps=steps))
+        if line is None or settings.micro_batch_size == 1:
+            return self._capture(settings)
+        trace = line.at(settings.micro_batch_size)
+        return trace if trace.is_own_loop else trace.with_settings(settings)
+
+    def _line(self, settings: Settings) -> TraceLine | None:
+        """The line through captures at two sizes that run the same ops; None if there are none."""
+        key = replace(settings, micro_batch_size=self.sizes[0])
+        if key not in self._lines:
+            try:
+                self._lines[key] = self._captured_line(key)
+            except (CaptureError, BatchError):  # a job may not make batches of just any size
+                self._lines[key] = None
+        return self._lines[key]
+
+    def _captured_line(self, key: Settings) -> TraceLine | None:
+        small = self._capture(key)
+        if small.couples_samples:  # its loss is not affine in the micro-batch: no need of another
+            return None
+        large = self._capture(replace(key, micro_batch_size=self.sizes[1]))
+        return TraceLine(small, large) if small.has_same_shape_as(large) else None
+
+
+class RoughlyScaledTraces(ScaledTraces):
+    """The same with as few captures as can be, for who captures what is chosen in the end.
+
+    A step of one micro-batch is derived from that of two, a micro-batch of one sample from larger ones, and
+    steps that recompute units from what the same ops take where everything is kept.
+    """
+
+    sizes = ROUGH_SIZES
+
+    def __init__(self, capture: Callable[[Settings], Trace]) -> None:
+        super().__init__(capture)
+        self._counterparts: dict[Settings, Counterparts] = {}
+
+    def at(self, settings: Settings) -> Trace:
+        """The trace of a step, with small errors where it is derived; see `ScaledTraces.at`."""
+        size = settings.micro_batch_size
+        key = replace(settings, gradient_accumulation_steps=2)
+        kept = self._line(replace(key, units=()))
+        trace = None
+        if kept is not None:
+            trace = self._recomputed(key, kept) if settings.units else kept.at(size)
+        if trace is None:
+            return super().at(settings)
+        if settings.gradient_accumulation_steps == 1:
+            trace = with_one_micro_batch(trace)
+        return trace.with_settings(settings)
+
+    def _recomputed(self, settings: Settings, kept: TraceLine) -> Trace | None:
+        at_small = replace(settings, micro_batch_size=self.sizes[0])
+        if at_small not in self._counterparts:
+            self._counterparts[at_small] = Counterparts(self._capture(at_small), kept)
+        trace = self._counterparts[at_small].at(settings.micro_batch_size)
+        if trace is not None:
+            return trace
+        line = self._line(settings)
+        return None if line is None else line.at(settings.micro_batch_size)
+
+
+class Estimator:
+    """Tells what a step takes at any micro-batch size, from captures at two; see `ScaledTraces`.
+
+    Args:
+        capture: Runs `steps` steps under some settings on fake tensors, with a `guess`.
+        settings: Their micro-batch size is replaced.
+        device: Where the step would run.
+        steps: Optimizer steps of each capture.
+        estimate: Makes an estimate as `estimate_trace` does, with a capacity for instance.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[..., Trace],
+        settings: Settings,
+        device: Device,
+        *,
+        steps: int = 2,
+        estimate: Callable[..., Estimate] = estimate_trace,
+    ) -> None:
+        self._traces = {guess: ScaledTraces(partial(capture, steps=steps, guess=guess)) for guess in Guess}
+        self._settings = settings
+        self._device = device
+        self._estimate = estimate
+
+    def at(self, micro_batch_size: int) -> Estimate:
+        """What the step takes at one size.
+
+        Args:
+            micro_batch_size: Samples in one forward and backward pass.
+
+        Returns:
+            The estimate.
+
+        Raises:
+            CaptureError: The step cannot be run on fake tensors.
+        """
+        settings = replace(self._settings, micro_batch_size=micro_batch_size)
+        trace = self._traces[Guess.EXPECTED].at(settings)
+        extremes = Extremes.of(trace, lambda guess: self._traces[guess].at(settings))
+        return self._estimate(trace, self._device, extremes=extremes)
+
+    def largest(self) -> Estimate:
+        """The largest micro-batch that fits, with the upper end of its interval and no cache given back.
+
+        It is found by doubling and bisection, so memory is taken to grow with the micro-batch.
+
+        Returns:
+            Its estimate.
+
+        Raises:
+            InfeasibleError: Not even one sample fits; the message says by how much.
+        """
+        fits, too_large = None, 2
+        while too_large <= MOST_SAMPLES and (found := self.at(too_large)).verdict is Verdict.FITS:
+            fits, too_large = found, 2 * too_large
+        if fits is None:
+            fits = self.at(1)
+            if fits.verdict is not Verdict.FITS:
+                raise _nothing_fits(fits)
+        if too_large > MOST_SAMPLES:
+            return fits
+        while too_large - fits.settings.micro_batch_size > 1:
+            middle = self.at((fits.settings.micro_batch_size + too_large) // 2)
+            if middle.verdict is Verdict.FITS:
+                fits = middle
+            else:
+                too_large = middle.settings.micro_batch_size
+        return fits
+
+
+def _nothing_fits(estimate: Estimate) -> InfeasibleError:
+    needed = estimate.predicted_device_interval_bytes[1]
+    return InfeasibleError(
+        f"not even one sample of {estimate.job!r} surely fits {format_bytes(estimate.capacity_bytes)} on "
+        f"{estimate.device}: it may take up to {format_bytes(needed)}, "
+        f"{format_bytes(max(needed - estimate.capacity_bytes, 0))} too much. Recompute its units, choose an "
+        "optimizer with less state or half precision, or let `brimful plan` find what fits.",
+        budget_bytes=estimate.capacity_bytes,
+        smallest_peak_bytes=needed,
+    )

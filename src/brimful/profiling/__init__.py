@@ -1,0 +1,57 @@
+"""A real device → what it does: a measured step, a verified plan, calibrated rates, the CUDA context's memory.
+
+Start reading at `measure.measure_step`.
+
+| module | input → output |
+|---|---|
+| `measure`, `measure_loop`, `peak` | a job → `Measurement`: peak memory and time of real steps |
+| `verify`, `splitting`, `coupled_layers` | a plan → whether it computes what plain training computes |
+| `calibrate`, `probes`, `timing`, `dispatch` | a device → rates by kind of work and size |
+| `local_device`, `cuda_context` | this machine's device → its `Device` record |
+"""
+
+from brimful.profiling.calibrate import (
+    THOROUGH_SWEEPS,
+    Progress,
+    cache_path,
+    calibrate_cpu,
+    calibrate_gpu,
+    with_kept_calibration,
+)
+from brimful.profiling.cuda_context import best_context, measure_context
+from brimful.profiling.local_device import device_record
+from brimful.profiling.measure import measure_step, repeated_step
+from brimful.profiling.peak import PeakMemory, peak_memory
+from brimful.profiling.splitting import (
+    LayerSplitWarning,
+    SplitWarning,
+    check_may_split,
+    check_split,
+    split_changes_layers,
+    split_not_compared,
+)
+from brimful.profiling.verify import certify, certify_model
+
+__all__ = [
+    "THOROUGH_SWEEPS",
+    "LayerSplitWarning",
+    "PeakMemory",
+    "Progress",
+    "SplitWarning",
+    "best_context",
+    "cache_path",
+    "calibrate_cpu",
+    "calibrate_gpu",
+    "certify",
+    "certify_model",
+    "check_may_split",
+    "check_split",
+    "device_record",
+    "measure_context",
+    "measure_step",
+    "peak_memory",
+    "repeated_step",
+    "split_changes_layers",
+    "split_not_compared",
+    "with_kept_calibration",
+]

@@ -1,0 +1,282 @@
+"""What a CUDA context takes of the device's memory beside torch's allocator, measured once and kept.
+
+A fresh process tells, because a context once made stays until its process ends. Checked with torch 2.13 on a
+machine without a GPU only: what NVML and the other process say was replaced there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from brimful.codec import PositiveFloat, PositiveInt, decode_json
+from brimful.devices import CudaContext, Device, cuda_context, find_device
+from brimful.errors import FileFormatError, UsageError
+from brimful.profiling.calibrate import read_kept, write_kept
+
+CACHE_FILE = "cuda_contexts.json"
+
+_READING_SECONDS_AT_MOST = 300
+"""To load torch's CUDA libraries from a cold disk can take a minute; assumed, not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptContext:
+    """One measurement as it is kept, with what it is valid for."""
+
+    gpu_name: str
+    """As the driver names it."""
+    device_name: str
+    """As `hardware.find_device` names it; the driver's name where that knows no such GPU."""
+    driver_version: str
+    torch_version: str
+    measured_at_seconds: PositiveFloat
+    """Since the epoch."""
+    context_bytes: PositiveInt
+    """After a small training step, which loads cuBLAS, cuDNN and its own kernels."""
+    low_bytes: PositiveInt
+    """Right after the context was made."""
+    high_bytes: PositiveInt
+    """As much again for kernels of other ops as the small training step loaded; assumed, not measured."""
+
+    def __post_init__(self) -> None:
+        if not self.low_bytes <= self.context_bytes <= self.high_bytes:
+            raise ValueError(
+                f"a context of {self.context_bytes} bytes is not between {self.low_bytes} and {self.high_bytes}"
+            )
+
+    @property
+    def context(self) -> CudaContext:
+        """Without what it is valid for, which its source says."""
+        return CudaContext(
+            context_bytes=self.context_bytes,
+            low_bytes=self.low_bytes,
+            high_bytes=self.high_bytes,
+            source=f"measured on this machine ({self.gpu_name}, driver {self.driver_version}, "
+            f"torch {self.torch_version})",
+            is_measured=True,
+        )
+
+
+def measure_context(device: torch.device | str | None = None) -> CudaContext:
+    """Measure what a CUDA context takes on a GPU of this machine, and keep it in the user's cache directory.
+
+    Takes some seconds. Where the driver does not list the measuring process, as in a container, other programs'
+    use of the GPU must not change meanwhile.
+
+    Args:
+        device: A CUDA device of this machine; the current one if not given.
+
+    Returns:
+        Its size after a small training step. The interval reaches from the context without any op to as much
+        again for kernels of other ops as the small step loaded.
+
+    Raises:
+        UsageError: There is no such GPU here, or it cannot be measured; says why.
+    """
+    device = _cuda_device(device)
+    properties = torch.cuda.get_device_properties(device)
+    reading = _read_in_fresh_process(f"GPU-{properties.uuid}")
+    measured = KeptContext(
+        gpu_name=properties.name,
+        device_name=_table_name(properties.name, properties.total_memory),
+        driver_version=reading.driver_version,
+        torch_version=torch.__version__,
+        measured_at_seconds=time.time(),
+        context_bytes=reading.warm_bytes,
+        low_bytes=reading.bare_bytes,
+        high_bytes=2 * reading.warm_bytes - reading.bare_bytes,
+    )
+    key = f"{measured.gpu_name}; driver {measured.driver_version}; torch {measured.torch_version}"
+    kept = read_kept(CACHE_FILE, "contexts", KeptContext)
+    write_kept(CACHE_FILE, "contexts", kept | {key: measured}, what="the measured CUDA context")
+    return measured.context
+
+
+def kept_context(gpu_name: str, torch_version: str | None = None) -> CudaContext | None:
+    """The latest measurement kept for a GPU, with any driver.
+
+    Args:
+        gpu_name: As the driver or `hardware.find_device` names it.
+        torch_version: Measurements with this minor release only, such as "2.13.0"; with any if not given.
+
+    Returns:
+        The measurement; None if there is none.
+    """
+    matching = [
+        kept
+        for kept in read_kept(CACHE_FILE, "contexts", KeptContext).values()
+        if gpu_name.casefold() in (kept.gpu_name.casefold(), kept.device_name.casefold())
+        and (torch_version is None or _minor_release(kept.torch_version) == _minor_release(torch_version))
+    ]
+    return max(matching, key=lambda kept: kept.measured_at_seconds).context if matching else None
+
+
+def best_context(device: Device, torch_version: str | None = None) -> CudaContext:
+    """What is known best of the CUDA context on `device`.
+
+    Args:
+        device: A GPU, which need not be in this machine, or the CPU.
+        torch_version: The version to be used there; this process's if not given.
+
+    Returns:
+        A measurement kept for this GPU and minor release of torch, else the published figures.
+
+    Raises:
+        UsageError: `torch_version` is no version.
+    """
+    version = torch.__version__ if torch_version is None else torch_version
+    published = cuda_context(device, version)
+    return kept_context(device.name, version) or published
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reading:
+    """What the fresh process found; bytes outside torch's allocator."""
+
+    driver_version: str
+    bare_bytes: int
+    warm_bytes: int
+
+
+def _cuda_device(asked: torch.device | str | None) -> torch.device:
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "a CUDA context can only be measured on a machine with a CUDA GPU, and torch finds none here. "
+            "Without a measurement the published figures are used: see brimful.devices.cuda_context."
+        )
+    device = torch.device("cuda" if asked is None else asked)
+    if device.type != "cuda":
+        raise UsageError(f"{str(device)!r} has no CUDA context. Name a GPU, such as cuda:0.")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise UsageError(
+            f"there is no cuda:{index}; this machine has {torch.cuda.device_count()}, from cuda:0 on."
+        )
+    return torch.device("cuda", index)
+
+
+def _read_in_fresh_process(uuid: str) -> _Reading:
+    code = f"from {__name__} import print_reading; print_reading()"
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": uuid}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_READING_SECONDS_AT_MOST,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"the CUDA context could not be measured: {error}") from error
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+        raise UsageError(f"the CUDA context could not be measured: {lines[-1]}")
+    reading = _parsed(done.stdout)
+    if not 0 < reading.bare_bytes <= reading.warm_bytes:
+        raise UsageError(
+            f"the CUDA context could not be measured: {reading.bare_bytes} bytes without an op and "
+            f"{reading.warm_bytes} after a training step cannot both be. Other programs may have taken or "
+            "freed memory on the GPU meanwhile: measure again when it is idle."
+        )
+    return reading
+
+
+def _parsed(output: str) -> _Reading:
+    """The reading from the last line, as libraries may print lines of their own before."""
+    try:
+        return decode_json(output.strip().splitlines()[-1], _Reading, where="the measuring process's answer")
+    except (FileFormatError, IndexError) as error:
+        raise UsageError(
+            f"the CUDA context could not be measured: the measuring process wrote {output[-200:]!r}"
+        ) from error
+
+
+def print_reading() -> None:
+    """Make a context on the first visible GPU and print what it takes, as one line of JSON.
+
+    `measure_context` runs this in a fresh process: the context stays until the process ends.
+    """
+    import pynvml
+
+    pynvml.nvmlInit()
+    print(json.dumps(asdict(_take_reading(pynvml, torch.device("cuda", 0)))))
+
+
+def _take_reading(nvml: Any, device: torch.device) -> _Reading:
+    # By UUID, as NVML knows nothing of CUDA_VISIBLE_DEVICES. Asking for properties makes no context yet
+    # (unslothai/unsloth-zoo#1053).
+    handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    idle_bytes = _used_bytes(nvml, handle)
+    _make_context(device)
+    bare_bytes = _context_bytes(nvml, handle, idle_bytes, device)
+    _train_a_little(device)
+    return _Reading(
+        driver_version=str(nvml.nvmlSystemGetDriverVersion()),
+        bare_bytes=bare_bytes,
+        warm_bytes=_context_bytes(nvml, handle, idle_bytes, device),
+    )
+
+
+def _context_bytes(nvml: Any, handle: Any, idle_bytes: int, device: torch.device) -> int:
+    """What this process takes of the device, less what torch's allocator holds.
+
+    In a container NVML lists no process or other process numbers: then by how much the use of the whole device
+    has grown.
+    """
+    torch.cuda.synchronize(device)
+    processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    own = [process.usedGpuMemory for process in processes if process.pid == os.getpid()]
+    is_listed = bool(own) and own[0] is not None
+    taken_bytes = int(own[0]) if is_listed else _used_bytes(nvml, handle) - idle_bytes
+    return taken_bytes - torch.cuda.memory_reserved(device)
+
+
+def _used_bytes(nvml: Any, handle: Any) -> int:
+    # Version 2 leaves out what the driver reserves for itself; version 1 counts it as used.
+    return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+
+
+def _make_context(device: torch.device) -> None:
+    torch.zeros(1, device=device)
+
+
+def _train_a_little(device: torch.device) -> None:
+    """Two tiny training steps, in float32 and with autocast, so that libraries and kernels are loaded."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.GELU(),
+        nn.Flatten(),
+        nn.Linear(8 * 6 * 6, 16),
+        nn.LayerNorm(16),
+    ).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for is_autocast in (False, True):
+        images = torch.randn(4, 3, 8, 8, device=device)
+        with torch.autocast(device.type, enabled=is_autocast):
+            loss = nn.functional.cross_entropy(model(images), torch.zeros(4, dtype=torch.long, device=device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _table_name(gpu_name: str, capacity_bytes: int) -> str:
+    try:
+        return find_device(gpu_name, capacity_bytes=capacity_bytes).name
+    except UsageError:
+        return gpu_name
+
+
+def _minor_release(torch_version: str) -> tuple[str, ...]:
+    """("2", "13") of "2.13.0+cu130"."""
+    return tuple(torch_version.split(".")[:2])

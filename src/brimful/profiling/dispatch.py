@@ -1,0 +1,145 @@
+"""What Python, autograd and torch's dispatcher take per op: a small model's step, less the work of its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from brimful.capture import capture_step
+from brimful.cost import Roofline
+from brimful.devices import Device, Dispatch
+from brimful.job import Job
+from brimful.profiling.timing import Duration, host_timed, one_thread, typical, wait_for
+from brimful.settings import Precision, Settings
+from brimful.trace import Op, Phase, Trace
+
+_BLOCKS = 6
+_WIDTH, _HEADS, _TOKENS, _SAMPLES = 32, 2, 8, 2
+"""So small that nearly all of the time is not work."""
+
+_ROUNDS = 25
+
+
+class _Block(nn.Module):
+    """A transformer's block from torch's own modules, as most models are written."""
+
+    # B samples, T tokens, D width
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
+        self.project_in, self.project_out = nn.Linear(_WIDTH, 3 * _WIDTH), nn.Linear(_WIDTH, _WIDTH)
+        self.widen, self.narrow = nn.Linear(_WIDTH, 4 * _WIDTH), nn.Linear(4 * _WIDTH, _WIDTH)
+        self.activation = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        samples, tokens, width = x.shape
+        heads = self.project_in(self.norm_1(x)).view(samples, tokens, 3, _HEADS, width // _HEADS)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()  # each (B, heads, T, D / heads)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        x = x + self.project_out(mixed.transpose(1, 2).reshape(samples, tokens, width))
+        added: Tensor = x + self.narrow(self.activation(self.widen(self.norm_2(x))))
+        return added
+
+
+def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
+    """Host seconds per op by phase, and per recomputed region.
+
+    Args:
+        device: With its curves and launch, which price the work of the ops.
+        where: The torch device that it is.
+
+    Returns:
+        Typical of several steps, less the ops' work, per op; each at least a launch.
+    """
+    model = nn.Sequential(*(_Block() for _ in range(_BLOCKS))).to(where)
+    x = torch.randn(_SAMPLES, _TOKENS, _WIDTH, device=where)
+    optimizer = torch.optim.AdamW(model.parameters())
+    job = Job(
+        model=lambda: nn.Sequential(*(_Block() for _ in range(_BLOCKS))),
+        loss=lambda module, batch: module(batch).sum(),
+        batch=lambda samples: torch.randn(samples, _TOKENS, _WIDTH),
+        optimizer="adamw",
+        name="dispatch",
+    )
+    trace = capture_step(job, Settings(micro_batch_size=_SAMPLES), device)
+    with one_thread():  # Python has no more, and ops are too small for several
+        forward, backward, update = _phase_seconds(model, x, optimizer, where)
+        region_seconds, rng_stash_seconds = _region_seconds(model, x, where)
+
+    def per_op(seconds: float, phase: Phase) -> float:
+        ops = _last_ops(trace, phase)
+        roofline = Roofline(device, Precision.FP32)
+        # Beside a GPU its work runs meanwhile; on a CPU it comes first, a bare launch in it.
+        if device.kind == "cpu":
+            seconds -= sum(roofline.work_seconds(op) - device.launch_seconds for op in ops)
+        return max(seconds / len(ops), device.launch_seconds)
+
+    generators = 2 if where.type == "cuda" else 1
+    return Dispatch(
+        forward_seconds=per_op(forward, Phase.FORWARD),
+        backward_seconds=per_op(backward, Phase.BACKWARD),
+        optimizer_seconds=per_op(update, Phase.OPTIMIZER),
+        region_seconds=region_seconds,
+        rng_stash_seconds=rng_stash_seconds / generators,
+    )
+
+
+def _last_ops(trace: Trace, phase: Phase) -> list[Op]:
+    return [op for op in trace.ops if op.phase is phase and op.step == trace.captured_steps - 1]
+
+
+def _phase_seconds(
+    model: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer, where: torch.device
+) -> tuple[float, float, float]:
+    """Typical forward, backward and update; the host is not kept waiting for the device."""
+    phases: tuple[list[Duration], ...] = ([], [], [])
+    for _ in range(_ROUNDS):
+        wait_for(where)
+        loss, forward = host_timed(lambda: model(x).sum())
+        _, backward = host_timed(loss.backward)
+        _, update = host_timed(lambda: (optimizer.step(), optimizer.zero_grad()))
+        for durations, duration in zip(phases, (forward, backward, update), strict=True):
+            durations.append(duration)
+    forward_seconds, backward_seconds, update_seconds = (typical(durations) for durations in phases)
+    return forward_seconds, backward_seconds, update_seconds
+
+
+def _region_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[float, float]:
+    """What a region takes beyond running its ops again, and what keeping the random states adds to it.
+
+    (step with every block recomputed − plain step − forward without gradients) / blocks.
+    """
+
+    def step(stashes_rng: bool | None) -> None:
+        y = x
+        for block in model.children():
+            if stashes_rng is None:
+                y = block(y)
+            else:
+                y = checkpoint(block, y, use_reentrant=False, preserve_rng_state=stashes_rng)
+        y.sum().backward()
+
+    def forward() -> None:
+        model(x)  # with gradients: a recomputation saves its tensors too
+
+    runs: tuple[Callable[[], None], ...] = (
+        lambda: step(None),
+        forward,
+        lambda: step(False),
+        lambda: step(True),
+    )
+    timings: tuple[list[Duration], ...] = tuple([] for _ in runs)
+    for _ in range(_ROUNDS):  # in turns, so that a slow moment meets all
+        for run, durations in zip(runs, timings, strict=True):
+            wait_for(where)
+            durations.append(host_timed(run)[1])
+    model.zero_grad()
+    plain, again, without_rng, with_rng = (typical(durations) for durations in timings)
+    # A difference of measurements may come out below zero, which no work takes.
+    region = max(without_rng - plain - again, 0.0) / _BLOCKS
+    stash = max(with_rng - without_rng, 0.0) / _BLOCKS
+    return region, stash

@@ -1,0 +1,403 @@
+"""Whether the loss of a batch is made of the losses of its parts, found by computing both."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from brimful.batches import BatchLayout, layout_of
+from brimful.errors import CertificateError
+from brimful.execution.buffers import BufferSnapshot
+from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
+from brimful.execution.random_state import RandomState
+from brimful.execution.step import autocast, copied_to, device_of, loss_counts, loss_weights, matmul_precision
+from brimful.job import Batch, Job
+from brimful.profiling.aligned_draws import AlignedDraws
+from brimful.profiling.coupled_layers import NEEDS_GRADIENTS, restoring_gradients, what_split_changes
+from brimful.results import Certificate, Comparison
+from brimful.settings import Precision, Settings
+
+IN_EVALUATION = "splitting, in evaluation mode"
+WITH_SAME_DRAWS = "splitting, with the same random numbers for each sample"
+ON_AVERAGE = "splitting, on average over random numbers"
+
+_SMALL_LOSS = 0.1
+"""A loss that is smaller is compared as if it were this: a mean of large terms that cancel is known no better
+than they are. A choice; coupled losses are of the order of 1."""
+CHECKED_SAMPLES = 2
+"""Of each of two micro-batches, where a few samples are enough."""
+ROUNDINGS = 1000
+"""A sum of n float32 terms in another order is off by about √n roundings: 1000 are those of a million terms."""
+_LOSS_ROUNDINGS = 100
+"""The same of a loss of few samples: those of 10,000 terms. In the zoo of jobs, losses that are made of those
+of their parts differ by 8 roundings at most, others by 400 and more."""
+_REPETITIONS = 16
+"""How often a loss is computed whose random numbers cannot be aligned."""
+_STANDARD_ERRORS = 5.0
+"""By how many two means must differ to be called different: with 16 values each, equal means do so about once
+in 40,000 times (Student's t with 30 degrees of freedom)."""
+
+
+class SplitWarning(UserWarning):
+    """Splitting a batch changes what is trained, or may do so."""
+
+
+class LayerSplitWarning(SplitWarning):
+    """Layers of the model depend on the micro-batch, as BatchNorm does."""
+
+
+def compare_split_loss(
+    job: Job,
+    model: nn.Module,
+    batch: Batch,
+    *,
+    samples: int,
+    micro_batch_size: int,
+    seed: int = 0,
+) -> Comparison:
+    """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
+
+    It runs without gradients unless the loss asks for some itself, as that of a physics-informed network does.
+
+    Where the loss draws random numbers, each sample gets the same in both (`AlignedDraws`). Where that does
+    not make them equal, the means of several draws are compared: a sum in place of a mean, or a loss that
+    compares samples, differs by far more than its noise.
+
+    Args:
+        job: Its loss and count are used.
+        model: Its modes, its buffers and all generators are left as they were.
+        batch: On any device.
+        samples: In the batch.
+        micro_batch_size: Samples in each part.
+        seed: Of what is drawn.
+
+    Returns:
+        What was found; not made where the loss cannot be computed in evaluation mode, or where its noise hides
+        the answer.
+    """
+    split = _SplitLoss(job, model, batch, layout_of(job, whole=samples, expected=samples), micro_batch_size)
+    with (
+        _restoring_buffers(model),
+        evaluation_mode(model),
+        matmul_precision(Precision.FP32),
+        autocast(model, Precision.FP32),
+    ):
+        try:
+            try:
+                with torch.no_grad():
+                    return _compared_split(split, seed)
+            except RuntimeError as error:
+                if NEEDS_GRADIENTS not in str(error):
+                    raise
+                with restoring_gradients(model):
+                    return _compared_split(split, seed)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a model may have no loss in evaluation mode
+            return Comparison(
+                name=IN_EVALUATION, left_out_because=f"the loss cannot be computed in it: {error}"
+            )
+
+
+def _compared_split(split: _SplitLoss, seed: int) -> Comparison:
+    whole, parts, draws = split.values(seed, aligned=True)
+    bound = split.rounding
+    comparison = _compared(WITH_SAME_DRAWS if draws else IN_EVALUATION, whole, parts, bound)
+    other = None if comparison.holds else split.other_reduction(whole, parts, bound)
+    if other is not None:
+        where = f'{comparison.where}, which is a {other}: pass Job(reduction="{other}")'
+        return replace(comparison, where=where)
+    if comparison.holds or not draws:
+        return comparison
+    return _compared_on_average(split, seed, bound)
+
+
+def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
+    """The coarsest type of a model's parameters of 16 bits; None if there are none."""
+    dtypes = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps, default=None)
+
+
+def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
+    """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
+
+    The forward pass of at most four samples runs twice, in evaluation mode.
+
+    Args:
+        job: Its loss and count are used.
+        model: Left as it was, as are all generators.
+        settings: Say whether the batch is split.
+        global_batch: What the step is about to train on.
+
+    Raises:
+        CertificateError: The loss of the batch is not the mean of those of its parts.
+    """
+    size = min(settings.micro_batch_size, CHECKED_SAMPLES)
+    layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
+    samples = layout.count(global_batch)
+    if settings.gradient_accumulation_steps == 1 or samples <= size:
+        return
+    few = _few_samples(job, layout, global_batch, min(2 * size, samples))
+    _warn_of_layers(job, settings, model, few)
+    if job.embed is not None:
+        return
+    try:
+        comparison = compare_split_loss(
+            job,
+            model,
+            few,
+            samples=layout.count(few),
+            micro_batch_size=size,
+        )
+    except torch.OutOfMemoryError as error:
+        comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
+    if comparison.left_out_because:
+        warnings.warn(split_not_compared(settings, comparison.left_out_because), SplitWarning, stacklevel=3)
+    elif not comparison.holds:
+        certificate = Certificate(
+            job=job.name,
+            device=device_of(model).type,
+            samples=layout.count(few),
+            comparisons=(comparison,),
+        )
+        raise CertificateError(
+            f"{certificate}\nNothing was trained. If the difference is meant, pass verify=False."
+        )
+
+
+def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
+    try:
+        changes = list(what_split_changes(job, settings, model, few))
+    except Exception as error:  # whatever the loss raises; the step itself raises it too, or has more memory
+        reason = (
+            f"the layers that depend on it are not known, as the forward pass raised {type(error).__name__}"
+        )
+        warnings.warn(split_not_compared(settings, f"{reason}: {error}"), SplitWarning, stacklevel=4)
+        return
+    if changes:
+        warnings.warn(split_changes_layers(changes), LayerSplitWarning, stacklevel=4)
+
+
+def check_may_split(
+    job: Job, model: nn.Module, settings: Settings, global_batch: Batch, *, permits_layers: bool = False
+) -> None:
+    """Check that a batch may be split that was to be trained on as a whole.
+
+    Args:
+        job: Its loss and count are used.
+        model: Left as it was, as are all generators.
+        settings: Of the split batch.
+        global_batch: What the step is about to train on.
+        permits_layers: Whether layers that depend on the micro-batch may, as the user said.
+
+    Raises:
+        CertificateError: Splitting changes what is trained, or whether it does cannot be known.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SplitWarning)
+        if permits_layers:
+            warnings.simplefilter("ignore", LayerSplitWarning)
+        try:
+            check_split(job, model, settings, global_batch)
+        except SplitWarning as warning:
+            raise CertificateError(str(warning)) from warning
+
+
+def _few_samples(job: Job, layout: BatchLayout, batch: Batch, count: int) -> Batch:
+    """So many samples from all over a batch; those that `Job.count` counts, if it counts none of them."""
+    samples = layout.count(batch)
+    few = layout.take(batch, torch.arange(count) * samples // count)
+    if job.count is None or any(loss_counts(job, [few])):
+        return few
+    singles = ((index, layout.take(batch, torch.tensor([index]))) for index in range(samples))
+    counted = [index for index, single in singles if any(loss_counts(job, [single]))]
+    return layout.take(batch, torch.tensor(counted[:count])) if counted else few
+
+
+def split_changes_layers(changes: Sequence[str]) -> str:
+    """The warning for a split batch of a model whose layers depend on the micro-batch."""
+    return (
+        f"splitting the batch changes what is trained: {'; '.join(changes)}. With the global batch as "
+        "micro_batch_size it is the same training."
+    )
+
+
+def split_not_compared(settings: Settings, reason: str) -> str:
+    """The warning for a split batch of which it is not known whether its parts' losses make up its own."""
+    return (
+        f"each batch is split into {settings.gradient_accumulation_steps} micro-batches, and whether that "
+        f"changes the loss could not be checked: {reason}. If the loss is a sum over samples, or compares "
+        "samples with each other, training differs from that of the whole batch. Then plan with the global "
+        "batch as micro_batch_size, or see Job(reduction=…), Job(count=…) and Job(embed=…)."
+    )
+
+
+class _SplitLoss:
+    """The loss of a batch and of its parts.
+
+    Args:
+        job: Its loss and count are used.
+        model: In evaluation mode.
+        batch: On any device.
+        layout: Of the batch.
+        micro_batch_size: Samples in each part.
+    """
+
+    def __init__(
+        self, job: Job, model: nn.Module, batch: Batch, layout: BatchLayout, micro_batch_size: int
+    ) -> None:
+        self._model, self._batch = model, batch
+        self._loss = loss_of(job)
+        self._dim = job.batch_dim or 0
+        self._parts = layout.split(batch, micro_batch_size)
+        self._reduction = job.reduction
+        self._weights = loss_weights(job, self._parts)
+        self._move = copied_to(device_of(model))
+        self._dtype = torch.float32
+        self._samples = [layout.count(part) for part in self._parts]
+
+    @property
+    def rounding(self) -> float:
+        """What rounding may change of the loss, over the loss; to be asked once `values` has computed it."""
+        eps = torch.finfo(torch.float32).eps
+        if self._dtype in (torch.bfloat16, torch.float16):
+            return torch.finfo(self._dtype).eps  # of the batch and of its parts: half a rounding each
+        return (_LOSS_ROUNDINGS if coarsest_dtype(self._model) is None else ROUNDINGS) * eps
+
+    def values(self, seed: int, *, aligned: bool = False) -> tuple[float, float, bool]:
+        """Compute both from the same state of all generators.
+
+        Args:
+            seed: Of all generators.
+            aligned: Give each sample the same random numbers in both.
+
+        Returns:
+            The loss of the batch, that of its parts, and whether random numbers were drawn.
+        """
+        device = device_of(self._model)
+        with _seeded(seed, device):
+            before = RandomState.now(device)
+            with self._drawing(aligned, 0, sum(self._samples)) as draws:
+                loss = self._loss(self._model, self._move(self._batch))
+                whole, self._dtype = _as_float(loss), getattr(loss, "dtype", torch.float32)
+            after = RandomState.now(device)
+            parts = self._of_parts(aligned)
+        of_others = (before.python, before.numpy[2]) != (after.python, after.numpy[2])
+        return whole, parts, of_others or (draws is not None and draws.drawn > 0)
+
+    def other_reduction(self, whole: float, parts: float, bound: float) -> str | None:
+        """What the loss is instead of what the job says it is: "sum", "mean", or None if it is neither."""
+        count = len(self._parts)
+        if len(set(self._samples)) > 1:
+            return None
+        if self._reduction == "mean" and abs(whole - count * parts) <= bound * abs(whole):
+            return "sum"
+        if self._reduction == "sum" and abs(parts - count * whole) <= bound * abs(parts):
+            return "mean"
+        return None
+
+    def _of_parts(self, aligned: bool) -> float:
+        if isinstance(self._loss, CoupledLoss):
+            embed = partial(self._loss.embed, self._model)
+            gathered = gather_embeddings(embed, self._parts, self._move, count=self._loss.layout.count)
+            return _as_float(self._loss.of_embeddings(gathered))
+        total = 0.0
+        begins = accumulate(self._samples, initial=0)
+        for part, begin, samples, weight in zip(
+            self._parts, begins, self._samples, self._weights, strict=False
+        ):
+            if weight:
+                with self._drawing(aligned, begin, samples):
+                    total += _as_float(self._loss(self._model, self._move(part))) * weight
+        return total
+
+    def _drawing(self, aligned: bool, begin: int, samples: int) -> AbstractContextManager[AlignedDraws | None]:
+        if not aligned:
+            return nullcontext()
+        return AlignedDraws(begin=begin, samples=samples, whole=sum(self._samples), dim=self._dim)
+
+
+def _as_float(loss: Any) -> float:
+    return float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+
+def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparison:
+    """The means over several draws; not made where their noise is as large as their difference."""
+    found = [split.values(seed + 1 + repetition)[:2] for repetition in range(_REPETITIONS)]
+    wholes, parts = [whole for whole, _ in found], [of_parts for _, of_parts in found]
+    if not all(map(math.isfinite, wholes + parts)):
+        return Comparison(name=ON_AVERAGE, left_out_because=_NOT_FINITE)
+    noise = math.sqrt((statistics.variance(wholes) + statistics.variance(parts)) / _REPETITIONS)
+    comparison = _compared(ON_AVERAGE, statistics.mean(wholes), statistics.mean(parts), bound)
+    differ = abs(statistics.mean(wholes) - statistics.mean(parts)) > _STANDARD_ERRORS * noise
+    if comparison.holds or differ:
+        return comparison
+    return Comparison(
+        name=ON_AVERAGE,
+        left_out_because="the loss draws random numbers that do not belong to single samples, and varies more "
+        "between draws than between the batch and its parts",
+    )
+
+
+_NOT_FINITE = "plain training computes NaN or infinite numbers itself"
+
+
+def _compared(name: str, whole: float, parts: float, bound: float) -> Comparison:
+    if not math.isfinite(whole):
+        return Comparison(name=name, left_out_because=_NOT_FINITE)
+    difference = abs(whole - parts) / max(abs(whole), abs(parts), _SMALL_LOSS)
+    return Comparison(
+        name=name,
+        is_bitwise=difference == 0,
+        largest_difference=difference if math.isfinite(difference) else math.inf,
+        where=f"the loss ({whole:.6g} of the batch, {parts:.6g} of its parts)" if difference else "",
+        bound=bound,
+    )
+
+
+@contextmanager
+def _restoring_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards, buffers have the values that they had before, whatever forward passes wrote."""
+    buffers = BufferSnapshot(model)
+    buffers.take()
+    try:
+        yield
+    finally:
+        buffers.restore()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within, all modules are in evaluation mode; afterwards each is in its own again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Within, torch, Python and NumPy draw from a seed; afterwards as if nothing had been drawn."""
+    before = RandomState.now(device)
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        yield
+    finally:
+        before.restore(device)

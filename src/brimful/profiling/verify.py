@@ -1,0 +1,366 @@
+"""A real batch under a plan and under plain training → `Certificate`."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from brimful.batches import InputMover, layout_of, make_batch
+from brimful.errors import CertificateError, HalfUpdatedError
+from brimful.execution.coupled_loss import check_coupled
+from brimful.execution.executor import StepExecutor, StepHooks
+from brimful.execution.setup import build_model, choose_device, device_name
+from brimful.execution.step import counting_parts, device_of, loss_weights
+from brimful.job import Batch, Job
+from brimful.optimizers import make_optimizer
+from brimful.planner import what_splitting_changes
+from brimful.profiling.aligned_draws import DrawWatch
+from brimful.profiling.coupled_layers import batch_norms, stateful_modules
+from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss
+from brimful.results import Certificate, Comparison
+from brimful.settings import Precision, Settings
+from brimful.transforms import apply_units
+
+_GRADIENT = "the gradient of"
+_OTHER_DEVICE_SAMPLES = 2
+"""Of each micro-batch, where another device stands in for the plan's, which may be much slower, or where plain
+training may not fit."""
+
+
+def certify(
+    job: Job,
+    settings: Settings,
+    *,
+    device: torch.device | str = "cpu",
+    is_stand_in: bool = False,
+    seed: int = 0,
+) -> Certificate:
+    """Compare loss, gradients and buffers of one global batch under a plan with those of plain training.
+
+    Recomputing must change nothing, to the last bit. Splitting the batch sums in another order and may change
+    the last bits; it is compared in float32, where nothing is drawn at random or normalised over the batch.
+    Where that is not so, the losses of the batch and of its parts are compared in float32 and evaluation mode.
+
+    Args:
+        job: Its model is built here, or copied, and stays as it is.
+        settings: The plan's.
+        device: "cpu" or a CUDA device of this machine.
+        is_stand_in: Whether it stands in for another; then two samples of each of two micro-batches are taken.
+        seed: Of the model's weights, the batch and dropout.
+
+    Returns:
+        What was found.
+
+    Raises:
+        UsageError: There is no such device, or the optimizer cannot be used.
+        BatchError: The job's batch cannot be made or split.
+        LossError: The loss is not a scalar tensor or has no gradient.
+        CertificateError: The step cannot run as planned: parameters get their gradients in parts, and are to be
+            updated in backward.
+    """
+    device = choose_device(device, None)
+    check_coupled(job, settings)
+    with _random_state_kept(device):
+        torch.manual_seed(seed)
+        model = build_model(job, is_copied=True).train()
+        make_optimizer(job, model, settings)  # one that cannot be used is refused here as everywhere
+        compared = _with_few_samples(settings) if is_stand_in else settings
+        return _certificate(job, settings, compared, model, device, seed)
+
+
+def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> Certificate:
+    """Compare a few samples under a plan with plain training, with a model that is about to be trained.
+
+    Two samples of each of two micro-batches are taken. Beside the model there are a copy of it and its
+    gradients, less than the gradients and state that AdamW will make.
+
+    Args:
+        job: Its loss and batch are used.
+        settings: The plan's; not in force on the model yet.
+        model: In training mode, on its device; it and all random generators stay as they are.
+        seed: Of the batch and dropout.
+
+    Returns:
+        What was found.
+
+    Raises:
+        BatchError: The job's batch cannot be made or split.
+        LossError: The loss is not a scalar tensor or has no gradient.
+        CertificateError: The step cannot run as planned; see `certify`.
+    """
+    device = device_of(model)
+    try:
+        _copied(model)
+    except Exception as error:  # whatever a module's own copying raises
+        reason = f"the model cannot be copied: {error}"
+        comparisons = (Comparison(name="recomputing", left_out_because=reason),)
+        return Certificate(job=job.name, device=device_name(device), samples=0, comparisons=comparisons)
+    with _random_state_kept(device):
+        certificate = _certificate(job, settings, _with_few_samples(settings), model, device, seed)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the allocator begins training with what it would have begun with
+    return certificate
+
+
+def _with_few_samples(settings: Settings) -> Settings:
+    return replace(
+        settings,
+        micro_batch_size=min(settings.micro_batch_size, _OTHER_DEVICE_SAMPLES),
+        gradient_accumulation_steps=min(settings.gradient_accumulation_steps, 2),
+    )
+
+
+def _certificate(
+    job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
+) -> Certificate:
+    """Of `settings`, which may be those that are planned with fewer samples."""
+    try:
+        return _compared(job, planned, settings, model, device, seed)
+    except HalfUpdatedError as error:
+        raise CertificateError(
+            f"{job.name}: the plan cannot be compared with plain training: {error}"
+        ) from error
+
+
+def _compared(
+    job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
+) -> Certificate:
+    batch = make_batch(job, settings.rank_batch_size)
+    compute = partial(_computed, job, model, batch, device, seed)
+    plain = replace(settings, units=(), step_in_backward=False, copies_ahead=False)
+    kept = compute(plain)
+    comparisons = [_recomputing(settings, kept, compute)]
+    for is_on, name in (
+        (settings.step_in_backward, "updating in backward"),
+        (settings.copies_ahead and settings.gradient_accumulation_steps > 1, "copying ahead"),
+    ):
+        if is_on and not settings.changed:  # else what is recomputed was compared under it, too
+            comparisons.append(_same_but_for_order(name, kept, compute(settings), settings, compute))
+    if settings.chunked_loss is not None:
+        at_once = compute(replace(plain, chunked_loss=None))
+        comparisons.append(
+            _comparison("computing the loss in chunks", at_once, kept, bound=_rounding(settings.precision))
+        )
+    splitting = _splitting(settings, planned, kept, model, compute)
+    comparisons.append(splitting)
+    if splitting.left_out_because and settings.gradient_accumulation_steps > 1:
+        comparisons.append(
+            compare_split_loss(
+                job,
+                model.to(device),
+                batch,
+                samples=settings.rank_batch_size,
+                micro_batch_size=settings.micro_batch_size,
+                seed=seed,
+            )
+        )
+    return Certificate(
+        job=job.name,
+        device=device_name(device),
+        samples=settings.rank_batch_size,
+        comparisons=tuple(comparisons),
+    )
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Leave torch's, Python's and NumPy's generators as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """What one step computed, on the CPU by name."""
+
+    values: Mapping[str, Tensor]
+    draws: bool
+    """Whether random numbers were drawn."""
+    stateful: tuple[str, ...]
+    """Modules whose buffers the step changed, except for BatchNorm."""
+
+
+def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
+    """The plan's units recomputed or offloaded, against all of them kept."""
+    if not settings.changed:
+        return Comparison(
+            name="recomputing", left_out_because="the plan recomputes nothing and offloads nothing"
+        )
+    return _same_but_for_order("recomputing", kept, compute(settings), settings, compute)
+
+
+def _same_but_for_order(
+    name: str, kept: _Computed, found: _Computed, settings: Settings, compute: Callable[[Settings], _Computed]
+) -> Comparison:
+    """Two computations that are to be equal to the last bit, unless plain training itself varies.
+
+    Some CUDA kernels add in any order. What plain training rounds otherwise in each run is not the plan's
+    fault; what differs by more than rounding is not the kernels'.
+    """
+    comparison = _comparison(name, kept, found, bound=0.0)
+    if comparison.is_bitwise:
+        return comparison
+    again = compute(replace(settings, units=(), step_in_backward=False, copies_ahead=False))
+    unsteadiness = _comparison("plain", kept, again, bound=0.0).largest_difference
+    return replace(comparison, bound=min(2 * unsteadiness, _rounding(settings.precision)))
+
+
+def _rounding(precision: Precision) -> float:
+    """What a gradient may be off by from summing in another order, over its largest entry."""
+    if precision.autocast_dtype is not None:
+        return torch.finfo(getattr(torch, precision.autocast_dtype)).eps
+    return ROUNDINGS * torch.finfo(torch.float32).eps
+
+
+def _splitting(
+    settings: Settings,
+    planned: Settings,
+    kept: _Computed,
+    model: nn.Module,
+    compute: Callable[[Settings], _Computed],
+) -> Comparison:
+    """The batch in micro-batches, against the whole of it."""
+    if settings.gradient_accumulation_steps > 1 and (
+        changes := list(what_splitting_changes(batch_norms(model), kept.stateful, planned))
+    ):
+        return Comparison(name="splitting", left_out_because="; ".join(changes), is_known_to_differ=True)
+    reason = _why_not_split(settings, model, kept)
+    if reason:
+        return Comparison(name="splitting", left_out_because=reason)
+    whole = compute(replace(settings, units=()).with_micro_batch_size(settings.rank_batch_size))
+    return _comparison("splitting", whole, kept, bound=_rounding(settings.precision))
+
+
+def _computed(
+    job: Job, model: nn.Module, batch: Batch, device: torch.device, seed: int, settings: Settings
+) -> _Computed:
+    """Loss, gradients and buffers after one step of a copy of the model."""
+    copied = _copied(model).to(device)
+    applied = apply_units(copied, settings)
+    parts = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
+        batch, settings.micro_batch_size
+    )
+    micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
+    names = {id(parameter): name for name, parameter in copied.named_parameters()}
+    values: dict[str, Tensor] = {}
+
+    def keep_gradient(parameter: nn.Parameter) -> AbstractContextManager[object]:
+        if parameter.grad is not None:
+            values[f"{_GRADIENT} {names[id(parameter)]}"] = parameter.grad.cpu()
+        return nullcontext()
+
+    def keep(loss: Tensor, _norm: Tensor) -> bool:
+        values["the loss"] = loss.cpu()
+        for parameter in copied.parameters():
+            keep_gradient(parameter)
+        return settings.step_in_backward  # before backward, which the executor runs without updates
+
+    executor = StepExecutor(
+        job,
+        replace(settings, optimizer_on_host=False),  # no update, so no optimizer to move
+        copied,
+        torch.optim.SGD(copied.parameters()),
+        device=device,
+        move=InputMover.copying_to(device),
+    )
+    with _seeded(seed), DrawWatch(device) as watch:
+        hooks = StepHooks(before_update=keep, around_parameter_update=keep_gradient)
+        executor(micro_batches, weights, hooks=hooks, updates=not settings.step_in_backward)
+        draws = watch.has_drawn
+    buffers = {name: buffer.detach().cpu() for name, buffer in copied.named_buffers()}
+    applied.remove()
+    stateful = tuple(stateful_modules(model, dict(model.named_buffers()), buffers))
+    values |= {f"the buffer {name}": buffer for name, buffer in buffers.items()}
+    return _Computed(values, draws, stateful)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of a model, whose parameters are leaves; torch keeps a graph to those of a scripted model."""
+    copied = copy.deepcopy(model)
+    for parameter, own in zip(copied.parameters(), model.parameters(), strict=True):
+        if not parameter.is_leaf:
+            parameter.detach_().requires_grad_(own.requires_grad)
+    return copied
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Let torch, Python and NumPy draw the same numbers each time; theirs of before go on afterwards."""
+    with _random_state_kept(torch.device("cpu")):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # all that NumPy takes
+        torch.manual_seed(seed)
+        yield
+
+
+def _why_not_split(settings: Settings, model: nn.Module, kept: _Computed) -> str:
+    """Why a split batch is not compared with a whole one; empty if it is."""
+    if settings.gradient_accumulation_steps == 1:
+        return "the plan does not split the batch"
+    if kept.draws:
+        return "the model draws random numbers, others for a split batch"
+    if settings.precision not in (Precision.FP32, Precision.TF32):
+        return f"rounding to {settings.precision} is larger than what splitting changes"
+    half = coarsest_dtype(model)
+    if half is not None:
+        return f"rounding to {str(half).removeprefix('torch.')} is larger than what splitting changes"
+    return ""
+
+
+def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: float) -> Comparison:
+    expected, found = computed.values, other.values
+    if expected.keys() != found.keys():
+        where = sorted(expected.keys() ^ found.keys())[0]
+        return Comparison(name=name, largest_difference=float("inf"), where=where, bound=bound)
+    if not all(value.isfinite().all() for value in expected.values()):
+        return Comparison(name=name, left_out_because="plain training computes NaN or infinite numbers itself")
+    smallest = _smallest_gradient(expected)
+    differences = {
+        key: _difference(expected[key], found[key], smallest if key.startswith(_GRADIENT) else 0.0)
+        for key in expected
+    }
+    where = max(differences, key=differences.__getitem__)
+    largest = differences[where]
+    return Comparison(
+        name=name,
+        is_bitwise=largest == 0,
+        largest_difference=largest,
+        where=where if largest else "",
+        bound=bound,
+    )
+
+
+def _smallest_gradient(values: Mapping[str, Tensor]) -> float:
+    """Gradients are compared as if their largest entry were at least this.
+
+    What is within `ROUNDINGS` of it is within one rounding of the largest gradient of all. The gradient of a
+    bias of attention's keys is nothing but rounding: the softmax does not depend on it.
+    """
+    gradients = [value for key, value in values.items() if key.startswith(_GRADIENT) and value.numel()]
+    largest = (float(gradient.abs().max()) for gradient in gradients)
+    return max(largest, default=0.0) / ROUNDINGS
+
+
+def _difference(expected: Tensor, found: Tensor, smallest: float) -> float:
+    """The largest difference of two tensors over the largest entry, which counts as `smallest` at least;
+    infinite if one is not finite."""
+    if torch.equal(expected, found):
+        return 0.0
+    expected, found = expected.double(), found.double()
+    scale = expected.abs().max().clamp_min(max(smallest, torch.finfo(torch.float32).tiny))
+    difference = float((expected - found).abs().max() / scale)
+    return difference if math.isfinite(difference) else math.inf

@@ -1,0 +1,11 @@
+"""Files → a `Job` that trains on them: text classification, language models, image classification."""
+
+from brimful.recipes.images import image_classification
+from brimful.recipes.language_model import language_model
+from brimful.recipes.text_classification import text_classification
+
+__all__ = [
+    "image_classification",
+    "language_model",
+    "text_classification",
+]

@@ -1,0 +1,135 @@
+"""Samples that worker processes read from files, as training comes to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from brimful.distributed.ranks import processors_here
+from brimful.errors import UsageError
+from brimful.job import Batch
+from brimful.trainer.data.rng import generator_of
+
+# Samples that a worker reads in one go. A whole global batch each would make the first one late and hold as
+# many of them as there are workers; single samples cost a message each.
+_SAMPLES_AT_ONCE = 16
+
+_MOST_WORKERS = 8
+"""By default. A choice: they share the processors with what trains, and each holds its samples twice."""
+
+_Key = tuple[int, int, int]
+"""Of one sample in one epoch: seed, epoch, index."""
+
+
+class Reader(Protocol):
+    """Reads single samples; goes to worker processes."""
+
+    def __len__(self) -> int:
+        """Samples there are."""
+
+    def read(self, index: int, random: torch.Generator | None) -> dict[str, Tensor]:
+        """A sample.
+
+        Args:
+            index: Which.
+            random: For augmentation; None reads it as it is.
+
+        Returns:
+            Tensors by name, all of one shape for every sample.
+        """
+
+
+class ReadSamples:
+    """`Samples` that are read from files; iterated, they are validation batches in the files' own order.
+
+    What is drawn at random for a sample depends on seed, epoch and sample alone, not on how many workers there
+    are or where an epoch is gone on with.
+
+    Args:
+        reader: Reads single samples.
+        workers: Processes that read; 0 reads in this one, None takes as many as there are processors, 8 at
+            most.
+        validation_batch_size: Samples in each batch of a pass in order.
+
+    Raises:
+        UsageError: `workers` is negative.
+    """
+
+    def __init__(self, reader: Reader, *, workers: int | None = None, validation_batch_size: int = 64) -> None:
+        if workers is not None and workers < 0:
+            raise UsageError(f"workers is {workers}; it must be at least 0.")
+        self._reader = reader
+        self._workers = min(processors_here(), _MOST_WORKERS) if workers is None else workers
+        self._validation_batch_size = validation_batch_size
+        self._chunks = _Chunks()
+        self._loader: DataLoader[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    @property
+    def workers(self) -> int:
+        """Processes that read."""
+        return self._workers
+
+    def batches(self, size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch; see `Samples`."""
+        order = torch.randperm(len(self), generator=generator_of(seed, epoch)).tolist()
+        return self._read([(seed, epoch, index) for index in order[skip * size :]], size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._read([(-1, -1, index) for index in range(len(self))], self._validation_batch_size)
+
+    def _read(self, keys: list[_Key], size: int) -> Iterator[Batch]:
+        sizes = [min(size, len(keys) - start) for start in range(0, len(keys), size)]
+        self._chunks.set(keys, sizes)
+        if self._loader is None:
+            self._loader = self._make_loader()
+        chunks = iter(self._loader)
+        for batch_size in sizes:
+            parts = list(islice(chunks, -(-batch_size // _SAMPLES_AT_ONCE)))
+            yield {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    def _make_loader(self) -> DataLoader[Any]:
+        return DataLoader(
+            _Keyed(self._reader),
+            batch_sampler=self._chunks,
+            num_workers=self._workers,
+            persistent_workers=self._workers > 0,
+            generator=torch.Generator(),  # it draws seeds of workers, which would come out of the run's numbers
+        )
+
+
+class _Keyed(Dataset[dict[str, Tensor]]):
+    """Samples by key."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, key: _Key) -> dict[str, Tensor]:
+        seed, epoch, index = key
+        return self._reader.read(index, None if seed < 0 else generator_of(seed, epoch, index))
+
+
+class _Chunks(Sampler[list[_Key]]):
+    """The keys of one pass, a few at once, none of which go over the end of a batch."""
+
+    def __init__(self) -> None:
+        self._keys: list[_Key] = []
+        self._sizes: list[int] = []
+
+    def set(self, keys: list[_Key], sizes: list[int]) -> None:
+        """What the next pass is over."""
+        self._keys, self._sizes = keys, sizes
+
+    def __iter__(self) -> Iterator[list[_Key]]:
+        keys = iter(self._keys)
+        for size in self._sizes:
+            batch = islice(keys, size)
+            while chunk := list(islice(batch, _SAMPLES_AT_ONCE)):
+                yield chunk

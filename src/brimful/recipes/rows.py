@@ -1,0 +1,222 @@
+"""Rows of named texts from CSV, TSV and JSON Lines files."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from brimful.codec import DOCUMENT_BYTES, read_regular_file
+from brimful.errors import DataError, UsageError
+from brimful.recipes.bad_samples import BadSample
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_JSON_LINES = (".jsonl", ".ndjson")
+TABLES = (*_DELIMITERS, *_JSON_LINES)
+"""Ends of the names of files that have rows."""
+
+_UNDECODED = re.compile("[\udc80-\udcff]")
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_MOST_CHARACTERS = 2**31 - 1
+"""In one field; csv's own limit of 131072 is too little for a document."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What was asked for of one row."""
+
+    where: str
+    values: tuple[str, ...]
+
+
+def read_text(path: Path, encoding: str) -> str:
+    """A whole file as text; in UTF-8, bytes that are none are kept as lone surrogates, see `undecoded`.
+
+    Args:
+        path: The file.
+        encoding: As Python names it.
+
+    Returns:
+        Its text, without a mark of byte order.
+
+    Raises:
+        UsageError: There is no such file or encoding, or it is not a regular file.
+        DataError: Another encoding than UTF-8 does not fit the file.
+    """
+    content = read_regular_file(path, what="file", limit_bytes=_size_bytes(path))
+    if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
+        if content.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise DataError(f"{path} begins as UTF-16 does. Say so: encoding='utf-16', --encoding utf-16.")
+        return content.decode("utf-8-sig", errors="surrogateescape")
+    try:
+        return content.decode(encoding).removeprefix("\ufeff")
+    except LookupError as error:
+        raise UsageError(f"there is no encoding {encoding!r}; utf-8 and latin-1 are ones.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not in {encoding}: at byte {error.start}, {error.reason}.") from error
+    except ValueError as error:  # some encodings say no place
+        raise DataError(f"{path} is not in {encoding}: {error}.") from error
+
+
+def _size_bytes(path: Path) -> int:
+    """How much of a file to read; a file without a size, as in /proc, is read as a small document."""
+    try:
+        return max(path.stat().st_size, DOCUMENT_BYTES)
+    except (OSError, ValueError):
+        return DOCUMENT_BYTES  # reading it says why
+
+
+def undecoded(text: str) -> str | None:
+    """Why a text is not what its file says; None if it is.
+
+    Args:
+        text: As `read_text` gave it.
+
+    Returns:
+        The first byte that does not fit.
+    """
+    found = _UNDECODED.search(text)
+    if found is None:
+        return None
+    byte, line = ord(found[0]) - 0xDC00, text.count("\n", 0, found.start()) + 1
+    where = f" in line {line}" if line > 1 else ""
+    return f"byte 0x{byte:02X}{where} is not UTF-8; another --encoding, such as latin-1, may fit"
+
+
+def read_rows(path: Path, columns: Sequence[str], encoding: str) -> Iterator[Row | BadSample]:
+    """The rows of a file, in its order.
+
+    Args:
+        path: A .csv or .tsv file with a header, or a .jsonl file of objects.
+        columns: Which values of each row, by name.
+        encoding: Of the file.
+
+    Yields:
+        A row with the values as text, or why it has none.
+
+    Raises:
+        UsageError: There is no such file, or it has no such column.
+        DataError: The file is not in that encoding.
+    """
+    text = read_text(path, encoding)
+    suffix = path.suffix.lower()
+    if suffix in _JSON_LINES:
+        records = _json_lines(path, text, columns)
+    elif suffix in _DELIMITERS:
+        records = _table(path, text, _DELIMITERS[suffix], columns)
+    else:
+        raise UsageError(f"{path} is none of {', '.join(TABLES)}, by its name.")
+    for where, record in records:
+        yield record if isinstance(record, BadSample) else _row(where, record, columns)
+
+
+_Records = Iterator[tuple[str, dict[str, Any] | BadSample]]
+
+
+def _table(path: Path, text: str, delimiter: str, columns: Sequence[str]) -> _Records:
+    before = csv.field_size_limit(_MOST_CHARACTERS)
+    try:
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        header = _header(path, reader, columns)
+        while True:
+            where = f"{path}:{reader.line_num + 1}"
+            try:
+                fields = next(reader, None)
+            except csv.Error as error:
+                upto = f", up to line {reader.line_num}" if reader.line_num > 1 else ""
+                yield where, BadSample(where=where, why=f"no row of a table{upto}: {error}")
+                continue
+            if fields is None:
+                return
+            if not fields:  # an empty line
+                continue
+            if len(fields) != len(header):
+                why = f"{len(fields)} fields, and the header has {len(header)}"
+                yield where, BadSample(where=where, why=why)
+            else:
+                yield where, dict(zip(header, fields, strict=True))
+    finally:
+        csv.field_size_limit(before)
+
+
+def _header(path: Path, reader: Any, columns: Sequence[str]) -> list[str]:
+    try:
+        header: list[str] = next(reader, [])
+    except csv.Error as error:
+        raise UsageError(f"{path} has no header that can be read: {error}.") from error
+    twice = [name for name in columns if header.count(name) > 1]
+    if twice:
+        raise UsageError(f"{path} has several columns {', '.join(twice)}. Give each a name of its own.")
+    _check_columns(path, header, columns)
+    return header
+
+
+def _check_columns(path: Path, found: Sequence[str], columns: Sequence[str]) -> None:
+    missing = [name for name in columns if name not in found]
+    if missing:
+        raise UsageError(
+            f"{path} has no column {', '.join(missing)}. It has {', '.join(found) or 'none'}. Name those "
+            "that are meant: --text-column and the like."
+        )
+
+
+def _json_lines(path: Path, text: str, columns: Sequence[str]) -> _Records:
+    records = list(_parsed_lines(path, text))
+    names = {name for _, record in records if isinstance(record, dict) for name in record}
+    if names:
+        _check_columns(path, sorted(names), columns)
+    yield from records
+
+
+def _parsed_lines(path: Path, text: str) -> _Records:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        why = undecoded(line)
+        if why is not None:
+            yield where, BadSample(where=where, why=why)
+            continue
+        try:
+            record = json.loads(line)  # which takes NaN, as Python and pandas write it, in other columns too
+        except ValueError as error:
+            yield where, BadSample(where=where, why=f"not JSON: {error}")
+        except RecursionError:
+            yield where, BadSample(where=where, why="not JSON: nested too deeply")
+        else:
+            is_object = isinstance(record, dict)
+            yield where, record if is_object else BadSample(where=where, why="not a JSON object")
+
+
+def _row(where: str, record: dict[str, Any], columns: Sequence[str]) -> Row | BadSample:
+    values = []
+    for name in columns:
+        text, why = _as_text(record.get(name))
+        if why is not None:
+            return BadSample(where=where, why=f"{name!r}: {why}")
+        values.append(text)
+    return Row(where=where, values=tuple(values))
+
+
+def _as_text(value: Any) -> tuple[str, str | None]:
+    """A value as text, and why it is none."""
+    if value is None:
+        return "", "there is none"
+    if isinstance(value, dict | list):
+        return "", f"a {type(value).__name__}, not a text"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "", f"{value}, not a text"
+    is_whole = isinstance(value, float) and value.is_integer()
+    text = str(int(value) if is_whole else value)
+    if not text.strip():
+        return "", "empty"
+    why = undecoded(text)
+    if why is None and _LONE_SURROGATE.search(text):
+        why = "half of a pair of surrogates, which is not a character"
+    return text, why

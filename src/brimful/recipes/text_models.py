@@ -1,0 +1,255 @@
+"""Text models for ready tasks, with their tokenizers: built in, or a directory that transformers saved."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from brimful.errors import UnknownNameError, UsageError
+from brimful.files import is_directory
+from brimful.models import find_architecture
+from brimful.models.huggingface import attention
+from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
+from brimful.optimizers import NamedOptimizer, named_optimizer
+from brimful.recipes.tokens import Tokenizer, find_tokenizer
+from brimful.recipes.weights import check_most_is_loaded, tell_new, unreadable
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+"""What transformers calls them; ".index.json" behind it where they are in several files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextModel:
+    """How a text model is built, and how its texts are read."""
+
+    build: Callable[[], nn.Module]
+    weights: Callable[[nn.Module], None] | None
+    """Loads pretrained weights; None if there are none."""
+    tokenizer: Tokenizer
+    padding: int
+    """What stands for no token. It is masked, but positions are counted by it in some models."""
+    end: int | None
+    """The token after a text."""
+    about: dict[str, str]
+    """What is to be known of it."""
+
+    @property
+    def optimizer(self) -> NamedOptimizer:
+        """AdamW at the rate that a text model is usually trained at.
+
+        Source: of pretrained weights 5e-5, the largest in Devlin et al. 2018, BERT, appendix A.3; from random
+        ones 3e-4, as Brown et al. 2020, GPT-3, table 2.1, for 350 million parameters.
+        """
+        return named_optimizer("adamw", learning_rate=3e-4 if self.weights is None else 5e-5)
+
+
+def find_text_model(
+    name: Path | str,
+    tokenizer: Path | str | None,
+    *,
+    sequence_length: int,
+    num_labels: int | None = None,
+) -> TextModel:
+    """The model and the tokenizer that are meant.
+
+    Args:
+        name: A built-in architecture, or a directory that transformers saved.
+        tokenizer: A directory or a `tokenizer.json`, or "bytes"; None takes that of the model's directory, or
+            bytes for a built-in one.
+        sequence_length: Most tokens of a sample.
+        num_labels: Of a classifier; None is a language model.
+
+    Returns:
+        The model, not yet built.
+
+    Raises:
+        UnknownNameError: It is neither.
+        UsageError: The directory has no such model, or it cannot take the tokenizer or the length.
+    """
+    known = LANGUAGE_MODELS if num_labels is None else TEXT_CLASSIFIERS
+    has_directory, is_built_in = is_directory(Path(name)), str(name) in known
+    if has_directory and is_built_in:
+        raise UsageError(
+            f"{name!r} is both a built-in model and a directory here. Write ./{name} for the directory, or "
+            "begin elsewhere for the built-in model."
+        )
+    if not has_directory and not is_built_in:
+        kind = "language model" if num_labels is None else "text classifier"
+        raise UnknownNameError(kind, str(name), known, hint="A directory that transformers saved does too.")
+    read_from = name if has_directory and tokenizer is None else tokenizer
+    found = find_tokenizer(read_from)
+    told = {"model": str(name), "tokenizer": "bytes" if read_from is None else str(read_from)}
+    if is_built_in:
+        return _built_in(str(name), found, told, sequence_length, num_labels)
+    return _of_directory(Path(name), found, told, sequence_length, num_labels)
+
+
+def _built_in(
+    name: str, tokenizer: Tokenizer, told: dict[str, str], sequence_length: int, num_labels: int | None
+) -> TextModel:
+    padding = 0 if tokenizer.padding is None else tokenizer.padding
+    sizes = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
+    if num_labels is not None:
+        sizes |= {"num_labels": num_labels, "pad_token_id": padding}
+    job = find_architecture(name, **sizes)
+    assert callable(job.model)
+    return TextModel(
+        build=job.model,
+        weights=None,
+        tokenizer=tokenizer,
+        padding=padding,
+        end=tokenizer.end,
+        about=told | {"starts_from": "random weights"},
+    )
+
+
+def _of_directory(
+    directory: Path, tokenizer: Tokenizer, told: dict[str, str], sequence_length: int, num_labels: int | None
+) -> TextModel:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UsageError(
+            f'{directory} is read with transformers, which is not installed: pip install "brimful[hf]".'
+        ) from error
+    make: Any = transformers.AutoModelForCausalLM
+    if num_labels is not None:
+        make = transformers.AutoModelForSequenceClassification
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # transformers raises whatever its files lead to
+        raise UsageError(f"{directory} has no configuration that transformers can read: {error}") from error
+    config.use_cache = False
+    if num_labels is not None:
+        config.num_labels = num_labels
+        config.problem_type = "single_label_classification"
+    if getattr(config, "pad_token_id", None) is None:  # a classifier finds the last token of a text by it
+        config.pad_token_id = tokenizer.end if tokenizer.padding is None else tokenizer.padding
+    _check_sizes(directory, config, tokenizer, sequence_length)
+    build = _builder(directory, make, config, sequence_length)
+    if num_labels is None:
+        _check_causal(directory, build)
+    has_weights = any((directory / f"{name}{end}").exists() for name in _WEIGHTS for end in ("", ".index.json"))
+    if not has_weights:
+        warnings.warn(f"{directory} has no weights: the model starts from random ones.", stacklevel=4)
+    end = tokenizer.end
+    own_end = getattr(config, "eos_token_id", None)
+    if end is None and isinstance(own_end, int) and own_end < tokenizer.vocab_size:
+        end = own_end
+    load = partial(_load_pretrained, make=make, directory=directory, config=config)
+    return TextModel(
+        build=build,
+        weights=load if has_weights else None,
+        tokenizer=tokenizer,
+        padding=config.pad_token_id or 0,
+        end=end,
+        about=told | {"starts_from": "pretrained weights" if has_weights else "random weights"},
+    )
+
+
+def _check_sizes(directory: Path, config: Any, tokenizer: Tokenizer, sequence_length: int) -> None:
+    most_tokens = getattr(config, "max_position_embeddings", None)
+    if most_tokens is not None and "roberta" in config.model_type:
+        most_tokens -= config.pad_token_id + 1  # positions are counted from behind the padding's
+    if most_tokens is not None and sequence_length > most_tokens:
+        raise UsageError(
+            f"{directory} has positions for {most_tokens} tokens, fewer than {sequence_length}. "
+            f"Give a sequence length of {most_tokens // 8 * 8} or less."
+        )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UsageError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, and the model in {directory} embeds "
+            f"{config.vocab_size}. Give the model's own tokenizer."
+        )
+
+
+def _builder(directory: Path, make: Any, config: Any, sequence_length: int) -> Callable[[], nn.Module]:
+    """With the first kind of attention that the model's class has; each is tried without memory."""
+    is_language_model = make.__name__ == "AutoModelForCausalLM"
+    kinds = ["sdpa", "eager"]
+    if is_language_model and _masks_what_is_ahead_alone(config, sequence_length):
+        kinds.insert(0, attention(causal=True))
+    refusals = []
+    for kind in kinds:
+
+        def build(kind: str = kind) -> nn.Module:
+            model: Any = make.from_config(config, attn_implementation=kind)
+            return model.float()
+
+        try:
+            with torch.device("meta"):
+                build()
+        except (ValueError, KeyError, ImportError) as error:
+            refusals.append(error)
+        else:
+            return build
+    what = "language model" if is_language_model else "text classifier"
+    raise UsageError(f"transformers makes no {what} of {directory}: {refusals[-1]}") from refusals[-1]
+
+
+def _masks_what_is_ahead_alone(config: Any, sequence_length: int) -> bool:
+    """Whether no layer of a language model leaves out tokens that are far behind."""
+    layers = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", None) is False:
+        window = None
+    is_wide = window is None or window >= sequence_length
+    return is_wide and layers <= {"full_attention", "sliding_attention"}
+
+
+def _check_causal(directory: Path, build: Callable[[], nn.Module]) -> None:
+    with torch.device("meta"):
+        said = {getattr(module, "is_causal", None) for module in build().modules()} - {None}
+    if said == {False}:
+        raise UsageError(
+            f"{directory} is an encoder, whose tokens see those after them: it would see what it has to "
+            "predict. Give a model for the next token, such as one of GPT-2 or Llama."
+        )
+
+
+def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: Any) -> None:
+    """Through transformers, which knows what tensors were called once; a new head stays random."""
+    try:
+        with _silent_transformers():
+            pretrained, found = make.from_pretrained(
+                str(directory),
+                config=config,
+                local_files_only=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                dtype=torch.float32,
+                output_loading_info=True,
+            )
+    except Exception as error:  # transformers raises whatever its files lead to
+        raise unreadable(directory, error) from error
+    new = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
+    check_most_is_loaded(model, directory, [name for name in model.state_dict() if name not in new])
+    model.load_state_dict(pretrained.state_dict())
+    if new:
+        tell_new(directory, sorted(new))
+
+
+@contextmanager
+def _silent_transformers() -> Iterator[None]:
+    """Without its bars, and its report of what is missing, which we give ourselves."""
+    from transformers.utils import logging
+
+    before, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if shows_bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,323 @@
+"""Estimates and plans as text for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from brimful.memory import ModuleShare
+from brimful.planner.gpus import GpuSurvey
+from brimful.planner.plan import Alternative, BudgetPoint, Plan
+from brimful.prediction import Estimate
+from brimful.quantities import GIB, format_bytes, format_rate, format_seconds
+from brimful.trace import Category
+
+_BAR_CELLS = 24
+_LISTED_BLOCKS = 5
+_LISTED_MODULES = 10
+_SHOWN_MODULE_FRACTION = 0.05
+_LABEL_CELLS = 44
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """What a step takes, what holds it, and whether it fits."""
+    return "\n".join(_estimate_lines(estimate))
+
+
+def plan_text(plan: Plan) -> str:
+    """What was chosen, what it takes, and what else was close."""
+    return "\n".join(_plan_lines(plan))
+
+
+def gpus_text(fits: GpuSurvey) -> str:
+    """A table of GPUs: those that fit by speed, then the others by what they lack."""
+    fitting = [fit for fit in fits if fit.settings is not None]
+    others = [fit for fit in fits if fit.settings is None]
+    how = "whole or in micro-batches, all kept or all recomputed"
+    precisions = {str(fit.settings.precision) for fit in fitting if fit.settings is not None}
+    how += f", in {' or '.join(sorted(precisions))}" if precisions else ""
+    lines = [
+        f"{fits.job}, global batch {fits.global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs, {how}"
+    ]
+    lines.append(f"  {'GPU':<31}{'has':>9}{'plain':>10}{'takes':>10}{'speed':>17}  how")
+    for fit in sorted(fitting, key=lambda fit: -(fit.predicted_samples_per_second or 0)):
+        assert fit.settings is not None
+        assert fit.predicted_peak_device_bytes is not None
+        how = "plain" if fit.plain_fits and not fit.settings.changed else fit.settings.describe()
+        if fit.settings.gradient_accumulation_steps > 1 and how == "plain":
+            how = fit.settings.describe()
+        lines.append(
+            f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
+            f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_peak_device_bytes):>10}"
+            f"{format_rate(fit.predicted_samples_per_second or 0):>17}  {how}"
+        )
+    for fit in sorted(others, key=lambda fit: fit.predicted_smallest_peak_device_bytes - fit.capacity_bytes):
+        change = (
+            f"fits with {fit.change}, or as `brimful plan` may find"
+            if fit.change
+            else "`brimful plan` may find a way"
+        )
+        lines.append(
+            f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
+            f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_smallest_peak_device_bytes):>10}"
+            f"{'does not fit':>17}  {change}"
+        )
+    return "\n".join(lines)
+
+
+def phase_lines(estimate: Estimate) -> Iterator[str]:
+    """What each part of a training run takes."""
+    yield "  allocated at most in each part of a run"
+    for phase in estimate.phases:
+        size = format_bytes(phase.predicted_peak_allocated_bytes)
+        yield f"    {phase.name:<16}{size:>9}  {phase.note}"
+
+
+def bar(share: float) -> str:
+    """A share from 0 to 1 as a bar."""
+    return "█" * round(min(max(share, 0.0), 1.0) * _BAR_CELLS)
+
+
+def _estimate_lines(estimate: Estimate) -> Iterator[str]:
+    yield (
+        f"{estimate.job} on {estimate.device}: {estimate.verdict} "
+        f"({format_bytes(estimate.predicted_peak_device_bytes)} of {format_bytes(estimate.capacity_bytes)})"
+    )
+    yield f"  settings        {_settings(estimate)}"
+    yield f"  predicted peak  {_peak(estimate)}"
+    low, high = estimate.predicted_device_interval_bytes
+    if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
+        yield f"  interval        {format_bytes(low)} needed at least, {format_bytes(high)} taken at most"
+    yield f"  predicted step  {_step(estimate)}"
+    if estimate.own_checkpoints:
+        yield (
+            f"  checkpointing   by the model itself: {estimate.own_checkpoints} regions are recomputed in "
+            'backward. With bf.plan(own_checkpointing="off") the plan decides'
+        )
+    yield from _what_happens_at_capacity(estimate)
+    module = "setup" if estimate.peak_module is None else estimate.peak_module or "the model itself"
+    where = f"{estimate.peak_phase}, {module}, {estimate.peak_op or '-'}"
+    yield f"  at the peak ({where})"
+    for category, held_bytes in estimate.breakdown:
+        if category is Category.OTHER_TENSORS and not held_bytes:
+            continue
+        share = held_bytes / max(estimate.predicted_peak_allocated_bytes, 1)
+        name = category.replace("_", " ")
+        yield f"    {name:<16}{format_bytes(held_bytes):>9}  {bar(share)}".rstrip()
+    yield "  largest blocks there"
+    for block in estimate.largest[:_LISTED_BLOCKS]:
+        label = block.label if len(block.label) <= _LABEL_CELLS else f"…{block.label[1 - _LABEL_CELLS :]}"
+        origin = f" in {block.module}" if block.module and not block.module.startswith("<") else ""
+        line = f" ({block.line})" if block.line else ""
+        what = block.category.replace("_", " ")
+        yield f"    {format_bytes(block.held_bytes):>9}  {what}: {label}{origin}{line}"
+    yield from _module_lines(estimate)
+    yield from _allocator_lines(estimate)
+    changed = [rule for rule in estimate.corrections if rule.occurrences]
+    if changed:
+        yield "  corrected to what the device does in a step, where this machine does otherwise"
+        for rule in changed:
+            times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
+            together = " together" if rule.occurrences > 1 else ""
+            size = f", {_signed(rule.changed_bytes)}{together}" if rule.changed_bytes else ""
+            yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
+    for uncertain in estimate.uncertain:
+        yield f"  not sure about: {uncertain}"
+
+
+def _settings(estimate: Estimate) -> str:
+    settings = estimate.settings
+    if not estimate.is_own_loop:
+        described = settings.describe()
+        return (
+            described.replace("everything kept", "own checkpointing") if estimate.own_checkpoints else described
+        )
+    accumulated = settings.gradient_accumulation_steps
+    parts = [
+        f"the job's own loop, batches of {settings.micro_batch_size}",
+        f"{accumulated} to an optimizer step" if accumulated > 1 else "",
+        f"all {len(settings.recomputed)} units recomputed" if settings.recomputed else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _allocator_lines(estimate: Estimate) -> Iterator[str]:
+    """What other settings of the allocator would change."""
+    if not estimate.allocators:
+        return
+    yield "  with other settings of PyTorch's allocator: reserved at most, and the least that suffices"
+    for what_if in estimate.allocators:
+        reserved = format_bytes(what_if.peak_reserved_bytes)
+        enough = format_bytes(what_if.smallest_surviving_capacity_bytes)
+        flushes = f", {what_if.cache_flushes} cache flushes" if what_if.cache_flushes else ""
+        fits = "" if what_if.fits else ", does not fit"
+        yield f"    {reserved:>9} {enough:>9}  {str(what_if.settings) or 'as they are'}{flushes}{fits}"
+
+
+def _module_lines(estimate: Estimate) -> Iterator[str]:
+    """The modules that hold most, as a tree that ends where it gets fine; numbered siblings are one line."""
+    least = _SHOWN_MODULE_FRACTION * estimate.predicted_peak_allocated_bytes
+    siblings: dict[tuple[str, str], list[ModuleShare]] = {}
+    for share in estimate.modules:
+        parent, _, name = share.fqn.rpartition(".")
+        if share.depth:
+            siblings.setdefault((parent, share.class_name if name.isdecimal() else name), []).append(share)
+    lines = []
+    folded: tuple[str, ...] = ()
+    for (parent, _), group in siblings.items():
+        held = sum(share.held_bytes for share in group)
+        if held < least or f"{parent}.".startswith(folded):
+            continue
+        first, last = group[0], group[-1]
+        indent = "  " * (first.depth - 1)
+        if len(group) > 2:
+            folded += tuple(f"{share.fqn}." for share in group)
+            name = f"{first.fqn.rpartition('.')[2]}…{last.fqn.rpartition('.')[2]}"
+            lines.append(f"    {format_bytes(held):>9}  {indent}{name} ({len(group)} × {first.class_name})")
+        else:
+            lines += [
+                f"    {format_bytes(share.held_bytes):>9}  {indent}{share.fqn.rpartition('.')[2]}"
+                + (f" ({share.class_name})" if share.class_name else "")
+                for share in group
+                if share.held_bytes >= least
+            ]
+    if lines:
+        yield "  by module, what is inside included"
+        yield from lines[:_LISTED_MODULES]
+
+
+def _what_happens_at_capacity(estimate: Estimate) -> Iterator[str]:
+    failed = estimate.out_of_memory_at
+    if failed is not None:
+        where = ", ".join(filter(None, (str(failed.phase), failed.module, failed.op, failed.line)))
+        yield f"  out of memory   {where}: {format_bytes(failed.requested_bytes)} more for {failed.label}"
+    elif estimate.cache_flushes:
+        yield f"  cache flushes   {estimate.cache_flushes}: to fit, the allocator gives back its cache: slow"
+
+
+def _peak(estimate: Estimate) -> str:
+    allocated = format_bytes(estimate.predicted_peak_allocated_bytes)
+    reserved = format_bytes(estimate.predicted_peak_reserved_bytes)
+    context = estimate.predicted_peak_device_bytes - estimate.predicted_peak_reserved_bytes
+    if not context:
+        return f"{allocated} allocated"
+    device = format_bytes(estimate.predicted_peak_device_bytes)
+    return f"{allocated} allocated, {reserved} reserved, {device} with the CUDA context"
+
+
+def _step(estimate: Estimate) -> str:
+    time = estimate.step_time
+    parts = [("forward", time.forward_seconds), ("backward", time.backward_seconds)]
+    if estimate.settings.recomputed or estimate.own_checkpoints:
+        parts.append(("recompute", time.recompute_seconds))
+    parts.append(("optimizer", time.optimizer_seconds))
+    listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)
+    rate = format_rate(estimate.predicted_samples_per_second)
+    return f"{format_seconds(estimate.predicted_step_seconds)}, {rate} ({listed})"
+
+
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    yield (
+        f"{plan.job} on {plan.device}, global batch {plan.settings.global_batch_size}, "
+        f"budget {format_bytes(plan.budget_bytes)}"
+    )
+    needs = format_bytes(plan.plain.predicted_peak_reserved_bytes + _context_bytes(plan))
+    fits = "fits; " if plan.plain.fits else "does not fit; if it did, "
+    yield f"  plain training  {needs}: {fits}{_speed(plan.plain)}"
+    yield f"  plan            {plan.settings.describe()}"
+    used = plan.predicted_peak_device_bytes / plan.budget_bytes
+    rate = format_rate(plan.predicted_samples_per_second)
+    yield (
+        f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget), "
+        f"{format_seconds(plan.predicted_step_seconds)} a step, {rate}"
+    )
+    yield f"  peak in         {plan.peak_at}"
+    only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
+    if only_recomputed:
+        yield f"  recomputed      {_compact(only_recomputed)}"
+    if plan.settings.nested:
+        yield f"  nested          {_compact(plan.settings.nested)}"
+    if plan.settings.offloaded:
+        yield f"  offloaded       {_compact(plan.settings.offloaded)}"
+    if plan.settings.chunked_loss:
+        chunked = plan.settings.chunked_loss
+        yield f"  loss in chunks  {chunked.chunks} parts of the tokens, from {chunked.layer} on"
+    yield from _curve_lines(plan)
+    if plan.alternatives:
+        yield "  also considered"
+    for other in plan.alternatives:
+        size = format_bytes(other.predicted_peak_reserved_bytes + _context_bytes(plan))
+        by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
+        slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
+        fit = "" if other.fits else ", does not fit"
+        yield f"    {by_hand}{other.settings.describe()}: {size}, {slower:+.1%} time{fit}"
+    for note in plan.notes:
+        yield f"  note: {note}"
+
+
+_MOST_CURVE_POINTS = 6
+_GAIN = 0.005
+"""Changes of the time that are not worth a word."""
+
+
+def _curve_lines(plan: Plan) -> Iterator[str]:
+    """What more and less memory would do."""
+    now = plan.predicted_step_seconds
+    more = [point for point in plan.budget_curve if point.budget_bytes > plan.budget_bytes]
+    one_more = next((point for point in more if point.budget_bytes - plan.budget_bytes == GIB), None)
+    if one_more is not None:
+        gain = one_more.predicted_step_seconds / now - 1
+        yield f"  1 GiB more      {'no faster' if gain > -_GAIN else f'{gain:+.1%} time'}"
+    others = [
+        point
+        for point in plan.budget_curve
+        if point is not one_more and abs(point.predicted_step_seconds / now - 1) > _GAIN
+    ]
+    if others:
+        others = [
+            point
+            for before, point in pairwise((None, *others))
+            if point is not None and (before is None or _gain(before, now) != _gain(point, now))
+        ]
+        step = -(-len(others) // _MOST_CURVE_POINTS)
+        listed = " · ".join(
+            f"{format_bytes(point.budget_bytes)} {_gain(point, now)}" for point in others[::step]
+        )
+        yield f"  other budgets   step time against this: {listed}"
+
+
+def _gain(point: BudgetPoint, seconds: float) -> str:
+    return f"{point.predicted_step_seconds / seconds - 1:+.0%}"
+
+
+def _context_bytes(plan: Plan) -> int:
+    return plan.predicted_peak_device_bytes - plan.predicted_peak_reserved_bytes
+
+
+def _speed(alternative: Alternative) -> str:
+    rate = alternative.settings.global_batch_size / alternative.predicted_step_seconds
+    return f"{format_seconds(alternative.predicted_step_seconds)} a step, {format_rate(rate)}"
+
+
+def _compact(units: tuple[str, ...]) -> str:
+    """Unit paths with runs of numbered siblings folded: "layer.0–5, layer.9"."""
+    folded: list[tuple[str, int, int] | tuple[str, None, None]] = []
+    for unit in units:
+        parent, _, last = (unit or "the model itself").rpartition(".")
+        if not last.isdecimal():
+            folded.append((unit or last, None, None))
+            continue
+        number = int(last)
+        previous = folded[-1] if folded else None
+        if previous and previous[0] == parent and previous[2] is not None and previous[2] + 1 == number:
+            folded[-1] = (parent, previous[1], number)
+        else:
+            folded.append((parent, number, number))
+    return ", ".join(
+        name if first is None else f"{name}.{first}".lstrip(".") + (f"–{last}" if last != first else "")
+        for name, first, last in folded
+    )
+
+
+def _signed(size_bytes: int) -> str:
+    return ("+" if size_bytes >= 0 else "−") + format_bytes(abs(size_bytes))

@@ -1,0 +1,28 @@
+"""What `print` shows of each result."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+from brimful.planner import GpuSurvey, Plan, PlanCheck
+from brimful.prediction import Estimate
+from brimful.report.measurements import certificate_text, check_text, comparison_text, measurement_text
+from brimful.report.plans import estimate_text, gpus_text, plan_text
+from brimful.report.training import summary_text
+from brimful.results import Certificate, Comparison, Measurement, TrainingResult
+
+
+@singledispatch
+def text_of(result: object) -> str:
+    """The text of a result, as `str(result)` returns it."""
+    raise TypeError(f"brimful.report has no text for a {type(result).__name__}")
+
+
+text_of.register(Estimate, estimate_text)
+text_of.register(Plan, plan_text)
+text_of.register(PlanCheck, check_text)
+text_of.register(GpuSurvey, gpus_text)
+text_of.register(Measurement, measurement_text)
+text_of.register(Comparison, comparison_text)
+text_of.register(Certificate, certificate_text)
+text_of.register(TrainingResult, summary_text)

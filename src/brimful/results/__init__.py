@@ -1,0 +1,47 @@
+"""Records of what was measured: one step, a training run, a comparison of a plan with plain training.
+
+They do not import torch. `training_run.TrainingResult` is what `bf.fit` returns, `measurement.Measurement` what
+`bf.measure` returns.
+"""
+
+from brimful.results.certificate import Certificate, Comparison
+from brimful.results.measurement import Measurement, OpTemporary
+from brimful.results.training_run import (
+    LARGEST_SEED,
+    WAITING_FRACTION,
+    DataLoading,
+    Recovery,
+    StepRecord,
+    StopReason,
+    TrainingResult,
+    ValidationRecord,
+    recovery_from_json,
+    steady_steps,
+    step_from_json,
+    step_to_json,
+    validation_from_json,
+    validation_to_json,
+    waiting_fraction,
+)
+
+__all__ = [
+    "LARGEST_SEED",
+    "WAITING_FRACTION",
+    "Certificate",
+    "Comparison",
+    "DataLoading",
+    "Measurement",
+    "OpTemporary",
+    "Recovery",
+    "StepRecord",
+    "StopReason",
+    "TrainingResult",
+    "ValidationRecord",
+    "recovery_from_json",
+    "steady_steps",
+    "step_from_json",
+    "step_to_json",
+    "validation_from_json",
+    "validation_to_json",
+    "waiting_fraction",
+]

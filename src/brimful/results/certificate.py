@@ -1,0 +1,138 @@
+"""What a comparison of training under a plan with plain training found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from brimful.codec import NonNegativeFloat, PositiveInt, from_builtins, number_to_json, numbers_from_json
+from brimful.display import PrintedResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison(PrintedResult):
+    """Loss, gradients and buffers of one batch, computed in two ways."""
+
+    name: str
+    """What the plan does that plain training does not: "recomputing", "computing the loss in chunks",
+    "splitting"; of the last the loss alone: "splitting, in evaluation mode"."""
+    is_bitwise: bool = False
+    """Whether all of them are equal to the last bit."""
+    largest_difference: NonNegativeFloat = 0.0
+    """The largest of any entry, over the largest entry of its tensor."""
+    where: str = ""
+    """The tensor it is in; empty if there is none."""
+    bound: NonNegativeFloat = 0.0
+    """The largest difference that there may be: 0 where only the order in which things are done changes."""
+    left_out_because: str = ""
+    """Why it was not made; empty if it was."""
+    is_known_to_differ: bool = False
+    """Whether it was not made because the two do differ: BatchNorm over micro-batches, buffers that change in
+    each forward."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was not made, or found no more than there may be."""
+        return self.is_bitwise or bool(self.left_out_because) or 0 < self.largest_difference <= self.bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Certificate(PrintedResult):
+    """Whether training under a plan computes what plain training does."""
+
+    job: str
+    device: str
+    """Where it was computed, which may be another device than the plan's."""
+    samples: PositiveInt
+    """In the batch that was compared."""
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether every comparison does."""
+        return all(comparison.holds for comparison in self.comparisons)
+
+    @property
+    def known_differences(self) -> tuple[str, ...]:
+        """Why the plan is known to train otherwise; empty where it does not."""
+        return tuple(each.left_out_because for each in self.comparisons if each.is_known_to_differ)
+
+    @property
+    def why_split_is_unknown(self) -> str:
+        """Why a split batch could not be compared with a whole one; empty if it was, or is not split."""
+        made = [each for each in self.comparisons if each.name.startswith("splitting")]
+        reasons = [each.left_out_because for each in made]
+        return reasons[-1] if len(made) > 1 and all(reasons) else ""
+
+    @property
+    def way_out(self) -> str:
+        """What to do where a comparison does not hold; empty where all do."""
+        failed = [comparison.name for comparison in self.comparisons if not comparison.holds]
+        ways = []
+        if any(name.startswith("splitting") for name in failed):
+            ways.append(
+                "The loss of the batch is not the mean of those of its parts. One that compares samples with "
+                "each other, as a contrastive one does, is computed all the same from Job(embed=…, "
+                "loss=lambda embeddings: …); one that is a mean over something else than samples needs "
+                "Job(count=…); any is right with the global batch as micro_batch_size."
+            )
+        if any(not name.startswith("splitting") for name in failed):
+            ways.append(
+                "A forward that depends on more than its inputs, its random numbers and its buffers cannot be "
+                "recomputed. Plan without what differs: recompute='none', offload=False, chunked_loss=False, "
+                "step_in_backward=False, copies_ahead=False."
+            )
+        return " ".join(ways)
+
+    @classmethod
+    def from_json(cls, document: Any, *, where: str = "the certificate") -> Certificate:
+        """The certificate that `to_json` wrote.
+
+        Args:
+            document: As read from JSON.
+            where: Names it in errors.
+
+        Returns:
+            A certificate equal to the one written.
+
+        Raises:
+            FileFormatError: A field is unknown, missing, of another type or out of range.
+        """
+        fields = _without_verdict(document)
+        if isinstance(fields, dict) and isinstance(fields.get("comparisons"), list | tuple):
+            fields["comparisons"] = [
+                numbers_from_json(_without_verdict(entry), _NUMBERS) for entry in fields["comparisons"]
+            ]
+        return from_builtins(fields, cls, where=where)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the records' own names; a difference that is not finite is written as "inf"."""
+        return {
+            "holds": self.holds,
+            "job": self.job,
+            "device": self.device,
+            "samples": self.samples,
+            "comparisons": [
+                {
+                    "name": comparison.name,
+                    "holds": None if comparison.left_out_because else comparison.holds,
+                    "is_bitwise": comparison.is_bitwise,
+                    "largest_difference": number_to_json(comparison.largest_difference),
+                    "where": comparison.where,
+                    "bound": comparison.bound,
+                    "left_out_because": comparison.left_out_because,
+                    "is_known_to_differ": comparison.is_known_to_differ,
+                }
+                for comparison in self.comparisons
+            ],
+        }
+
+
+_NUMBERS = ("largest_difference",)
+
+
+def _without_verdict(entry: Any) -> Any:
+    """What was written less `holds`, which follows from the rest."""
+    return (
+        {name: value for name, value in entry.items() if name != "holds"} if isinstance(entry, dict) else entry
+    )

@@ -1,0 +1,119 @@
+"""Traces derived from others: of one micro-batch from those of two, of a size from those of other steps.
+
+They tell what to choose; what is chosen is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from brimful.trace.records import Category, EventKind, Op, Phase, Storage, Trace, TraceLine
+
+
+def with_one_micro_batch(trace: Trace) -> Trace:
+    """A step of one micro-batch, from the capture of a step of two.
+
+    Args:
+        trace: Of one step.
+
+    Returns:
+        The trace without the forward and backward of the second, and what they make. What the weighting of the
+        first one's loss takes, a few scalars, stays.
+    """
+    is_dropped = [op.micro_batch > 0 and op.phase in (Phase.FORWARD, Phase.BACKWARD) for op in trace.ops]
+    index, ops = [], []
+    for op, dropped in zip(trace.ops, is_dropped, strict=True):
+        if not dropped:
+            ops.append(replace(op, micro_batch=0))
+        index.append(len(ops) - 1)
+    first_dropped = is_dropped.index(True) if True in is_dropped else len(ops)
+    gone: set[int] = set()
+    events = []
+    for event in trace.events:
+        if event.kind is EventKind.ALLOCATE:
+            is_second_batch = (
+                event.op == first_dropped - 1 and trace.storages[event.storage].category is Category.INPUTS
+            )
+            if (event.op >= 0 and is_dropped[event.op]) or is_second_batch:
+                gone.add(event.storage)
+        if event.storage not in gone:
+            events.append(replace(event, op=index[event.op] if event.op >= 0 else event.op))
+    alone = trace.with_settings(replace(trace.settings, gradient_accumulation_steps=1))
+    return replace(
+        alone,
+        captured_micro_batches=1,
+        ops=tuple(ops),
+        storages=tuple(s if s.op is None else replace(s, op=index[s.op]) for s in alone.storages),
+        events=tuple(events),
+    )
+
+
+class Counterparts:
+    """Tells a trace with recomputed units at other micro-batch sizes, from a capture at one.
+
+    What a recomputation runs, the forward ran too. So each op of the trace is like one of the step with
+    everything kept, which was captured at two sizes.
+
+    Args:
+        trace: At the smaller size of `kept`, with units recomputed.
+        kept: The same step with everything kept, at any size.
+    """
+
+    def __init__(self, trace: Trace, kept: TraceLine) -> None:
+        self._trace, self._kept = trace, kept
+        small, large = kept.small, kept.large
+        self._ops = _counterparts(
+            [_op_key(op) for op in trace.ops],
+            [_op_key(op) for op in small.ops],
+            [_op_key(op)[1:] for op in large.ops],
+        )
+        self._storages = _counterparts(
+            [_storage_key(trace, storage) for storage in trace.storages],
+            [_storage_key(small, storage) for storage in small.storages],
+            [(storage.size_bytes, storage.kernel) for storage in large.storages],
+        )
+
+    def at(self, micro_batch_size: int) -> Trace | None:
+        """The trace at a size; None if an op or a storage has no counterpart, or several that differ."""
+        if self._ops is None or self._storages is None:
+            return None
+        kept = self._kept.at(micro_batch_size)
+        ops, storages = list(self._trace.ops), list(self._trace.storages)
+        changing_ops, changing_storages = set(self._kept.changing_ops), set(self._kept.changing_storages)
+        for i, index in enumerate(self._ops):
+            if index in changing_ops:
+                like = kept.ops[index]
+                ops[i] = ops[i].with_work(like.flops, like.read_bytes, like.written_bytes)
+        for i, index in enumerate(self._storages):
+            same = kept.storages[index]
+            if index in changing_storages and same.size_bytes != storages[i].size_bytes:
+                storages[i] = replace(
+                    storages[i], size_bytes=same.size_bytes, most_bytes=same.most_bytes, kernel=same.kernel
+                )
+        settings = replace(self._trace.settings, micro_batch_size=micro_batch_size)
+        return replace(self._trace, settings=settings, ops=tuple(ops), storages=tuple(storages))
+
+
+def _op_key(op: Op) -> tuple[Hashable, ...]:
+    return op.name, op.flops, op.read_bytes, op.written_bytes
+
+
+def _storage_key(trace: Trace, storage: Storage) -> Hashable:
+    maker = None if storage.op is None else _op_key(trace.ops[storage.op])
+    return storage.label, storage.size_bytes, storage.kernel, maker
+
+
+def _counterparts(
+    wanted: list[Hashable], known: list[Hashable], at_other_size: list[Hashable]
+) -> list[int] | None:
+    """For each key wanted the index of one known; None if there is none, or several that grow differently."""
+    index: dict[Hashable, int] = {}
+    ambiguous: set[Hashable] = set()
+    for i, key in enumerate(known):
+        first = index.setdefault(key, i)
+        if at_other_size[first] != at_other_size[i]:
+            ambiguous.add(key)
+    if any(key not in index or key in ambiguous for key in wanted):
+        return None
+    return [index[key] for key in wanted]

@@ -1,0 +1,192 @@
+"""The batches of a run, from where it is in its data on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from brimful.distributed.ranks import Ranks
+from brimful.errors import BrimfulError, DataError, OutOfMemoryError
+from brimful.execution.out_of_memory import make_room, out_of_memory, with_room
+from brimful.execution.random_state import RandomState
+from brimful.job import Batch
+from brimful.trainer.data.batches import Batches
+from brimful.trainer.data.position import Place
+from brimful.trainer.data.rng import RandomStream
+from brimful.trainer.storage.checkpoint import DataState
+from brimful.trainer.storage.restore import Save
+
+
+class Feed:
+    """Reads the batches of epoch after epoch, from random numbers of their own, and knows how far it has come.
+
+    These begin as the generators are when it is made, which must be the same on every rank.
+
+    Args:
+        batches: Of each epoch.
+        ranks: All of them read the same.
+        resumed: The save that the run goes on from; None begins it.
+        restore_random: Sets this rank's random numbers to those that were saved.
+    """
+
+    def __init__(
+        self, batches: Batches, *, ranks: Ranks, resumed: Save | None, restore_random: Callable[[Save], None]
+    ) -> None:
+        self._batches = batches
+        self._ranks = ranks
+        self._resumed = resumed
+        """None again once the rest of its epoch is read."""
+        self._restore_random = restore_random
+        self.randomness = RandomStream()
+        """Random numbers of the data."""
+        self._before_batch: RandomState | None = None
+        """Random numbers of the data before the batch was read that is not trained on yet."""
+        self.place = self._first_of(1) if resumed is None else _place_of(resumed.checkpoint.data)
+        """Where the next batch is."""
+
+    def state(self) -> DataState:
+        """What the same batches are read from again: place and random numbers."""
+        return DataState(
+            epoch=self.place.epoch,
+            batches=self.place.batches,
+            epoch_random=self.place.random,
+            random=self._before_batch or self.randomness.state,
+        )
+
+    def move_on(self) -> None:
+        """Past the batch that was read last, which is trained on."""
+        self.place.batches += 1
+        self._before_batch = None
+
+    def begin_next_epoch(self) -> None:
+        """Go to the first batch of the epoch that follows."""
+        self.place = self._first_of(self.place.epoch + 1)
+
+    def rest_of_epoch(
+        self, is_stopped: Callable[[], bool], on_out_of_memory: Callable[[str, float], None]
+    ) -> Iterator[tuple[Batch, float]]:
+        """The batches from the place on, each with the seconds that were waited for it.
+
+        All ranks go on with a batch or none does: a signal reaches a DataLoader's workers too, and then one
+        rank may miss its worker before the others have heard of it.
+
+        Where memory runs out, an iterator cannot be asked for the same batch again. The data are opened anew
+        and read up to the place, as in a resumed run; of several ranks none does so alone.
+
+        Args:
+            is_stopped: Asked after each is read; if any rank is, it was the last, and is not given.
+            on_out_of_memory: Told of each time that memory ran out: what the error said, and the seconds lost.
+
+        Yields:
+            Global batches, on the host.
+
+        Raises:
+            DataError: They could not be read, on this rank or another.
+            OutOfMemoryError: Memory ran out, in reading the same batch twice.
+        """
+        batches = self._opened()
+        while True:
+            start = time.perf_counter()
+            self._before_batch = self.randomness.state
+            batch, failure = self._read(batches)
+            ran_out = None if failure is None or self._ranks.are_several else out_of_memory(failure)
+            if ran_out is not None:
+                del batches, failure  # which hold what was read ahead
+                make_room(_HOST)
+                batches = self._opened_again(self._before_batch)
+                on_out_of_memory(ran_out, time.perf_counter() - start)
+                batch, failure = self._read(batches)
+            if self._is_over(batch, failure, is_stopped()):
+                return
+            assert batch is not None
+            yield batch, time.perf_counter() - start
+
+    def _first_of(self, epoch: int) -> Place:
+        return Place(epoch=epoch, random=self.randomness.state)
+
+    def _opened(self) -> Iterator[Batch]:
+        """The rest of the epoch, before its first batch is read."""
+        if self._resumed is None:
+            return self._opened_at(0)
+        rest = self._opened_again(self._resumed.checkpoint.data.random)
+        self._restore_random(self._resumed)
+        self._resumed = None
+        return rest
+
+    def _opened_again(self, before_batch: RandomState) -> Iterator[Batch]:
+        """The same after the batches that were trained on, which are read again, and skipped.
+
+        Args:
+            before_batch: Random numbers that the next batch is read with.
+
+        Returns:
+            Global batches, on the host.
+        """
+        rest = self._opened_at(self.place.batches)
+        self.randomness.state = before_batch
+        return rest
+
+    def _opened_at(self, batches: int) -> Iterator[Batch]:
+        def opened() -> Iterator[Batch]:
+            self.randomness.state = self.place.random
+            with self.randomness.drawn_from():
+                return self._batches.epoch(self.place.epoch, skip=batches)
+
+        return with_room(opened, during=f"the training data of epoch {self.place.epoch} are opened")
+
+    def _read(self, batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
+        """The next batch, or why there is none."""
+        try:
+            with self.randomness.drawn_from():
+                return next(batches, None), None
+        except Exception as error:
+            return None, error
+
+    def _is_over(self, batch: Batch | None, failure: Exception | None, is_stopped: bool) -> bool:
+        """Whether the epoch is, on all ranks; or raise what ends the run."""
+        failed, stopped, ended = self._ranks.sum(
+            failure is not None, is_stopped, failure is None and batch is None
+        )
+        if stopped or ended == self._ranks.count:
+            return True
+        if isinstance(failure, BrimfulError):
+            raise failure
+        if failure is not None:
+            raise _reading_error(failure, self.place)
+        if failed or ended:
+            raise DataError(
+                f"after {self.place} the training data failed on {failed:.0f} of {self._ranks.count} "
+                f"ranks, and ended on {ended:.0f}. Every rank must read the same batches."
+            )
+        return False
+
+
+def _reading_error(failure: Exception, place: Place) -> DataError | OutOfMemoryError:
+    """What ends a run whose data raised."""
+    ran_out = out_of_memory(failure)
+    if ran_out is not None:
+        return OutOfMemoryError(f"memory ran out while the training data were read, after {place}: {ran_out}.")
+    error = DataError(f"the training data failed after {place}: {type(failure).__name__}: {failure}")
+    error.__cause__ = failure
+    return error
+
+
+def _place_of(state: DataState) -> Place:
+    return Place(epoch=state.epoch, batches=state.batches, random=state.epoch_random)
+
+
+@contextmanager
+def dead_workers_told() -> Iterator[None]:
+    """Within, a DataLoader worker that dies is an error of the data: a signal tells it amid whatever runs."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(f"the training data failed: {error}") from error
+
+
+_HOST = torch.device("cpu")

@@ -1,0 +1,1 @@
+"""What a run reports: records, progress, utilisation, trackers, callbacks."""

@@ -1,0 +1,247 @@
+"""How far a run is: a bar on a terminal, a line now and then elsewhere, or nothing.
+
+Standard error that cannot be written does not end a run; see `display`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from brimful.display import make_console
+from brimful.quantities import format_bytes, format_rate, format_seconds
+from brimful.results import Recovery, StepRecord, ValidationRecord
+
+SECONDS_BETWEEN_LINES = 10.0
+_RECENT_STEPS = 20
+
+
+class ProgressDisplay(Protocol):
+    """Shows a run to whoever watches it."""
+
+    def start(self) -> None:
+        """Before the first step."""
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        """After each step.
+
+        Args:
+            record: The step.
+            memory: How much is in use, for a reader; empty if it is not known.
+        """
+
+    def show_validating(self, samples: int) -> None:
+        """During a pass over the validation data, after each micro-batch.
+
+        Args:
+            samples: Validated so far in this pass.
+        """
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        """After each pass over the validation data."""
+
+    def show_note(self, note: str) -> None:
+        """What else there is to say, in a line."""
+
+    def set_total(self, total_steps: int | None) -> None:
+        """As the data turn out to have other lengths than they said.
+
+        Args:
+            total_steps: Optimizer steps of the run; None if not known.
+        """
+
+    def stop(self) -> None:
+        """After the last step, and when the run fails; more than one call does nothing."""
+
+
+def make_progress(
+    total_steps: int | None, *, show: bool, counted: str | None = None, console: Console | None = None
+) -> ProgressDisplay:
+    """The display that suits where the output goes.
+
+    Args:
+        total_steps: Optimizer steps of the run; None if not known.
+        show: False shows nothing.
+        counted: What the records' terms are, if the speed is to be told in them.
+        console: Where to show it; None means standard error.
+
+    Returns:
+        A bar on a terminal, else single lines; or silence.
+    """
+    if not show:
+        return _Silence()
+    console = console or make_console()
+    pace = _Pace(total_steps, counted)
+    return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(pace, console)
+
+
+def memory_text(in_use_bytes: int | None, budget_bytes: int | None, *, predicted: bool = False) -> str:
+    """Memory for a reader: "312 MiB of 640 MiB", with a "~" before what is only predicted."""
+    if in_use_bytes is None:
+        return ""
+    in_use = f"{'~' if predicted else ''}{format_bytes(in_use_bytes)}"
+    return in_use if budget_bytes is None else f"{in_use} of {format_bytes(budget_bytes)}"
+
+
+class _Silence:
+    def start(self) -> None:
+        pass
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        pass
+
+    def show_validating(self, samples: int) -> None:
+        pass
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        pass
+
+    def show_note(self, note: str) -> None:
+        pass
+
+    def set_total(self, total_steps: int | None) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class _Pace:
+    """How fast the recent steps were, waiting for data included, and how long it takes at that."""
+
+    def __init__(self, total_steps: int | None, counted: str | None) -> None:
+        self.total_steps = total_steps
+        self._counted = counted
+        self._latest: StepRecord | None = None
+        self._recent: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
+
+    def add(self, record: StepRecord) -> None:
+        self._latest = record
+        if not record.memory_measured:  # measuring slows a step down
+            self._recent.append(record)
+
+    def of_total(self, step: int) -> str:
+        """ "/60" after the number of a step; nothing where the total is not known, or was not true."""
+        return "" if self.total_steps is None or step > self.total_steps else f"/{self.total_steps}"
+
+    def describe(self, memory: str) -> str:
+        """The latest step in a line: "loss 1.23  154 samples/s  MFU 41%  312 MiB of 640 MiB  12 s left"."""
+        assert self._latest is not None
+        parts = [f"loss {self._latest.loss:.4g}"]
+        seconds = sum(record.total_seconds for record in self._recent)
+        if seconds:
+            done = sum(record.terms if self._counted else record.samples for record in self._recent)
+            parts.append(format_rate(done / seconds, self._counted or "samples"))
+        if seconds and all(record.mfu is not None for record in self._recent):
+            useful_seconds = sum((record.mfu or 0.0) * record.total_seconds for record in self._recent)
+            parts.append(f"MFU {useful_seconds / seconds:.0%}")
+        parts.append(memory)
+        if seconds and self.total_steps is not None and self._latest.step < self.total_steps:
+            seconds_left = (self.total_steps - self._latest.step) * seconds / len(self._recent)
+            parts.append(f"{format_seconds(seconds_left)} left")
+        return "  ".join(part for part in parts if part)
+
+
+class _Bar:
+    def __init__(self, total_steps: int | None, pace: _Pace, console: Console) -> None:
+        self._pace = pace
+        columns = (TextColumn("step {task.fields[step]}"), BarColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("", total=total_steps, step=f"0{pace.of_total(0)}")
+
+    def start(self) -> None:
+        self._progress.start()
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        self._pace.add(record)
+        self._progress.update(
+            self._task,
+            completed=record.step,
+            step=f"{record.step}{self._pace.of_total(record.step)}",
+            description=self._pace.describe(memory),
+        )
+
+    def show_validating(self, samples: int) -> None:
+        self._progress.update(self._task, description=_validating(samples))
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        self._progress.console.print(_validation_line(record), highlight=False, markup=False)
+
+    def show_note(self, note: str) -> None:
+        self._progress.console.print(note, highlight=False, markup=False)
+
+    def set_total(self, total_steps: int | None) -> None:
+        self._pace.total_steps = total_steps
+        self._progress.update(self._task, total=total_steps)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+class _Lines:
+    def __init__(self, pace: _Pace, console: Console) -> None:
+        self._pace = pace
+        self._console = console
+        self._latest: tuple[StepRecord, str] | None = None
+        self._printed_seconds = -SECONDS_BETWEEN_LINES
+        self._printed_step = 0
+
+    def start(self) -> None:
+        pass
+
+    def show_step(self, record: StepRecord, memory: str) -> None:
+        self._pace.add(record)
+        self._latest = record, memory
+        if time.monotonic() - self._printed_seconds >= SECONDS_BETWEEN_LINES:
+            self._print_latest()
+
+    def show_validating(self, samples: int) -> None:
+        if time.monotonic() - self._printed_seconds >= SECONDS_BETWEEN_LINES:
+            self._print_latest()
+            self._print(_validating(samples))
+            self._printed_seconds = time.monotonic()
+
+    def show_validation(self, record: ValidationRecord) -> None:
+        self._print_latest()
+        self._print(_validation_line(record))
+
+    def show_note(self, note: str) -> None:
+        self._print_latest()
+        self._print(note)
+
+    def set_total(self, total_steps: int | None) -> None:
+        self._print_latest()
+        self._pace.total_steps = total_steps
+
+    def stop(self) -> None:
+        self._print_latest()
+
+    def _print_latest(self) -> None:
+        if self._latest is None or self._latest[0].step == self._printed_step:
+            return
+        record, memory = self._latest
+        self._print(f"step {record.step}{self._pace.of_total(record.step)}  {self._pace.describe(memory)}")
+        self._printed_seconds, self._printed_step = time.monotonic(), record.step
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _validating(samples: int) -> str:
+    return f"validating, {samples} samples so far"
+
+
+def _validation_line(record: ValidationRecord) -> str:
+    metrics = "".join(f"  {name} {value:.4g}" for name, value in record.metrics.items())
+    return f"epoch {record.epoch}, step {record.step}  validation loss {record.loss:.4g}{metrics}"
+
+
+def recovery_text(recovery: Recovery) -> str:
+    """That memory ran out and how training goes on, in a line."""
+    where = f"step {recovery.step}" if recovery.during == "step" else f"{recovery.during}, step {recovery.step}"
+    how = "again as before" if recovery.after == recovery.before else f"on with {recovery.after}"
+    return f"{where}  {recovery.message}: {how}; nothing is lost"

@@ -1,0 +1,72 @@
+"""What a run comes to: the result, with predicted beside measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from brimful.execution.setup import device_name
+from brimful.results import Certificate, DataLoading, StepRecord, StopReason, TrainingResult
+from brimful.trainer.monitor.logger import Journal
+from brimful.trainer.options import Options
+from brimful.trainer.step.transaction import Steps
+
+
+def result_of(
+    options: Options,
+    steps: Steps,
+    journal: Journal,
+    *,
+    certificate: Certificate | None,
+    data_loading: DataLoading | None,
+    stopped_because: StopReason,
+) -> TrainingResult:
+    """The result of a run that has ended.
+
+    Args:
+        options: What was asked, and predicted.
+        steps: What was taken, and measured.
+        journal: What was told.
+        certificate: That the plan is the same training.
+        data_loading: How its data came to it.
+        stopped_because: Why it ended.
+
+    Returns:
+        All of it, in one record.
+    """
+    plan, peak = options.plan, steps.peak
+    return TrainingResult(
+        job=options.job.name,
+        device=device_name(options.device),
+        settings=steps.settings,
+        stopped_because=stopped_because,
+        steps=tuple(journal.steps),
+        validations=tuple(journal.validations),
+        budget_bytes=None if plan is None else plan.budget_bytes,
+        predicted_peak_allocated_bytes=None if plan is None else plan.predicted_peak_allocated_bytes,
+        measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
+        predicted_peak_reserved_bytes=None if plan is None else plan.predicted_peak_reserved_bytes,
+        measured_peak_reserved_bytes=None if peak is None else peak.reserved_bytes,
+        predicted_peak_device_bytes=None if plan is None else plan.predicted_peak_device_bytes,
+        measured_peak_device_bytes=None if peak is None else peak.device_bytes,
+        predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
+        measured_step_seconds=_steady_seconds(journal.steps, options.settings.global_batch_size),
+        temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
+        certificate=certificate,
+        recoveries=tuple(journal.recoveries),
+        run_dir=options.saving.run_dir,
+        counted=options.counted,
+        predicted_mfu=None if plan is None else plan.predicted_mfu,
+        data_loading=data_loading,
+        notes=tuple(journal.notes),
+    )
+
+
+def _steady_seconds(records: Sequence[StepRecord], global_batch_size: int) -> float | None:
+    """Median over the steps with a full batch, but for the first and the one whose memory was measured."""
+    steady = [record for record in records[1:] if record.updated and not record.memory_measured]
+    full_samples = global_batch_size
+    if all(record.samples != full_samples for record in steady):  # a DataLoader with batches of its own size
+        full_samples = max((record.samples for record in steady), default=0)
+    seconds = [record.seconds for record in steady if record.samples == full_samples]
+    return statistics.median(seconds) if seconds else None

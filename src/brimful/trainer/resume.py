@@ -1,0 +1,213 @@
+"""What a run begins with, or goes on from: its save, which must be of the same run, and its settings."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from brimful.distributed.ranks import Ranks
+from brimful.errors import BrimfulError, FileFormatError, ResumeError, RunDirectoryError
+from brimful.results import Recovery
+from brimful.settings import Settings
+from brimful.trainer.data.rng import seed_all
+from brimful.trainer.options import Options
+from brimful.trainer.step.schedules import Schedule
+from brimful.trainer.storage.checkpoint import AskedRun, Rates
+from brimful.trainer.storage.relaunch import leave_settings, settings_left
+from brimful.trainer.storage.restore import Save, newest_save
+from brimful.trainer.storage.run_directory import JOB, LOWERED, check_run_directory
+from brimful.trainer.storage.unsaved import check_restart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """From where a run starts."""
+
+    saved: Save | None
+    """What it goes on from; None begins it."""
+    settings_of_save: Settings
+    """With which the run was saved last, or begins; a launch may have lowered them since."""
+    settings: Settings
+    """Those to go on with."""
+    lowered: Recovery | None
+    """Why they are lower, where memory ran out on one of the ranks of the launch before this."""
+
+
+def find_start(options: Options, ranks: Ranks) -> Start:
+    """Find the newest save if the run is to go on, and see that it is of this run; or prepare to begin.
+
+    Args:
+        options: Say which.
+        ranks: All of them look for it together.
+
+    Returns:
+        From where to start.
+
+    Raises:
+        RunDirectoryError: The run directory is not empty or cannot be written to.
+        ResumeError: No save is whole, or they are of another run.
+    """
+    ranks.wait()  # the first may still be writing what a run before this saved last
+    saved = _newest_save(options, ranks)
+    if saved is None:
+        _check_run_directory(options, ranks)
+        before = options.settings
+    else:
+        _check_same_run(options, saved)
+        before = _settings_to_resume(options, saved)
+    settings, lowered = _lowered(options, before, ranks)
+    return Start(saved=saved, settings_of_save=before, settings=settings, lowered=lowered)
+
+
+def hand_over(options: Options, start: Start, after: Settings, recovery: Recovery) -> str:
+    """Let the next launch go on with settings that take less.
+
+    Args:
+        options: Say where the run is saved.
+        start: From where this launch started.
+        after: The settings that take less.
+        recovery: What happened.
+
+    Returns:
+        What to tell the user of it.
+    """
+    run_dir = options.saving.run_dir
+    if run_dir is None:
+        return f"Without a run directory nothing is saved. Train with {after.describe()}."
+    leave_settings(run_dir, start.settings_of_save, after, recovery)
+    return (
+        "Launched again with resume, as `torchrun --max-restarts` does, the run goes on from its last save "
+        f"in {run_dir} with {after.describe()}."
+    )
+
+
+def asked_run(options: Options, rates: Rates) -> AskedRun:
+    """By what a save is known to be of the same run.
+
+    Args:
+        options: What was asked.
+        rates: Learning rates and weight decays that were asked for.
+
+    Returns:
+        What is saved with the run.
+    """
+    schedule = options.updating.schedule
+    return AskedRun(
+        settings=options.settings,
+        seed=options.seed,
+        about=options.about,
+        rates=rates,
+        schedule=str(schedule) if isinstance(schedule, Schedule) else None,
+    )
+
+
+def check_rates(options: Options, rates: Rates, saved: Save) -> None:
+    """Check that the rates are those that were saved; others that are asked for now would not be taken.
+
+    Args:
+        options: Name the run, and its schedule.
+        rates: Learning rates and weight decays that are asked for now.
+        saved: Its own take their place.
+
+    Raises:
+        ResumeError: They are others.
+    """
+    before, now = saved.checkpoint.asked, asked_run(options, rates)
+    if (before.rates, before.schedule) != (now.rates, now.schedule):
+        raise ResumeError(
+            f"the run in {options.saving.run_dir} was begun with learning rates and weight decays "
+            f"{_listed(before.rates)} and schedule {before.schedule}, and is to resume with "
+            f"{_listed(now.rates)} and {now.schedule}: it would not be the same run. Resume it as it was "
+            "begun, or begin another in a new run directory."
+        )
+
+
+def restore_random(options: Options, ranks: Ranks, saved: Save) -> None:
+    """Set this rank's random numbers to what the last step left; anew if there was no such rank.
+
+    Args:
+        options: Seed and device.
+        ranks: Those that go on.
+        saved: By as many ranks as it may be.
+    """
+    of_ranks = saved.checkpoint.random
+    if ranks.count != len(of_ranks):
+        warnings.warn(
+            f"the run was saved by {len(of_ranks)} ranks and resumes with {ranks.count}: dropout "
+            "draws other numbers than it would have.",
+            stacklevel=2,
+        )
+    if ranks.rank >= len(of_ranks):
+        seed_all(options.seed + saved.step, ranks.rank)
+    else:
+        of_ranks[ranks.rank].restore(options.device)
+
+
+def _listed(rates: Rates) -> list[list[float]]:
+    return [list(group) for group in rates]
+
+
+def _newest_save(options: Options, ranks: Ranks) -> Save | None:
+    if not options.saving.resumes:
+        return None
+    assert options.saving.run_dir is not None
+    return newest_save(
+        options.saving.run_dir,
+        lambda reason: warnings.warn(reason, stacklevel=4) if ranks.is_first else None,
+        ranks=ranks,
+        maps=options.settings.divides_model,
+    )
+
+
+def _check_run_directory(options: Options, ranks: Ranks) -> None:
+    """Check on the first rank, for all, that a run can begin where it is to; nothing is written yet."""
+    run_dir = options.saving.run_dir
+    refusal: BrimfulError | None = None
+    if run_dir is not None and ranks.is_first:
+        try:
+            check_restart(run_dir) if options.saving.resumes else check_run_directory(run_dir)
+        except (ResumeError, RunDirectoryError) as error:
+            refusal = error
+    if (of_first := ranks.of_first(refusal)) is not None:
+        raise of_first
+
+
+def _check_same_run(options: Options, saved: Save) -> None:
+    asked = saved.checkpoint.asked
+    run_dir = options.saving.run_dir
+    for name, before, now in (
+        ("seed", asked.seed, options.seed),
+        ("global batch size", asked.settings.global_batch_size, options.settings.global_batch_size),
+    ):
+        if before != now:
+            raise ResumeError(
+                f"the run in {run_dir} has {name} {before}, and this one {now}: it would not be the "
+                f"same run. Resume with {before}, or begin another in a new run directory."
+            )
+    if asked.about != options.about:
+        raise ResumeError(
+            f"the run in {run_dir} is of a job that says other things about itself in `about` (see "
+            f"{JOB} there) than {options.job.name!r} does now; of ready tasks, their files or flags have "
+            "changed. Give the same, or begin another run in a new run directory."
+        )
+
+
+def _settings_to_resume(options: Options, saved: Save) -> Settings:
+    """Those in force when the run was saved, lowered perhaps, unless others are asked for now."""
+    if saved.checkpoint.asked.settings != options.settings:
+        return options.settings
+    return saved.checkpoint.steps.settings
+
+
+def _lowered(options: Options, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
+    """The settings to go on with, and what happened if the launch before this left others."""
+    if options.saving.resumes and ranks.are_several:
+        assert options.saving.run_dir is not None
+        try:
+            left = settings_left(options.saving.run_dir, settings)
+        except (FileFormatError, KeyError, TypeError) as error:  # the run goes on as it was saved
+            warnings.warn(f"{LOWERED} is not used: {error}", stacklevel=3)
+            left = None
+        if left is not None:
+            return left
+    return settings, None

@@ -1,0 +1,1 @@
+"""One training step: it completes, or leaves everything unchanged. Start reading at `transaction`."""

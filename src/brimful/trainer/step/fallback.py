@@ -1,0 +1,144 @@
+"""Settings that take less memory, for where a step ran out of it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import torch
+
+from brimful.batches import why_not_split
+from brimful.capture import CautiousCapture, capture_step
+from brimful.devices import Device
+from brimful.errors import BrimfulError, OutOfMemoryError
+from brimful.job import Job
+from brimful.options import PlanOptions
+from brimful.planner import Plan, Request, search
+from brimful.prediction import estimate_trace
+from brimful.profiling import device_record
+from brimful.settings import Action, Settings
+from brimful.trace import Trace, of_one_rank
+
+LOWERED_FRACTION = 0.9
+"""What settings may take of what those took that ran out. On public GPU runs nine in ten predictions are within
+6.7 % (benchmarks/results/gpu_truth.json): what is predicted to take a tenth less takes less."""
+
+
+_PINNED = {"all": Action.RECOMPUTE, "none": Action.KEEP}
+"""Actions by what may be asked of them; auto pins none."""
+
+
+class Lowering:
+    """Finds settings that take less memory for the same global batch.
+
+    Args:
+        job: What is trained.
+        plan: Has what the user asked for, which is kept to; None without a plan.
+        device: Where it is trained.
+    """
+
+    def __init__(self, job: Job, plan: Plan | None, device: torch.device) -> None:
+        self._job = replace(job, loop=None)
+        self._plan = plan
+        self._asked = PlanOptions() if plan is None else plan.asked
+        self._device = device
+        self._least_bytes: int | None = None
+        """What the leanest settings took with which memory ran out, predicted: what is planned next takes less.
+        Else a smaller micro-batch that is predicted to take more could lead back to them."""
+
+    def __call__(self, settings: Settings) -> Settings:
+        """Settings that take less.
+
+        Args:
+            settings: Those with which memory ran out.
+
+        Returns:
+            A plan's settings for nine tenths of what these are predicted to take, pinned as the user asked;
+            else those that hold no gathered parameters between forward and backward; else, pinned or not,
+            those with the next smaller micro-batch.
+
+        Raises:
+            OutOfMemoryError: There are none.
+        """
+        reasons = []
+        for way in (self._planned_anew, self._resharding, self._smaller_micro_batch):
+            try:
+                return way(settings)
+            except BrimfulError as error:
+                reasons.append(str(error))
+        raise OutOfMemoryError(
+            f"memory ran out with {settings.describe()}, and nothing that takes less was found.\n"
+            + "\n".join(f"  {reason}" for reason in reasons)
+            + "\n  The model is as it was after the last step. Train with a smaller global batch or model, an "
+            "optimizer with less state, or another precision."
+        )
+
+    def _planned_anew(self, settings: Settings) -> Settings:
+        device = device_record(self._device)
+        cautious = CautiousCapture(self._job, device)
+
+        @functools.cache
+        def capture(how: Settings, steps: int = 1) -> Trace:
+            return cautious(how, steps)
+
+        taken = estimate_trace(of_one_rank(capture(settings, 2)), device).predicted_peak_reserved_bytes
+        taken = self._least_bytes = taken if self._least_bytes is None else min(taken, self._least_bytes)
+        request = self._request(settings, device, int(taken * LOWERED_FRACTION) + device.context_bytes)
+        return search(capture, request).settings
+
+    def _request(self, settings: Settings, device: Device, budget_bytes: int) -> Request:
+        plan, asked = self._plan, self._asked
+        is_pinned = settings.micro_batch_size == asked.micro_batch_size  # until nothing else helps
+        return Request(
+            job=self._job.name,
+            device=device,
+            budget_bytes=budget_bytes,
+            global_batch_size=settings.global_batch_size,
+            precisions=(settings.precision,),
+            optimizer=settings.optimizer,
+            optimizer_implementation=settings.optimizer_implementation,
+            micro_batch_size=asked.micro_batch_size if is_pinned else None,
+            recompute=_PINNED.get(asked.recompute),
+            permits_chunked_loss=asked.chunked_loss if plan is not None else settings.chunked_loss is not None,
+            permits_expandable_segments=settings.expandable_segments,
+            offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
+            optimizer_on_host=settings.optimizer_on_host,
+            copies_ahead=settings.copies_ahead,
+            own_checkpointing=settings.own_checkpointing,
+            why_not_split=why_not_split(self._job, settings.rank_batch_size),
+            weighs_by_count=self._job.count is not None or self._job.reduction == "sum",
+            step_in_backward=settings.step_in_backward,
+            splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
+            ranks=settings.ranks,
+            nodes=settings.nodes,
+            parallelisms=(settings.parallelism,),
+            reshard_after_forward=asked.reshard_after_forward,
+            gathered_dtype=settings.gathered_dtype,
+            cpu_offload=settings.cpu_offload,
+        )
+
+    def _resharding(self, settings: Settings) -> Settings:
+        if self._asked.reshard_after_forward is not None:
+            raise OutOfMemoryError("reshard_after_forward is pinned (--reshard, --no-reshard).")
+        if settings.reshard_after_forward:
+            raise OutOfMemoryError("no parameters are held gathered between forward and backward.")
+        return replace(settings, reshard_after_forward=True)
+
+    def _smaller_micro_batch(self, settings: Settings) -> Settings:
+        total = settings.rank_batch_size
+        smaller = [size for size in range(1, settings.micro_batch_size) if total % size == 0]
+        if not smaller:
+            raise OutOfMemoryError("the micro-batch is one sample already.")
+        if settings.gradient_accumulation_steps == 1:  # else batches of this run are split already
+            reason = why_not_split(self._job, total)
+            if reason is not None:
+                raise OutOfMemoryError(f"the batch was not split: {reason}")
+        if settings.gradient_accumulation_steps == 1 and not self._asked.split_batch_norm:
+            alone = Settings(micro_batch_size=settings.micro_batch_size, precision=settings.precision)
+            coupled = capture_step(self._job, alone, device_record(self._device)).batch_coupled_modules
+            if coupled:
+                raise OutOfMemoryError(
+                    f"the batch was not split: {coupled[0]} computes with the whole of it, as BatchNorm does, "
+                    "or changes its buffers in each forward."
+                )
+        return settings.with_micro_batch_size(smaller[-1])

@@ -1,0 +1,324 @@
+"""What a save holds, on one page.
+
+    saves/step-000000120/
+      run.json            what was asked, and how far the run has come: numbers and text
+      state.pt            optimizer, schedule, loss scaler, moving average, random numbers: with tensors
+      model.safetensors   parameters and buffers
+      shards/             the parts of parameters and optimizer state that each rank has; see `shards.py`
+      manifest.json       size and SHA-256 of each of these files; see `saves.py`
+
+`Checkpoint` is all of it but parameters and buffers. Steps, data and the request each give their record and
+resume from it. What is read is checked: every number against its range, random numbers by generators of their
+own. Whether it is of this model and optimizer is checked where they take it over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from brimful.codec import NonNegativeInt, PositiveInt, decode_json, from_builtins
+from brimful.errors import FileFormatError
+from brimful.execution.random_state import RandomState
+from brimful.results import ValidationRecord, validation_from_json, validation_to_json
+from brimful.settings import Settings, settings_from_json, settings_to_json
+
+T = TypeVar("T")
+
+Rates = tuple[tuple[float, ...], ...]
+"""Of each group of parameters: its learning rate and weight decay, as far as it has them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedRun:
+    """What a run was asked for. A save of which it differs is of another run."""
+
+    settings: Settings
+    """A launch may have lowered them since."""
+    seed: int
+    about: Any
+    """What the job says about itself, as JSON."""
+    rates: Rates
+    schedule: str | None
+    """None without a `Schedule`; those that a function makes are not known by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """What the next step depends on, beside the model, its batch and random numbers."""
+
+    taken: int
+    """Optimizer steps, those included that the loss scaler skipped."""
+    updates: int
+    """Steps that changed the parameters."""
+    skipped_in_a_row: int
+    settings: Settings
+    """Those in force."""
+    optimizer_class: str
+    optimizer: dict[str, Any]
+    """Its `state_dict`; without what the shards hold."""
+    scheduler: dict[str, Any] | None
+    """Its `state_dict`; None without one."""
+    scaler: dict[str, Any] | None
+    """Its `state_dict`; None unless the precision is fp16."""
+    average: dict[str, Tensor] | None
+    """The moving average of the parameters by name; None if none is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataState:
+    """Which batch is next, and the random numbers that it is read with."""
+
+    epoch: int
+    """From 1."""
+    batches: int
+    """Those of this epoch that were trained on."""
+    epoch_random: RandomState
+    """As the epoch began: a DataLoader draws the order of its samples then."""
+    random: RandomState
+    """Before the next batch is read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """Everything that a run resumes from, but parameters and buffers."""
+
+    asked: AskedRun
+    steps: StepState
+    data: DataState
+    random: tuple[RandomState, ...]
+    """Of each rank, as its last step left them."""
+    validations: tuple[ValidationRecord, ...] = ()
+    """All so far: the lowest loss decides what is the best, and when `patience` ends."""
+    metrics_bytes: int = 0
+    """Length of `metrics.jsonl`."""
+
+    def with_optimizer(self, state: Mapping[str, Any]) -> Self:
+        """The same with another `state_dict` of the optimizer."""
+        return replace(self, steps=replace(self.steps, optimizer=dict(state)))
+
+    def run_document(self) -> dict[str, Any]:
+        """The content of `run.json`."""
+        asked, steps, data = self.asked, self.steps, self.data
+        return asdict(
+            _RunFile(
+                step=steps.taken,
+                updates=steps.updates,
+                skipped_in_a_row=steps.skipped_in_a_row,
+                epoch=data.epoch,
+                batches=data.batches,
+                settings=settings_to_json(steps.settings),
+                optimizer_class=steps.optimizer_class,
+                asked_settings=settings_to_json(asked.settings),
+                seed=asked.seed,
+                about=asked.about,
+                rates=asked.rates,
+                schedule=asked.schedule,
+                validations=tuple(validation_to_json(validation) for validation in self.validations),
+                metrics_bytes=self.metrics_bytes,
+            )
+        )
+
+    def state_document(self) -> dict[str, Any]:
+        """The content of `state.pt`: dicts, lists, numbers and tensors, which load without running code."""
+        steps, data = self.steps, self.data
+        return {
+            "optimizer": steps.optimizer,
+            "scheduler": steps.scheduler,
+            "scaler": steps.scaler,
+            "average": steps.average,
+            "random": [state.to_save() for state in self.random],
+            "data_random": data.random.to_save(),
+            "epoch_random": data.epoch_random.to_save(),
+        }
+
+    @classmethod
+    def from_documents(cls, run_json: bytes, state: object, *, where: str) -> Self:
+        """The checkpoint of which files hold what `run_document` and `state_document` gave.
+
+        Args:
+            run_json: The content of `run.json`.
+            state: What `torch.load` found in `state.pt`.
+            where: Names the save in errors.
+
+        Returns:
+            The checkpoint, every part of its type and in its range.
+
+        Raises:
+            FileFormatError: It is not; names the file and the field.
+        """
+        run = decode_json(run_json, _RunFile, where=f"{where}run.json")
+        found = _StateFile.checked(state, where=f"{where}state.pt")
+        return cls(
+            asked=AskedRun(
+                settings=_settings(run.asked_settings, where=f"{where}run.json: field `asked_settings`"),
+                seed=run.seed,
+                about=run.about,
+                rates=run.rates,
+                schedule=run.schedule,
+            ),
+            steps=StepState(
+                taken=run.step,
+                updates=run.updates,
+                skipped_in_a_row=run.skipped_in_a_row,
+                settings=_settings(run.settings, where=f"{where}run.json: field `settings`"),
+                optimizer_class=run.optimizer_class,
+                optimizer=found.optimizer,
+                scheduler=found.scheduler,
+                scaler=found.scaler,
+                average=found.average,
+            ),
+            data=DataState(
+                epoch=run.epoch,
+                batches=run.batches,
+                epoch_random=found.epoch_random,
+                random=found.data_random,
+            ),
+            random=found.random,
+            validations=_validations(run.validations, where=f"{where}run.json: field `validations`"),
+            metrics_bytes=run.metrics_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RunFile:
+    """`run.json`: the annotations are its schema."""
+
+    step: NonNegativeInt
+    updates: NonNegativeInt
+    skipped_in_a_row: NonNegativeInt
+    epoch: PositiveInt
+    batches: NonNegativeInt
+    settings: dict[str, Any]
+    optimizer_class: str
+    asked_settings: dict[str, Any]
+    seed: Annotated[int, Meta(ge=0)]
+    about: Any
+    rates: Rates
+    schedule: str | None
+    validations: tuple[dict[str, Any], ...]
+    metrics_bytes: NonNegativeInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StateFile:
+    """`state.pt`."""
+
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    scaler: dict[str, Any] | None
+    average: dict[str, Tensor] | None
+    random: tuple[RandomState, ...]
+    data_random: RandomState
+    epoch_random: RandomState
+
+    @classmethod
+    def checked(cls, document: object, *, where: str) -> Self:
+        names = {field.name for field in fields(cls)}
+        if not isinstance(document, dict) or document.keys() != names:
+            found = sorted(map(str, document)) if isinstance(document, dict) else type(document).__name__
+            raise FileFormatError(f"{where}: expected {sorted(names)}, got {found}.")
+        found_random = document["random"]
+        if not isinstance(found_random, list) or not found_random:
+            raise FileFormatError(f"{where}: field `random`: expected the random numbers of each rank.")
+        return cls(
+            optimizer=_optimizer_state(document["optimizer"], where=f"{where}: field `optimizer`"),
+            scheduler=_named(document["scheduler"], where=f"{where}: field `scheduler`"),
+            scaler=_named(document["scaler"], where=f"{where}: field `scaler`"),
+            average=_tensors(document["average"], where=f"{where}: field `average`"),
+            random=tuple(
+                _random_state(each, where=f"{where}: field `random[{rank}]`")
+                for rank, each in enumerate(found_random)
+            ),
+            data_random=_random_state(document["data_random"], where=f"{where}: field `data_random`"),
+            epoch_random=_random_state(document["epoch_random"], where=f"{where}: field `epoch_random`"),
+        )
+
+
+def _settings(document: dict[str, Any], *, where: str) -> Settings:
+    return _decoded(lambda: settings_from_json(document), where=where)
+
+
+def _validations(documents: tuple[dict[str, Any], ...], *, where: str) -> tuple[ValidationRecord, ...]:
+    return _decoded(lambda: tuple(validation_from_json(document) for document in documents), where=where)
+
+
+_Word = Annotated[int, Meta(ge=0, lt=2**32)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Generators:
+    """The states of Python's and NumPy's generator, both MT19937."""
+
+    python: tuple[Literal[3], Annotated[list[_Word], Meta(min_length=625, max_length=625)], float | None]
+    numpy: tuple[
+        Literal["MT19937"],
+        Annotated[list[_Word], Meta(min_length=624, max_length=624)],
+        Annotated[int, Meta(ge=0, le=624)],  # NumPy reads beyond its numbers rather than check it
+        Literal[0, 1],
+        float,
+    ]
+
+
+def _random_state(value: Any, *, where: str) -> RandomState:
+    """Random numbers that this Python, NumPy and torch can restore, tried on generators of their own."""
+    if not isinstance(value, dict) or value.keys() != {"python", "numpy", "host", "cuda"}:
+        raise FileFormatError(f"{where}: expected the states of `python`, `numpy`, `host` and `cuda`.")
+    from_builtins({name: value[name] for name in ("python", "numpy")}, _Generators, where=where)
+
+    def tried() -> RandomState:
+        torch.Generator().set_state(value["host"])
+        state = RandomState.from_save(value)
+        random.Random().setstate(state.python)
+        if state.cuda is not None and (state.cuda.dtype != torch.uint8 or not state.cuda.is_cpu):
+            raise TypeError("`cuda` is not a tensor of bytes")
+        return state
+
+    return _decoded(tried, where=where)
+
+
+def _decoded(decode: Callable[[], T], *, where: str) -> T:
+    try:
+        return decode()
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        raise FileFormatError(f"{where}: {type(error).__name__}: {reason}") from error
+
+
+def _optimizer_state(value: Any, *, where: str) -> dict[str, Any]:
+    """A `state_dict`: the state of each parameter by its number, and groups that name these numbers."""
+    found = _named(value, where=where)
+    states, groups = (found or {}).get("state"), (found or {}).get("param_groups")
+    if found is None or not isinstance(states, dict) or not isinstance(groups, list):
+        raise FileFormatError(f"{where}: expected a `state_dict` with `state` and `param_groups`.")
+    for number, state in states.items():
+        if not isinstance(number, int) or not isinstance(state, dict):
+            raise FileFormatError(f"{where}: `state` of {number!r}: expected a dict by the parameter's number.")
+    for index, group in enumerate(groups):
+        numbers = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(numbers, list) or not all(isinstance(number, int) for number in numbers):
+            raise FileFormatError(
+                f"{where}: `param_groups[{index}]`: expected a dict with numbers in `params`."
+            )
+    return found
+
+
+def _named(value: Any, *, where: str) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+        raise FileFormatError(f"{where}: expected a dict by names, got {type(value).__name__}.")
+    return value
+
+
+def _tensors(value: Any, *, where: str) -> dict[str, Tensor] | None:
+    found = _named(value, where=where)
+    if found is not None and not all(isinstance(tensor, Tensor) for tensor in found.values()):
+        raise FileFormatError(f"{where}: expected tensors.")
+    return found

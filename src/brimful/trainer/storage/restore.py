@@ -1,0 +1,219 @@
+"""The newest whole save of a run, found, checked and read.
+
+What is read may be anything: see `manifest.py` for the files. Loaders run no code (safetensors, and
+`torch.load` with `weights_only`), and what they give is checked against its types and ranges (`checkpoint.py`).
+A save that fails any of this is refused, and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from brimful.codec import read_regular_file
+from brimful.distributed.ranks import ALONE, Ranks
+from brimful.errors import FileFormatError, OutOfMemoryError, ResumeError
+from brimful.execution.out_of_memory import with_room
+from brimful.module_names import plain_state, wrapped_state
+from brimful.trainer.storage.checkpoint import Checkpoint
+from brimful.trainer.storage.manifest import (
+    MODEL,
+    RUN,
+    SHARDS,
+    STATE,
+    by_step,
+    check_file,
+    check_names,
+    read_manifest,
+)
+from brimful.trainer.storage.run_directory import SAVES
+from brimful.trainer.storage.shards import check_alike, load_model, load_optimizer_state
+from brimful.trainer.storage.weights import read_tensors, read_tied
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """A save that was found whole."""
+
+    path: Path
+    checkpoint: Checkpoint
+
+    @property
+    def step(self) -> int:
+        """Steps taken before it."""
+        return self.checkpoint.steps.taken
+
+    def load_model(self, model: nn.Module) -> None:
+        """Give a model the saved parameters and buffers.
+
+        Args:
+            model: Of the same structure as the one that was saved.
+
+        Raises:
+            ResumeError: It is of another structure, or its tensors are of other types.
+        """
+        try:
+            if (self.path / SHARDS).is_dir() or any(isinstance(p, DTensor) for p in model.parameters()):
+                load_model(model, self.path, MODEL)
+            else:
+                _load_whole(model, self.path / MODEL)
+        except FileFormatError as error:
+            raise ResumeError(f"the run cannot be resumed: {error}") from error
+
+    def optimizer_state_for(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The saved `state_dict` with what the shards hold, on its way to the parameters as they are.
+
+        Args:
+            optimizer: Over parameters that may be divided.
+
+        Returns:
+            The state.
+
+        Raises:
+            ResumeError: The saved optimizer has other parameters.
+        """
+        return load_optimizer_state(optimizer, self.checkpoint.steps.optimizer, self.path)
+
+    def release(self) -> None:
+        """Forget what is as large as parameters, once it is loaded."""
+        steps = self.checkpoint.steps
+        for state in (steps.optimizer, steps.average):
+            if state is not None:
+                state.clear()
+
+
+def newest_save(
+    run_dir: Path, refused: Callable[[str], None], *, ranks: Ranks = ALONE, maps: bool = False
+) -> Save | None:
+    """The newest save of a run that is whole.
+
+    Args:
+        run_dir: The run directory.
+        refused: Told of each newer one that is not.
+        ranks: Those that look for it together, each checking a part of the files.
+        maps: Leave what is large of its state on the disk until it is used.
+
+    Returns:
+        It, with all of its state but the weights; None if the run saved nothing.
+
+    Raises:
+        ResumeError: There are saves, and none is whole; or the ranks see different ones.
+    """
+    found = _found_alike(run_dir, ranks)
+    reasons = []
+    for path in found:
+        reason, save = _read_or_reason(path, ranks, maps=maps)
+        told = next(filter(None, ranks.gather(reason)), None)
+        if told is None:
+            return save
+        reasons.append(f"{path} is not used: {told}")
+        refused(reasons[-1])
+    if found:
+        listed = "\n".join(f"  {reason}" for reason in reasons)
+        raise ResumeError(f"no save of {run_dir} is whole, so the run cannot be resumed.\n{listed}")
+    return None
+
+
+def find_saves(run_dir: Path) -> list[Path]:
+    """The saves of a run by their names, the newest first.
+
+    Args:
+        run_dir: The run directory.
+
+    Returns:
+        Their directories; none where there is no `saves/`.
+
+    Raises:
+        ResumeError: `saves` is there, but not as a directory that can be read.
+    """
+    saves = run_dir / SAVES
+    if not os.path.lexists(saves):
+        return []
+    try:
+        return by_step(saves)
+    except OSError as error:
+        link = f" It is a link to {saves.readlink()}." if saves.is_symlink() else ""
+        raise ResumeError(
+            f"the saves of {run_dir} cannot be read: {saves}: {error.strerror}.{link} Nothing was changed. Is "
+            "its disk mounted? Bring it back to resume the run, or train in a new run directory."
+        ) from error
+
+
+def _found_alike(run_dir: Path, ranks: Ranks) -> list[Path]:
+    """The saves, if all ranks see the same."""
+    found: list[Path] = []
+    problem = None
+    try:
+        found = find_saves(run_dir)
+    except ResumeError as error:
+        problem = str(error)
+    seen = ranks.gather((problem, [path.name for path in found]))
+    for problem, _names in seen:
+        if problem is not None:
+            raise ResumeError(problem)
+    if any(each != seen[0] for each in seen):
+        listed = "; ".join(
+            f"rank {rank}: {', '.join(names) or 'none'}" for rank, (_problem, names) in enumerate(seen)
+        )
+        raise ResumeError(
+            f"the ranks found different saves in {run_dir} ({listed}). All of them must see the same run "
+            "directory: put it on a file system that every machine has."
+        )
+    return found
+
+
+def _read_or_reason(path: Path, ranks: Ranks, *, maps: bool) -> tuple[str | None, Save | None]:
+    try:
+        return None, _read(path, ranks, maps=maps)
+    except FileFormatError as reason:
+        return str(reason).removesuffix("."), None
+
+
+def _read(path: Path, ranks: Ranks, *, maps: bool) -> Save:
+    manifest = read_manifest(path)
+    check_names(path, manifest)
+    for name in sorted(manifest.files)[ranks.rank :: ranks.count]:
+        check_file(path, name, manifest.files[name])
+    read_tied(path / MODEL, elsewhere=(path / SHARDS).is_dir())
+    checkpoint = Checkpoint.from_documents(
+        read_regular_file(path / RUN, what="file"), _load_state(path / STATE, maps=maps), where="its "
+    )
+    if checkpoint.steps.taken != manifest.step:
+        raise FileFormatError(f"its {RUN} is of step {checkpoint.steps.taken}")
+    return Save(path=path, checkpoint=checkpoint)
+
+
+def _load_state(path: Path, *, maps: bool) -> object:
+    try:
+        return with_room(
+            partial(torch.load, path, weights_only=True, map_location="cpu", mmap=maps),
+            during=f"{path} is read",
+        )
+    except OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever the file holds
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise FileFormatError(f"its {path.name} cannot be read ({reason})") from error
+
+
+def _load_whole(model: nn.Module, path: Path) -> None:
+    """Give a model tensors of its own names, shapes and types."""
+    tensors = read_tensors(path)
+    own = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
+    if own.keys() != tensors.keys():
+        raise ResumeError(
+            f"the run cannot be resumed with this model: {path} has no {sorted(own.keys() - tensors.keys())}, "
+            f"and the model has no {sorted(tensors.keys() - own.keys())}."
+        )
+    for name, value in own.items():
+        check_alike(name, value, tensors[name].shape, tensors[name].dtype)
+    model.load_state_dict(wrapped_state(model, tensors), strict=False)

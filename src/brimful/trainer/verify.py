@@ -1,0 +1,73 @@
+"""Before anything is trained: that a plan computes what plain training does."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from brimful.distributed.ranks import Ranks
+from brimful.errors import CertificateError
+from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
+from brimful.profiling import (
+    LayerSplitWarning,
+    SplitWarning,
+    certify_model,
+    split_changes_layers,
+    split_not_compared,
+)
+from brimful.results import Certificate
+from brimful.trainer.options import Options
+
+
+def certified(model: nn.Module, options: Options, ranks: Ranks) -> Certificate | None:
+    """What the first rank finds; the others wait for it, and end with it.
+
+    Args:
+        model: Which is to be trained, on the device; it is left as it was.
+        options: What was asked, the plan above all.
+        ranks: All of them.
+
+    Returns:
+        On the first rank, that the plan is the same training; None if there is nothing to compare.
+
+    Raises:
+        CertificateError: It is another.
+    """
+    certificate, failure = None, None
+    if ranks.is_first:
+        try:
+            certificate = _certified_here(model, options)
+        except CertificateError as error:
+            failure = error
+    told = ranks.of_first(None if failure is None else str(failure))
+    if told is not None:
+        raise failure or CertificateError(told)
+    return certificate
+
+
+def _certified_here(model: nn.Module, options: Options) -> Certificate | None:
+    settings = options.settings
+    is_plain = not settings.changed and settings.chunked_loss is None and not settings.step_in_backward
+    if not options.certifies or (is_plain and settings.gradient_accumulation_steps == 1):
+        return None
+    certificate = unless_out_of_memory(lambda: certify_model(options.job, settings, model, seed=options.seed))
+    if isinstance(certificate, RanOut):
+        make_room(options.device)
+        warnings.warn(
+            "the plan was not compared with plain training, as memory ran out in that: "
+            f"{certificate.message}. `brimful plan --certify` compares them on a CPU.",
+            stacklevel=3,
+        )
+        return None
+    if not certificate.holds:
+        raise CertificateError(
+            f"{certificate}\nNothing was trained. If the difference is meant, use Trainer(certifies=False)."
+        )
+    if certificate.known_differences:
+        warnings.warn(split_changes_layers(certificate.known_differences), LayerSplitWarning, stacklevel=3)
+    if certificate.why_split_is_unknown:
+        warnings.warn(
+            split_not_compared(settings, certificate.why_split_is_unknown), SplitWarning, stacklevel=3
+        )
+    return certificate

@@ -1,0 +1,374 @@
+"""Hold what a unit saves for backward in the host's memory while the device does not need it.
+
+Autograd's hooks for saved tensors give what a forward saves. When the unit's forward ends, copies of it leave
+for the host; when the forward of the next unit ends, the device's memory is released. When the backward of the
+next unit begins, copies are fetched; when the unit's own begins, they must be there. So copies overlap with the
+work of one unit each way, and memory is told exactly: it is held while the unit or the next one runs, and not
+between.
+
+What stays on the device:
+
+* what the unit was given or returns: others hold it too, and recomputing the unit would need it as well;
+* parameters, buffers, and what anything else still holds when it would be released, such as autocast's casts of
+  weights;
+* storages below `LEAST_OFFLOADED_BYTES`, and tensors that are no plain views of their storage;
+* where the plan permits only so many bytes, all but the largest storages that come to so many.
+
+A storage is copied once, however many tensors view it. What is written to after autograd saved it is an error
+in backward, as in plain training: with hooks autograd does not look itself (checked: torch 2.13).
+
+Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._storage_Use_Count`, and
+`torch._compile._disable_dynamo`, as in `recompute.py` (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from brimful.batches import tensors_in
+from brimful.memory import chosen_to_leave
+from brimful.memory import pinned_host as host
+from brimful.settings import Action, UnitAction
+from brimful.transforms.host_link import give_back, to_device, to_device_done, to_host, to_host_done
+
+
+class OffloadSchedule:
+    """Tells when copies leave and come back: by the order in which the units of one model run."""
+
+    def __init__(self) -> None:
+        self._leaving: weakref.ref[_Parcel] | None = None
+        """What the unit before sent to the host."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OffloadSchedule, ()  # that of a copied model begins anew
+
+    def forward_ends(self, results: list[Tensor], parcel: _Parcel | None) -> None:
+        """Release what the unit before sent, send what this one saved, and see to their coming back.
+
+        Args:
+            results: Tensors that the unit returns.
+            parcel: What of that which it saved is to leave; None if nothing is.
+        """
+        before = None if self._leaving is None else self._leaving()
+        if before is not None:
+            before.release()
+        if parcel is not None:
+            parcel.leave()
+        own = None if parcel is None else weakref.ref(parcel)
+        _when_backward_begins(results, own, self._leaving if before is not None else None)
+        self._leaving = own
+
+
+class ScheduledUnit:
+    """Carries out a unit's forward and keeps the schedule of offloading.
+
+    Args:
+        function: The unit's forward, however it is carried out.
+        modules: Those it calls.
+        schedule: The model's.
+        unit: What the plan says of it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        schedule: OffloadSchedule,
+        unit: UnitAction,
+    ) -> None:
+        self._function = function
+        self._modules = modules
+        self._schedule = schedule
+        self._unit = unit
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        if not torch.is_grad_enabled():
+            return self._function(*args, **kwargs)
+        return self._scheduled(*args, **kwargs)
+
+    @_disable_dynamo
+    def _scheduled(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._unit.action is Action.OFFLOAD:
+            limit = self._unit.most_offloaded_bytes
+            result, parcel = _run(self._function, self._modules, args, kwargs, most_bytes=limit)
+        else:
+            result, parcel = self._function(*args, **kwargs), None
+        self._schedule.forward_ends(list(tensors_in(result)), parcel)
+        return result
+
+
+def _when_backward_begins(
+    results: Iterable[Tensor], own: weakref.ref[_Parcel] | None, before: weakref.ref[_Parcel] | None
+) -> None:
+    """When the backward of a unit begins, its copies must be there, and those of the unit before are fetched.
+
+    A node of autograd is there as long as the graph, so it must hold no copies itself.
+
+    Args:
+        results: What the unit returned; the first of the nodes that made them begins its backward.
+        own: What it sent to the host.
+        before: What the unit before sent.
+    """
+    if own is None and before is None:
+        return
+
+    def begin(_gradients: object) -> None:
+        if own is not None and (parcel := own()) is not None:
+            parcel.fetch()
+            parcel.arrive()
+        if before is not None and (parcel := before()) is not None:
+            parcel.fetch()
+
+    for node in {result.grad_fn for result in results}:
+        if node is not None:
+            node.register_prehook(begin)
+
+
+def _run(
+    function: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    args: Any,
+    kwargs: Any,
+    *,
+    most_bytes: int | None,
+) -> tuple[Any, _Parcel | None]:
+    """Run a unit's forward; what it returned, and what of that which it saved is to leave."""
+    given = list(tensors_in((args, kwargs)))
+    saved: list[weakref.ref[_Saved]] = []
+
+    def pack(tensor: Tensor) -> _Saved:
+        handle = _Saved(tensor)
+        saved.append(weakref.ref(handle))
+        return handle
+
+    with saved_tensors_hooks(pack, _Saved.tensor):
+        result = function(*args, **kwargs)
+    own = chain.from_iterable((*module.parameters(), *module.buffers()) for module in modules)
+    stays = {_address(tensor) for tensor in chain(given, own, tensors_in(result)) if _has_storage(tensor)}
+    handles = [handle for each in saved if (handle := each()) is not None]
+    device = given[0].device if given else None
+    return result, _Parcel.of([h for h in handles if h.can_leave(device, stays)], most_bytes)
+
+
+class _Saved:
+    """A tensor that autograd saved: itself, or where it is to be had from."""
+
+    __slots__ = ("__weakref__", "_geometry", "_item", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached it has the same memory and version; the tensor itself may own the graph that owns this.
+        self._tensor: Tensor | None = tensor.detach()
+        self._version = tensor._version
+        self._item: _Item | None = None
+        self._geometry: tuple[Any, ...] = ()
+
+    def tensor(self) -> Tensor:
+        """The tensor as it was saved, on the device.
+
+        Returns:
+            The tensor itself, or a view of what was copied back; fetched now if nobody did before.
+
+        Raises:
+            RuntimeError: It has been written to since.
+        """
+        if self._tensor is not None:
+            self.check_version()
+            return self._tensor
+        assert self._item is not None
+        dtype, *view = self._geometry
+        flat = self._item.on_device()
+        return (flat if flat.dtype is dtype else flat.view(dtype)).as_strided(*view)
+
+    def can_leave(self, device: torch.device | None, stays: set[int]) -> bool:
+        """Whether it is a plain view of a large storage on the unit's device that nobody else needs."""
+        tensor = self._tensor
+        assert tensor is not None
+        if tensor.device != device or not _has_storage(tensor) or tensor._version != self._version:
+            return False
+        size_bytes = self.storage_bytes()
+        is_plain = not (tensor.is_conj() or tensor.is_neg()) and size_bytes % 16 == 0
+        return is_plain and size_bytes >= host.LEAST_OFFLOADED_BYTES and _address(tensor) not in stays
+
+    def storage_in(self) -> int:
+        """Where its storage is."""
+        assert self._tensor is not None
+        return _address(self._tensor)
+
+    def storage_bytes(self) -> int:
+        """Bytes of its storage."""
+        assert self._tensor is not None
+        return int(self._tensor.untyped_storage().nbytes())
+
+    def flat(self) -> Tensor:
+        """Its whole storage."""
+        assert self._tensor is not None
+        count = self._tensor.untyped_storage().nbytes() // self._tensor.element_size()
+        return self._tensor.as_strided((count,), (1,), 0).detach()  # a view would hold what it views
+
+    def join(self, item: _Item) -> None:
+        """Say with which storage it leaves."""
+        self._item = item
+
+    def check_version(self) -> None:
+        """Raise if it has been written to since it was saved."""
+        assert self._tensor is not None
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: a {tuple(self._tensor.shape)} tensor saved at version {self._version} is at "
+                f"version {self._tensor._version} now. It was saved in a unit that is offloaded; plain "
+                "training fails too."
+            )
+
+    def is_unchanged(self) -> bool:
+        """Whether nothing has written to it since it was saved."""
+        return self._tensor is not None and self._tensor._version == self._version
+
+    def let_go(self) -> None:
+        """Leave it to the copy on the host."""
+        tensor = self._tensor
+        assert tensor is not None
+        self._geometry = (tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        self._tensor = None
+
+
+class _Item:
+    """One storage that leaves; it lives as long as a saved tensor that views it."""
+
+    def __init__(self, parcel: _Parcel, views: Sequence[_Saved]) -> None:
+        self._parcel = parcel
+        self._views = [weakref.ref(view) for view in views]
+        self._source: Tensor | None = views[0].flat()
+        self._device = self._source.device
+        self._hosted: Tensor | None = None
+        self._fetched: Tensor | None = None
+        self._is_coming = False
+
+    def leave(self) -> None:
+        """Begin the copy to the host."""
+        assert self._source is not None
+        self._hosted = to_host(self._source)
+
+    @property
+    def source(self) -> Tensor | None:
+        """The storage while the device has it from the forward."""
+        return self._source
+
+    def release(self) -> None:
+        """Give the device's memory up, unless others hold it or have written to it; the copy is done."""
+        assert self._source is not None
+        views = [view for each in self._views if (view := each()) is not None]
+        owners = _owner_count(self._source) - len(views) - 1
+        if owners > 0 or not all(view.is_unchanged() for view in views):
+            self._give_back()
+        else:
+            for view in views:
+                view.let_go()
+        self._source = None
+
+    def fetch(self) -> None:
+        """Begin the copy back to the device, if it is not there."""
+        if self._source is None and self._hosted is not None and self._fetched is None:
+            self._fetched = to_device(self._hosted, self._device)
+            self._is_coming = True
+
+    @property
+    def coming(self) -> Tensor | None:
+        """The copy back, if it has not been waited for."""
+        return self._fetched if self._is_coming else None
+
+    def has_come(self) -> None:
+        """Note that it has been waited for."""
+        self._is_coming = False
+
+    def on_device(self) -> Tensor:
+        """The storage on the device; fetched now if it was not expected to be needed."""
+        self.fetch()
+        self._parcel.arrive()
+        assert self._fetched is not None
+        return self._fetched
+
+    def _give_back(self) -> None:
+        if self._hosted is not None:
+            give_back(self._hosted)
+        self._hosted = None
+
+    def __del__(self) -> None:
+        if self._fetched is not None and self._is_coming:
+            to_device_done([self._fetched])  # dropped on its way: nothing may write there before it is there
+        self._give_back()
+
+
+class _Parcel:
+    """What one call of a unit sends to the host; it lives as long as any of it."""
+
+    def __init__(self) -> None:
+        self._items: list[weakref.ref[_Item]] = []
+
+    @classmethod
+    def of(cls, saved: Iterable[_Saved], most_bytes: int | None) -> _Parcel | None:
+        """Group saved tensors by storage, and take those of some storages; None if there are none."""
+        by_storage: dict[int, list[_Saved]] = {}
+        for each in saved:
+            by_storage.setdefault(each.storage_in(), []).append(each)
+        groups = list(by_storage.values())
+        chosen = chosen_to_leave([views[0].storage_bytes() for views in groups], most_bytes)
+        parcel = cls()
+        for views in (groups[index] for index in chosen):
+            item = _Item(parcel, views)
+            parcel._items.append(weakref.ref(item))
+            for view in views:
+                view.join(item)
+        return parcel if chosen else None
+
+    def leave(self) -> None:
+        """Begin all copies to the host."""
+        for item in self._alive():
+            item.leave()
+
+    def release(self) -> None:
+        """Wait for the copies to the host, and give the device's memory up."""
+        items = [item for item in self._alive() if item.source is not None]
+        if items:
+            to_host_done([item.source for item in items])
+        for item in items:
+            item.release()
+
+    def fetch(self) -> None:
+        """Begin all copies back, what was saved last first: backward needs it first."""
+        for item in reversed(list(self._alive())):
+            item.fetch()
+
+    def arrive(self) -> None:
+        """Wait for the copies back."""
+        items = [item for item in self._alive() if item.coming is not None]
+        if items:
+            to_device_done([item.coming for item in items])
+        for item in items:
+            item.has_come()
+
+    def _alive(self) -> Iterator[_Item]:
+        return (item for each in self._items if (item := each()) is not None)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _owner_count(tensor: Tensor) -> int:
+    """How many tensors, autograd's too, hold a tensor's storage; one that asks for it is not counted."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
+def _address(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

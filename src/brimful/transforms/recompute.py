@@ -1,0 +1,374 @@
+"""Recompute a module's forward during backward instead of keeping what it saved.
+
+Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is put right here:
+
+* Buffers that the forward changes (BatchNorm's running statistics and counters, spectral norm's vectors) would
+  change a second time in the recomputation. It works on throwaway copies instead, with the values they had
+  before the forward. (BatchNorm counting twice is a known open bug of plain checkpointing.)
+* It restores torch's random state only. What is drawn from Python's `random` and NumPy's global generator is
+  drawn again alike too; a generator object of the model's own is not known here and goes on.
+* It restores the random state only of devices on which it finds a tensor among the positional arguments
+  (checked: torch 2.13). Arguments given by keyword are therefore handed to it by position.
+* `torch.compile` takes it into its graphs, but not the contexts used here. So a unit that is recomputed runs
+  eagerly, between compiled graphs of the rest.
+
+Private torch API used here: `torch._compile._disable_dynamo`, which is `torch.compiler.disable` without
+importing the compiler until the first call (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from brimful.batches import tensors_in
+from brimful.errors import UsageError
+from brimful.settings import UnitAction
+from brimful.transforms.segments import Call, Link
+from brimful.transforms.selective import SavedOps
+
+CarryOut = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
+"""Makes of a unit's function, and the modules it calls, the function that is called instead."""
+
+_Pair = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+"""The context of a forward and that of its recomputation."""
+
+
+class UnitForward:
+    """Stands in for a module's `forward` and carries it out in another way.
+
+    It is set as an attribute of the instance, so the class, the parameters' names, `state_dict` and hooks stay
+    as they were.
+
+    Args:
+        module: The unit.
+        carry_out: In which way.
+    """
+
+    def __init__(self, module: nn.Module, carry_out: CarryOut) -> None:
+        self.forward: Callable[..., Any] = module.forward
+        """The original, bound."""
+        self._instead = carry_out(self.forward, [module])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the original forward returns."""
+        return self._instead(*args, **kwargs)
+
+
+class UnitRuns:
+    """Stands in for the `forward` of a plain Sequential and carries out runs of its children in another way.
+
+    Args:
+        sequential: The module whose children make up the runs.
+        runs: For each run the position of its first child and of the one behind its last, and in which way it
+            is carried out; none overlap.
+    """
+
+    def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, CarryOut]]) -> None:
+        self.forward: Callable[..., Any] = sequential.forward
+        """The original, bound."""
+        self._sequential = sequential
+        self._children = list(sequential)
+        self._parts: list[Callable[[Any], Any]] = []
+        position = 0
+        for start, stop, carry_out in sorted(runs, key=lambda run: run[0]):
+            run = self._children[start:stop]
+            self._parts += [_Run(self._children[position:start]), carry_out(_Run(run), run)]
+            position = stop
+        self._parts.append(_Run(self._children[position:]))
+
+    def __call__(self, input: Any) -> Any:
+        """What the Sequential returns.
+
+        Args:
+            input: Of the first child.
+
+        Returns:
+            The last child's output.
+
+        Raises:
+            UsageError: It has other children than it had when the plan was applied.
+        """
+        if list(self._sequential) != self._children:
+            raise UsageError(
+                "a Sequential of which parts are recomputed or offloaded has other children now than when the "
+                "plan was applied. Remove the plan, change the model, apply the plan again."
+            )
+        for part in self._parts:
+            input = part(input)
+        return input
+
+
+class _Run:
+    """Consecutive modules, each called with what the one before it returned."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+
+    def __call__(self, value: Any) -> Any:
+        for module in self._modules:
+            value = module(value)
+        return value
+
+
+class RecomputedRegion:
+    """A function that is recomputed in backward instead of keeping what it saved.
+
+    Where there are no gradients, it is called straight.
+
+    Args:
+        function: What is recomputed.
+        modules: Those it calls.
+        unit: What the plan says of it.
+        link: Its place in a nested segment.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], modules: Sequence[nn.Module], unit: UnitAction, link: Link
+    ) -> None:
+        self._function = function
+        self._module = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
+        self._link = link
+        self._buffers = _ForwardBuffers(modules)
+        self._saved = SavedOps(unit, modules)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns, without keeping what it saves if there are gradients.
+
+        Where no tensor is given, nothing tells on which device random numbers are drawn; then all is kept.
+        """
+        if not torch.is_grad_enabled() or not _has_tensor((args, kwargs)):
+            return self._function(*args, **kwargs)
+        return self._recomputed(*args, **kwargs)
+
+    @_disable_dynamo
+    def _recomputed(self, /, *args: Any, **kwargs: Any) -> Any:
+        if self._link:
+            return self._linked(args, kwargs)
+        function, names, positional = self._function, tuple(kwargs), len(args)
+
+        def call(*values: Any) -> Any:
+            return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
+
+        return checkpoint(call, *args, *kwargs.values(), use_reentrant=False, context_fn=self._contexts)
+
+    def _linked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same as a part of a segment."""
+        random_state = _TorchRandomState({tensor.device for tensor in tensors_in((args, kwargs))})
+        contexts = self._contexts((random_state.noted(), random_state))
+        call = Call(self._function, self._module, contexts, args, kwargs, self._link.before)
+        del args, kwargs
+        returned = call.forward()
+        if self._link.own is not None and not any(map(_gathers_its_weights, self._module.modules())):
+            self._link.own.remember(call, returned)
+        return returned
+
+    def _contexts(self, *others: _Pair) -> _Pair:
+        """The context of the forward and that of its recomputation."""
+        random_state = _HostRandomState()
+        contexts = [*others, (random_state.watched(), random_state), self._buffers.contexts()]
+        if self._saved:
+            contexts.append(self._saved.contexts())
+        forwards, recomputations = zip(*contexts, strict=True)
+        return _All(forwards), _All(recomputations)
+
+
+class _All(AbstractContextManager[None]):
+    """Several contexts as one, which can be entered again if they can."""
+
+    def __init__(self, contexts: Sequence[AbstractContextManager[object]]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _gathers_its_weights(module: nn.Module) -> bool:
+    """Whether FSDP2 shards it: then it has its weights in its own forward and backward only."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+class _TorchRandomState(AbstractContextManager[None]):
+    """Lets what is drawn from torch's generators be drawn again: entered, they are as they were when they were
+    noted; left, they go on where they were.
+
+    Args:
+        devices: Whose generators, beside the host's.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._devices = sorted({str(device) for device in devices if device.type == "cuda"})
+        self._interrupted: list[Tensor] = []
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """The context of the forward."""
+        self._before = self._now()
+        yield
+
+    def __enter__(self) -> None:
+        self._interrupted = self._now()
+        self._set(self._before)
+
+    def __exit__(self, *_error: object) -> None:
+        self._set(self._interrupted)
+        self._interrupted = []
+
+    def _now(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    def _set(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
+class _HostRandomState(AbstractContextManager[None]):
+    """Lets what is drawn from Python's and NumPy's generators be drawn again: entered, they are as they were
+    before the watched forward, if that drew anything; left, they go on where they were."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, Any] | None = None
+        self._interrupted: tuple[Any, Any] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """The context of the forward."""
+        before = self._now()
+        yield
+        if _drawn_between(before, self._now()):
+            self._before = before
+
+    def __enter__(self) -> None:
+        if self._before is not None:
+            self._interrupted = self._now()
+            self._set(self._before)
+
+    def __exit__(self, *_error: object) -> None:
+        if self._interrupted is not None:
+            self._set(self._interrupted)
+            self._interrupted = None
+
+    @staticmethod
+    def _now() -> tuple[Any, Any]:
+        return random.getstate(), np.random.get_state(legacy=True)
+
+    @staticmethod
+    def _set(states: tuple[Any, Any]) -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _drawn_between(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    python_drew = before[0] != after[0]
+    (_, keys, *rest), (_, keys_after, *rest_after) = before[1], after[1]
+    return python_drew or rest != rest_after or not np.array_equal(keys, keys_after)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, Tensor)
+
+
+_BufferName = tuple[str, str]
+"""Path of the module that holds a buffer, and its name there."""
+
+
+class _ForwardBuffers:
+    """Keeps the buffers of some modules from changing twice.
+
+    Which of them a forward changes is found in the first forward of each training mode, for which all are
+    copied; after that only those are.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._module = nn.ModuleList(modules)
+        self._changing: dict[tuple[bool, ...], frozenset[_BufferName]] = {}
+        """By the training flags of all modules inside."""
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """The context of the forward and that of its recomputation, as `checkpoint` asks for them."""
+        if next(self._module.buffers(), None) is None:
+            return nullcontext(), nullcontext()
+        before: dict[_BufferName, Tensor] = {}
+        return self._watched(before), _StandIns(self._module, before)
+
+    @contextmanager
+    def _watched(self, before: dict[_BufferName, Tensor]) -> Iterator[None]:
+        """Leave in `before` what the recomputation must work on."""
+        mode = tuple(module.training for module in self._module.modules())
+        buffers = dict(self._named_buffers())
+        known = self._changing.get(mode)
+        before.update(
+            {name: buffer.clone() for name, buffer in buffers.items() if known is None or name in known}
+        )
+        stamps = {name: _stamp(buffer) for name, buffer in buffers.items()}
+        yield
+        after = dict(self._named_buffers())
+        changed = {name for name, stamp in stamps.items() if name in after and _stamp(after[name]) != stamp}
+        for name in changed - before.keys():
+            # It never changed before now. Its old value is lost, but it shall not change a second time.
+            before[name] = after[name].clone()
+        if known is None:
+            changed |= set(self._running_statistics())
+        self._changing[mode] = (known or frozenset()) | changed
+        for name in before.keys() - self._changing[mode]:
+            del before[name]
+
+    def _named_buffers(self) -> Iterator[tuple[_BufferName, Tensor]]:
+        for path, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield (path, name), buffer
+
+    def _running_statistics(self) -> Iterator[_BufferName]:
+        """Buffers that change without their version telling: batch norm's kernels do not declare it."""
+        for path, module in self._module.named_modules():
+            if isinstance(module, _NormBase):
+                yield from ((path, name) for name, buffer in module._buffers.items() if buffer is not None)
+
+
+class _StandIns(AbstractContextManager[None]):
+    """Lets copies take the place of buffers. A context that can be entered again: backward may run twice.
+
+    Args:
+        module: What holds the buffers.
+        values: What to copy; filled by the time the context is entered.
+    """
+
+    def __init__(self, module: nn.Module, values: Mapping[_BufferName, Tensor]) -> None:
+        self._module = module
+        self._values = values
+        self._real: dict[_BufferName, Tensor | None] = {}
+
+    def __enter__(self) -> None:
+        for (path, name), value in self._values.items():
+            buffers = self._module.get_submodule(path)._buffers
+            self._real[path, name], buffers[name] = buffers[name], value.clone()
+
+    def __exit__(self, *_error: object) -> None:
+        for (path, name), buffer in self._real.items():
+            self._module.get_submodule(path)._buffers[name] = buffer
+        self._real.clear()
+
+
+def _stamp(buffer: Tensor) -> tuple[int, int]:
+    """What changes when a buffer is replaced or written to."""
+    return id(buffer), buffer._version

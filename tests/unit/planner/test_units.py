@@ -1,0 +1,138 @@
+"""Which parts of a model are units."""
+
+import torch
+from torch import Tensor, nn
+
+from brimful.capture import capture_step
+from brimful.devices import find_device
+from brimful.job import Job
+from brimful.settings import Settings
+from brimful.trace import Trace, divide_unit, find_units
+
+# B batch, C channels, H × W image
+
+
+class Twice(nn.Module):
+    """Two convolutions, each with BatchNorm and ReLU: (B, C, H, W) to (B, C', H, W)."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(inside, outside, 3, padding=1), nn.BatchNorm2d(outside)
+        self.second, self.norm2 = nn.Conv2d(outside, outside, 3, padding=1), nn.BatchNorm2d(outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.norm2(self.second(torch.relu(self.norm1(self.first(x))))))
+
+
+class Pyramid(nn.Module):
+    """A large first part, and smaller ones after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Twice(3, 16)
+        self.rest = nn.ModuleList([Twice(16, 16), Twice(16, 16), Twice(16, 16)])
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for part in self.rest:
+            x = part(self.pool(x))
+        return self.head(x.mean((2, 3)))
+
+
+def trace_of(model: type[nn.Module], batch) -> Trace:
+    job = Job(model=model, loss=lambda m, b: m(b["x"]).square().mean(), batch=batch)
+    return capture_step(job, Settings(micro_batch_size=4), find_device("A100 80GB SXM"))
+
+
+def units_of(model: type[nn.Module], batch) -> tuple[str, ...]:
+    return find_units(trace_of(model, batch))
+
+
+def test_a_large_part_of_layers_is_a_unit_and_not_each_layer() -> None:
+    """A convolution or a BatchNorm saves what it hands on: recomputing it alone frees nothing."""
+    units = units_of(Pyramid, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    assert (
+        {"stem", "rest.0", "rest.1", "rest.2"} <= set(units) <= {"stem", "rest.0", "rest.1", "rest.2", "pool"}
+    )
+
+
+class Stack(nn.Module):
+    """Layers that save much more than they hand on, in a list that is never called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.LSTM(16, 16, batch_first=True) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+def test_a_list_of_layers_is_never_a_unit() -> None:
+    units = units_of(Stack, lambda n: {"x": torch.randn(n, 32, 16)})
+    assert units == ("layers.0", "layers.1", "layers.2")
+
+
+class Joined(nn.Module):
+    """Two convolutions, each with BatchNorm and ReLU in place, behind another layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Conv2d(3, 8, 1)
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(8, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+        )
+        self.block = Twice(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.convolutions(self.up(x)))
+
+
+def test_a_unit_is_divided_where_both_parts_free_something() -> None:
+    """Not before a ReLU in place, which writes over what it would be recomputed from."""
+    trace = trace_of(Joined, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    halves = ("convolutions[0..2]", "convolutions[3..5]")
+    assert divide_unit(trace, "convolutions") == halves
+    assert divide_unit(trace, "convolutions[1..5]") == ("convolutions[1..5]",)
+    assert divide_unit(trace, halves[0]) == (halves[0],)
+    assert divide_unit(trace, "") == ("up", "convolutions", "block")
+
+
+def test_layers_that_free_nothing_alone_are_not_divided() -> None:
+    trace = trace_of(Joined, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    assert divide_unit(trace, "block") == ("block",)
+
+
+def test_a_part_that_saves_most_is_divided_in_its_turn() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.joined = JoinedAlone()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.joined(x)
+
+    class JoinedAlone(Joined):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.convolutions(self.up(x))
+
+    trace = trace_of(Outer, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+    halves = ("joined.convolutions[0..2]", "joined.convolutions[3..5]")
+    assert divide_unit(trace, "joined") == ("joined.up", *halves)
+
+
+def test_a_graph_of_torch_fx_is_not_divided_like_the_sequential_that_was_traced() -> None:
+    """Its forward calls the children by itself."""
+    plain = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    traced = torch.fx.symbolic_trace(plain)
+    job = Job(model=traced, loss=lambda model, x: model(x).mean(), batch=lambda n: torch.randn(n, 8))
+    trace = capture_step(job, Settings(micro_batch_size=4), find_device("cpu"))
+    assert all("[" not in unit for unit in find_units(trace))

@@ -1,0 +1,261 @@
+"""A plan that splits batches is checked against the batch before anything is trained, in one's own loop too."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brimful as bf
+from brimful.errors import CertificateError
+from brimful.profiling.splitting import compare_split_loss
+
+SPLIT = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4)
+
+
+def sum_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.mse_loss(model(batch + torch.randn_like(batch)), batch, reduction="sum")
+
+
+def mixup_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    share = torch.rand(())
+    return model(share * batch + (1 - share) * batch[torch.randperm(len(batch))]).square().mean()
+
+
+def mean_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return F.mse_loss(model(batch + torch.randn_like(batch)), batch)
+
+
+def job_of(loss: object) -> bf.Job:
+    return bf.Job(
+        model=lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)),
+        loss=loss,  # type: ignore[arg-type]
+        batch=lambda n: torch.rand(n, 8),
+        optimizer="sgd",
+        data=lambda: bf.Data(train=torch.rand(16, 8)),
+    )
+
+
+def applied(loss: object, settings: bf.Settings = SPLIT, **how: bool) -> tuple[nn.Module, object]:
+    job = job_of(loss)
+    model = job.model()  # type: ignore[operator]
+    return model, bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1), **how)  # type: ignore[arg-type]
+
+
+def test_a_sum_that_would_be_scaled_is_refused_before_the_first_step_of_ones_own_loop() -> None:
+    model, step = applied(sum_loss)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        step(torch.rand(8, 8))  # type: ignore[operator]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())
+
+
+def test_what_cannot_be_compared_is_said_loudly_and_once() -> None:
+    _model, step = applied(mixup_loss)
+    with pytest.warns(UserWarning, match="split into 4 micro-batches.*could not be checked"):
+        step(torch.rand(8, 8))  # type: ignore[operator]
+    step(torch.rand(8, 8))  # type: ignore[operator]
+
+
+def test_the_check_draws_nothing_and_changes_nothing() -> None:
+    batch, found = torch.rand(8, 8), []
+    for verify in (True, False):
+        torch.manual_seed(3)
+        model, step = applied(mean_loss, verify=verify)
+        step(batch)  # type: ignore[operator]
+        found.append((model[0].weight.detach().clone(), torch.rand(3)))  # type: ignore[index]
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_batch_that_is_not_split_is_not_checked() -> None:
+    _model, step = applied(sum_loss, bf.Settings(micro_batch_size=8))
+    step(torch.rand(8, 8))  # type: ignore[operator]
+
+
+def test_training_says_when_a_split_could_not_be_compared() -> None:
+    with pytest.warns(UserWarning, match="split into 4 micro-batches.*could not be checked"):
+        bf.fit(job_of(mixup_loss), SPLIT, epochs=1, show_progress=False)
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        bf.fit(job_of(sum_loss), SPLIT, epochs=1, show_progress=False)
+
+
+def slope_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """As of a physics-informed network: the loss is one of derivatives."""
+    x = batch.requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def summed_slope_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return slope_loss(model, batch) * batch.numel()
+
+
+def test_a_loss_of_derivatives_is_compared() -> None:
+    model, step = applied(slope_loss)
+    model[1].p = 0.0  # type: ignore[index, assignment]
+    step(torch.rand(8, 8))  # type: ignore[operator]
+    model, step = applied(summed_slope_loss)
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        step(torch.rand(8, 8))  # type: ignore[operator]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def ignoring(first: int, counted: bool = True) -> tuple[bf.Job, dict[str, Tensor]]:
+    """A job and a batch of 16 samples; the labels of the first ones are ignored."""
+    batch = {"x": torch.rand(16, 8), "y": torch.randint(0, 8, (16,))}
+    batch["y"][:first] = -100
+    job = bf.Job(
+        model=lambda: nn.Linear(8, 8),
+        loss=lambda model, part: F.cross_entropy(model(part["x"]), part["y"]),
+        batch=batch,
+        count=(lambda part: (part["y"] != -100).sum()) if counted else None,
+        optimizer="sgd",
+    )
+    return job, batch
+
+
+@pytest.mark.parametrize("first", [3, 9, 15])
+def test_micro_batches_that_count_for_nothing_are_left_out(first: int) -> None:
+    job, batch = ignoring(first)
+    model = nn.Linear(8, 8)
+    expected = F.cross_entropy(model(batch["x"]), batch["y"])
+    settings = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=8)
+    outcome = bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+    assert float(outcome.loss) == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+def test_ignored_labels_that_are_not_counted_are_refused_wherever_they_are() -> None:
+    job, batch = ignoring(6, counted=False)
+    model = nn.Linear(8, 8)
+    settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=4)
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ignored_labels_that_are_not_counted_are_refused_whatever_the_weights_are_rounded_to(
+    dtype: torch.dtype,
+) -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 64, (8, 32))
+    for index in range(8):
+        labels[index, 8 + 3 * index :] = -100
+    batch = {"x": torch.randn(8, 32, 16), "y": labels}
+
+    def loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
+        logits = model(part["x"].to(dtype)).float()
+        return F.cross_entropy(logits.flatten(0, 1), part["y"].flatten())
+
+    job = bf.Job(model=lambda: nn.Linear(16, 64).to(dtype), loss=loss, batch=batch, optimizer="sgd")
+    model = job.model()  # type: ignore[operator]
+    with pytest.raises(CertificateError, match="is NOT the same training"):
+        bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+
+
+def test_a_loss_whose_terms_cancel_is_not_refused_for_their_rounding() -> None:
+    """As of a critic: large outputs for both, and a small difference of their means."""
+
+    def critic_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return (8 + model(batch["real"])).mean() - (8 + model(batch["fake"])).mean()
+
+    for seed in range(12):
+        torch.manual_seed(seed)
+        batch = {"real": torch.randn(8, 16), "fake": torch.randn(8, 16)}
+        model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+        job = bf.Job(model=model, loss=critic_loss, batch=batch, optimizer="sgd")
+        bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
+
+
+def test_gradients_that_are_there_are_there_unchanged_after_a_loss_that_runs_backward() -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        x = batch.detach().requires_grad_()
+        model(x).square().sum().backward(retain_graph=True)
+        return model(x).square().mean()
+
+    model = nn.Linear(8, 8)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    job = bf.Job(model=model, loss=loss, batch=lambda n: torch.rand(n, 8))
+    compare_split_loss(job, model, torch.rand(8, 8), samples=8, micro_batch_size=2)
+    assert all(not parameter.grad.any() for parameter in model.parameters())  # type: ignore[union-attr]
+
+
+def spectral(width: int) -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(nn.Linear(width, width))
+
+
+COUPLED_LAYERS = {
+    "BatchNorm": (nn.BatchNorm1d, "1 BatchNorm layer normalises over micro-batches of 2"),
+    "spectral norm": (spectral, "each forward changes buffers: 4 times a step"),
+}
+
+
+@pytest.mark.parametrize("kind", COUPLED_LAYERS)
+def test_layers_that_depend_on_the_micro_batch_are_named_before_the_first_step(kind: str) -> None:
+    layer, message = COUPLED_LAYERS[kind]
+    job = replace(job_of(mean_loss), model=lambda: nn.Sequential(nn.Linear(8, 8), layer(8)))
+    model = job.model()  # type: ignore[operator]
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.0))
+    with pytest.warns(UserWarning, match=message):
+        step(torch.rand(8, 8))
+    step(torch.rand(8, 8))  # said once: a second warning would fail the test
+    # The check itself changes no buffer: those of a model that is not checked come out the same.
+    torch.manual_seed(0)
+    batch = torch.rand(8, 8)
+    found = []
+    for verify in (True, False):
+        model.load_state_dict({**model.state_dict(), **buffers})
+        torch.manual_seed(1)
+        step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.0), verify=verify)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step(batch)
+        found.append({name: value.clone() for name, value in model.named_buffers()})
+        step.remove()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+    with pytest.warns(UserWarning, match=message):
+        bf.fit(job, SPLIT, steps=1, show_progress=False)
+    certificate = bf.certify(job, SPLIT)
+    assert certificate.holds
+    assert "except for layers that depend on the micro-batch" in str(certificate)
+
+
+def test_an_optimizer_that_cannot_be_used_is_refused_by_certify_too() -> None:
+    job = replace(job_of(mean_loss), optimizer=torch.optim.LBFGS)
+    with pytest.raises(bf.BrimfulError, match="LBFGS computes the loss several times"):
+        bf.certify(job, SPLIT)
+
+
+def gradient_penalty(model: nn.Module, batch: Tensor) -> Tensor:
+    batch = batch.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(model(batch).sum(), batch, create_graph=True)
+    return slope.square().mean()
+
+
+def test_layers_with_a_state_are_found_with_a_loss_that_asks_for_gradients() -> None:
+    job = replace(job_of(gradient_penalty), model=lambda: nn.Sequential(nn.Linear(8, 8), spectral(8)))
+    model = job.model()  # type: ignore[operator]
+    step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.warns(UserWarning, match="each forward changes buffers"):
+        step(torch.rand(8, 8))
+    parameters = list(model.parameters())
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_a_buffer_of_nan_that_stays_is_not_taken_for_a_state() -> None:
+    class WithNaN(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            self.register_buffer("empty", torch.full((2,), torch.nan))
+
+    job = replace(job_of(mean_loss), model=WithNaN)
+    model = job.model()  # type: ignore[operator]
+    bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(torch.rand(8, 8))  # without a warning
