@@ -17,6 +17,7 @@ from tests.helpers.tiny_jobs import Net, all_samples, make_job
 from torch import Tensor, nn
 
 import brimful as bf
+from brimful.batches import BatchLayout
 from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.errors import HalfUpdatedError, UsageError
@@ -384,13 +385,13 @@ def test_it_is_in_force_in_a_loop_of_ones_own_and_in_what_is_kept_of_settings() 
         torch.manual_seed(1)  # of dropout
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         step = bf.apply(settings, make_job(), each, optimizer)
-        step(bf.layout.BatchLayout().take(all_samples(), torch.arange(16)))
+        step(BatchLayout().take(all_samples(), torch.arange(16)))
         saved = optimizer.state_dict()
         with step.loading():
             is_own = optimizer.param_groups[0]["params"][0] is next(each.parameters())
             assert is_own is not settings.optimizer_on_host
             optimizer.load_state_dict(saved)
-        step(bf.layout.BatchLayout().take(all_samples(), torch.arange(16)))
+        step(BatchLayout().take(all_samples(), torch.arange(16)))
         step.remove()
     assert_same(model, expected)
     assert settings_from_json(settings_to_json(ON_HOST)) == ON_HOST

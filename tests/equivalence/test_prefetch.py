@@ -19,6 +19,7 @@ from brimful.devices import find_device
 from brimful.execution import prefetch
 from brimful.execution.step import run_step
 from brimful.memory import most_held_bytes
+from brimful.prediction import estimate_trace
 from brimful.profiling import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
 from brimful.trace import Category
@@ -63,7 +64,7 @@ def test_one_micro_batch_more_is_on_a_gpu_and_none_on_a_cpu() -> None:
     for settings in (AHEAD, replace(AHEAD, copies_ahead=False)):
         measured = measure_step(JOB, settings, steps=1).measured_peak_allocated_bytes
         trace = capture_step(JOB, settings, find_device("cpu"))
-        predicted = bf.planning.estimate_trace(trace, find_device("cpu")).predicted_peak_allocated_bytes
+        predicted = estimate_trace(trace, find_device("cpu")).predicted_peak_allocated_bytes
         assert 0 <= measured - predicted <= 64
         peaks.append(measured)
     assert peaks[0] == peaks[1], "a CPU's batch is in its memory: nothing is copied"

@@ -215,7 +215,7 @@ def test_memory_that_runs_out_before_the_first_update_is_survived_and_after_it_e
             model, result = run()
             assert len(result.recoveries) == 1
         else:
-            with pytest.raises(HalfUpdatedError, match="Resume from the last save"):
+            with pytest.raises(HalfUpdatedError, match="Resume from the last checkpoint"):
                 run()
     assert fault.raised == 1
     if not is_survived:

@@ -15,10 +15,14 @@ from tests.helpers.faults import OutOfMemoryAt
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from brimful.distributed.ranks import ALONE
+from brimful.distributed.strategies import DataParallel
+from brimful.execution.executor import StepExecutor
 from brimful.job import Job
 from brimful.optimizers import four_bit, named_optimizer
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
-from brimful.trainer.step.transaction import Steps
+from brimful.trainer.state import TrainState
+from brimful.trainer.step.runner import StepRunner
 
 # B batch, D width
 
@@ -83,15 +87,23 @@ def trained(
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     recoveries: list = []
-    steps = Steps(
-        job=Job(model=make_model, loss=noisy_loss, batch={}),
-        settings=how,
-        model=model,
-        optimizer=optimizer,
+    job = Job(model=make_model, loss=noisy_loss, batch={})
+    device = torch.device("cpu")
+    run = TrainState(
+        executor=StepExecutor(job, how, model, optimizer, device=device, max_gradient_norm=0.1),
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
-        device=torch.device("cpu"),
-        max_gradient_norm=0.1,
-        lower=lambda _settings: pytest.fail("a single failure asks for nothing less"),
+        average=None,
+        stream=None,
+        ranks=ALONE,
+        parallel=DataParallel(job),
+        rates=(),
+        seed=0,
+        settings=how,
+    )
+    steps = StepRunner(
+        job,
+        run,
+        shrink=lambda _settings: pytest.fail("a single failure asks for nothing less"),
         on_recovery=recoveries.append,
     )
     fault = OutOfMemoryAt(number)
@@ -99,9 +111,9 @@ def trained(
     for index, batch in enumerate(batches()):
         if index == disturbed_step:
             with fault:
-                record = steps.take(batch, epoch=1)
+                record = steps.run(batch, epoch=1)
         else:
-            record = steps.take(batch, epoch=1)
+            record = steps.run(batch, epoch=1)
         losses.append((record.loss, record.gradient_norm))
     steps.close()
     state = {
@@ -109,7 +121,7 @@ def trained(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "random": torch.get_rng_state(),
-        "scale": None if (scaler := steps._executor.scaler) is None else scaler.state_dict(),
+        "scale": None if (scaler := run.executor.scaler) is None else scaler.state_dict(),
     }
     return state, fault, recoveries
 

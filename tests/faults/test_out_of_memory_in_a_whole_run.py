@@ -72,7 +72,7 @@ ONCE = {
 def numbers_within(sites: dict[Site, list[int]], function: str) -> list[int]:
     """Of the ops of a function, the last of each place."""
     name = function.split(".")[-1]
-    file = "averaging.py" if function.startswith("MovingAverage") else ""
+    file = "ema.py" if function.startswith("MovingAverage") else ""
     return sorted(
         numbers[-1]
         for site, numbers in sites.items()
@@ -144,16 +144,16 @@ def test_a_step_that_cannot_be_taken_back_is_not_saved_as_if_it_were(undisturbed
         if is_normalising and len(raised) < 3:  # the third is in the second step
             raised.append(name)
             return len(raised) == 3
-        return len(raised) == 3 and is_within("_restore_before")
+        return len(raised) == 3 and is_within("_undo")
 
-    with pytest.raises(HalfUpdatedError, match="the step could not be taken back") as error:
+    with pytest.raises(HalfUpdatedError, match="undoing it raised") as error:
         fit(tmp_path / "run", around=OutOfMemoryAt(fails=fails))
     assert error.value.__notes__[-1].startswith("The run is saved after step 1;")
     assert_same(fit(tmp_path / "run", resume=True), undisturbed[0])
 
 
 def test_an_average_that_cannot_follow_an_update_is_not_saved_as_if_it_had(undisturbed, tmp_path):
-    fault = OutOfMemoryAt(fails=lambda name, _args: "_foreach_lerp_" in name and is_within("_settle"))
+    fault = OutOfMemoryAt(fails=lambda name, _args: "_foreach_lerp_" in name and is_within("_complete"))
     with pytest.raises(HalfUpdatedError, match="average of the weights could not follow"):
         fit(tmp_path / "run", around=fault)
     assert_same(fit(tmp_path / "run", resume=True), undisturbed[0])
@@ -171,7 +171,7 @@ def test_memory_that_runs_out_in_a_callback_is_said_to_be_there(undisturbed, tmp
     with pytest.raises(OutOfMemoryError, match=r"on_step\): Unable to allocate 512 TiB") as error:
         fit(tmp_path / "run", callbacks=[Hungry()])
     assert error.value.__notes__ == [
-        f"The run is saved after step 3; resuming {tmp_path / 'run'} goes on there."
+        f"The run is saved after step 3; resuming {tmp_path / 'run'} continues there."
     ]
     assert_same(fit(tmp_path / "run", resume=True), undisturbed[0])
 

@@ -25,7 +25,7 @@ from brimful.errors import (
 from brimful.job import Data
 from brimful.results import StopReason
 from brimful.trainer import Trainer
-from brimful.trainer.step import transaction as steps_module
+from brimful.trainer.step import recovery as recovery_module
 
 
 def linear() -> nn.Module:
@@ -193,7 +193,7 @@ def test_the_longest_batch_is_tried_first_and_leaves_no_trace(job_with, trained,
 
 def test_an_allocator_that_searches_in_each_step_is_given_less(job_with, trained, monkeypatch):
     searches = iter([0, 0, 1, 1, 1, 2, 3, 4, *[4] * 40])
-    monkeypatch.setattr(steps_module, "_allocator_retries", lambda _device: next(searches))
+    monkeypatch.setattr(recovery_module, "_allocator_retries", lambda _device: next(searches))
     _, result = trained(job_with(model=linear), 16, epochs=3)
     (recovery,) = result.recoveries
     assert (recovery.during, recovery.step) == ("allocator", 7)
@@ -261,7 +261,7 @@ def test_settings_without_a_smaller_micro_batch_say_so(job_with, trained):
 
 def test_an_allocator_that_searches_does_not_end_a_run_that_can_take_no_less(job_with, trained, monkeypatch):
     searches = iter(range(1000))
-    monkeypatch.setattr(steps_module, "_allocator_retries", lambda _device: next(searches))
+    monkeypatch.setattr(recovery_module, "_allocator_retries", lambda _device: next(searches))
     _, result = trained(job_with(model=linear), 1, steps=8)
     assert result.stopped_because is StopReason.FINISHED
 

@@ -88,7 +88,7 @@ def test_an_error_after_a_save_of_the_same_step_that_failed_makes_a_second_attem
         trained(failing_validation(job), epochs=2, run_dir=tmp_path / "run", save_every=2)
     assert disk.times == 0
     assert error.value.__notes__ == [
-        f"The run is saved after step 4; resuming {tmp_path / 'run'} goes on there."
+        f"The run is saved after step 4; resuming {tmp_path / 'run'} continues there."
     ]
     assert saved_steps(tmp_path / "run") == [2, 4]
     _, result = trained(job, epochs=2, run_dir=tmp_path / "run", resume=True)

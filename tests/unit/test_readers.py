@@ -77,7 +77,12 @@ READERS = {
     "recipes/text_models.py": {"from_pretrained": TRANSFORMERS},
     "recipes/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
     "recipes/weights.py": {"load_file": OTHERS_WEIGHTS, "torch.load": OTHERS_WEIGHTS},
-    "trace.py": {"read_regular_file": TRACE, "parse_json": TRACE, "decode_directly": TRACE, "GzipFile": TRACE},
+    "trace/records.py": {
+        "read_regular_file": TRACE,
+        "parse_json": TRACE,
+        "decode_directly": TRACE,
+        "GzipFile": TRACE,
+    },
     "trainer/storage/checkpoint.py": {"decode_json": RUN},
     "trainer/monitor/history.py": {"parse_json": RUN},
     "trainer/storage/manifest.py": {
@@ -103,6 +108,7 @@ READERS = {
 
 RUNNERS = {
     "__init__.py": {"import_module": "brimful's own modules"},
+    "display.py": {"import_module": "brimful.report, which writes the text of results"},
     "models/resolve.py": {
         "import_module": "the module that the user names as the job",
         "spec_from_file_location": "the file that the user names as the job",

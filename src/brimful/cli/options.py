@@ -310,7 +310,7 @@ Encoding = Annotated[str, typer.Option(help="Of the files.")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """What is asked of `tasks.image_classification`, by its names."""
+    """What is asked of `recipes.image_classification`, by its names."""
 
     model: Annotated[str, typer.Option(help="A built-in classifier: resnet18, vit-base, …; or timm/NAME.")] = (
         "resnet50"
@@ -338,7 +338,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextClassificationOptions:
-    """What is asked of `tasks.text_classification`, by its names."""
+    """What is asked of `recipes.text_classification`, by its names."""
 
     model: Annotated[
         str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
@@ -361,7 +361,7 @@ class TextClassificationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelOptions:
-    """What is asked of `tasks.language_model`, by its names."""
+    """What is asked of `recipes.language_model`, by its names."""
 
     model: Annotated[
         str, typer.Option(help="A local directory of transformers, or a built-in one: gpt2, …")

@@ -108,10 +108,10 @@ def images(
 ) -> None:
     """Classify the images in a folder of class folders; 32 a step unless --global-batch-size is said."""
     with errors_told(as_json):
-        from brimful import tasks
+        from brimful import recipes
 
         with busy("looking at the images"):
-            job = tasks.image_classification(directory, seed=training.seed, **arguments(options))
+            job = recipes.image_classification(directory, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
 
@@ -128,10 +128,10 @@ def text_classification(
 ) -> None:
     """Classify the texts in a table; 32 a step unless --global-batch-size is said."""
     with errors_told(as_json):
-        from brimful import tasks
+        from brimful import recipes
 
         with busy("reading the texts"):
-            job = tasks.text_classification(file, seed=training.seed, **arguments(options))
+            job = recipes.text_classification(file, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
 
@@ -150,10 +150,10 @@ def language_model(
 ) -> None:
     """Teach a language model the next token of texts; 32 rows a step unless --global-batch-size is said."""
     with errors_told(as_json):
-        from brimful import tasks
+        from brimful import recipes
 
         with busy("reading the texts"):
-            job = tasks.language_model(*files, **arguments(options))
+            job = recipes.language_model(*files, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
 
 

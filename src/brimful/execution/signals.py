@@ -44,6 +44,7 @@ class HeldSignals:
         handlers = {number: signal.getsignal(number) for number in SIGNALS}
         self._before = {number: handler for number, handler in handlers.items() if callable(handler)}
         with ExitStack() as at_end:
+            at_end.callback(self._before.clear)  # a handler may hold what holds this
             at_end.callback(self._deliver)
             for number in self._before:
                 at_end.callback(self._give_back, number)

@@ -38,15 +38,24 @@ class StepTransaction:
 
     Args:
         executor: Runs the steps, with `hooks`.
+        update: How the optimizer's step behaves when memory runs out in it; None chooses by the optimizer.
+        keeps_parameters: Restore gradients that were there before, and parameters that forward passes write to.
+            False drops all gradients: for parameters that are sharded.
     """
 
-    def __init__(self, executor: StepExecutor) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor,
+        *,
+        update: SurvivingUpdate | WholeUpdate | None = None,
+        keeps_parameters: bool = True,
+    ) -> None:
         self._executor = executor
         self._model = executor.model
         self._device = executor.device
         self._buffers = BufferSnapshot(executor.model)
-        self._parameters = ParameterSnapshot(executor.optimizer)
-        self._update = _update_of(executor)
+        self._parameters = ParameterSnapshot(executor.optimizer) if keeps_parameters else None
+        self._update = update or _update_of(executor)
         self._signals = HeldSignals()
         self._is_updated = False
 
@@ -72,26 +81,49 @@ class StepTransaction:
         Raises:
             HalfUpdatedError: It raised, and not everything is as before.
         """
+        return self._run(step, keeps=True)
+
+    def dry_run(self, step: Callable[[], Result]) -> Result:
+        """Run a step without an update, and undo it.
+
+        Args:
+            step: Calls the executor once, with `hooks` and `updates=False`.
+
+        Returns:
+            What it returned.
+
+        Raises:
+            HalfUpdatedError: Not everything is as before.
+        """
+        return self._run(step, keeps=False)
+
+    def _run(self, step: Callable[[], Result], *, keeps: bool) -> Result:
         with self._signals.in_force():
             random = RandomState.now(self._device)
             self._is_updated = False
             self._executor.move.changed = frozenset()
             modules = modules_of(self._model)
             self._buffers.take(modules)
-            self._parameters.take(modules)
+            if self._parameters is not None:
+                self._parameters.take(modules)
             try:
                 result = step()
-                self._buffers.release()
+                if keeps:
+                    self._buffers.release()
+                else:
+                    self._undo(random)
             except BaseException as error:
                 self._signals.hold()
-                self._take_back(random, error)
+                self._undo_failed(random, error)
                 raise
             finally:
-                self._parameters.release()
+                if self._parameters is not None:
+                    self._parameters.release()
             return result
 
     def _before_update(self, _loss: Tensor, _gradient_norm: Tensor) -> bool:
-        self._parameters.end_of_forward()
+        if self._parameters is not None:
+            self._parameters.end_of_forward()
         self._signals.hold()
         return True
 
@@ -106,19 +138,25 @@ class StepTransaction:
     def _after_update(self, action: Callable[[], object]) -> None:
         despite_out_of_memory(action, self._device)
 
-    def _take_back(self, random: RandomState, error: BaseException) -> None:
-        """Leave everything as before the step, or raise HalfUpdatedError."""
-        try:
-            with ExitStack() as parts:  # the last first, and the others too if one raises
-                parts.callback(random.restore, self._device)
-                parts.callback(self._executor.reset_scaler)
-                parts.callback(self._buffers.restore)
+    def _undo(self, random: RandomState) -> None:
+        with ExitStack() as parts:  # the last first, and the others too if one raises
+            parts.callback(random.restore, self._device)
+            parts.callback(self._executor.reset_scaler)
+            parts.callback(self._buffers.restore)
+            if self._parameters is None:
+                parts.callback(self._executor.optimizer.zero_grad, set_to_none=True)
+            else:
                 parts.callback(self._parameters.restore)
+
+    def _undo_failed(self, random: RandomState, error: BaseException) -> None:
+        """Leave everything as before a step that raised, or raise HalfUpdatedError."""
+        try:
+            self._undo(random)
         except HalfUpdatedError as failure:
             raise failure from error
         except BaseException as failure:
             raise HalfUpdatedError(
-                f"a step raised {_said(error)}, and taking it back raised {_said(failure)}. {_WAY_OUT}"
+                f"a step raised {_said(error)}, and undoing it raised {_said(failure)}. {_WAY_OUT}"
             ) from error
         if self._is_updated and not isinstance(error, HalfUpdatedError):
             raise HalfUpdatedError(

@@ -1,4 +1,4 @@
-"""What a run keeps of itself: saves to go on from, and its weights; nothing that is NaN or infinite."""
+"""Saves a run and restores it: checkpoints and weights, none of which contain NaN or infinity."""
 
 from __future__ import annotations
 
@@ -6,54 +6,57 @@ from contextlib import suppress
 
 from brimful.errors import NonFiniteError, SaveError, UsageError
 from brimful.results import StepRecord
-from brimful.trainer.data.rng import random_state_now
-from brimful.trainer.data.stream import Feed
-from brimful.trainer.learner import Learner
 from brimful.trainer.monitor.logger import Journal
 from brimful.trainer.options import Options
-from brimful.trainer.resume import asked_run
+from brimful.trainer.resume import check_rates, run_identity
+from brimful.trainer.state import TrainState
 from brimful.trainer.step.not_finite import step_not_finite, update_not_finite
-from brimful.trainer.step.transaction import Steps
 from brimful.trainer.storage.checkpoint import Checkpoint
+from brimful.trainer.storage.restore import Save
 
 
-class Keeper:
-    """Saves a run as its last step left it.
+class Checkpointer:
+    """Saves the state of a run as its last step left it, and restores it.
 
     Args:
-        options: What was asked.
-        learner: Its model and average.
-        feed: Its place in the data.
-        steps: The optimizer's state, and all else that the next step depends on.
+        options: Of the run.
+        state: What is saved.
         journal: Writes, where there is a run directory.
     """
 
-    def __init__(
-        self, *, options: Options, learner: Learner, feed: Feed, steps: Steps, journal: Journal
-    ) -> None:
+    def __init__(self, *, options: Options, state: TrainState, journal: Journal) -> None:
         self._options = options
         self._run_dir = options.saving.run_dir
-        self._ranks = learner.ranks
-        self._learner = learner
-        self._feed = feed
-        self._steps = steps
+        self._ranks = state.ranks
+        self._state = state
         self._journal = journal
 
+    def restore(self, saved: Save) -> None:
+        """Load a checkpoint into the state; the model has its weights already.
+
+        Args:
+            saved: Of this run.
+
+        Raises:
+            ResumeError: It does not match this optimizer, schedule or loss scaler, or has other rates.
+        """
+        optimizer_state = saved.optimizer_state_for(self._state.optimizer)
+        self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state).state)
+        saved.release()
+        check_rates(self._options, self._state.rates, saved)
+
     def save(self) -> None:
-        """Save all that the run needs to go on, unless NaN or infinity is in it."""
+        """Save a checkpoint, unless there is one of this step, or NaN or infinity in the weights."""
         if self._run_dir is None:
             return
-        needs_save = self._ranks.any(self._journal.needs_save(self._steps.taken))
-        if not needs_save or not self._learner.is_finite():
+        needs_save = self._ranks.any(self._journal.needs_save(self._state.step))
+        if not needs_save or not self._state.is_finite():
             return
         checkpoint = Checkpoint(
-            asked=asked_run(self._options, self._learner.rates),
-            steps=self._ranks.with_room(self._steps.state, during="the optimizer's state is read"),
-            data=self._feed.state(),
-            random=tuple(self._ranks.gather(random_state_now(self._options.device))),
+            run=run_identity(self._options, self._state.rates), state=self._state.state_dict()
         )
-        in_parts = self._learner.parallel.saves_parts
-        model = self._learner.model if in_parts else self._learner.whole_model(self._run_dir)
+        in_parts = self._state.parallel.saves_parts
+        model = self._state.model if in_parts else self._state.whole_model(self._run_dir)
         self._journal.save(model, checkpoint)
 
     def save_weights(self) -> None:
@@ -63,18 +66,18 @@ class Keeper:
             NonFiniteError: It did.
             SaveError: They could not be written; those written before stay.
         """
-        learner, taken = self._learner, self._steps.taken
-        learner.take_buffers_of_first()
-        if not learner.is_finite():
-            raise update_not_finite(taken, self._options.settings, self._weights_before())
+        state = self._state
+        state.broadcast_buffers()
+        if not state.is_finite():
+            raise update_not_finite(state.step, self._options.settings, self._weights_before())
         self._write_weights()
-        if learner.average is not None:
-            with learner.averaged():
-                self._journal.save_average(learner.model, taken)
+        if state.average is not None:
+            with state.averaged():
+                self._journal.save_average(state.model, state.step)
 
     def save_after(self, error: Exception) -> None:
         """Save what there is before an error ends the run, and add to the error where it is."""
-        if self._steps.taken == 0 or self._run_dir is None or self._ranks.are_several:
+        if self._state.step == 0 or self._run_dir is None or self._ranks.are_several:
             return  # of several ranks one may not answer any more
         try:
             self._save_now()
@@ -104,7 +107,7 @@ class Keeper:
         step = self._journal.saved_run_step
         if step is None:
             return f"The run has no save; resuming {self._run_dir} starts from the beginning."
-        return f"The run is saved after step {step}; resuming {self._run_dir} goes on there."
+        return f"The run is saved after step {step}; resuming {self._run_dir} continues there."
 
     def not_finite(self, record: StepRecord) -> NonFiniteError:
         """Write the weights from before a step that was not taken, as it came to no number.
@@ -115,11 +118,11 @@ class Keeper:
         Returns:
             The error for it, which says where the weights are.
         """
-        if self._learner.is_finite():
+        if self._state.is_finite():
             self._write_weights()
             path = self._journal.weights_path
             written = path or "in the model (Trainer.model); without run_dir nothing is written"
-            where = f"after step {self._steps.taken}, {written}"
+            where = f"after step {self._state.step}, {written}"
         else:
             where = self._weights_before()
         of_first = self._ranks.of_first(where)  # which alone has written
@@ -127,7 +130,7 @@ class Keeper:
 
     def _write_weights(self) -> None:
         if self._run_dir is not None:
-            self._journal.save_weights(self._learner.whole_model(self._run_dir), self._steps.taken)
+            self._journal.save_weights(self._state.whole_model(self._run_dir), self._state.step)
 
     def _weights_before(self) -> str:
         """Where those of an earlier step are."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
@@ -16,16 +15,15 @@ from brimful.execution.step import matmul_precision
 from brimful.job import Batch
 from brimful.report.data_loading import feeding_lines
 from brimful.results import Recovery, StepRecord, StopReason, TrainingResult
-from brimful.trainer.checkpointer import Keeper
+from brimful.trainer.checkpointer import Checkpointer
 from brimful.trainer.data.batches import data_loading
-from brimful.trainer.data.stream import dead_workers_told
+from brimful.trainer.data.stream import worker_errors
 from brimful.trainer.monitor.callbacks import Callbacks
 from brimful.trainer.monitor.progress import memory_text
 from brimful.trainer.result import result_of
-from brimful.trainer.resume import check_rates
-from brimful.trainer.setup import Beginning, make_journal, make_steps
+from brimful.trainer.setup import RunContext, make_journal, make_runner
+from brimful.trainer.step.runner import NotFiniteStep
 from brimful.trainer.step.schedules import Schedule
-from brimful.trainer.step.transaction import NotFiniteStep
 from brimful.trainer.stop import Stop, stops_on_signals
 from brimful.trainer.validation import Validator
 
@@ -53,32 +51,26 @@ class Run:
     """Takes a run from its beginning to its end.
 
     Args:
-        begun: What it is made of.
+        run: What it is made of.
         stop: What it is asked; heeded after each step.
         callbacks: Told of each step, each validation and the end.
     """
 
-    def __init__(self, begun: Beginning, *, stop: Stop, callbacks: Callbacks) -> None:
-        self._begun = begun
-        self._options = begun.options
-        self._ranks = begun.ranks
-        self._learner = begun.learner
-        self._feed = begun.feed
+    def __init__(self, run: RunContext, *, stop: Stop, callbacks: Callbacks) -> None:
+        self._run = run
+        self._options = run.options
+        self._ranks = run.ranks
+        self._state = run.state
+        self._stream = run.state.stream
         self._stop = stop
         self._callbacks = callbacks
-        self._data_loading = data_loading(begun.data.train)
+        self._data_loading = data_loading(run.data.train)
         self._start = _Counts()
         self._batches_noted: int | None = None
         """Of an epoch whose length was not as the data said, so that not each of them is noted."""
-        self._journal = make_journal(begun)
-        self._steps = make_steps(begun, self._journal)
-        self._keeper = Keeper(
-            options=begun.options,
-            learner=begun.learner,
-            feed=begun.feed,
-            steps=self._steps,
-            journal=self._journal,
-        )
+        self._journal = make_journal(run)
+        self._runner = make_runner(run, self._journal)
+        self._checkpointer = Checkpointer(options=run.options, state=run.state, journal=self._journal)
 
     def train(self) -> TrainingResult:
         """Train to the end; the model has its own forward again afterwards, whatever happened.
@@ -95,34 +87,26 @@ class Run:
             result = self._trained()
             return result
         finally:
-            self._steps.close()
+            self._runner.close()
             self._callbacks.on_end(result)
 
     def _load_state(self) -> None:
-        saved = self._begun.start.saved
+        saved = self._run.start.saved
         if saved is not None:
-            optimizer_state = saved.optimizer_state_for(self._learner.optimizer)
-            state = saved.checkpoint.with_optimizer(optimizer_state).steps
-            with self._steps.loading():
-                self._ranks.with_room(
-                    partial(self._steps.load_state, state), during="the saved state is loaded"
-                )
-            saved.release()
-            check_rates(self._options, self._learner.rates, saved)
-            self._start = _Counts(taken=self._steps.taken, updates=self._steps.updates)
+            self._checkpointer.restore(saved)
+            self._start = _Counts(taken=self._state.step, updates=self._state.updates)
 
     def _trained(self) -> TrainingResult:
-        precision = self._steps.settings.precision
+        precision = self._state.settings.precision
         with self._journal, matmul_precision(precision), stops_on_signals(self._heed_signal):
             self._tell_start()
-            self._rehearse()
+            self._dry_run()
             stopped_because = self._run_epochs_and_save()
             self._journal.wait_for_save()
             result = result_of(
-                self._options,
-                self._steps,
+                self._run,
                 self._journal,
-                certificate=self._begun.certificate,
+                peak=self._runner.peak,
                 data_loading=self._data_loading,
                 stopped_because=stopped_because,
             )
@@ -131,26 +115,26 @@ class Run:
 
     def _tell_start(self) -> None:
         """Tell from where the run goes on, and all ranks what was told before."""
-        start = self._begun.start
+        start = self._run.start
         if start.saved is not None:
             self._journal.load_history(*self._ranks.of_first(self._journal.history()))
             self._journal.note(f"resumed after step {start.saved.step} from {start.saved.path}")
         if start.lowered is not None:
             self._journal.add_recovery(start.lowered)
         decay = self._options.updating.ema_decay
-        if decay is not None and self._begun.data.validation is not None:
+        if decay is not None and self._run.data.validation is not None:
             self._journal.note(
                 "validation, the best weights and early stopping are of the average of weights: begun at the "
                 f"initial ones, with a decay of {decay:g} it follows in some {1 / (1 - decay):.0f} steps"
             )
 
-    @dead_workers_told()
-    def _rehearse(self) -> None:
+    @worker_errors()
+    def _dry_run(self) -> None:
         """See that the longest batch fits, if the data know it."""
-        longest = self._begun.data.longest
+        longest = self._run.data.longest
         if longest is not None:
-            samples = self._steps.settings.global_batch_size
-            self._steps.rehearse(longest(samples) if callable(longest) else longest)
+            samples = self._state.settings.global_batch_size
+            self._runner.dry_run(longest(samples) if callable(longest) else longest)
 
     def _run_epochs_and_save(self) -> StopReason:
         """Run the epochs and write the weights; before an error ends that, save what can be saved."""
@@ -159,51 +143,51 @@ class Run:
         except NotFiniteStep as step:
             raise self._not_finite(step.record) from None
         except HalfUpdatedError as error:
-            self._keeper.note_save_before(error)  # what is in the model is not to be saved
+            self._checkpointer.note_save_before(error)  # what is in the model is not to be saved
             raise
         except Exception as error:
-            self._keeper.save_after(error)
+            self._checkpointer.save_after(error)
             raise
         if not isinstance(found, RanOut):
             return found
         make_room(self._options.device)
         ran_out = OutOfMemoryError(f"memory ran out outside of a step ({found.place}): {found.message}.")
-        self._keeper.save_after(ran_out)
+        self._checkpointer.save_after(ran_out)
         raise ran_out
 
-    @dead_workers_told()
+    @worker_errors()
     def _run_epochs_and_write(self) -> StopReason:
         stopped_because = self._run_epochs()
-        self._keeper.save_weights()
+        self._checkpointer.save_weights()
         return stopped_because
 
     def _not_finite(self, record: StepRecord) -> NonFiniteError:
-        if self._steps.taken:
-            self._keeper.save()  # before the step is told, which a resumed run takes anew
+        if self._state.step:
+            self._checkpointer.save()  # before the step is told, which a resumed run takes anew
         self._journal.add_step(record, self._memory_text())
-        return self._keeper.not_finite(record)
+        return self._checkpointer.not_finite(record)
 
     def _run_epochs(self) -> StopReason:
         validator = self._validator()
         patience = self._options.length.patience
-        while not (self._has_enough() or self._options.length.is_past(self._feed.place.epoch)):
+        while not (self._has_enough() or self._options.length.is_past(self._stream.position.epoch)):
             stopped_because = self._run_epoch(validator)
             if stopped_because is not None:
                 return stopped_because
-            self._keeper.save_weights()
+            self._checkpointer.save_weights()
             if patience is not None and self._journal.validations_without_improvement >= patience:
                 return StopReason.NOT_IMPROVING
-            self._feed.begin_next_epoch()
+            self._stream.begin_next_epoch()
         return StopReason.FINISHED
 
     def _run_epoch(self, validator: Validator | None) -> StopReason | None:
         """Train on the rest of an epoch, save the run and validate; tell why it is to stop, if it is."""
         has_ended = False
-        for batch, data_seconds in self._feed.rest_of_epoch(self._stop.is_requested, self._add_reading):
+        for batch, data_seconds in self._stream.rest_of_epoch(self._stop.is_requested, self._add_reading):
             self._take_step(batch, data_seconds)
             stopped_because = self._stop.agreed(self._ranks)
             if self._is_to_be_saved():
-                self._keeper.save()
+                self._checkpointer.save()
             if stopped_because is not None or self._has_enough():
                 break
         else:
@@ -211,7 +195,7 @@ class Run:
         stopped_because = self._stop.agreed(self._ranks)
         if has_ended and stopped_because is None:
             self._check_batches()
-        self._keeper.save()
+        self._checkpointer.save()
         if stopped_because is None and validator is not None:
             self._validate(validator)
             stopped_because = self._stop.agreed(self._ranks)
@@ -219,7 +203,7 @@ class Run:
 
     def _check_batches(self) -> None:
         """At the end of an epoch, compare its batches with those that the data said they have."""
-        place, promised = self._feed.place, self._begun.batches.steps_per_epoch
+        place, promised = self._stream.position, self._run.batches.steps_per_epoch
         if place.batches == 0:
             raise DataError(f"the training data gave no batch in epoch {place.epoch}.")
         if promised is None or place.batches == promised:
@@ -227,7 +211,7 @@ class Run:
         length = self._options.length
         total_steps = length.steps
         if length.epochs is not None:
-            by_epochs = self._steps.taken + (length.epochs - place.epoch) * place.batches
+            by_epochs = self._state.step + (length.epochs - place.epoch) * place.batches
             total_steps = by_epochs if total_steps is None else min(by_epochs, total_steps)
         self._journal.show_total(total_steps)
         if place.batches == self._batches_noted:
@@ -237,15 +221,15 @@ class Run:
         if place.batches > promised:
             note = f"epoch {place.epoch} had {place.batches} batches, and the data said {promised}"
         if isinstance(self._options.updating.schedule, Schedule):
-            note += f". The schedule is for {self._begun.total_steps} steps"
+            note += f". The schedule is for {self._run.total_steps} steps"
         self._journal.add_note(note)
 
     def _add_reading(self, message: str, seconds: float) -> None:
         """Record that memory ran out in reading a batch, which was read again."""
-        how = self._steps.settings.describe()
+        how = self._state.settings.describe()
         self._journal.add_recovery(
             Recovery(
-                step=self._steps.taken + 1,
+                step=self._state.step + 1,
                 during="reading",
                 message=message,
                 before=how,
@@ -264,46 +248,46 @@ class Run:
 
     def _taken(self, batch: Batch, data_seconds: float) -> StepRecord:
         """Take a step, and move on in the data if it was taken, even where an error comes after it."""
-        before = self._steps.taken
+        before = self._state.step
         is_measured = self._is_to_be_measured(batch)
         if is_measured and self._holds_copies():
             self._journal.note(_COPIES_NOTE)
         try:
-            record = self._steps.take(
+            record = self._runner.run(
                 batch,
-                epoch=self._feed.place.epoch,
+                epoch=self._stream.position.epoch,
                 data_seconds=data_seconds,
                 measure_memory=is_measured,
             )
-            return replace(record, mfu=self._begun.utilisation.of(record, batch))
+            return replace(record, mfu=self._run.utilisation.of(record, batch))
         finally:
-            if self._steps.taken > before:
-                self._feed.move_on()
+            if self._state.step > before:
+                self._stream.advance()
 
     def _has_enough(self) -> bool:
-        return self._options.length.has_enough(self._steps.taken)
+        return self._options.length.has_enough(self._state.step)
 
     def _is_to_be_saved(self) -> bool:
         every = self._options.saving.every
-        return every is not None and self._steps.taken % every == 0
+        return every is not None and self._state.step % every == 0
 
     def _is_to_be_measured(self, batch: Batch) -> bool:
         """Whether the memory of the next step is measured: once, in a steady step on a full batch.
 
         A resumed run counts anew: what its first updates hold on the host besides is not what a step takes.
         """
-        total_steps, before = self._begun.total_steps, self._start
+        total_steps, before = self._run.total_steps, self._start
         measured_update = MEASURED_UPDATE
         if total_steps is not None:
             measured_update = min(MEASURED_UPDATE, total_steps - before.taken)
-        is_steady = self._steps.updates - before.updates >= max(measured_update - 1, 1)
+        is_steady = self._state.updates - before.updates >= max(measured_update - 1, 1)
         layout = layout_of(self._options.job, whole=self._options.settings.global_batch_size)
-        return self._steps.peak is None and is_steady and layout.count(batch) >= self._full_samples
+        return self._runner.peak is None and is_steady and layout.count(batch) >= self._full_samples
 
     def _holds_copies(self) -> bool:
         """Whether copies on the host, by which an update can be taken back, are in the memory of the device."""
-        is_early = self._steps.updates - self._start.updates < MEASURED_UPDATE - 1
-        shares_memory = self._options.device.type == "cpu" and not self._learner.parallel.is_sharded
+        is_early = self._state.updates - self._start.updates < MEASURED_UPDATE - 1
+        shares_memory = self._options.device.type == "cpu" and not self._state.parallel.is_sharded
         return is_early and shares_memory
 
     @property
@@ -318,29 +302,29 @@ class Run:
 
     def _validator(self) -> Validator | None:
         """What validates under the settings as they are now; None without validation data."""
-        if self._begun.data.validation is None:
+        if self._run.data.validation is None:
             return None
         return Validator(
-            self._learner.model,
+            self._state.model,
             self._options.job,
-            self._begun.data.validation,
-            micro_batch_size=self._steps.settings.micro_batch_size,
-            global_batch_size=self._steps.settings.global_batch_size,
+            self._run.data.validation,
+            micro_batch_size=self._state.settings.micro_batch_size,
+            global_batch_size=self._state.settings.global_batch_size,
             device=self._options.device,
             on_recovery=self._journal.add_recovery,
             ranks=self._ranks,
-            parallel=self._learner.parallel,
-            stream=self._feed.randomness,
+            parallel=self._state.parallel,
+            stream=self._stream.randomness,
         )
 
     def _validate(self, validator: Validator) -> None:
         """Validate the model, or its average, and tell of it, unless a stop is requested meanwhile."""
-        self._learner.take_buffers_of_first()
-        with self._learner.averaged():
+        self._state.broadcast_buffers()
+        with self._state.averaged():
             record = validator.run(
-                self._steps.settings.precision,
-                step=self._steps.taken,
-                epoch=self._feed.place.epoch,
+                self._state.settings.precision,
+                step=self._state.step,
+                epoch=self._stream.position.epoch,
                 is_stopped=self._stop.is_requested,
                 on_samples=self._journal.show_validating,
             )
@@ -348,13 +332,13 @@ class Run:
                 return
             run_dir = self._options.saving.run_dir
             is_written = run_dir is not None and self._journal.is_best(record)
-            model = self._learner.whole_model(run_dir) if is_written else self._learner.model
+            model = self._state.whole_model(run_dir) if is_written else self._state.model
             self._journal.add_validation(record, model)
         self._callbacks.on_validation(record)
 
     def _memory_text(self) -> str:
         """How much memory is in use, or will be, for a reader."""
-        plan, device, peak = self._options.plan, self._options.device, self._steps.peak
+        plan, device, peak = self._options.plan, self._options.device, self._runner.peak
         budget_bytes = None if plan is None else plan.budget_bytes
         if device.type == "cuda":
             # what the process holds of the device, as the budget means it, but for the context

@@ -6,39 +6,38 @@ import statistics
 from collections.abc import Sequence
 
 from brimful.execution.setup import device_name
-from brimful.results import Certificate, DataLoading, StepRecord, StopReason, TrainingResult
+from brimful.profiling import PeakMemory
+from brimful.results import DataLoading, StepRecord, StopReason, TrainingResult
 from brimful.trainer.monitor.logger import Journal
-from brimful.trainer.options import Options
-from brimful.trainer.step.transaction import Steps
+from brimful.trainer.setup import RunContext
 
 
 def result_of(
-    options: Options,
-    steps: Steps,
+    run: RunContext,
     journal: Journal,
     *,
-    certificate: Certificate | None,
+    peak: PeakMemory | None,
     data_loading: DataLoading | None,
     stopped_because: StopReason,
 ) -> TrainingResult:
     """The result of a run that has ended.
 
     Args:
-        options: What was asked, and predicted.
-        steps: What was taken, and measured.
-        journal: What was told.
-        certificate: That the plan is the same training.
-        data_loading: How its data came to it.
+        run: What was asked and predicted, and the final settings.
+        journal: The records of the run.
+        peak: The measured memory of a step; None if the run was too short to measure it.
+        data_loading: How the data were loaded.
         stopped_because: Why it ended.
 
     Returns:
         All of it, in one record.
     """
-    plan, peak = options.plan, steps.peak
+    options = run.options
+    plan = options.plan
     return TrainingResult(
         job=options.job.name,
         device=device_name(options.device),
-        settings=steps.settings,
+        settings=run.state.settings,
         stopped_because=stopped_because,
         steps=tuple(journal.steps),
         validations=tuple(journal.validations),
@@ -52,7 +51,7 @@ def result_of(
         predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
         measured_step_seconds=_steady_seconds(journal.steps, options.settings.global_batch_size),
         temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
-        certificate=certificate,
+        certificate=run.certificate,
         recoveries=tuple(journal.recoveries),
         run_dir=options.saving.run_dir,
         counted=options.counted,

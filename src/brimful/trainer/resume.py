@@ -9,10 +9,9 @@ from brimful.distributed.ranks import Ranks
 from brimful.errors import BrimfulError, FileFormatError, ResumeError, RunDirectoryError
 from brimful.results import Recovery
 from brimful.settings import Settings
-from brimful.trainer.data.rng import seed_all
 from brimful.trainer.options import Options
 from brimful.trainer.step.schedules import Schedule
-from brimful.trainer.storage.checkpoint import AskedRun, Rates
+from brimful.trainer.storage.checkpoint import Rates, RunIdentity
 from brimful.trainer.storage.relaunch import leave_settings, settings_left
 from brimful.trainer.storage.restore import Save, newest_save
 from brimful.trainer.storage.run_directory import JOB, LOWERED, check_run_directory
@@ -59,8 +58,8 @@ def find_start(options: Options, ranks: Ranks) -> Start:
     return Start(saved=saved, settings_of_save=before, settings=settings, lowered=lowered)
 
 
-def hand_over(options: Options, start: Start, after: Settings, recovery: Recovery) -> str:
-    """Let the next launch go on with settings that take less.
+def schedule_fallback(options: Options, start: Start, after: Settings, recovery: Recovery) -> str:
+    """Let the next launch resume with settings that take less.
 
     Args:
         options: Say where the run is saved.
@@ -81,8 +80,8 @@ def hand_over(options: Options, start: Start, after: Settings, recovery: Recover
     )
 
 
-def asked_run(options: Options, rates: Rates) -> AskedRun:
-    """By what a save is known to be of the same run.
+def run_identity(options: Options, rates: Rates) -> RunIdentity:
+    """What identifies a run: a checkpoint with another identity is of another run.
 
     Args:
         options: What was asked.
@@ -92,7 +91,7 @@ def asked_run(options: Options, rates: Rates) -> AskedRun:
         What is saved with the run.
     """
     schedule = options.updating.schedule
-    return AskedRun(
+    return RunIdentity(
         settings=options.settings,
         seed=options.seed,
         about=options.about,
@@ -112,7 +111,7 @@ def check_rates(options: Options, rates: Rates, saved: Save) -> None:
     Raises:
         ResumeError: They are others.
     """
-    before, now = saved.checkpoint.asked, asked_run(options, rates)
+    before, now = saved.checkpoint.run, run_identity(options, rates)
     if (before.rates, before.schedule) != (now.rates, now.schedule):
         raise ResumeError(
             f"the run in {options.saving.run_dir} was begun with learning rates and weight decays "
@@ -120,27 +119,6 @@ def check_rates(options: Options, rates: Rates, saved: Save) -> None:
             f"{_listed(now.rates)} and {now.schedule}: it would not be the same run. Resume it as it was "
             "begun, or begin another in a new run directory."
         )
-
-
-def restore_random(options: Options, ranks: Ranks, saved: Save) -> None:
-    """Set this rank's random numbers to what the last step left; anew if there was no such rank.
-
-    Args:
-        options: Seed and device.
-        ranks: Those that go on.
-        saved: By as many ranks as it may be.
-    """
-    of_ranks = saved.checkpoint.random
-    if ranks.count != len(of_ranks):
-        warnings.warn(
-            f"the run was saved by {len(of_ranks)} ranks and resumes with {ranks.count}: dropout "
-            "draws other numbers than it would have.",
-            stacklevel=2,
-        )
-    if ranks.rank >= len(of_ranks):
-        seed_all(options.seed + saved.step, ranks.rank)
-    else:
-        of_ranks[ranks.rank].restore(options.device)
 
 
 def _listed(rates: Rates) -> list[list[float]]:
@@ -173,7 +151,7 @@ def _check_run_directory(options: Options, ranks: Ranks) -> None:
 
 
 def _check_same_run(options: Options, saved: Save) -> None:
-    asked = saved.checkpoint.asked
+    asked = saved.checkpoint.run
     run_dir = options.saving.run_dir
     for name, before, now in (
         ("seed", asked.seed, options.seed),
@@ -194,9 +172,9 @@ def _check_same_run(options: Options, saved: Save) -> None:
 
 def _settings_to_resume(options: Options, saved: Save) -> Settings:
     """Those in force when the run was saved, lowered perhaps, unless others are asked for now."""
-    if saved.checkpoint.asked.settings != options.settings:
+    if saved.checkpoint.run.settings != options.settings:
         return options.settings
-    return saved.checkpoint.steps.settings
+    return saved.checkpoint.state.settings
 
 
 def _lowered(options: Options, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:

@@ -1,4 +1,4 @@
-"""Everything that a run has before its first step, made in the order that its random numbers need."""
+"""Builds everything that a run has before its first step, in the order that its random numbers need."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from brimful.distributed.ranks import Ranks
 from brimful.job import Data
 from brimful.results import Certificate
 from brimful.trainer.data.batches import Batches, check_validation, find_data, refuse_single_samples
-from brimful.trainer.data.stream import Feed
-from brimful.trainer.learner import Learner, make_learner, seeded_model
+from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.monitor.logger import Journal
 from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.monitor.progress import make_progress
 from brimful.trainer.options import Options
-from brimful.trainer.resume import Start, find_start, hand_over, restore_random
+from brimful.trainer.resume import Start, find_start, schedule_fallback
+from brimful.trainer.state import TrainState, make_state, seeded_model
 from brimful.trainer.step.fallback import Lowering
-from brimful.trainer.step.schedules import make_scheduler
-from brimful.trainer.step.transaction import Steps
+from brimful.trainer.step.runner import StepRunner
 from brimful.trainer.storage.saves import Saves
 from brimful.trainer.verify import certified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
+class RunContext:
     """A run before its first step."""
 
     options: Options
@@ -34,11 +33,9 @@ class Beginning:
     data: Data
     batches: Batches
     """Of the training data."""
-    feed: Feed
-    """Which gives the batches to the steps."""
     utilisation: Utilisation
     certificate: Certificate | None
-    learner: Learner
+    state: TrainState
 
     @property
     def total_steps(self) -> int | None:
@@ -46,15 +43,15 @@ class Beginning:
         return self.options.length.total_steps(self.batches.steps_per_epoch)
 
 
-def begin(options: Options, ranks: Ranks) -> Beginning:
-    """Begin a run, or go on with it: find where it starts, its data and its model.
+def set_up_run(options: Options, ranks: Ranks) -> RunContext:
+    """Set up a run from its beginning or from a checkpoint: its data, model and optimizer.
 
     The seed decides the weights, then the random numbers of the data, which are alike on every rank; from
     there on those of the ranks differ.
 
     Args:
         options: What was asked.
-        ranks: All of them begin together.
+        ranks: All of them call this together.
 
     Returns:
         What the run is made of.
@@ -84,66 +81,60 @@ def begin(options: Options, ranks: Ranks) -> Beginning:
     if ranks.is_first:
         batches.tell_small(model)
     certificate = certified(model, options, ranks) if start.saved is None else None
-    feed = Feed(
-        batches, ranks=ranks, resumed=start.saved, restore_random=partial(restore_random, options, ranks)
+    state = make_state(
+        model,
+        options,
+        start,
+        ranks,
+        BatchStream(batches, ranks=ranks),
+        total_steps=options.length.total_steps(batches.steps_per_epoch),
     )
-    learner = make_learner(model, options, start, ranks)
-    return Beginning(
+    return RunContext(
         options=options,
         ranks=ranks,
         start=start,
         data=data,
         batches=batches,
-        feed=feed,
         utilisation=utilisation,
         certificate=certificate,
-        learner=learner,
+        state=state,
     )
 
 
-def make_journal(begun: Beginning) -> Journal:
+def make_journal(run: RunContext) -> Journal:
     """The journal of a run, which the first rank alone writes, but for saves of which each has a part."""
-    options = begun.options
+    options = run.options
     saving = options.saving
     return Journal(
-        run_dir=saving.run_dir if begun.ranks.is_first else None,
+        run_dir=saving.run_dir if run.ranks.is_first else None,
         plan=options.plan or options.settings,
         job=options.job,
-        progress=make_progress(begun.total_steps, show=options.shows_progress, counted=options.counted),
+        progress=make_progress(run.total_steps, show=options.shows_progress, counted=options.counted),
         keep_saves=saving.keep,
         may_resume=saving.resumes,
-        resumed=begun.start.saved,
-        saves=_saves_of_parts(begun),
+        resumed=run.start.saved,
+        saves=_saves_of_parts(run),
     )
 
 
-def make_steps(begun: Beginning, journal: Journal) -> Steps:
-    """What takes the steps of a run, and tells the journal where memory ran out."""
-    options, learner = begun.options, begun.learner
-    updating = options.updating
-    return Steps(
-        job=options.job,
-        settings=begun.start.settings,
-        model=learner.model,
-        optimizer=learner.optimizer,
-        scheduler=make_scheduler(updating.schedule, learner.optimizer, begun.total_steps),
-        device=options.device,
-        max_gradient_norm=updating.max_gradient_norm,
-        average=learner.average,
-        corrects_batch_norm=updating.corrects_batch_norm,
-        lower=Lowering(options.job, options.plan, options.device),
+def make_runner(run: RunContext, journal: Journal) -> StepRunner:
+    """What runs the steps, and reports to the journal where memory ran out."""
+    options = run.options
+    return StepRunner(
+        options.job,
+        run.state,
+        corrects_batch_norm=options.updating.corrects_batch_norm,
+        shrink=Lowering(options.job, options.plan, options.device),
         on_recovery=journal.add_recovery,
-        ranks=begun.ranks,
-        parallel=learner.parallel,
-        hand_over=partial(hand_over, options, begun.start),
+        schedule_fallback=partial(schedule_fallback, options, run.start),
     )
 
 
-def _saves_of_parts(begun: Beginning) -> Saves | None:
+def _saves_of_parts(run: RunContext) -> Saves | None:
     """Every rank's own, where each writes what it has of the model and of the optimizer's state."""
-    saving = begun.options.saving
-    if saving.run_dir is None or not begun.learner.parallel.saves_parts:
+    saving = run.options.saving
+    if saving.run_dir is None or not run.state.parallel.saves_parts:
         return None
-    saved = begun.start.saved
+    saved = run.start.saved
     saved_step = None if saved is None else saved.step
-    return Saves(saving.run_dir, keep=saving.keep, ranks=begun.ranks.apart(), saved_step=saved_step)
+    return Saves(saving.run_dir, keep=saving.keep, ranks=run.ranks.apart(), saved_step=saved_step)

@@ -22,11 +22,10 @@ from brimful.job import Data, Job
 from brimful.planner import Plan
 from brimful.results import LARGEST_SEED, TrainingResult
 from brimful.settings import Settings
-from brimful.trainer.learner import Learner
 from brimful.trainer.loop import Run
 from brimful.trainer.monitor.callbacks import Callback, Callbacks, check_callbacks
 from brimful.trainer.options import Length, Options, Saving, Updating
-from brimful.trainer.setup import begin
+from brimful.trainer.setup import set_up_run
 from brimful.trainer.step.schedules import MakeSchedule, Schedule
 from brimful.trainer.stop import Stop
 
@@ -143,21 +142,22 @@ class Trainer:
         )
         self._callbacks = check_callbacks(callbacks)
         self._stop = Stop()
-        self._learner: Learner | None = None
+        self._trained: tuple[nn.Module, Optimizer] | None = None
+        """Not the whole state, which holds the data."""
 
     @property
     def model(self) -> nn.Module:
         """The model in training, and afterwards the trained one.
 
-        Under FSDP2 and ZeRO's third stage each rank has its part of it, and after `fit` has let go of the other
-        ranks the whole is in the run directory's `weights.safetensors` alone.
+        Under FSDP2 and ZeRO's third stage each rank has a shard of it. After `fit` the whole model is only in
+        the run directory, as `weights.safetensors`.
 
         Raises:
             UsageError: `fit` has not been called.
         """
-        if self._learner is None:
+        if self._trained is None:
             raise UsageError("there is no model before fit() is called.")
-        return self._learner.model
+        return self._trained[0]
 
     @property
     def optimizer(self) -> Optimizer:
@@ -166,9 +166,9 @@ class Trainer:
         Raises:
             UsageError: `fit` has not been called.
         """
-        if self._learner is None:
+        if self._trained is None:
             raise UsageError("there is no optimizer before fit() is called.")
-        return self._learner.optimizer
+        return self._trained[1]
 
     def stop(self) -> None:
         """End the run after the step under way, as Ctrl-C does: the weights are saved, `fit` returns."""
@@ -207,10 +207,10 @@ class Trainer:
 
     def _fit(self, ranks: Ranks) -> TrainingResult:
         """Apart from `fit`, so that a run is gone, with what speaks to the other ranks, before they part."""
-        begun = begin(self._options, ranks)
-        self._learner = begun.learner
+        run = set_up_run(self._options, ranks)
+        self._trained = run.state.model, run.state.optimizer
         self._stop.clear()
-        return Run(begun, stop=self._stop, callbacks=Callbacks(self, self._callbacks)).train()
+        return Run(run, stop=self._stop, callbacks=Callbacks(self, self._callbacks)).train()
 
 
 def _check_counts(counts: Mapping[str, int | None], *, least: int) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import brimful as bf
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
 from brimful.memory import AllocatorSettings, predict_memory, smallest_surviving_capacity_bytes
+from brimful.planner import GpuFit
 from brimful.prediction import Verdict, estimate_trace
 from brimful.prediction.estimator import MOST_SAMPLES
 from brimful.quantities import GIB, MIB
@@ -184,7 +185,7 @@ def test_the_survey_of_gpus_agrees_with_an_estimate_of_each() -> None:
 
 
 def test_a_gpu_too_small_for_plain_training_gets_smaller_micro_batches_and_then_a_change() -> None:
-    def fit_of(capacity_bytes: int) -> bf.planning.GpuFit:  # type: ignore[name-defined]
+    def fit_of(capacity_bytes: int) -> GpuFit:
         device = replace(bf.find_device("RTX 3090"), capacity_bytes=capacity_bytes)
         return bf.gpus(wide_job(), global_batch_size=64, devices=[device])[0]
 

@@ -62,7 +62,7 @@ def answers(gpu: None, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def test_a_machine_without_cuda_is_told_so_and_where_published_figures_are() -> None:
-    with pytest.raises(UsageError, match=r"machine with a CUDA GPU.*hardware\.cuda_context"):
+    with pytest.raises(UsageError, match=r"machine with a CUDA GPU.*devices\.cuda_context"):
         measure_context()
 
 

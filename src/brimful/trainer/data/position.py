@@ -1,4 +1,4 @@
-"""Where in its data a run is."""
+"""The position of a run in its data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from brimful.execution.random_state import RandomState
 
 
 @dataclass(slots=True, kw_only=True)
-class Place:
-    """So many global batches into an epoch; it moves on with each step."""
+class DataPosition:
+    """An epoch and the global batches of it that were trained on; it advances with each step."""
 
     epoch: int
     """From 1."""

@@ -1,4 +1,4 @@
-"""The batches of a run, from where it is in its data on."""
+"""The batches of a run, from its position in the data on."""
 
 from __future__ import annotations
 
@@ -14,67 +14,71 @@ from brimful.execution.out_of_memory import make_room, out_of_memory, with_room
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch
 from brimful.trainer.data.batches import Batches
-from brimful.trainer.data.position import Place
+from brimful.trainer.data.position import DataPosition
 from brimful.trainer.data.rng import RandomStream
 from brimful.trainer.storage.checkpoint import DataState
-from brimful.trainer.storage.restore import Save
 
 
-class Feed:
-    """Reads the batches of epoch after epoch, from random numbers of their own, and knows how far it has come.
+class BatchStream:
+    """Reads the batches of epoch after epoch, with random numbers of their own, and keeps its position.
 
-    These begin as the generators are when it is made, which must be the same on every rank.
+    These random numbers begin as the generators are when it is made, which must be alike on every rank.
 
     Args:
         batches: Of each epoch.
         ranks: All of them read the same.
-        resumed: The save that the run goes on from; None begins it.
-        restore_random: Sets this rank's random numbers to those that were saved.
     """
 
-    def __init__(
-        self, batches: Batches, *, ranks: Ranks, resumed: Save | None, restore_random: Callable[[Save], None]
-    ) -> None:
+    def __init__(self, batches: Batches, *, ranks: Ranks) -> None:
         self._batches = batches
         self._ranks = ranks
-        self._resumed = resumed
-        """None again once the rest of its epoch is read."""
-        self._restore_random = restore_random
+        self._resumed: tuple[RandomState, Callable[[], None]] | None = None
+        """How the next epoch's data are opened in a resumed run; None again once they are."""
         self.randomness = RandomStream()
         """Random numbers of the data."""
         self._before_batch: RandomState | None = None
         """Random numbers of the data before the batch was read that is not trained on yet."""
-        self.place = self._first_of(1) if resumed is None else _place_of(resumed.checkpoint.data)
-        """Where the next batch is."""
+        self.position = self._first_of(1)
+        """Of the next batch."""
 
-    def state(self) -> DataState:
-        """What the same batches are read from again: place and random numbers."""
+    def state_dict(self) -> DataState:
+        """What the same batches are read from again: position and random numbers."""
         return DataState(
-            epoch=self.place.epoch,
-            batches=self.place.batches,
-            epoch_random=self.place.random,
+            epoch=self.position.epoch,
+            batches=self.position.batches,
+            epoch_random=self.position.random,
             random=self._before_batch or self.randomness.state,
         )
 
-    def move_on(self) -> None:
-        """Past the batch that was read last, which is trained on."""
-        self.place.batches += 1
+    def load_state_dict(self, state: DataState, *, then: Callable[[], None]) -> None:
+        """Resume from a saved position.
+
+        Args:
+            state: What `state_dict` returned.
+            then: Called once the rest of its epoch is open, which may draw random numbers of its own.
+        """
+        self.position = DataPosition(epoch=state.epoch, batches=state.batches, random=state.epoch_random)
+        self._resumed = state.random, then
+
+    def advance(self) -> None:
+        """Count the batch that was read last as trained on."""
+        self.position.batches += 1
         self._before_batch = None
 
     def begin_next_epoch(self) -> None:
-        """Go to the first batch of the epoch that follows."""
-        self.place = self._first_of(self.place.epoch + 1)
+        """Move to the first batch of the next epoch."""
+        self.position = self._first_of(self.position.epoch + 1)
 
     def rest_of_epoch(
         self, is_stopped: Callable[[], bool], on_out_of_memory: Callable[[str, float], None]
     ) -> Iterator[tuple[Batch, float]]:
-        """The batches from the place on, each with the seconds that were waited for it.
+        """The batches from the position on, each with the seconds spent waiting for it.
 
-        All ranks go on with a batch or none does: a signal reaches a DataLoader's workers too, and then one
+        All ranks get a batch or none does: a signal reaches a DataLoader's workers too, and then one
         rank may miss its worker before the others have heard of it.
 
-        Where memory runs out, an iterator cannot be asked for the same batch again. The data are opened anew
-        and read up to the place, as in a resumed run; of several ranks none does so alone.
+        Where memory runs out, an iterator cannot be asked for the same batch again. The data are opened again
+        and read up to the position, as in a resumed run; of several ranks none does so alone.
 
         Args:
             is_stopped: Asked after each is read; if any rank is, it was the last, and is not given.
@@ -104,16 +108,16 @@ class Feed:
             assert batch is not None
             yield batch, time.perf_counter() - start
 
-    def _first_of(self, epoch: int) -> Place:
-        return Place(epoch=epoch, random=self.randomness.state)
+    def _first_of(self, epoch: int) -> DataPosition:
+        return DataPosition(epoch=epoch, random=self.randomness.state)
 
     def _opened(self) -> Iterator[Batch]:
         """The rest of the epoch, before its first batch is read."""
         if self._resumed is None:
             return self._opened_at(0)
-        rest = self._opened_again(self._resumed.checkpoint.data.random)
-        self._restore_random(self._resumed)
-        self._resumed = None
+        (random, then), self._resumed = self._resumed, None
+        rest = self._opened_again(random)
+        then()
         return rest
 
     def _opened_again(self, before_batch: RandomState) -> Iterator[Batch]:
@@ -125,17 +129,17 @@ class Feed:
         Returns:
             Global batches, on the host.
         """
-        rest = self._opened_at(self.place.batches)
+        rest = self._opened_at(self.position.batches)
         self.randomness.state = before_batch
         return rest
 
     def _opened_at(self, batches: int) -> Iterator[Batch]:
         def opened() -> Iterator[Batch]:
-            self.randomness.state = self.place.random
+            self.randomness.state = self.position.random
             with self.randomness.drawn_from():
-                return self._batches.epoch(self.place.epoch, skip=batches)
+                return self._batches.epoch(self.position.epoch, skip=batches)
 
-        return with_room(opened, during=f"the training data of epoch {self.place.epoch} are opened")
+        return with_room(opened, during=f"the training data of epoch {self.position.epoch} are opened")
 
     def _read(self, batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
         """The next batch, or why there is none."""
@@ -155,32 +159,30 @@ class Feed:
         if isinstance(failure, BrimfulError):
             raise failure
         if failure is not None:
-            raise _reading_error(failure, self.place)
+            raise _reading_error(failure, self.position)
         if failed or ended:
             raise DataError(
-                f"after {self.place} the training data failed on {failed:.0f} of {self._ranks.count} "
+                f"after {self.position} the training data failed on {failed:.0f} of {self._ranks.count} "
                 f"ranks, and ended on {ended:.0f}. Every rank must read the same batches."
             )
         return False
 
 
-def _reading_error(failure: Exception, place: Place) -> DataError | OutOfMemoryError:
+def _reading_error(failure: Exception, position: DataPosition) -> DataError | OutOfMemoryError:
     """What ends a run whose data raised."""
     ran_out = out_of_memory(failure)
     if ran_out is not None:
-        return OutOfMemoryError(f"memory ran out while the training data were read, after {place}: {ran_out}.")
-    error = DataError(f"the training data failed after {place}: {type(failure).__name__}: {failure}")
+        return OutOfMemoryError(
+            f"memory ran out while the training data were read, after {position}: {ran_out}."
+        )
+    error = DataError(f"the training data failed after {position}: {type(failure).__name__}: {failure}")
     error.__cause__ = failure
     return error
 
 
-def _place_of(state: DataState) -> Place:
-    return Place(epoch=state.epoch, batches=state.batches, random=state.epoch_random)
-
-
 @contextmanager
-def dead_workers_told() -> Iterator[None]:
-    """Within, a DataLoader worker that dies is an error of the data: a signal tells it amid whatever runs."""
+def worker_errors() -> Iterator[None]:
+    """Within, a DataLoader worker that dies raises DataError, whatever runs when its signal arrives."""
     try:
         yield
     except RuntimeError as error:

@@ -47,7 +47,7 @@ def read_history(content: bytes, checkpoint: Checkpoint) -> History:
             is_damaged = True
             continue
         if isinstance(record, StepRecord):
-            if record.step > checkpoint.steps.taken:
+            if record.step > checkpoint.state.step:
                 is_damaged = True
                 continue
             steps.append(record)

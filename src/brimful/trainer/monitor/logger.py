@@ -255,7 +255,7 @@ class Journal:
                 self._directory.bring_metrics_to_disk()
                 recorded = replace(recorded, metrics_bytes=self._directory.metrics_bytes)
             self._saves.write(model, recorded)
-        self._requested_step = checkpoint.steps.taken
+        self._requested_step = checkpoint.state.step
 
     def wait_for_save(self) -> None:
         """Wait until the save under way is on the disk.

@@ -53,16 +53,16 @@ class MovingAverage:
         for name, parameter in self._parameters.items():
             parameter.data = values[name]
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """The averages by the names of their parameters."""
         return self._averages
 
     @torch.no_grad()
-    def load_state(self, state: dict[str, Tensor] | None) -> None:
-        """Go on from saved averages.
+    def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
+        """Resume from saved averages.
 
         Args:
-            state: What `state` gave.
+            state: What `state_dict` returned.
 
         Raises:
             ResumeError: There is none, or it is of other parameters.

@@ -7,15 +7,15 @@
       shards/             the parts of parameters and optimizer state that each rank has; see `shards.py`
       manifest.json       size and SHA-256 of each of these files; see `saves.py`
 
-`Checkpoint` is all of it but parameters and buffers. Steps, data and the request each give their record and
-resume from it. What is read is checked: every number against its range, random numbers by generators of their
-own. Whether it is of this model and optimizer is checked where they take it over.
+`Checkpoint` is all of it but parameters and buffers: the run's identity and `StateDict`, which
+`trainer/state.py` makes and loads. Reading checks every number against its range, and random numbers with their
+own generators. Whether a checkpoint matches this model and optimizer is checked as they load it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -36,39 +36,17 @@ Rates = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedRun:
-    """What a run was asked for. A save of which it differs is of another run."""
+class RunIdentity:
+    """What a run was asked for. A checkpoint with another identity is of another run."""
 
     settings: Settings
-    """A launch may have lowered them since."""
+    """The training may have lowered them since."""
     seed: int
     about: Any
-    """What the job says about itself, as JSON."""
+    """`Job.about`, as JSON."""
     rates: Rates
     schedule: str | None
-    """None without a `Schedule`; those that a function makes are not known by name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepState:
-    """What the next step depends on, beside the model, its batch and random numbers."""
-
-    taken: int
-    """Optimizer steps, those included that the loss scaler skipped."""
-    updates: int
-    """Steps that changed the parameters."""
-    skipped_in_a_row: int
-    settings: Settings
-    """Those in force."""
-    optimizer_class: str
-    optimizer: dict[str, Any]
-    """Its `state_dict`; without what the shards hold."""
-    scheduler: dict[str, Any] | None
-    """Its `state_dict`; None without one."""
-    scaler: dict[str, Any] | None
-    """Its `state_dict`; None unless the precision is fp16."""
-    average: dict[str, Tensor] | None
-    """The moving average of the parameters by name; None if none is kept."""
+    """None without a `Schedule`; schedules made by a function have no name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,40 +64,66 @@ class DataState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateDict:
+    """What `TrainState.state_dict` returns: all that the next step depends on, but parameters and buffers."""
+
+    step: int
+    """Optimizer steps taken, those included that the loss scaler skipped."""
+    updates: int
+    """Steps that changed the parameters."""
+    skipped_in_a_row: int
+    settings: Settings
+    """Those in force."""
+    optimizer_class: str
+    optimizer: dict[str, Any]
+    """Its `state_dict`; without what the shards hold."""
+    scheduler: dict[str, Any] | None
+    """Its `state_dict`; None without one."""
+    scaler: dict[str, Any] | None
+    """Its `state_dict`; None unless the precision is fp16."""
+    average: dict[str, Tensor] | None
+    """The moving average of the parameters by name; None if none is kept."""
+    data: DataState
+    random: tuple[RandomState, ...] = ()
+    """Of each rank, after its last step."""
+
+    def with_random(self, random: Iterable[RandomState]) -> Self:
+        """The same with the random numbers of each rank."""
+        return replace(self, random=tuple(random))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """Everything that a run resumes from, but parameters and buffers."""
 
-    asked: AskedRun
-    steps: StepState
-    data: DataState
-    random: tuple[RandomState, ...]
-    """Of each rank, as its last step left them."""
+    run: RunIdentity
+    state: StateDict
     validations: tuple[ValidationRecord, ...] = ()
-    """All so far: the lowest loss decides what is the best, and when `patience` ends."""
+    """All so far: the lowest loss decides which weights are the best, and when `patience` ends."""
     metrics_bytes: int = 0
     """Length of `metrics.jsonl`."""
 
     def with_optimizer(self, state: Mapping[str, Any]) -> Self:
         """The same with another `state_dict` of the optimizer."""
-        return replace(self, steps=replace(self.steps, optimizer=dict(state)))
+        return replace(self, state=replace(self.state, optimizer=dict(state)))
 
     def run_document(self) -> dict[str, Any]:
         """The content of `run.json`."""
-        asked, steps, data = self.asked, self.steps, self.data
+        run, state = self.run, self.state
         return asdict(
             _RunFile(
-                step=steps.taken,
-                updates=steps.updates,
-                skipped_in_a_row=steps.skipped_in_a_row,
-                epoch=data.epoch,
-                batches=data.batches,
-                settings=settings_to_json(steps.settings),
-                optimizer_class=steps.optimizer_class,
-                asked_settings=settings_to_json(asked.settings),
-                seed=asked.seed,
-                about=asked.about,
-                rates=asked.rates,
-                schedule=asked.schedule,
+                step=state.step,
+                updates=state.updates,
+                skipped_in_a_row=state.skipped_in_a_row,
+                epoch=state.data.epoch,
+                batches=state.data.batches,
+                settings=settings_to_json(state.settings),
+                optimizer_class=state.optimizer_class,
+                asked_settings=settings_to_json(run.settings),
+                seed=run.seed,
+                about=run.about,
+                rates=run.rates,
+                schedule=run.schedule,
                 validations=tuple(validation_to_json(validation) for validation in self.validations),
                 metrics_bytes=self.metrics_bytes,
             )
@@ -127,20 +131,20 @@ class Checkpoint:
 
     def state_document(self) -> dict[str, Any]:
         """The content of `state.pt`: dicts, lists, numbers and tensors, which load without running code."""
-        steps, data = self.steps, self.data
+        state = self.state
         return {
-            "optimizer": steps.optimizer,
-            "scheduler": steps.scheduler,
-            "scaler": steps.scaler,
-            "average": steps.average,
-            "random": [state.to_save() for state in self.random],
-            "data_random": data.random.to_save(),
-            "epoch_random": data.epoch_random.to_save(),
+            "optimizer": state.optimizer,
+            "scheduler": state.scheduler,
+            "scaler": state.scaler,
+            "average": state.average,
+            "random": [each.to_save() for each in state.random],
+            "data_random": state.data.random.to_save(),
+            "epoch_random": state.data.epoch_random.to_save(),
         }
 
     @classmethod
     def from_documents(cls, run_json: bytes, state: object, *, where: str) -> Self:
-        """The checkpoint of which files hold what `run_document` and `state_document` gave.
+        """The checkpoint whose files hold what `run_document` and `state_document` returned.
 
         Args:
             run_json: The content of `run.json`.
@@ -156,15 +160,15 @@ class Checkpoint:
         run = decode_json(run_json, _RunFile, where=f"{where}run.json")
         found = _StateFile.checked(state, where=f"{where}state.pt")
         return cls(
-            asked=AskedRun(
+            run=RunIdentity(
                 settings=_settings(run.asked_settings, where=f"{where}run.json: field `asked_settings`"),
                 seed=run.seed,
                 about=run.about,
                 rates=run.rates,
                 schedule=run.schedule,
             ),
-            steps=StepState(
-                taken=run.step,
+            state=StateDict(
+                step=run.step,
                 updates=run.updates,
                 skipped_in_a_row=run.skipped_in_a_row,
                 settings=_settings(run.settings, where=f"{where}run.json: field `settings`"),
@@ -173,14 +177,14 @@ class Checkpoint:
                 scheduler=found.scheduler,
                 scaler=found.scaler,
                 average=found.average,
+                data=DataState(
+                    epoch=run.epoch,
+                    batches=run.batches,
+                    epoch_random=found.epoch_random,
+                    random=found.data_random,
+                ),
+                random=found.random,
             ),
-            data=DataState(
-                epoch=run.epoch,
-                batches=run.batches,
-                epoch_random=found.epoch_random,
-                random=found.data_random,
-            ),
-            random=found.random,
             validations=_validations(run.validations, where=f"{where}run.json: field `validations`"),
             metrics_bytes=run.metrics_bytes,
         )

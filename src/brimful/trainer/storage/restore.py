@@ -50,7 +50,7 @@ class Save:
     @property
     def step(self) -> int:
         """Steps taken before it."""
-        return self.checkpoint.steps.taken
+        return self.checkpoint.state.step
 
     def load_model(self, model: nn.Module) -> None:
         """Give a model the saved parameters and buffers.
@@ -81,14 +81,14 @@ class Save:
         Raises:
             ResumeError: The saved optimizer has other parameters.
         """
-        return load_optimizer_state(optimizer, self.checkpoint.steps.optimizer, self.path)
+        return load_optimizer_state(optimizer, self.checkpoint.state.optimizer, self.path)
 
     def release(self) -> None:
         """Forget what is as large as parameters, once it is loaded."""
-        steps = self.checkpoint.steps
-        for state in (steps.optimizer, steps.average):
-            if state is not None:
-                state.clear()
+        state = self.checkpoint.state
+        for tensors in (state.optimizer, state.average):
+            if tensors is not None:
+                tensors.clear()
 
 
 def newest_save(
@@ -187,8 +187,8 @@ def _read(path: Path, ranks: Ranks, *, maps: bool) -> Save:
     checkpoint = Checkpoint.from_documents(
         read_regular_file(path / RUN, what="file"), _load_state(path / STATE, maps=maps), where="its "
     )
-    if checkpoint.steps.taken != manifest.step:
-        raise FileFormatError(f"its {RUN} is of step {checkpoint.steps.taken}")
+    if checkpoint.state.step != manifest.step:
+        raise FileFormatError(f"its {RUN} is of step {checkpoint.state.step}")
     return Save(path=path, checkpoint=checkpoint)
 
 

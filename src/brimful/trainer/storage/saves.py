@@ -127,7 +127,7 @@ class Saves:
         self.wait()
         copies = with_room(
             partial(self._copied, model, checkpoint),
-            during=f"the save after step {checkpoint.steps.taken} is copied to the host",
+            during=f"the save after step {checkpoint.state.step} is copied to the host",
         )
         thread = threading.Thread(target=self._write_safely, args=(copies,), name="brimful save")
         self._writing = thread, copies.step
@@ -155,13 +155,13 @@ class Saves:
 
     def _copied(self, model: nn.Module, checkpoint: Checkpoint) -> _Copies:
         whole, divided, tied_parts = divided_of_model(model)
-        of_optimizer, divided_state = divided_of_optimizer(checkpoint.steps.optimizer)
+        of_optimizer, divided_state = divided_of_optimizer(checkpoint.state.optimizer)
         divided |= divided_state
         is_first = self._ranks.is_first
         tensors, tied = distinct_tensors(whole, copies=True) if is_first else ({}, {})
         state = checkpoint.with_optimizer(of_optimizer).state_document() if is_first else {}
         return _Copies(
-            step=checkpoint.steps.taken,
+            step=checkpoint.state.step,
             shards=Shards(divided) if self._ranks.are_several else None,
             tensors=tensors,
             tied=tied | tied_parts,
