@@ -103,7 +103,7 @@ class Bench:
         """
         on_host = None if host_bytes else False
         try:
-            return self.searched(budget_bytes, offload_host_bytes=host_bytes, optimizer_on_host=on_host)
+            return self.searched(budget_bytes, offload_host_bytes=host_bytes, offload_optimizer=on_host)
         except InfeasibleError:
             return None
 

@@ -70,7 +70,7 @@ from brimful.settings import (
     check_count,
 )
 from brimful.status import busy
-from brimful.trace import Guess, Trace, find_units, of_one_rank
+from brimful.trace import Guess, Trace, find_units, per_rank_trace
 from brimful.trainer import Callback, Schedule, Trainer
 
 DeviceLike = str | int | torch.device | Device
@@ -91,8 +91,8 @@ def estimate(
     optimizer: str | None = None,
     optimizer_implementation: str | OptimizerImplementation | None = None,
     recompute: str | Action | None = None,
-    step_in_backward: bool = False,
-    optimizer_on_host: bool = False,
+    optimizer_in_backward: bool = False,
+    offload_optimizer: bool = False,
     budget: str | float | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
     compare_allocators: bool = False,
@@ -114,8 +114,8 @@ def estimate(
         optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
         optimizer_implementation: "for-loop", "foreach" or "fused"; None leaves it to torch.
         recompute: "all" recomputes every unit, "none" keeps everything.
-        step_in_backward: Update each parameter in backward, as soon as its gradient is complete.
-        optimizer_on_host: Keep the optimizer's state in the host's memory and update there.
+        optimizer_in_backward: Update each parameter in backward, as soon as its gradient is complete.
+        offload_optimizer: Keep the optimizer's state in the host's memory and update there.
         budget: Judge against this size instead of the device's capacity.
         allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
         compare_allocators: Also tell what other settings of the allocator would change.
@@ -135,8 +135,8 @@ def estimate(
     settings = replace(
         _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer),
         optimizer_implementation=_parse_implementation(optimizer_implementation),
-        step_in_backward=step_in_backward,
-        optimizer_on_host=optimizer_on_host,
+        optimizer_in_backward=optimizer_in_backward,
+        offload_optimizer=offload_optimizer,
     )
     capture = partial(
         capture_step, job, device=target, steps=_steps_of(job), evaluates=evaluate, without=without
@@ -285,20 +285,20 @@ def plan(
     allow_optimizers: str | Sequence[str] = (),
     chunked_loss: bool = True,
     expandable_segments: bool = True,
-    offload: bool = True,
+    offload_activations: bool = True,
     host_memory: str | float | None = None,
     split_batch_norm: bool = False,
-    step_in_backward: bool = False,
-    optimizer_on_host: bool | None = None,
-    copies_ahead: bool = False,
+    optimizer_in_backward: bool = False,
+    offload_optimizer: bool | None = None,
+    prefetch_inputs: bool = False,
     own_checkpointing: str = "keep",
-    ranks: int = 1,
-    nodes: int = 1,
+    world_size: int = 1,
+    num_nodes: int = 1,
     network: str | float | None = None,
     parallelism: str | Parallelism = "auto",
     reshard_after_forward: bool | None = None,
-    gathered_dtype: str | None = None,
-    cpu_offload: bool = False,
+    param_dtype: str | None = None,
+    offload_parameters: bool = False,
 ) -> Plan:
     """Find the fastest way to train a global batch inside a memory budget.
 
@@ -325,35 +325,35 @@ def plan(
             the same sums in another order.
         expandable_segments: Permit telling PyTorch's CUDA allocator to grow its segments, which leaves less
             memory unused.
-        offload: Permit holding what units save for backward in the host's memory meanwhile; the same
-            mathematics. Nothing to a CPU, whose memory is the host's.
+        offload_activations: Permit offloading activations to host memory; the same mathematics. No effect on a
+            CPU, whose memory is the host's.
         host_memory: What that and an optimizer on the host may take there: a size ("64GiB"). Default: half of
             this machine's memory if the device is in it, half of the GPU's memory if it is only named.
         split_batch_norm: Permit splitting a batch that BatchNorm couples, or a layer that changes its
             buffers in each forward, such as spectral norm.
-        step_in_backward: Update each parameter in backward, as soon as its gradient is complete, which spares
-            the gradients. The batch is then whole, nothing is clipped, and where memory runs out in backward,
+        optimizer_in_backward: Update each parameter in backward and free its gradient.
+            The batch is then whole, nothing is clipped, and where memory runs out in backward,
             training resumes from the last save.
-        optimizer_on_host: Pins whether the optimizer's state is in the host's memory and the update is computed
+        offload_optimizer: Pins whether the optimizer's state is in the host's memory and the update is computed
             there, in the host's rounding. None lets the plan choose, for one GPU and where offloading is
             permitted.
-        copies_ahead: Copy the next micro-batch of a step to the GPU while one is computed, for the memory of
+        prefetch_inputs: Copy the next micro-batch of a step to the GPU while one is computed, for the memory of
             one more; of use from pinned memory. Not for losses that compare samples.
         own_checkpointing: "off" turns off the model's own activation checkpointing, such as that of
             `gradient_checkpointing_enable()`, while the plan is applied, so that the plan alone decides what is
             recomputed. "keep" leaves it on.
-        ranks: Devices of this kind that divide the global batch evenly and train together.
-        nodes: Machines among which they are divided.
+        world_size: Devices of this kind that divide the global batch evenly and train together.
+        num_nodes: Machines that the ranks are divided among.
         network: What goes between two machines in a second, one way, "12.5GB"; None takes 100 Gbit/s.
         parallelism: "ddp", where each rank has the whole model, "fsdp2", where each has a part of every
             parameter, gradient and optimizer state, or "auto" for the faster of these that fits. "zero1",
             "zero2" and "zero3" are DeepSpeed's, which divides optimizer state, gradients too, parameters too.
         reshard_after_forward: Under FSDP2, pins whether gathered parameters are let go of between forward and
             backward; None takes the faster that fits. The mathematics are the same.
-        gathered_dtype: Under FSDP2 and bf16, "bfloat16" gathers parameters in half the bytes, which rounds more
+        param_dtype: Under FSDP2 and bf16, "bfloat16" gathers parameters in half the bytes, which rounds more
             than autocast does: norms' and embeddings' parameters, and what comes into each unit.
-        cpu_offload: Under FSDP2, keep each rank's parts of parameters, gradients and optimizer state in the
-            host's memory and update them there (torch's `CPUOffloadPolicy`).
+        offload_parameters: Under FSDP2, keep each rank's shards of parameters, gradients and optimizer state in
+            host memory and update them there (torch's `CPUOffloadPolicy`).
 
     Returns:
         The plan, replayed within the budget.
@@ -385,19 +385,19 @@ def plan(
         allow_optimizers=tuple(_names(allow_optimizers)),
         chunked_loss=chunked_loss,
         expandable_segments=expandable_segments,
-        offload=offload,
+        offload_activations=offload_activations,
         host_memory=_as_text(host_memory),
         split_batch_norm=split_batch_norm,
-        step_in_backward=step_in_backward,
-        optimizer_on_host=optimizer_on_host,
-        copies_ahead=copies_ahead,
+        optimizer_in_backward=optimizer_in_backward,
+        offload_optimizer=offload_optimizer,
+        prefetch_inputs=prefetch_inputs,
         own_checkpointing=own_checkpointing,
         parallelism=str(parallelism),
         reshard_after_forward=reshard_after_forward,
-        gathered_dtype=gathered_dtype,
-        cpu_offload=cpu_offload,
+        param_dtype=param_dtype,
+        offload_parameters=offload_parameters,
     )
-    parallelisms = _parallelisms(parallelism, ranks)
+    parallelisms = _parallelisms(parallelism, world_size)
     _check_zero(job, (optimizer, *_names(allow_optimizers)), parallelisms)
     request = Request(
         job=job.name,
@@ -415,21 +415,21 @@ def plan(
         ),
         permits_chunked_loss=chunked_loss,
         permits_expandable_segments=expandable_segments,
-        offload_host_bytes=_offload_host_bytes(offload, host_memory, device, target),
+        offload_host_bytes=_offload_host_bytes(offload_activations, host_memory, device, target),
         why_not_split=why_not_split(job, global_batch_size),
         weighs_by_count=job.count is not None or job.reduction == "sum",
         brings_own_loop=job.loop is not None,
         splits_coupled_batches=split_batch_norm,
-        step_in_backward=step_in_backward,
-        optimizer_on_host=optimizer_on_host,
-        copies_ahead=copies_ahead,
+        optimizer_in_backward=optimizer_in_backward,
+        offload_optimizer=offload_optimizer,
+        prefetch_inputs=prefetch_inputs,
         own_checkpointing=_keeps_own_checkpointing(own_checkpointing),
-        ranks=ranks,
-        nodes=nodes,
+        world_size=world_size,
+        num_nodes=num_nodes,
         parallelisms=parallelisms,
         reshard_after_forward=reshard_after_forward,
-        gathered_dtype=gathered_dtype,
-        cpu_offload=cpu_offload,
+        param_dtype=param_dtype,
+        offload_parameters=offload_parameters,
     )
     with without_garbage_collection():
         try:
@@ -869,17 +869,17 @@ def _implementation(
     return None  # what is wrong is said where the step is captured
 
 
-def _parallelisms(name: str | Parallelism, ranks: int) -> tuple[Parallelism, ...]:
+def _parallelisms(name: str | Parallelism, world_size: int) -> tuple[Parallelism, ...]:
     if name == "auto":
-        return (Parallelism.DDP, Parallelism.FSDP2) if ranks > 1 else (Parallelism.DDP,)
+        return (Parallelism.DDP, Parallelism.FSDP2) if world_size > 1 else (Parallelism.DDP,)
     try:
         asked = Parallelism(name)
     except ValueError:
         raise UnknownNameError("parallelism", str(name), ["auto", *map(str, Parallelism)]) from None
-    if ranks == 1 and asked is not Parallelism.DDP:
+    if world_size == 1 and asked is not Parallelism.DDP:
         warnings.warn(
             f"there is one rank, which has the whole model: parallelism={str(asked)!r} divides nothing and is "
-            "ignored. Train under torchrun --nproc-per-node N, or plan with ranks=N.",
+            "ignored. Train under torchrun --nproc-per-node N, or plan with world_size=N.",
             stacklevel=3,
         )
         return (Parallelism.DDP,)
@@ -916,7 +916,9 @@ def _offload_host_bytes(
     """Host memory that offloading may take; of a machine that is only described, a part of its GPU's."""
     if not offload:
         if host_memory is not None:
-            raise UsageError("host_memory is what offloading may take of the host, and offload is False.")
+            raise UsageError(
+                "host_memory is what offloading may take of the host, and offload_activations is False."
+            )
         return 0
     permitted = None if host_memory is None else parse_bytes(host_memory)
     if target.kind == "cpu":
@@ -935,12 +937,12 @@ def _budget_bytes(budget: str | float | None, capture: Capture, request: Request
         return int(_capacity_of_rank(request) / (1 + margin))
     if isinstance(budget, str) and budget.strip().endswith("%"):
         share = _share(budget)
-        plain = of_one_rank(capture(request.plain_settings()))
+        plain = per_rank_trace(capture(request.plain_settings()))
         asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
     else:
         asked = parse_bytes(budget)
     if asked > _capacity_of_rank(request):
-        has = "has" if request.device.kind == "cuda" or request.ranks == 1 else "has for each rank"
+        has = "has" if request.device.kind == "cuda" or request.world_size == 1 else "has for each rank"
         raise UsageError(
             f"a budget of {format_bytes(asked)} is more than {request.device.name} {has}, "
             f"{format_bytes(_capacity_of_rank(request))}. Leave the budget out, or take a larger device."
@@ -950,7 +952,7 @@ def _budget_bytes(budget: str | float | None, capture: Capture, request: Request
 
 def _capacity_of_rank(request: Request) -> int:
     """What a rank's device has; ranks on a machine's processors have equal parts of its memory."""
-    shared_by = request.ranks // request.nodes if request.device.kind == "cpu" else 1
+    shared_by = request.world_size // request.num_nodes if request.device.kind == "cpu" else 1
     return request.device.capacity_bytes // shared_by
 
 

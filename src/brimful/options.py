@@ -42,7 +42,7 @@ class PlanOptions:
     """Permit chunked cross-entropy for a large vocabulary: the same sums in another order."""
     expandable_segments: bool = True
     """Permit expandable segments of PyTorch's CUDA allocator, which leave less memory unused."""
-    offload: bool = True
+    offload_activations: bool = True
     """Permit offloading activations to host memory."""
     host_memory: str | None = None
     """Host memory for offloading and an optimizer on the host, such as 64GiB. Default: half of this machine's
@@ -50,13 +50,13 @@ class PlanOptions:
     split_batch_norm: bool = False
     """Permit splitting a batch that BatchNorm couples, or a layer that each forward changes; statistics are
     then those of micro-batches."""
-    step_in_backward: bool = False
+    optimizer_in_backward: bool = False
     """Update each parameter in backward and free its gradient. A step that fails then cannot be undone. Not
     with accumulation, clipping, fp16 or several ranks."""
-    optimizer_on_host: bool | None = None
+    offload_optimizer: bool | None = None
     """Keep the optimizer state in host memory and update there. Default: where it makes the step faster, or
     nothing else fits, on one GPU."""
-    copies_ahead: bool = False
+    prefetch_inputs: bool = False
     """Prefetch: copy the next micro-batch of a step to the GPU while one is computed, for the memory of one
     more."""
     own_checkpointing: str = "keep"
@@ -67,9 +67,9 @@ class PlanOptions:
     zero3 are DeepSpeed's."""
     reshard_after_forward: bool | None = field(default=None, metadata=_flag("--reshard/--no-reshard"))
     """Under FSDP2, free gathered parameters between forward and backward. Default: the faster that fits."""
-    gathered_dtype: str | None = None
+    param_dtype: str | None = None
     """Under FSDP2 and bf16, bfloat16 gathers parameters in half the bytes, which rounds more than autocast
     does."""
-    cpu_offload: bool = False
+    offload_parameters: bool = False
     """Under FSDP2, keep each rank's shards of parameters, gradients and optimizer state in host memory, and
     update them there."""

@@ -9,7 +9,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any, TypeVar
 
-from brimful.codec import ALWAYS_WRITTEN, PositiveInt, from_builtins
+from brimful.codec import ALWAYS_WRITTEN, PositiveInt, from_builtins, unknown_field
 from brimful.errors import UsageError
 
 
@@ -269,31 +269,31 @@ class Settings:
     expandable_segments: bool = False
     """Let PyTorch's CUDA allocator grow its segments, which leaves less memory unused between tensors; as the
     environment variable PYTORCH_ALLOC_CONF=expandable_segments:True does."""
-    step_in_backward: bool = False
+    optimizer_in_backward: bool = False
     """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all are
     never there together. An error in the midst of it cannot be taken back."""
-    copies_ahead: bool = False
+    prefetch_inputs: bool = False
     """Copy the next micro-batch of a step to the device while one is computed."""
-    optimizer_on_host: bool = False
+    offload_optimizer: bool = False
     """Keep the optimizer's state in the host's memory and compute the update there, for some parameters at a
     time, whose gradients go there."""
     own_checkpointing: bool = True
     """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
     `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
-    ranks: PositiveInt = 1
+    world_size: PositiveInt = 1
     """Processes, each with a device of its own, that train one model together."""
     parallelism: Parallelism = Parallelism.DDP
     """How; nothing to a single one."""
-    nodes: PositiveInt = 1
+    num_nodes: PositiveInt = 1
     """Machines among which the ranks are divided evenly."""
     reshard_after_forward: bool = True
     """Under FSDP2, let go of a unit's gathered parameters after its forward, and gather them again for its
     backward; else they are held from the one to the other."""
-    gathered_dtype: str | None = None
+    param_dtype: str | None = None
     """Under FSDP2 and bf16: "bfloat16" gathers parameters in half the bytes. They stay float32 where they are
     divided, and gradients are averaged in float32. It is not quite what autocast computes: every parameter is
     rounded, those of norms and embeddings too, and so is what comes into a unit. None gathers what there is."""
-    cpu_offload: bool = False
+    offload_parameters: bool = False
     """Under FSDP2, keep a rank's parts of parameters, gradients and optimizer state in the host's memory, and
     update them there; parameters go to the device to be gathered."""
 
@@ -303,17 +303,17 @@ class Settings:
         if self.optimizer_implementation is not None:
             way = _member(OptimizerImplementation, "optimizer_implementation", self.optimizer_implementation)
             object.__setattr__(self, "optimizer_implementation", way)
-        check_counts(self, "micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes")
+        check_counts(self, "micro_batch_size", "gradient_accumulation_steps", "world_size", "num_nodes")
         self._check_gathering()
-        for name in ("micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes"):
+        for name in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "num_nodes"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.ranks % self.nodes:
-            raise UsageError(f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes.")
-        self._check_step_in_backward()
-        if self.optimizer_on_host and self.parallelism.is_zero and self.ranks > 1:
+        if self.world_size % self.num_nodes:
+            raise UsageError(f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes.")
+        self._check_optimizer_in_backward()
+        if self.offload_optimizer and self.parallelism.is_zero and self.world_size > 1:
             raise UsageError(
-                f"optimizer_on_host is for an optimizer that brimful steps, and under {self.parallelism} "
+                f"offload_optimizer is for an optimizer that brimful steps, and under {self.parallelism} "
                 "DeepSpeed does. Take fsdp2, or leave it out."
             )
         for before, unit in pairwise((None, *self.units)):
@@ -328,42 +328,48 @@ class Settings:
                 )
 
     def _check_gathering(self) -> None:
-        for name, plain in (("reshard_after_forward", True), ("gathered_dtype", None), ("cpu_offload", False)):
+        for name, plain in (
+            ("reshard_after_forward", True),
+            ("param_dtype", None),
+            ("offload_parameters", False),
+        ):
             if getattr(self, name) != plain and self.parallelism is not Parallelism.FSDP2:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r} is for FSDP2, and the parallelism is "
                     f"{str(self.parallelism)!r}, under which nothing is gathered. Leave it out, or take fsdp2."
                 )
-        if self.cpu_offload and self.optimizer_on_host:
-            raise UsageError("cpu_offload has the optimizer on the host already. Leave optimizer_on_host out.")
-        if self.gathered_dtype is None:
-            return
-        if self.gathered_dtype != "bfloat16" or self.precision is not Precision.BF16:
+        if self.offload_parameters and self.offload_optimizer:
             raise UsageError(
-                f"parameters are to be gathered in {self.gathered_dtype!r} under {self.precision}; it can be "
-                "'bfloat16' under bf16. Leave gathered_dtype out to gather them as they are."
+                "offload_parameters keeps the optimizer on the host already. Do not set offload_optimizer."
+            )
+        if self.param_dtype is None:
+            return
+        if self.param_dtype != "bfloat16" or self.precision is not Precision.BF16:
+            raise UsageError(
+                f"parameters are to be gathered in {self.param_dtype!r} under {self.precision}; it can be "
+                "'bfloat16' under bf16. Leave param_dtype out to gather them as they are."
             )
 
-    def _check_step_in_backward(self) -> None:
+    def _check_optimizer_in_backward(self) -> None:
         reasons = {
             f"gradient_accumulation_steps is {self.gradient_accumulation_steps}, and a gradient is whole only "
             "after the last micro-batch": self.gradient_accumulation_steps > 1,
             "fp16's loss scaler has to see every gradient before any parameter changes": self.precision
             is Precision.FP16,
-            f"the gradients of {self.ranks} ranks have to be averaged first": self.ranks > 1,
-            "optimizer_on_host updates all of them after backward": self.optimizer_on_host,
+            f"the gradients of {self.world_size} ranks have to be averaged first": self.world_size > 1,
+            "optimizer_on_host updates all of them after backward": self.offload_optimizer,
         }
         for reason, holds in reasons.items():
-            if self.step_in_backward and holds:
+            if self.optimizer_in_backward and holds:
                 raise UsageError(
                     f"step_in_backward updates each parameter as soon as its gradient is there, but {reason}. "
-                    "Leave step_in_backward out; recomputing units spares memory, too."
+                    "Leave optimizer_in_backward out; recomputing units spares memory, too."
                 )
 
     @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step."""
-        return self.rank_batch_size * self.ranks
+        return self.rank_batch_size * self.world_size
 
     @property
     def rank_batch_size(self) -> int:
@@ -373,12 +379,12 @@ class Settings:
     @property
     def divides_model(self) -> bool:
         """Whether each of several ranks holds a part of every parameter as torch divides it."""
-        return self.ranks > 1 and self.parallelism is Parallelism.FSDP2
+        return self.world_size > 1 and self.parallelism is Parallelism.FSDP2
 
     @property
     def divides_state(self) -> bool:
         """Whether each of several ranks holds a part of the optimizer's state."""
-        return self.ranks > 1 and self.parallelism is not Parallelism.DDP
+        return self.world_size > 1 and self.parallelism is not Parallelism.DDP
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -405,14 +411,14 @@ class Settings:
         parts = [str(self.precision), f"micro-batch {self.micro_batch_size}"]
         if self.gradient_accumulation_steps > 1:
             parts[-1] += f" × {self.gradient_accumulation_steps}"
-        if self.ranks > 1:
-            parts[-1] += f" on each of {self.ranks} ranks ({self.parallelism})"
-            parts[-1] += f" of {self.nodes} nodes" if self.nodes > 1 else ""
+        if self.world_size > 1:
+            parts[-1] += f" on each of {self.world_size} ranks ({self.parallelism})"
+            parts[-1] += f" of {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         if not self.reshard_after_forward:
             parts.append("gathered parameters held until backward")
-        if self.gathered_dtype:
-            parts.append(f"gathered in {self.gathered_dtype}")
-        if self.cpu_offload:
+        if self.param_dtype:
+            parts.append(f"gathered in {self.param_dtype}")
+        if self.offload_parameters:
             parts.append("parts on the host")
         if self.optimizer:
             parts.append(self.optimizer)
@@ -422,11 +428,11 @@ class Settings:
             parts.append(f"loss in {self.chunked_loss.chunks} chunks")
         if self.expandable_segments:
             parts.append("expandable segments")
-        if self.step_in_backward:
+        if self.optimizer_in_backward:
             parts.append("updated in backward")
-        if self.optimizer_on_host:
+        if self.offload_optimizer:
             parts.append("optimizer on the host")
-        if self.copies_ahead:
+        if self.prefetch_inputs:
             parts.append("micro-batches copied ahead")
         if not self.own_checkpointing:
             parts.append("own checkpointing off")
@@ -455,15 +461,27 @@ class Settings:
         """
         steps, rest = divmod(self.rank_batch_size, micro_batch_size)
         if rest:
-            whose = "the global batch size" if self.ranks == 1 else "a rank's part of the global batch,"
+            whose = "the global batch size" if self.world_size == 1 else "a rank's part of the global batch,"
             raise UsageError(
                 f"micro_batch_size {micro_batch_size} does not divide {whose} {self.rank_batch_size}."
             )
         return replace(self, micro_batch_size=micro_batch_size, gradient_accumulation_steps=steps)
 
 
+_JSON_KEYS = {
+    "world_size": "ranks",
+    "num_nodes": "nodes",
+    "optimizer_in_backward": "step_in_backward",
+    "offload_optimizer": "optimizer_on_host",
+    "prefetch_inputs": "copies_ahead",
+    "param_dtype": "gathered_dtype",
+    "offload_parameters": "cpu_offload",
+}
+"""Fields whose key in JSON is another: files and scripts use the keys."""
+
+
 def settings_to_json(settings: Settings) -> dict[str, Any]:
-    """Settings as a JSON object with the record's own names; those of FSDP2 stand there under FSDP2 alone."""
+    """Settings as a JSON object; options of FSDP2 only under FSDP2, and some others only where they are set."""
     document: dict[str, Any] = {
         "precision": str(settings.precision),
         "micro_batch_size": settings.micro_batch_size,
@@ -474,23 +492,42 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
         "units": [_unit_to_json(unit) for unit in settings.units],
         "chunked_loss": settings.chunked_loss and asdict(settings.chunked_loss),
         "expandable_segments": settings.expandable_segments,
-        "ranks": settings.ranks,
+        "world_size": settings.world_size,
         "parallelism": str(settings.parallelism),
-        "nodes": settings.nodes,
+        "num_nodes": settings.num_nodes,
     }
-    if settings.step_in_backward:
-        document["step_in_backward"] = True
-    for name in ("optimizer_on_host", "copies_ahead"):
+    for name in ("optimizer_in_backward", "offload_optimizer", "prefetch_inputs"):
         if getattr(settings, name):
             document[name] = True
     if not settings.own_checkpointing:
         document["own_checkpointing"] = False
     if settings.parallelism is Parallelism.FSDP2:
         document["reshard_after_forward"] = settings.reshard_after_forward
-        document["gathered_dtype"] = settings.gathered_dtype
-        if settings.cpu_offload:
-            document["cpu_offload"] = True
-    return document
+        document["param_dtype"] = settings.param_dtype
+        if settings.offload_parameters:
+            document["offload_parameters"] = True
+    return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
+
+
+def settings_fields(document: Any, *, where: str = "the settings") -> Any:
+    """A JSON object of settings with the names of the record's fields for keys.
+
+    Args:
+        document: As read from JSON; anything but an object is returned as it is.
+        where: Names it in errors.
+
+    Returns:
+        An object that `codec.from_builtins` makes `Settings` of.
+
+    Raises:
+        FileFormatError: A key is the name of a field that has another key in JSON.
+    """
+    if not isinstance(document, dict):
+        return document
+    if wrong := document.keys() & _JSON_KEYS.keys():
+        raise unknown_field(min(wrong), where=where)
+    names = {key: name for name, key in _JSON_KEYS.items()}
+    return {names.get(key, key): value for key, value in document.items()}
 
 
 def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
@@ -515,4 +552,4 @@ def settings_from_json(document: Any, *, where: str = "the settings") -> Setting
     Raises:
         FileFormatError: A field is unknown, missing, of another type or out of range.
     """
-    return from_builtins(document, Settings, where=where)
+    return from_builtins(settings_fields(document, where=where), Settings, where=where)

@@ -184,7 +184,7 @@ def test_a_plan_takes_it_where_it_is_permitted_and_spares_what_is_short() -> Non
         "global_batch_size": 4,
         "budget": plain.predicted_peak_device_bytes - 300 * 2**20,
     }
-    plan = bf.plan(wide, "RTX 3090", allow_optimizers="adamw4bit", optimizer_on_host=False, **options)
+    plan = bf.plan(wide, "RTX 3090", allow_optimizers="adamw4bit", offload_optimizer=False, **options)
     assert plan.settings.optimizer == "adamw4bit"
     assert any("adamw4bit, which you allowed: it computes other updates" in note for note in plan.notes)
 
@@ -212,6 +212,6 @@ def test_what_it_does_not_take_is_refused() -> None:
     precise.grad = torch.ones_like(precise)
     with pytest.raises(UsageError, match=r"computes in float32, and a parameter is torch\.float64"):
         AdamW4bit([precise]).step()
-    divided = Settings(micro_batch_size=4, ranks=2, parallelism=Parallelism.FSDP2)
+    divided = Settings(micro_batch_size=4, world_size=2, parallelism=Parallelism.FSDP2)
     with pytest.raises(UsageError, match="adamw4bit is not trained under FSDP2"):
         capture_step(make_job(optimizer="adamw4bit"), divided, resolve_device("cpu"))

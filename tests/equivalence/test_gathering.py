@@ -31,13 +31,13 @@ GATHERS = "c10d._allgather_base_.default"
 REDUCES = "c10d._reduce_scatter_base_.default"
 
 FSDP2 = Settings(
-    micro_batch_size=GLOBAL_BATCH // 2, ranks=2, parallelism=Parallelism.FSDP2, precision=Precision.BF16
+    micro_batch_size=GLOBAL_BATCH // 2, world_size=2, parallelism=Parallelism.FSDP2, precision=Precision.BF16
 )
 HOLDING = replace(FSDP2, reshard_after_forward=False)
-HALVES = replace(FSDP2, gathered_dtype="bfloat16")
-ON_HOST = replace(FSDP2, optimizer_on_host=True)
-OFFLOADED = replace(FSDP2, cpu_offload=True)
-WAYS = (FSDP2, HOLDING, HALVES, replace(HOLDING, gathered_dtype="bfloat16"), ON_HOST, OFFLOADED)
+HALVES = replace(FSDP2, param_dtype="bfloat16")
+ON_HOST = replace(FSDP2, offload_optimizer=True)
+OFFLOADED = replace(FSDP2, offload_parameters=True)
+WAYS = (FSDP2, HOLDING, HALVES, replace(HOLDING, param_dtype="bfloat16"), ON_HOST, OFFLOADED)
 
 
 class Net(nn.Module):
@@ -171,15 +171,20 @@ def test_what_is_held_is_let_go_of_before_the_micro_batch_gets_smaller() -> None
 
 
 def test_a_plan_holds_what_is_gathered_where_there_is_room() -> None:
-    options: dict[str, Any] = {"global_batch_size": 16, "ranks": 2, "parallelism": "fsdp2", "recompute": "none"}
+    options: dict[str, Any] = {
+        "global_batch_size": 16,
+        "world_size": 2,
+        "parallelism": "fsdp2",
+        "recompute": "none",
+    }
     options |= {"precision": "bf16", "micro_batch_size": 8}
     roomy = bf.plan(make_job(linear=True), "A100 40GB SXM", **options)
     assert not roomy.settings.reshard_after_forward
     pinned = bf.plan(make_job(linear=True), "A100 40GB SXM", **options, reshard_after_forward=True)
     assert pinned.settings.reshard_after_forward
     assert pinned.predicted_step_seconds > roomy.predicted_step_seconds
-    halves = bf.plan(make_job(linear=True), "A100 40GB SXM", **options, gathered_dtype="bfloat16")
-    assert halves.settings.gathered_dtype == "bfloat16"
+    halves = bf.plan(make_job(linear=True), "A100 40GB SXM", **options, param_dtype="bfloat16")
+    assert halves.settings.param_dtype == "bfloat16"
     assert any("Parameters are gathered in bfloat16" in note for note in halves.notes)
 
 
@@ -187,19 +192,19 @@ def test_a_plan_holds_what_is_gathered_where_there_is_room() -> None:
     ("changes", "said"),
     [
         ({"reshard_after_forward": False, "parallelism": Parallelism.DDP}, "is for FSDP2, and the parallelism"),
-        ({"gathered_dtype": "bfloat16", "parallelism": Parallelism.DDP}, "is for FSDP2, and the parallelism"),
-        ({"gathered_dtype": "bfloat16", "precision": Precision.FP32}, "under fp32; it can be 'bfloat16' under"),
-        ({"gathered_dtype": "float16"}, "gathered in 'float16' under bf16"),
+        ({"param_dtype": "bfloat16", "parallelism": Parallelism.DDP}, "is for FSDP2, and the parallelism"),
+        ({"param_dtype": "bfloat16", "precision": Precision.FP32}, "under fp32; it can be 'bfloat16' under"),
+        ({"param_dtype": "float16"}, "gathered in 'float16' under bf16"),
     ],
 )
 def test_what_cannot_be_gathered_so_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         replace(FSDP2, **changes)
-    options = {"global_batch_size": 8, "gathered_dtype": "bfloat16", "precision": "bf16"}
+    options = {"global_batch_size": 8, "param_dtype": "bfloat16", "precision": "bf16"}
     with pytest.raises(UsageError, match="divides a model among several ranks"):
         bf.plan(make_job(linear=True), "cpu", **options)
     with pytest.raises(UsageError, match="not among the ways to train"):
-        bf.plan(make_job(linear=True), "cpu", **options, ranks=2, parallelism="ddp")
+        bf.plan(make_job(linear=True), "cpu", **options, world_size=2, parallelism="ddp")
 
 
 def test_batch_norm_is_not_gathered_in_halves() -> None:
@@ -222,7 +227,12 @@ def test_adafactor_is_refused_where_parameters_are_divided() -> None:
     job = replace(make_job(linear=True), optimizer=lambda parameters: torch.optim.Adafactor(parameters))
     with pytest.raises(UsageError, match="Adafactor is not trained under FSDP2"):
         capture_step(job, FSDP2, resolve_device("cpu"))
-    options: dict[str, Any] = {"global_batch_size": 8, "micro_batch_size": 4, "recompute": "none", "ranks": 2}
+    options: dict[str, Any] = {
+        "global_batch_size": 8,
+        "micro_batch_size": 4,
+        "recompute": "none",
+        "world_size": 2,
+    }
     found = bf.plan(job, "cpu", **options)
     assert found.settings.parallelism is Parallelism.DDP
     assert any("FSDP2 is not considered: Adafactor" in note for note in found.notes)
@@ -230,9 +240,9 @@ def test_adafactor_is_refused_where_parameters_are_divided() -> None:
 
 def test_with_cpu_offload_a_gpu_holds_no_part_and_copies_what_it_gathers() -> None:
     """Beside what is gathered and saved for backward, there are copies of a unit's parts at a time."""
-    ranks = replace(OFFLOADED, ranks=8, micro_batch_size=1, gradient_accumulation_steps=2)
+    ranks = replace(OFFLOADED, world_size=8, micro_batch_size=1, gradient_accumulation_steps=2)
     traces = []
-    for how in (replace(ranks, cpu_offload=False), ranks):
+    for how in (replace(ranks, offload_parameters=False), ranks):
         traces.append(capture_step(make_job(linear=False), how, find_device("RTX 3090"), steps=2))
     plain, offloaded = traces
     parts = sum(parameter.nbytes for parameter in Net(linear=False).parameters()) / 8
@@ -252,16 +262,21 @@ def test_with_cpu_offload_a_gpu_holds_no_part_and_copies_what_it_gathers() -> No
 
 
 def test_cpu_offload_is_planned_for_fsdp2_alone_and_takes_its_time() -> None:
-    plan = bf.plan(make_job(linear=False), "RTX 3090", global_batch_size=8, ranks=4, parallelism="fsdp2")
+    plan = bf.plan(make_job(linear=False), "RTX 3090", global_batch_size=8, world_size=4, parallelism="fsdp2")
     offloaded = bf.plan(
-        make_job(linear=False), "RTX 3090", global_batch_size=8, ranks=4, parallelism="fsdp2", cpu_offload=True
+        make_job(linear=False),
+        "RTX 3090",
+        global_batch_size=8,
+        world_size=4,
+        parallelism="fsdp2",
+        offload_parameters=True,
     )
-    assert offloaded.settings.cpu_offload
+    assert offloaded.settings.offload_parameters
     assert offloaded.predicted_step_seconds > plan.predicted_step_seconds
     assert offloaded.predicted_peak_allocated_bytes < plan.predicted_peak_allocated_bytes
     assert any("in the host's memory" in note for note in offloaded.notes)
     assert settings_from_json(settings_to_json(offloaded.settings)) == offloaded.settings
-    with pytest.raises(UsageError, match="cpu_offload=True is for FSDP2"):
-        Settings(micro_batch_size=1, cpu_offload=True)
+    with pytest.raises(UsageError, match="offload_parameters=True is for FSDP2"):
+        Settings(micro_batch_size=1, offload_parameters=True)
     with pytest.raises(UsageError, match="has the optimizer on the host already"):
-        replace(OFFLOADED, optimizer_on_host=True)
+        replace(OFFLOADED, offload_optimizer=True)

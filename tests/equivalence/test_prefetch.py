@@ -26,7 +26,7 @@ from brimful.trace import Category
 from brimful.trainer import Trainer
 from brimful.transforms import host_link
 
-AHEAD = Settings(micro_batch_size=4, gradient_accumulation_steps=4, copies_ahead=True)
+AHEAD = Settings(micro_batch_size=4, gradient_accumulation_steps=4, prefetch_inputs=True)
 INPUT = 4096
 """Numbers of a sample: more than the model has."""
 
@@ -50,7 +50,7 @@ JOB = bf.Job(model=Sums, loss=mean_square, batch=lambda n: {"x": torch.randn(n, 
 
 def test_training_is_the_same_to_the_last_bit() -> None:
     runs = []
-    for settings in (AHEAD, replace(AHEAD, copies_ahead=False)):
+    for settings in (AHEAD, replace(AHEAD, prefetch_inputs=False)):
         trainer = Trainer(make_job(), settings, steps=4, device="cpu", show_progress=False)
         runs.append((trainer.fit().losses, [*trainer.model.parameters()]))
     (losses, parameters), (expected_losses, expected) = runs
@@ -61,7 +61,7 @@ def test_training_is_the_same_to_the_last_bit() -> None:
 def test_one_micro_batch_more_is_on_a_gpu_and_none_on_a_cpu() -> None:
     of_one = 4 * INPUT * 4
     peaks = []
-    for settings in (AHEAD, replace(AHEAD, copies_ahead=False)):
+    for settings in (AHEAD, replace(AHEAD, prefetch_inputs=False)):
         measured = measure_step(JOB, settings, steps=1).measured_peak_allocated_bytes
         trace = capture_step(JOB, settings, find_device("cpu"))
         predicted = estimate_trace(trace, find_device("cpu")).predicted_peak_allocated_bytes
@@ -73,9 +73,9 @@ def test_one_micro_batch_more_is_on_a_gpu_and_none_on_a_cpu() -> None:
 
 
 def test_a_plan_may_be_asked_for_it_and_keeps_it() -> None:
-    plan = bf.plan(JOB, "RTX 3090", global_batch_size=16, copies_ahead=True, micro_batch_size=4)
-    assert plan.settings.copies_ahead
-    assert not plan.plain.settings.copies_ahead
+    plan = bf.plan(JOB, "RTX 3090", global_batch_size=16, prefetch_inputs=True, micro_batch_size=4)
+    assert plan.settings.prefetch_inputs
+    assert not plan.plain.settings.prefetch_inputs
     assert "micro-batches copied ahead" in plan.settings.describe()
     assert settings_from_json(settings_to_json(AHEAD)) == AHEAD
 

@@ -115,7 +115,7 @@ def predicted_and_measured(parallelism: str, accumulation: int) -> tuple[int, in
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=GLOBAL_BATCH // 2 // accumulation,
         recompute="none",
-        ranks=2,
+        world_size=2,
         parallelism=parallelism,
     )
     (measured, _other) = on_ranks(measured_peak_bytes, how)
@@ -228,7 +228,7 @@ def out_in_the_update(run: str) -> tuple[str, str, list[float]]:
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What ranks come to: by rank."""
-    plain = Settings(micro_batch_size=GLOBAL_BATCH // 2, ranks=2)
+    plain = Settings(micro_batch_size=GLOBAL_BATCH // 2, world_size=2)
     works = {
         **{str(each): (on_the_edge, (replace(plain, parallelism=each),)) for each in Parallelism},
         "update": (out_in_the_update, (str(tmp_path_factory.mktemp("ends") / "run"),)),

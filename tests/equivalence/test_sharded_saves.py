@@ -44,9 +44,9 @@ def on(ranks: int, parallelism: Parallelism = Parallelism.FSDP2) -> Settings:
 
 def losses(how: Settings, **options: Any) -> list[float]:
     """Of this process or, of several ranks, of each, which are the same."""
-    if how.ranks == 1:
+    if how.world_size == 1:
         return curve(how, OPTIONS | options)[0]
-    found = on_ranks(curve, how, OPTIONS | options, count=how.ranks)
+    found = on_ranks(curve, how, OPTIONS | options, count=how.world_size)
     assert all(each[0] == found[0][0] for each in found)
     return found[0][0]
 

@@ -75,7 +75,7 @@ def planned(parallelism: str) -> Plan:
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=GLOBAL_BATCH // 2,
         recompute="none",
-        ranks=2,
+        world_size=2,
         parallelism=parallelism,
     )
 

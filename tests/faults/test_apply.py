@@ -121,7 +121,7 @@ def begun(
             job,
             model,
             made,
-            max_gradient_norm=None if how.step_in_backward else 0.1,
+            max_gradient_norm=None if how.optimizer_in_backward else 0.1,
             verify=False,
             recover=recover,
         ),
@@ -570,7 +570,7 @@ def test_a_signal_whose_handler_takes_a_note_does_not_disturb_a_step() -> None:
 
 
 def test_with_updates_in_backward_all_is_as_before_until_the_first_of_them() -> None:
-    how = Settings(micro_batch_size=BATCH, step_in_backward=True)
+    how = Settings(micro_batch_size=BATCH, optimizer_in_backward=True)
     begin = partial(begun, how, "sgd", steps=STEADY)
     ops, expected = undisturbed(begin, STEADY)
     first = ops.index("aten.linalg_vector_norm.default")
@@ -586,7 +586,7 @@ def test_with_updates_in_backward_all_is_as_before_until_the_first_of_them() -> 
 
 
 def test_with_the_optimizer_on_the_host_all_is_as_before_until_it_begins() -> None:
-    how = replace(PLAIN, optimizer_on_host=True)
+    how = replace(PLAIN, offload_optimizer=True)
     begin = partial(begun, how, "adam", steps=STEADY)
     ops, expected = undisturbed(begin, STEADY)
     first = first_of_update(ops)

@@ -15,7 +15,7 @@ from tests.helpers.faults import OutOfMemoryAt
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from brimful.distributed.ranks import ALONE
+from brimful.distributed.ranks import SINGLE
 from brimful.distributed.strategies import DataParallel
 from brimful.execution.executor import StepExecutor
 from brimful.job import Job
@@ -94,7 +94,7 @@ def trained(
         scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
         average=None,
         stream=None,
-        ranks=ALONE,
+        ranks=SINGLE,
         parallel=DataParallel(job),
         rates=(),
         seed=0,

@@ -71,7 +71,7 @@ def fitted(
     how = Settings(
         micro_batch_size=2,
         gradient_accumulation_steps=2,
-        ranks=2,
+        world_size=2,
         parallelism=Parallelism(parallelism),
         units=tuple(UnitAction(fqn=fqn, action=Action.RECOMPUTE) for fqn in recomputed),
     )

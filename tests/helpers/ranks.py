@@ -62,4 +62,4 @@ def _run(rank: int, count: int, folder: str, work: Callable[..., Any], arguments
         torch.save(work(*arguments), Path(folder) / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
-        gc.collect()  # as `joined_ranks` does
+        gc.collect()  # as `init_distributed` does

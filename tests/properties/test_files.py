@@ -80,15 +80,15 @@ def all_settings(draw: st.DrawFn) -> Settings:
         units=draw(unit_actions()),
         chunked_loss=draw(st.none() | st.builds(ChunkedLoss, layer=WORDS, chunks=st.integers(2, 9))),
         expandable_segments=draw(st.booleans()),
-        step_in_backward=may_step and draw(st.booleans()),
-        copies_ahead=draw(st.booleans()),
-        optimizer_on_host=on_host,
+        optimizer_in_backward=may_step and draw(st.booleans()),
+        prefetch_inputs=draw(st.booleans()),
+        offload_optimizer=on_host,
         ranks=ranks,
         parallelism=parallelism,
-        nodes=nodes,
+        num_nodes=nodes,
         reshard_after_forward=not is_fsdp or draw(st.booleans()),
-        gathered_dtype="bfloat16" if is_fsdp and precision is Precision.BF16 and draw(st.booleans()) else None,
-        cpu_offload=is_fsdp and not on_host and draw(st.booleans()),
+        param_dtype="bfloat16" if is_fsdp and precision is Precision.BF16 and draw(st.booleans()) else None,
+        offload_parameters=is_fsdp and not on_host and draw(st.booleans()),
     )
 
 

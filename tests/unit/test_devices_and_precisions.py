@@ -85,5 +85,5 @@ def test_the_host_of_a_gpu_that_is_only_described_does_not_depend_on_the_machine
 def test_the_host_memory_that_is_named_as_the_way_out_is_enough() -> None:
     device = small_gpu(240 << 20)
     plan = bf.plan(wide_job(), device, global_batch_size=8, budget=200 << 20, host_memory="400MiB")
-    assert plan.settings.optimizer_on_host
+    assert plan.settings.offload_optimizer
     assert any("--host-memory" in note for note in plan.notes)

@@ -82,8 +82,8 @@ class CapturedStep:
         )
         self._observers = observers
         self._recorder = recorder = observers.recorder
-        self._shards_on_host = settings.cpu_offload and not recorder.host_is_device
-        self._is_on_host = settings.optimizer_on_host or self._shards_on_host
+        self._shards_on_host = settings.offload_parameters and not recorder.host_is_device
+        self._is_on_host = settings.offload_optimizer or self._shards_on_host
         plain_name = plain_namer(model)
         self._names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
         self._reached: set[int] = set()
@@ -124,8 +124,8 @@ class CapturedStep:
             around_parameter_update=self._around_update,
             loss=None if self._sharded is None else self._sharded_loss,
         )  # made here, as kept ones would be a cycle that holds every fake tensor
-        self._executor([self._batch] * count, [1 / steps] * count, hooks=hooks, stands_for=steps - count + 1)
-        if self._settings.step_in_backward:
+        self._executor([self._batch] * count, [1 / steps] * count, hooks=hooks, last_repeats=steps - count + 1)
+        if self._settings.optimizer_in_backward:
             self._drop_state_of_unused(lambda parameter: id(parameter) in self._reached)
         self._mark_state()
 
@@ -142,7 +142,7 @@ class CapturedStep:
         recorder.is_on_host = self._shards_on_host and phase is Phase.OPTIMIZER
         compiled.end_backward(recorder)
         if phase is Phase.BACKWARD:
-            compiled.begin_backward(self._model, recorder, are_kept_apart=self._settings.step_in_backward)
+            compiled.begin_backward(self._model, recorder, are_kept_apart=self._settings.optimizer_in_backward)
         if phase is Phase.OPTIMIZER:
             if not self._shards_on_host:
                 mark_gradients(self._model, recorder)
@@ -178,7 +178,7 @@ class CapturedStep:
 
     def _create_state(self) -> list[nn.Parameter]:
         """Let the optimizer make its state; for which parameters it did."""
-        if not self._settings.step_in_backward:
+        if not self._settings.optimizer_in_backward:
             return self._create_state_of_all()
         optimizer, made = self._optimizer, []
         whole = optimizer.param_groups
@@ -197,7 +197,7 @@ class CapturedStep:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.empty_like(parameter)
-        if self._settings.ranks > 1 and not self._shards_on_host:
+        if self._settings.world_size > 1 and not self._shards_on_host:
             mark_gradients(self._model, recorder)
         self._executor.call_update(optimizer.step)
         optimizer.zero_grad(set_to_none=True)

@@ -50,9 +50,9 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
             "FSDP2 cannot be planned for inside a process group. Plan before it is made, in one process, and "
             "train by the plan's file."
         )
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.world_size)
     try:
-        yield init_device_mesh("cpu", (settings.ranks,))
+        yield init_device_mesh("cpu", (settings.world_size,))
     finally:
         dist.destroy_process_group()
 
@@ -61,8 +61,8 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
 def sharding_seen(recorder: Recorder, settings: Settings) -> Iterator[None]:
     """Within, the recorder sees what FSDP2 frees, and not what DTensor only works out.
 
-    With `cpu_offload` for a GPU, a part that is gathered is first copied there, and a gradient leaves it as
-    soon as it is reduced.
+    With `offload_parameters` for a GPU, a shard is copied there before it is gathered, and a gradient is copied
+    to the host as soon as it is reduced.
     """
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
     allocate, free = fsdp_parameters.alloc_storage, fsdp_parameters.free_storage
@@ -102,7 +102,7 @@ def sharding_seen(recorder: Recorder, settings: Settings) -> Iterator[None]:
         (fsdp_parameters, "free_storage", seen_free),
         (ShardingPropagator, "_propagate_tensor_meta_non_cached", unseen_propagate),
     ]
-    if settings.cpu_offload and not recorder.host_is_device:
+    if settings.offload_parameters and not recorder.host_is_device:
         stand_ins.append((sharded, "to_sharded_dtensor", gradient_on_host))
         stand_ins.append((sharded, "all_gather_inputs", property(gathered_from_host)))
     with ExitStack() as stack:

@@ -244,7 +244,7 @@ def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, reco
                 [batch] * min(steps, 2),
                 move,
                 count=layout_of(job, whole=settings.micro_batch_size).count,
-                stands_for=max(steps - 1, 1),
+                last_repeats=max(steps - 1, 1),
             )
             loss.of_embeddings(gathered)
         else:

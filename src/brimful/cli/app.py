@@ -205,11 +205,11 @@ def plan(
     model: Annotated[str | None, MODEL_ARGUMENT] = None,
     global_batch_size: GlobalBatch = None,
     device: DeviceName = "auto",
-    ranks: Annotated[
+    world_size: Annotated[
         int,
         typer.Option(help="Devices of this kind that divide the global batch and train together.", min=1),
     ] = 1,
-    nodes: Annotated[int, typer.Option(help="Machines among which the ranks are divided.", min=1)] = 1,
+    num_nodes: Annotated[int, typer.Option(help="Machines among which the ranks are divided.", min=1)] = 1,
     network: Annotated[
         str | None,
         typer.Option(
@@ -253,8 +253,8 @@ def plan(
                 job,
                 device,
                 global_batch_size=global_batch_size,
-                ranks=ranks,
-                nodes=nodes,
+                world_size=world_size,
+                num_nodes=num_nodes,
                 network=network,
                 **arguments(planning),
             )

@@ -169,7 +169,7 @@ def _train(
 ) -> None:
     """Plan a job unless a plan is there, train it, and tell how it went."""
     from brimful import api
-    from brimful.distributed.ranks import check_launch, device_here, joined_ranks, rank_here
+    from brimful.distributed.ranks import check_launch, current_rank, init_distributed, local_device
     from brimful.execution.setup import choose_device
     from brimful.report import training_document, training_text
 
@@ -186,15 +186,15 @@ def _train(
         planning = replace(planning, optimizer=None)
 
     found = None
-    if rank_here() == 0 and not as_json and usual_batch_size is not None:
+    if current_rank() == 0 and not as_json and usual_batch_size is not None:
         print_result(_told(job))
-    if rank_here() == 0:
+    if current_rank() == 0:
         found = _begin(job, context, run, planning, training, usual_batch_size)
     if run.plan_only:
         if found is not None:
             show(found[0], found[0].to_json, as_json)
         return
-    with joined_ranks(device_here(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
+    with init_distributed(local_device(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
         chosen, goes_on, where = ranks.of_first(found)  # FSDP2 is planned for before ranks are joined
         if ranks.is_first and not as_json:
             print_result(str(chosen))
@@ -285,7 +285,7 @@ def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
     from brimful import api
     from brimful.distributed.ranks import nodes_launched, ranks_launched
 
-    launched: dict[str, Any] = {"ranks": ranks_launched(), "nodes": nodes_launched()}
+    launched: dict[str, Any] = {"world_size": ranks_launched(), "num_nodes": nodes_launched()}
     with busy("planning"):
         return api.plan(job, device, global_batch_size=samples, **launched, **arguments(planning))
 
@@ -347,7 +347,7 @@ def _plan_to_go_on_with(begun: Path, global_batch_size: int | None, search: Call
             f"{begun} is a plan for a global batch of {planned}, and --global-batch-size says "
             f"{global_batch_size}: it would not be the same run."
         )
-    return chosen if chosen.settings.ranks == ranks_launched() else search(planned)
+    return chosen if chosen.settings.world_size == ranks_launched() else search(planned)
 
 
 def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:

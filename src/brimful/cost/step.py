@@ -121,10 +121,10 @@ def _communication_seconds(
     nothing goes on beside them.
     """
     settings = trace.settings
-    if settings.ranks == 1:
+    if settings.world_size == 1:
         return 0.0
-    rate = device.peer_bytes_per_second(settings.ranks, settings.nodes)
-    share = (settings.ranks - 1) / settings.ranks
+    rate = device.peer_bytes_per_second(settings.world_size, settings.num_nodes)
+    share = (settings.world_size - 1) / settings.world_size
     if settings.parallelism is Parallelism.DDP:
         sent_bytes = 2 * share * gradient_bytes(trace)  # around a ring twice
         alone_bytes = min(BUCKET_BYTES, sent_bytes)
@@ -137,9 +137,9 @@ def _communication_seconds(
     else:
         amounts = [share * each for each in _collective_bytes(trace)]
         sent_bytes, alone_bytes = sum(amounts), max(amounts, default=0.0)
-        if settings.cpu_offload and device.host_link_bytes_per_second is not None:
+        if settings.offload_parameters and device.host_link_bytes_per_second is not None:
             # of each amount a rank's own part goes over its link to the host, before or after
-            rate = 1 / (1 / rate + 1 / (settings.ranks - 1) / device.host_link_bytes_per_second)
+            rate = 1 / (1 / rate + 1 / (settings.world_size - 1) / device.host_link_bytes_per_second)
         beside_seconds = forward_seconds + backward_seconds
     if device.kind == "cpu":
         return sent_bytes / rate

@@ -158,12 +158,12 @@ class Device:
         """Whether its times were measured while other work kept it busy, and may be far off."""
         return MEASURED_BUSY in self.source
 
-    def peer_bytes_per_second(self, ranks: int, nodes: int) -> float:
+    def peer_bytes_per_second(self, world_size: int, num_nodes: int) -> float:
         """At what rate each rank sends to the next while all of them reduce together.
 
         Args:
-            ranks: In all.
-            nodes: Machines among which they are divided.
+            world_size: In all.
+            num_nodes: Machines among which they are divided.
 
         Returns:
             Bytes per second, one way, by the slowest link of the ring.
@@ -171,10 +171,10 @@ class Device:
         if self.kind == "cpu":
             return GLOO_BYTES_PER_SECOND
         of_machine = self.host_link_bytes_per_second or self.network_bytes_per_second
-        if self.nvlink_bytes_per_second is not None and (self.nvlink_joins_all or ranks // nodes <= 2):
+        if self.nvlink_bytes_per_second is not None and (self.nvlink_joins_all or world_size // num_nodes <= 2):
             of_machine = self.nvlink_bytes_per_second
         of_machine *= NCCL_EFFICIENCY
-        return of_machine if nodes == 1 else min(of_machine, self.network_bytes_per_second)
+        return of_machine if num_nodes == 1 else min(of_machine, self.network_bytes_per_second)
 
     @property
     def host_update_bytes_per_second(self) -> float:

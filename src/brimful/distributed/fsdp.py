@@ -44,10 +44,10 @@ class Sharded:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
         before = sum(1 for _ in model.parameters())
-        if settings.gathered_dtype is not None:
+        if settings.param_dtype is not None:
             _check_statistics(model)
         policies: dict[str, Any] = {"mp_policy": _precision_policy(settings)}
-        if settings.cpu_offload:
+        if settings.offload_parameters:
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
         for unit in sharded_units(model):
             fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, **policies)
@@ -105,15 +105,15 @@ def _check_statistics(model: nn.Module) -> None:
         if isinstance(module, _BatchNorm) and module.weight is not None and module.running_mean is not None:
             raise UsageError(
                 f"{fqn} is a BatchNorm, whose parameters are not gathered in another type than its running "
-                "statistics have. Leave gathered_dtype out."
+                "statistics have. Leave param_dtype out."
             )
 
 
 def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:
     """Autocast goes on as well: so what it computes in float32 still is, of what was gathered."""
-    if settings.gathered_dtype is None:
+    if settings.param_dtype is None:
         return MixedPrecisionPolicy()
-    gathered = getattr(torch, settings.gathered_dtype)
+    gathered = getattr(torch, settings.param_dtype)
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
 
 

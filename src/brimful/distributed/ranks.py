@@ -43,7 +43,7 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def are_several(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there is another."""
         return self.count > 1
 
@@ -61,7 +61,7 @@ class Ranks:
             Micro-batches, and whether they count: a rank with too few samples runs its own, or the batch's
             first, once more for nothing.
         """
-        if not self.are_several:
+        if not self.is_distributed:
             return [(part, True) for part in layout.split(batch, micro_batch_size)]
         shares = torch.arange(layout.count(batch)).tensor_split(self.count)
         runs = math.ceil(len(shares[0]) / micro_batch_size)
@@ -76,7 +76,7 @@ class Ranks:
 
     def sum(self, *values: float) -> tuple[float, ...]:
         """The sums of some numbers over the ranks, the same on each."""
-        if not self.are_several:
+        if not self.is_distributed:
             return values
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
@@ -84,11 +84,11 @@ class Ranks:
 
     def any(self, is_so: bool) -> bool:
         """Whether something is so on any rank."""
-        return is_so if not self.are_several else self.sum(float(is_so))[0] > 0
+        return is_so if not self.is_distributed else self.sum(float(is_so))[0] > 0
 
     def gather(self, value: T) -> list[T]:
         """What each rank has of something, by rank."""
-        if not self.are_several:
+        if not self.is_distributed:
             return [value]
         found: list[T | None] = [None] * self.count
         dist.all_gather_object(found, value, group=self.group)
@@ -97,20 +97,20 @@ class Ranks:
     def of_first(self, value: T | None) -> T:
         """What the first rank has of something, on every rank."""
         made = [value]
-        if self.are_several:
+        if self.is_distributed:
             dist.broadcast_object_list(made, src=0, group=self.group)
         return made[0]  # type: ignore[return-value]
 
     def take_buffers_of_first(self, model: nn.Module) -> None:
         """Give every rank the first one's buffers, such as BatchNorm's running statistics."""
-        if self.are_several:
+        if self.is_distributed:
             for buffer in model.buffers():
                 dist.broadcast(buffer.detach(), src=0)
 
     def take_parameters_of_first(self, model: nn.Module) -> None:
         """Give every rank the first one's parameters and buffers."""
         self.take_buffers_of_first(model)
-        if self.are_several:
+        if self.is_distributed:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
 
@@ -127,18 +127,18 @@ class Ranks:
         Raises:
             OutOfMemoryError: Memory ran out in both calls.
         """
-        return action() if self.are_several else with_room(action, during=during)
+        return action() if self.is_distributed else with_room(action, during=during)
 
     def apart(self) -> Ranks:
         """The same ranks over connections of their own, for a thread beside this one."""
-        return self if not self.are_several else replace(self, group=dist.new_group(backend="gloo"))
+        return self if not self.is_distributed else replace(self, group=dist.new_group(backend="gloo"))
 
     def wait(self) -> None:
         """Until every rank is here."""
         self.sum(0.0)
 
 
-ALONE = Ranks()
+SINGLE = Ranks()
 """One process."""
 
 
@@ -161,14 +161,14 @@ def nodes_launched() -> int:
     return ranks // of_machine if ranks % of_machine == 0 else 1
 
 
-def rank_here() -> int:
+def current_rank() -> int:
     """Which of them this is, from 0."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return _number("RANK", 0) if ranks_launched() > 1 else 0
 
 
-def device_here(device: torch.device) -> torch.device:
+def local_device(device: torch.device) -> torch.device:
     """This rank's own GPU, where several are launched on a machine and none is named."""
     if device.type != "cuda" or device.index is not None or ranks_launched() == 1:
         return device
@@ -191,16 +191,16 @@ def check_launch() -> None:
             f"{'is' if len(missing) == 1 else 'are'} not set. Start it by `torchrun --nproc-per-node {count} "
             "-m brimful train …`, which sets them, or unset WORLD_SIZE to train in one process."
         )
-    if rank_here() >= count:
+    if current_rank() >= count:
         raise UsageError(
-            f"RANK is {rank_here()}, and WORLD_SIZE is {count}: ranks count from 0 to {count - 1}."
+            f"RANK is {current_rank()}, and WORLD_SIZE is {count}: ranks count from 0 to {count - 1}."
         )
     if _number("MASTER_PORT", 0) > _MOST_PORT:
         raise UsageError(f"MASTER_PORT is {os.environ['MASTER_PORT']}; the largest port is {_MOST_PORT}.")
 
 
 @contextmanager
-def joined_ranks(device: torch.device) -> Iterator[Ranks]:
+def init_distributed(device: torch.device) -> Iterator[Ranks]:
     """Within, the ranks of a launcher are connected; alone where there is no launcher.
 
     Args:
@@ -214,7 +214,7 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
         TrainingError: The ranks cannot connect.
     """
     if ranks_launched() == 1:
-        yield ALONE
+        yield SINGLE
         return
     is_own = not dist.is_initialized()
     if is_own:
@@ -227,7 +227,7 @@ def joined_ranks(device: torch.device) -> Iterator[Ranks]:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             reason = str(error).partition("\n")[0]
             raise TrainingError(
-                f"rank {rank_here()} cannot connect to the others at {where}: {reason}"
+                f"rank {current_rank()} cannot connect to the others at {where}: {reason}"
             ) from error
     try:
         group = None if is_own else dist.new_group(backend="gloo")  # another's may be for GPUs alone

@@ -214,7 +214,7 @@ def data_parallel(
     Raises:
         UsageError: The settings do not go together.
     """
-    if not ranks.are_several:
+    if not ranks.is_distributed:
         return DataParallel(job)
     if settings.parallelism is Parallelism.DDP:
         return _Replicated(job, model)
@@ -226,8 +226,8 @@ def data_parallel(
         )
     if settings.offloaded or settings.chunked_loss is not None:
         raise UsageError(
-            f"offloading and a loss in chunks are not tried under {engine}. Plan with offload=False and "
-            "chunked_loss=False, or train by DDP."
+            f"offloading and a loss in chunks are not supported under {engine}. Plan with "
+            "offload_activations=False and chunked_loss=False, or train by DDP."
         )
     ranks.take_parameters_of_first(model)
     if settings.parallelism.is_zero:

@@ -80,11 +80,11 @@ def check_coupled(job: Job, settings: Settings) -> None:
     """
     if job.embed is None:
         return
-    if settings.ranks > 1:
+    if settings.world_size > 1:
         raise UsageError(
-            f"the loss of {job.name!r} is one of all samples together (`embed`), and {settings.ranks} ranks "
-            "would each have the embeddings of their own samples only: they are not gathered. Train on one "
-            "rank; its micro-batches may be as small as they have to be."
+            f"the loss of {job.name!r} is one of all samples together (`embed`), and "
+            f"{settings.world_size} ranks would each have the embeddings of their own samples only: "
+            "they are not gathered. Train on one rank; its micro-batches may be as small as they have to be."
         )
     if settings.chunked_loss is not None:
         raise UsageError(
@@ -104,7 +104,7 @@ def accumulate_coupled(
     tell: Callable[[Phase, int], None],
     move: Callable[[Batch], Batch],
     synchronising: Callable[[bool], AbstractContextManager[object]],
-    stands_for: int,
+    last_repeats: int,
 ) -> Tensor:
     """Add the gradients of a coupled loss of a global batch to those of the parameters.
 
@@ -118,7 +118,7 @@ def accumulate_coupled(
         tell: Told of each phase.
         move: Brings a micro-batch to the device.
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
-        stands_for: How many micro-batches the last one stands for.
+        last_repeats: How many micro-batches the last one stands for.
 
     Returns:
         The loss, detached.
@@ -132,8 +132,8 @@ def accumulate_coupled(
     for index, micro_batch in enumerate(micro_batches):
         tell(Phase.EMBEDDING, index)
         if index == len(micro_batches) - 1:
-            states += [RandomState.now(device) for _ in range(stands_for - 1)]
-            gathered.add_stand_ins(stands_for - 1)
+            states += [RandomState.now(device) for _ in range(last_repeats - 1)]
+            gathered.add_stand_ins(last_repeats - 1)
         states.append(RandomState.now(device))
         gathered.add(_embedded(embed, move(micro_batch)), count(micro_batch))
     tell(Phase.EMBEDDING, 0)
@@ -159,7 +159,7 @@ def gather_embeddings(
     move: Callable[[Batch], Batch],
     *,
     count: Callable[[Batch], int],
-    stands_for: int = 1,
+    last_repeats: int = 1,
 ) -> Any:
     """The embeddings of a batch that is embedded in parts; without gradients.
 
@@ -168,7 +168,7 @@ def gather_embeddings(
         micro_batches: The batch in parts.
         move: Brings a micro-batch to the device.
         count: Counts the samples of one on the host.
-        stands_for: How many micro-batches the last one stands for.
+        last_repeats: How many micro-batches the last one stands for.
 
     Returns:
         What the loss is to be given.
@@ -179,7 +179,7 @@ def gather_embeddings(
     gathered = Gathered()
     for index, micro_batch in enumerate(micro_batches):
         if index == len(micro_batches) - 1:
-            gathered.add_stand_ins(stands_for - 1)
+            gathered.add_stand_ins(last_repeats - 1)
         gathered.add(_embedded(embed, move(micro_batch)), count(micro_batch))
     return gathered.nest(gathered.join())
 

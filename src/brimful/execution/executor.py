@@ -74,11 +74,11 @@ class StepExecutor:
         job: Its loss.
         settings: Of the step.
         model: In training mode, on `device`.
-        optimizer: Over parameters of the model; with `optimizer_on_host` its state moves to the host.
+        optimizer: Over parameters of the model; with `offload_optimizer` its state moves to the host.
         device: Where micro-batches are computed.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
         move: Brings micro-batches to the device; by default copies them, or on a CPU lends them.
-        prefetch: With `copies_ahead`, begins to bring one there; by default on a stream of its own, on a GPU.
+        prefetch: With `prefetch_inputs`, starts the copy of one; by default on its own stream, on a GPU.
         around_host: Around what an optimizer on the host does there.
 
     Raises:
@@ -99,7 +99,7 @@ class StepExecutor:
         around_host: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         check_coupled(job, settings)
-        if settings.step_in_backward and max_gradient_norm is not None:
+        if settings.optimizer_in_backward and max_gradient_norm is not None:
             raise clipped_in_backward(max_gradient_norm)
         self.job = job
         self.settings = settings
@@ -111,13 +111,13 @@ class StepExecutor:
         self.move = move or InputMover.to(device)
         self.scaler: GradScaler | None = make_scaler(settings.precision, device.type)
         """Of float16; None for other precisions."""
-        self.on_host = UpdateOnHost(optimizer, around_host=around_host) if settings.optimizer_on_host else None
+        self.on_host = UpdateOnHost(optimizer, around_host=around_host) if settings.offload_optimizer else None
         self._max_gradient_norm = max_gradient_norm
         self._loss = loss_of(job)
-        self._in_backward = UpdateInBackward(optimizer) if settings.step_in_backward else None
+        self._in_backward = UpdateInBackward(optimizer) if settings.optimizer_in_backward else None
         if prefetch is None and device.type != "cpu":
             prefetch = prefetch_to(device)
-        self._prefetch = prefetch if settings.copies_ahead else None
+        self._prefetch = prefetch if settings.prefetch_inputs else None
 
     def __call__(
         self,
@@ -126,7 +126,7 @@ class StepExecutor:
         *,
         hooks: StepHooks = NO_HOOKS,
         updates: bool = True,
-        stands_for: int = 1,
+        last_repeats: int = 1,
     ) -> StepOutcome:
         """Run one step.
 
@@ -135,7 +135,7 @@ class StepExecutor:
             weights: Factors for their losses; see `step.loss_weights`.
             hooks: The caller's part.
             updates: False runs forward and backward, and leaves parameters and optimizer state as they are.
-            stands_for: How many micro-batches the last one stands for, where nothing is truly computed.
+            last_repeats: How many micro-batches the last one stands for, where nothing is truly computed.
 
         Returns:
             The loss of the global batch and what became of the step.
@@ -174,7 +174,7 @@ class StepExecutor:
                 after_update=hooks.after_update,
                 synchronising=hooks.synchronising,
                 clip=hooks.clip,
-                stands_for=stands_for,
+                last_repeats=last_repeats,
                 in_backward=self._in_backward,
             )
 

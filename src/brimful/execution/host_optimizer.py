@@ -69,14 +69,14 @@ class UpdateOnHost:
     ) -> None:
         if not steps_one_by_one(optimizer):
             raise UsageError(
-                f"optimizer_on_host updates some parameters after others, and {type(optimizer).__name__} may "
+                f"offload_optimizer updates some parameters after others, and {type(optimizer).__name__} may "
                 "look at all of them together. Take one of torch.optim's others, such as adamw, or leave it "
                 "out."
             )
         if any(group.get("capturable") for group in optimizer.param_groups):
             raise UsageError(
                 f"this {type(optimizer).__name__} is capturable, which kernels on the host are not. Make it "
-                "without capturable=True, or leave optimizer_on_host out."
+                "without capturable=True, or leave offload_optimizer out."
             )
         self._optimizer = optimizer
         self._around_host = around_host
@@ -159,8 +159,8 @@ class UpdateOnHost:
                     continue
                 if parameter.grad.layout is not torch.strided:
                     raise UsageError(
-                        f"a gradient is {parameter.grad.layout}, and optimizer_on_host takes dense ones. Make "
-                        "embeddings with sparse=False, or leave optimizer_on_host out."
+                        f"a gradient is {parameter.grad.layout}, and offload_optimizer takes dense ones. Make "
+                        "embeddings with sparse=False, or leave offload_optimizer out."
                     )
                 taken = _room(parameter)
                 if bucket and taken > room:
@@ -246,8 +246,8 @@ def _memory(size_bytes: int, *, is_pinned: bool) -> Tensor:
         taken = pinned_bytes(size_bytes) if is_pinned else size_bytes
         how = f"{'pin' if is_pinned else 'take'} {format_bytes(taken)}"
         raise UsageError(
-            f"optimizer_on_host cannot {how} of the host's memory, twice, for gradients and parameters on "
-            f"their way: {error}. Leave optimizer_on_host out."
+            f"offload_optimizer cannot {how} of the host's memory, twice, for gradients and parameters on "
+            f"their way: {error}. Leave offload_optimizer out."
         ) from error
 
 

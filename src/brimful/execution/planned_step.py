@@ -58,8 +58,8 @@ class PlannedStep:
     - Any other error inside `optimizer.step` is undone in the first two updates of a parameter, for which
       parameters and state are copied to the host's memory. Later it is undone as long as nothing is written, as
       in a hook before the step. From then on it is a `HalfUpdatedError`: load your last checkpoint.
-    - So is an error with `step_in_backward` or `optimizer_on_host` once an update has begun, and one after a
-      forward pass wrote for the first time to a parameter, or to a buffer that the first step left alone.
+    - So is an error with `optimizer_in_backward` or `offload_optimizer` once an update has begun, and one after
+      a forward pass wrote for the first time to a parameter, or to a buffer that the first step left alone.
     - Ctrl-C, and what handlers of SIGTERM and SIGALRM raise, is delayed while the optimizer updates: it is
       raised when the step is complete.
     - What the loss function keeps to itself, such as a counter, is not restored.
@@ -144,7 +144,9 @@ class PlannedStep:
             HalfUpdatedError: An error was raised that could not be undone; see the class.
         """
         samples = self._layout.count(global_batch)
-        if samples > self._settings.rank_batch_size and not self._settings.step_in_backward:  # that refuses it
+        if (
+            samples > self._settings.rank_batch_size and not self._settings.optimizer_in_backward
+        ):  # that refuses it
             warnings.warn(
                 f"a batch has {samples} samples, and the plan is for {self._settings.rank_batch_size}: it is "
                 f"split into micro-batches of {self._settings.micro_batch_size} all the same, but the step may "

@@ -75,7 +75,7 @@ def run_step(
     after_update: CallAction = call,
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext(),
     clip: Callable[[Optimizer, float | None], Tensor] | None = None,
-    stands_for: int = 1,
+    last_repeats: int = 1,
     in_backward: UpdateInBackward | None = None,
 ) -> StepOutcome:
     """Run one optimizer step over the micro-batches of a global batch.
@@ -99,7 +99,7 @@ def run_step(
         after_update: Calls what follows it; each is safe to call again.
         synchronising: Around forward and backward of a micro-batch; told whether it is the last.
         clip: Scales the gradients down to a norm and returns what it was; None takes those of the parameters.
-        stands_for: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
+        last_repeats: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
             loss has the embeddings of all of them, and beside it the next is on its way.
         in_backward: Updates each parameter as its gradient is complete; then `before_update` is called before
             backward, with no gradient norm. Nothing is clipped or scaled.
@@ -138,12 +138,12 @@ def run_step(
             tell=tell,
             move=move,
             synchronising=synchronising,
-            stands_for=stands_for,
+            last_repeats=last_repeats,
         )
     else:
         moved: Iterator[Batch] = map(move, micro_batches)
         if prefetch is not None:
-            moved = _prefetched(prefetch, micro_batches, stands_for)
+            moved = _prefetched(prefetch, micro_batches, last_repeats)
         for index, weight in enumerate(weights):
             tell(Phase.FORWARD, index)
             with synchronising(index == len(micro_batches) - 1):
@@ -168,11 +168,11 @@ def run_step(
 
 
 def _prefetched(
-    prefetch: Callable[[Batch], Callable[[], Batch]], micro_batches: Sequence[Batch], stands_for: int
+    prefetch: Callable[[Batch], Callable[[], Batch]], micro_batches: Sequence[Batch], last_repeats: int
 ) -> Iterator[Batch]:
     """Micro-batches on the device, of which nothing is held here; the next of each is on its way."""
     coming: Callable[[], Batch] | None = prefetch(micro_batches[0])
-    for following in (*micro_batches[1:], micro_batches[-1] if stands_for > 1 else None):
+    for following in (*micro_batches[1:], micro_batches[-1] if last_repeats > 1 else None):
         assert coming is not None
         here = [coming()]
         coming = None if following is None else prefetch(following)
@@ -182,8 +182,8 @@ def _prefetched(
 def _only_one(micro_batches: Sequence[Batch]) -> Sequence[Batch]:
     if len(micro_batches) > 1:
         raise UsageError(
-            "step_in_backward takes a batch at once, and this one has more samples than a micro-batch: it is "
-            f"in {len(micro_batches)} parts. Give smaller batches, or leave step_in_backward out."
+            "optimizer_in_backward takes a batch at once, and this one has more samples than a micro-batch: "
+            f"it is in {len(micro_batches)} parts. Give smaller batches, or set optimizer_in_backward=False."
         )
     return micro_batches
 

@@ -34,7 +34,7 @@ def clipped_in_backward(max_gradient_norm: float) -> UsageError:
     """
     return UsageError(
         f"max_gradient_norm is {max_gradient_norm}, and the norm of all gradients is known only after "
-        "backward, when step_in_backward has updated every parameter. Leave out one of the two."
+        "backward, when optimizer_in_backward has updated every parameter. Leave out one of the two."
     )
 
 
@@ -58,8 +58,8 @@ class UpdateInBackward:
         if not steps_one_by_one(optimizer):
             name = type(optimizer).__name__
             raise UsageError(
-                f"step_in_backward updates one parameter after another, and {name} may look at all of them "
-                "together. Take one of torch.optim's others, such as adamw, or leave it out."
+                f"optimizer_in_backward updates one parameter at a time, and {name} may use all of them "
+                "together. Use another of torch.optim, such as adamw, or optimizer_in_backward=False."
             )
         self._optimizer = optimizer
         self.before_first: Callable[[], None] = lambda: None
@@ -104,7 +104,7 @@ class UpdateInBackward:
                 raise HalfUpdatedError(
                     "a parameter got another part of its gradient after it was updated by the first: reentrant "
                     "checkpointing (use_reentrant=True) runs a backward of its own for each segment. Train "
-                    "without step_in_backward, or checkpoint with use_reentrant=False."
+                    "without optimizer_in_backward, or checkpoint with use_reentrant=False."
                 )
             with torch.no_grad(), self.around(parameter):
                 norms.append(torch.linalg.vector_norm(parameter.grad).float())

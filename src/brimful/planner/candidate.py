@@ -27,7 +27,7 @@ from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTraces
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Trace, own_checkpointed_units, unit_of_each_op
-from brimful.trace.ddp import of_one_rank
+from brimful.trace.ddp import per_rank_trace
 from brimful.trace.units import divide_unit, find_units
 
 RUNGS = 64
@@ -232,7 +232,7 @@ class Candidate:
             settings = replace(self.settings, units=self.posed.chosen(choice))
             # A second step finds memory as the allocator was left by the first.
             captured = self._capture(replace(settings, expandable_segments=False))
-            trace = of_one_rank(replace(captured, settings=settings)).with_last_step_again()
+            trace = per_rank_trace(replace(captured, settings=settings)).with_last_step_again()
             self._replayed[choice] = estimate_unlimited(trace, self._request.device)
         return self._replayed[choice]
 
@@ -570,7 +570,7 @@ class CandidateFamily:
         return self._trace(replace(settings, units=all_units(units, Action.RECOMPUTE)))
 
     def _trace(self, settings: Settings) -> Trace:
-        return of_one_rank(self._scaled.at(settings) if len(self._sizes) > 1 else self._capture(settings))
+        return per_rank_trace(self._scaled.at(settings) if len(self._sizes) > 1 else self._capture(settings))
 
     def _find_units(self, kept: Trace) -> tuple[str, ...]:
         """Units that can really be recomputed; none, with a note, if recomputing fails."""

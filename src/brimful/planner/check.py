@@ -11,7 +11,7 @@ from brimful.planner.plan import Plan
 from brimful.prediction.estimate import estimate_unlimited
 from brimful.settings import Settings
 from brimful.trace import Trace
-from brimful.trace.ddp import of_one_rank
+from brimful.trace.ddp import per_rank_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> 
         UsageError: The capture follows another kind of device.
     """
     # As a plan is made: without the allocator giving back its cache, which would stall every step.
-    estimate = estimate_unlimited(of_one_rank(trace), device)
+    estimate = estimate_unlimited(per_rank_trace(trace), device)
     return PlanCheck(
         job=trace.job,
         device=device.name,

@@ -16,7 +16,7 @@ from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes, parse_bytes
 from brimful.settings import Action, Precision, Settings
 from brimful.trace import Trace
-from brimful.trace.ddp import of_one_rank
+from brimful.trace.ddp import per_rank_trace
 
 
 def nothing_fits(
@@ -75,11 +75,11 @@ def _what_was_asked(request: Request) -> Iterator[str]:
         yield "no chunked loss"
     if request.device.kind == "cuda" and not request.permits_expandable_segments:
         yield "no expandable segments"
-    if request.device.kind == "cpu" and request.optimizer_on_host:
+    if request.device.kind == "cpu" and request.offload_optimizer:
         yield "the optimizer on the host, which is the device here, so that nothing is spared"
     if request.device.kind == "cuda" and not request.offload_host_bytes:
         yield "no offload"
-    elif request.device.kind == "cuda" and request.optimizer_on_host is False:
+    elif request.device.kind == "cuda" and request.offload_optimizer is False:
         yield "no optimizer on the host"
 
 
@@ -99,7 +99,7 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
     for label, changes in tried:
         try:
             trace = capture(replace(settings, **changes))
-            estimate = estimate_unlimited(of_one_rank(trace), request.device)
+            estimate = estimate_unlimited(per_rank_trace(trace), request.device)
         except (CaptureError, UsageError):  # what is pinned may not go with it
             continue
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
@@ -110,10 +110,10 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
 
 def _more_host_memory(capture: Capture, request: Request, settings: Settings) -> Iterator[str]:
     """The host memory with which the optimizer on the host would fit, if what is permitted is too little."""
-    if not request.may_put_optimizer_on_host or settings.optimizer_on_host:
+    if not request.may_put_optimizer_on_host or settings.offload_optimizer:
         return
     try:
-        trace = of_one_rank(capture(replace(settings, optimizer_on_host=True)))
+        trace = per_rank_trace(capture(replace(settings, offload_optimizer=True)))
     except (CaptureError, UsageError):
         return
     needed_bytes = trace.host_state_bytes + pinned_host_bytes(trace)

@@ -134,7 +134,7 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
     """What of its memory, and what its time was told by."""
     device, settings = request.device, best.settings
     notes = []
-    if settings.optimizer_on_host and device.kind == "cpu":
+    if settings.offload_optimizer and device.kind == "cpu":
         notes.append(
             "The optimizer is on the host, as you asked, which is the device here: nothing is spared, and what "
             "is on its way takes memory."
@@ -145,13 +145,13 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
             f"Offloading's copies are timed at {device.host_link_bytes_per_second / 1e9:.3g} GB/s each way; "
             "`brimful calibrate` measures the link of a GPU in this machine."
         )
-    if settings.cpu_offload and device.kind == "cuda":
+    if settings.offload_parameters and device.kind == "cuda":
         notes.append(
             "Each rank has its parts of parameters, gradients and optimizer state, "
             f"{format_bytes(best.predicted_host_state_bytes)}, in the host's memory, and updates them there as "
             f"if it had {device.host_update_bytes_per_second / 1e9:.3g} GB/s for itself."
         )
-    if settings.optimizer_on_host and device.kind == "cuda":
+    if settings.offload_optimizer and device.kind == "cuda":
         is_measured = device.measured_host_update_bytes_per_second is not None
         how = "measured" if is_measured else "assumed: `brimful calibrate` measures it where the GPU is"
         notes.append(
@@ -166,8 +166,8 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
         )
         how = "of the" if taken_bytes <= request.offload_host_bytes else "more than the"
         notes.append(
-            f"{'Training' if settings.ranks == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of the "
-            f"host's memory, {how} {permitted}; "
+            f"{'Training' if settings.world_size == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of "
+            f"the host's memory, {how} {permitted}; "
             f"{format_bytes(best.predicted_pinned_host_bytes)} of it are pinned for copies."
         )
     return notes
@@ -175,9 +175,9 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
 
 def _where_the_optimizer_returns(best: Estimate, request: Request, candidates: list[Candidate]) -> list[str]:
     """From about which budget on the optimizer fits the device, if the plan chose the host for want of room."""
-    if not best.settings.optimizer_on_host or request.optimizer_on_host:
+    if not best.settings.offload_optimizer or request.offload_optimizer:
         return []
-    on_device = [candidate for candidate in candidates if not candidate.settings.optimizer_on_host]
+    on_device = [candidate for candidate in candidates if not candidate.settings.offload_optimizer]
     least_bytes = min(map(Candidate.smallest_peak_bytes, on_device)) + request.device.context_bytes
     if least_bytes <= request.budget_bytes:
         return []
@@ -208,21 +208,21 @@ def _what_the_model_recomputes(best: Estimate, plain: Trace) -> list[str]:
 
 def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:
     """What is not known well of training on several ranks, and what it changes."""
-    if settings.ranks == 1:
+    if settings.world_size == 1:
         return []
-    rate = request.device.peer_bytes_per_second(settings.ranks, settings.nodes)
+    rate = request.device.peer_bytes_per_second(settings.world_size, settings.num_nodes)
     unseen = (
         "NCCL's own memory is not counted"
         if request.device.kind == "cuda"
         else "each is timed as if it had the machine to itself"
     )
     notes = [
-        f"What is predicted is of each of {settings.ranks} ranks. Gradients are taken to go between them at "
-        f"{rate / 1e9:.3g} GB/s; {unseen}."
+        f"What is predicted is of each of {settings.world_size} ranks. Gradients are taken to go between them "
+        f"at {rate / 1e9:.3g} GB/s; {unseen}."
     ]
-    if settings.gathered_dtype is not None:
+    if settings.param_dtype is not None:
         notes.append(
-            f"Parameters are gathered in {settings.gathered_dtype}: those of norms and embeddings, and what "
+            f"Parameters are gathered in {settings.param_dtype}: those of norms and embeddings, and what "
             "comes into each unit, are rounded to it too, which autocast alone does not do. Gradients are "
             "averaged in float32."
         )

@@ -25,7 +25,7 @@ from brimful.display import PrintedResult
 from brimful.errors import UsageError
 from brimful.files import write_file
 from brimful.options import PlanOptions
-from brimful.settings import Settings, settings_to_json
+from brimful.settings import Settings, settings_fields, settings_to_json
 
 PLAN_VERSION = 1
 
@@ -107,7 +107,7 @@ class Plan(PrintedResult):
     """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
     training."""
     predicted_host_state_bytes: NonNegativeInt = 0
-    """Optimizer state in the host's memory; with `cpu_offload` parts of parameters and gradients too."""
+    """Optimizer state in the host's memory; with `offload_parameters` parts of parameters and gradients too."""
     model_flops: Annotated[int, Meta(ge=0)] | None = None
     """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
     peak_flops_per_second: PositiveFloat | None = None
@@ -193,7 +193,7 @@ class Plan(PrintedResult):
                 another type or out of range.
         """
         values = fields_of_version(document, "brimful_plan", PLAN_VERSION, what="plan", where=where)
-        return from_builtins(values, cls, where=where)
+        return from_builtins(_with_settings_fields(values, where=where), cls, where=where)
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON.
@@ -231,3 +231,16 @@ def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
         "predicted_step_seconds": alternative.predicted_step_seconds,
         "fits": alternative.fits,
     }
+
+
+def _with_settings_fields(values: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """The fields of a plan's file with those of its settings by their names."""
+    found = dict(values)
+    if "settings" in found:
+        found["settings"] = settings_fields(found["settings"], where=f"{where}: field `settings`")
+    if isinstance(found.get("alternatives"), list):
+        found["alternatives"] = [
+            _with_settings_fields(each, where=where) if isinstance(each, dict) else each
+            for each in found["alternatives"]
+        ]
+    return found

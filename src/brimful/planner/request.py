@@ -41,16 +41,16 @@ class Request:
     """Whether a loss over a large vocabulary may be computed a part of the tokens at a time."""
     permits_expandable_segments: bool = True
     """Whether the CUDA allocator may be told to grow its segments."""
-    step_in_backward: bool = False
+    optimizer_in_backward: bool = False
     """Whether parameters are updated in backward, which takes the batch whole."""
     offload_host_bytes: int = 0
     """Host memory that offloaded units and an optimizer on the host may take; where it is 0, no plan chooses
     either."""
     own_checkpointing: bool = True
     """Whether the model's own activation checkpointing stays as it is; plain training leaves it so."""
-    copies_ahead: bool = False
+    prefetch_inputs: bool = False
     """Whether the next micro-batch is copied to the device while one is computed."""
-    optimizer_on_host: bool | None = False
+    offload_optimizer: bool | None = False
     """None lets the plan choose."""
     why_not_split: str | None = None
     """Why the job's batches cannot be split; None if they can. Then each rank's part is one micro-batch."""
@@ -58,17 +58,17 @@ class Request:
     """Whether the job says what its mean loss is a mean over."""
     brings_own_loop: bool = False
     """Whether the job has a training loop of its own, which a plan says nothing of."""
-    ranks: int = 1
+    world_size: int = 1
     """Data-parallel ranks that divide the global batch evenly."""
-    nodes: int = 1
+    num_nodes: int = 1
     """Machines among which they are divided."""
     parallelisms: tuple[Parallelism, ...] = (Parallelism.DDP,)
     """Ways to train on them that are permitted; the first is that of plain training."""
     reshard_after_forward: bool | None = None
     """Under FSDP2; None lets the plan choose."""
-    gathered_dtype: str | None = None
+    param_dtype: str | None = None
     """Under FSDP2. It changes the mathematics a little, so that no plan chooses it by itself."""
-    cpu_offload: bool = False
+    offload_parameters: bool = False
     """Under FSDP2."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer couples its samples (BatchNorm) or changes its buffers in
@@ -76,42 +76,44 @@ class Request:
     trains its whole batch at once."""
 
     def __post_init__(self) -> None:
-        check_counts(self, "global_batch_size", "ranks", "nodes")
-        if self.ranks < 1 or self.nodes < 1 or self.ranks % self.nodes:
+        check_counts(self, "global_batch_size", "world_size", "num_nodes")
+        if self.world_size < 1 or self.num_nodes < 1 or self.world_size % self.num_nodes:
             raise UsageError(
-                f"{self.ranks} ranks cannot be divided evenly among {self.nodes} nodes; both are at least 1."
+                f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes; both are at "
+                "least 1."
             )
-        if self.step_in_backward and self.micro_batch_size not in (None, self.global_batch_size):
+        if self.optimizer_in_backward and self.micro_batch_size not in (None, self.global_batch_size):
             raise UsageError(
-                f"micro_batch_size is {self.micro_batch_size}, and step_in_backward takes the global batch of "
-                f"{self.global_batch_size} at once. Leave out one of the two."
+                f"micro_batch_size is {self.micro_batch_size}, and optimizer_in_backward takes the global batch "
+                f"of {self.global_batch_size} at once. Leave out one of the two."
             )
         if self.why_not_split is not None:
             self._check_whole(self.why_not_split)
-        if self.global_batch_size % self.ranks:
+        if self.global_batch_size % self.world_size:
+            nearest = max(round(self.global_batch_size / self.world_size), 1) * self.world_size
             raise UsageError(
-                f"the global batch size {self.global_batch_size} cannot be divided evenly among {self.ranks} "
-                f"ranks. Nearest that can: {max(round(self.global_batch_size / self.ranks), 1) * self.ranks}."
+                f"the global batch size {self.global_batch_size} cannot be divided evenly among "
+                f"{self.world_size} ranks. Nearest that can: {nearest}."
             )
 
-        for name in ("reshard_after_forward", "gathered_dtype", "cpu_offload"):
-            is_asked = getattr(self, name) is not (False if name == "cpu_offload" else None)
+        for name in ("reshard_after_forward", "param_dtype", "offload_parameters"):
+            is_asked = getattr(self, name) is not (False if name == "offload_parameters" else None)
             if is_asked and Parallelism.FSDP2 not in self.parallelisms:
                 how = f"{name}={getattr(self, name)!r}"
-                if self.ranks == 1:
-                    on_host = " On one device optimizer_on_host has the optimizer's state on the host."
+                if self.world_size == 1:
+                    on_host = " On one device offload_optimizer has the optimizer's state on the host."
                     raise UsageError(
                         f"{how} is for FSDP2, which divides a model among several ranks; there is one. Leave "
-                        "it out." + (on_host if name == "cpu_offload" else "")
+                        "it out." + (on_host if name == "offload_parameters" else "")
                     )
                 raise UsageError(
                     f"{how} is for FSDP2, which is not among the ways to train that are permitted "
-                    f"({', '.join(self.parallelisms)}, {self.ranks} ranks)."
+                    f"({', '.join(self.parallelisms)}, {self.world_size} ranks)."
                 )
 
     def _check_whole(self, why_not_split: str) -> None:
         """Check that nothing asks for parts of a batch that cannot be split."""
-        asked = f"Parts of each batch for {self.ranks} ranks" if self.ranks > 1 else ""
+        asked = f"Parts of each batch for {self.world_size} ranks" if self.world_size > 1 else ""
         if self.micro_batch_size not in (None, self.rank_batch_size):
             asked = f"Micro-batches of {self.micro_batch_size} of {self.global_batch_size} samples"
         if asked:
@@ -120,7 +122,7 @@ class Request:
     @property
     def rank_batch_size(self) -> int:
         """Samples of the global batch that each rank computes."""
-        return self.global_batch_size // self.ranks
+        return self.global_batch_size // self.world_size
 
     def micro_batch_sizes(self) -> tuple[int, ...]:
         """Micro-batches to choose from.
@@ -131,13 +133,13 @@ class Request:
         Raises:
             UsageError: The pinned one is no divisor.
         """
-        is_whole = self.step_in_backward or self.why_not_split is not None
+        is_whole = self.optimizer_in_backward or self.why_not_split is not None
         pinned = self.rank_batch_size if is_whole else self.micro_batch_size
         if pinned is None:
             return _divisors(self.rank_batch_size)
         if self.rank_batch_size % pinned:
             near = min(_divisors(self.rank_batch_size), key=lambda size: abs(size - pinned))
-            whose = "the global batch size" if self.ranks == 1 else "a rank's part of the global batch,"
+            whose = "the global batch size" if self.world_size == 1 else "a rank's part of the global batch,"
             raise UsageError(
                 f"micro_batch_size {pinned} does not divide {whose} {self.rank_batch_size}. "
                 f"Nearest that does: {near}."
@@ -150,10 +152,10 @@ class Request:
             micro_batch_size=self.rank_batch_size,
             precision=self.precisions[0],
             optimizer=self.optimizer,
-            ranks=self.ranks,
-            nodes=self.nodes,
+            world_size=self.world_size,
+            num_nodes=self.num_nodes,
             parallelism=self.parallelisms[0],
-            gathered_dtype=self._gathered_dtype(self.parallelisms[0]),
+            param_dtype=self._gathered_dtype(self.parallelisms[0]),
         )
 
     def bases(self) -> tuple[Settings, ...]:
@@ -166,16 +168,16 @@ class Request:
                 precision=precision,
                 optimizer=name,
                 optimizer_implementation=implementation,
-                step_in_backward=self.step_in_backward,
-                optimizer_on_host=bool(self.optimizer_on_host),
-                copies_ahead=self.copies_ahead,
+                optimizer_in_backward=self.optimizer_in_backward,
+                offload_optimizer=bool(self.offload_optimizer),
+                prefetch_inputs=self.prefetch_inputs,
                 own_checkpointing=self.own_checkpointing,
-                ranks=self.ranks,
-                nodes=self.nodes,
+                world_size=self.world_size,
+                num_nodes=self.num_nodes,
                 parallelism=parallelism,
                 reshard_after_forward=reshards,
-                gathered_dtype=self._gathered_dtype(parallelism),
-                cpu_offload=self.cpu_offload and parallelism is Parallelism.FSDP2,
+                param_dtype=self._gathered_dtype(parallelism),
+                offload_parameters=self.offload_parameters and parallelism is Parallelism.FSDP2,
             )
             for parallelism in self.parallelisms
             for reshards in self._reshards(parallelism)
@@ -185,7 +187,7 @@ class Request:
         )
 
     def _gathered_dtype(self, parallelism: Parallelism) -> str | None:
-        return self.gathered_dtype if parallelism is Parallelism.FSDP2 else None
+        return self.param_dtype if parallelism is Parallelism.FSDP2 else None
 
     def _reshards(self, parallelism: Parallelism) -> tuple[bool, ...]:
         """Whether gathered parameters are let go of after forward: what takes less memory first."""
@@ -196,13 +198,13 @@ class Request:
     def _leaves_fp16_out(self, parallelism: Parallelism) -> bool:
         """Whether fp16, one of several precisions perhaps, cannot be combined with what is asked."""
         is_choice = len(self.precisions) > 1
-        return parallelism is not Parallelism.DDP or (self.step_in_backward and is_choice)
+        return parallelism is not Parallelism.DDP or (self.optimizer_in_backward and is_choice)
 
     @property
     def may_put_optimizer_on_host(self) -> bool:
         """Whether a plan may choose so: several ranks of a machine would share its processors."""
-        is_apart = self.device.kind == "cuda" and self.ranks == 1 and not self.step_in_backward
-        return is_apart and self.optimizer_on_host is None and self.offload_host_bytes > 0
+        is_apart = self.device.kind == "cuda" and self.world_size == 1 and not self.optimizer_in_backward
+        return is_apart and self.offload_optimizer is None and self.offload_host_bytes > 0
 
     @property
     def reserved_budget_bytes(self) -> int:

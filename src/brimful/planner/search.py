@@ -28,7 +28,7 @@ from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes
 from brimful.settings import ChunkedLoss, Parallelism, Settings
 from brimful.trace import Category, Trace
-from brimful.trace.ddp import of_one_rank
+from brimful.trace.ddp import per_rank_trace
 
 ROUGHNESS = 0.001
 """Part by which times of captures and of what is derived from them may differ."""
@@ -50,7 +50,7 @@ def search(capture: Capture, request: Request) -> Plan:
     """
     for precision in request.precisions:
         request.device.check_precision(precision)
-    plain_trace = of_one_rank(capture(request.plain_settings()))
+    plain_trace = per_rank_trace(capture(request.plain_settings()))
     plain = alternative("plain training", plain_trace, request.plain_settings(), request)
     notes: list[str] = []
     candidates = _candidates(capture, request, plain_trace, request.bases(), notes)
@@ -170,7 +170,7 @@ def _with_optimizer_on_host(
 ) -> list[Candidate]:
     """The same ways to train with the optimizer on the host, but for those that fail or have no room there."""
     whole = (candidate.settings.with_micro_batch_size(request.rank_batch_size) for candidate in candidates)
-    bases = dict.fromkeys(replace(each, expandable_segments=False, optimizer_on_host=True) for each in whole)
+    bases = dict.fromkeys(replace(each, expandable_segments=False, offload_optimizer=True) for each in whole)
     found: list[Candidate] = []
     for base in bases:
         try:

@@ -104,7 +104,7 @@ class Estimate(PrintedResult):
     """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
     training."""
     predicted_host_state_bytes: int
-    """Optimizer state in the host's memory; with `cpu_offload` parts of parameters and gradients too."""
+    """Optimizer state in the host's memory; with `offload_parameters` parts of parameters and gradients too."""
     predicted_step_seconds: float
     step_time: StepTime
     capacity_bytes: int

@@ -136,12 +136,12 @@ def _compared(
 ) -> Certificate:
     batch = make_batch(job, settings.rank_batch_size)
     compute = partial(_computed, job, model, batch, device, seed)
-    plain = replace(settings, units=(), step_in_backward=False, copies_ahead=False)
+    plain = replace(settings, units=(), optimizer_in_backward=False, prefetch_inputs=False)
     kept = compute(plain)
     comparisons = [_recomputing(settings, kept, compute)]
     for is_on, name in (
-        (settings.step_in_backward, "updating in backward"),
-        (settings.copies_ahead and settings.gradient_accumulation_steps > 1, "copying ahead"),
+        (settings.optimizer_in_backward, "updating in backward"),
+        (settings.prefetch_inputs and settings.gradient_accumulation_steps > 1, "copying ahead"),
     ):
         if is_on and not settings.changed:  # else what is recomputed was compared under it, too
             comparisons.append(_same_but_for_order(name, kept, compute(settings), settings, compute))
@@ -214,7 +214,7 @@ def _same_but_for_order(
     comparison = _comparison(name, kept, found, bound=0.0)
     if comparison.is_bitwise:
         return comparison
-    again = compute(replace(settings, units=(), step_in_backward=False, copies_ahead=False))
+    again = compute(replace(settings, units=(), optimizer_in_backward=False, prefetch_inputs=False))
     unsteadiness = _comparison("plain", kept, again, bound=0.0).largest_difference
     return replace(comparison, bound=min(2 * unsteadiness, _rounding(settings.precision)))
 
@@ -267,11 +267,11 @@ def _computed(
         values["the loss"] = loss.cpu()
         for parameter in copied.parameters():
             keep_gradient(parameter)
-        return settings.step_in_backward  # before backward, which the executor runs without updates
+        return settings.optimizer_in_backward  # before backward, which the executor runs without updates
 
     executor = StepExecutor(
         job,
-        replace(settings, optimizer_on_host=False),  # no update, so no optimizer to move
+        replace(settings, offload_optimizer=False),  # no update, so no optimizer to move
         copied,
         torch.optim.SGD(copied.parameters()),
         device=device,
@@ -279,7 +279,7 @@ def _computed(
     )
     with _seeded(seed), DrawWatch(device) as watch:
         hooks = StepHooks(before_update=keep, around_parameter_update=keep_gradient)
-        executor(micro_batches, weights, hooks=hooks, updates=not settings.step_in_backward)
+        executor(micro_batches, weights, hooks=hooks, updates=not settings.optimizer_in_backward)
         draws = watch.has_drawn
     buffers = {name: buffer.detach().cpu() for name, buffer in copied.named_buffers()}
     applied.remove()

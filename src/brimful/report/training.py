@@ -178,7 +178,7 @@ def _why_different(result: TrainingResult, plain: TrainingResult) -> Iterator[st
         yield f"the optimizer is {own.optimizer}, which computes other updates"
     if own.precision is not others.precision:
         yield f"the precision is {own.precision}"
-    if own.optimizer_on_host is not others.optimizer_on_host:
+    if own.offload_optimizer is not others.offload_optimizer:
         yield "the optimizer is on the host, whose kernels may round otherwise"
     if own.chunked_loss is not None:
         yield "the loss is computed in chunks: sums in another order"

@@ -79,8 +79,8 @@ class Certificate(PrintedResult):
         if any(not name.startswith("splitting") for name in failed):
             ways.append(
                 "A forward that depends on more than its inputs, its random numbers and its buffers cannot be "
-                "recomputed. Plan without what differs: recompute='none', offload=False, chunked_loss=False, "
-                "step_in_backward=False, copies_ahead=False."
+                "recomputed. Plan without what differs: recompute='none', offload_activations=False, "
+                "chunked_loss=False, optimizer_in_backward=False, prefetch_inputs=False."
             )
         return " ".join(ways)
 

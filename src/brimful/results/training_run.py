@@ -24,7 +24,7 @@ from brimful.codec import (
 from brimful.display import PrintedResult
 from brimful.results.certificate import Certificate
 from brimful.results.measurement import OpTemporary
-from brimful.settings import Settings, settings_to_json
+from brimful.settings import Settings, settings_fields, settings_to_json
 
 RESULT_VERSION = 3
 
@@ -289,6 +289,8 @@ class TrainingResult(PrintedResult):
         for name, read in (("steps", _step_numbers), ("validations", _validation_numbers)):
             if isinstance(values.get(name), list | tuple):
                 values[name] = [read(entry) for entry in values[name]]
+        if "settings" in values:
+            values["settings"] = settings_fields(values["settings"], where=f"{where}: field `settings`")
         certificate = None
         if values.get("certificate") is not None:
             certificate = Certificate.from_json(values["certificate"], where=f"{where}: the certificate")

@@ -12,7 +12,7 @@ It can be saved as JSON and planned on another machine. Start reading at `record
 | `kernel_memory` | sizes of an operator → memory that its CUDA kernels allocate internally |
 """
 
-from brimful.trace.ddp import of_one_rank
+from brimful.trace.ddp import per_rank_trace
 from brimful.trace.kernel_memory import CUBLAS_WORKSPACE, Kernel, reduction_kernels
 from brimful.trace.modules import own_checkpointed_units, own_checkpoints, unit_of_each_op
 from brimful.trace.records import (
@@ -44,9 +44,9 @@ __all__ = [
     "TraceLine",
     "divide_unit",
     "find_units",
-    "of_one_rank",
     "own_checkpointed_units",
     "own_checkpoints",
+    "per_rank_trace",
     "reduction_kernels",
     "unit_of_each_op",
 ]

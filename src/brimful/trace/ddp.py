@@ -29,7 +29,7 @@ FIRST_BUCKET_BYTES = 1 * MIB
 BUCKET = "DDP bucket"
 
 
-def of_one_rank(trace: Trace) -> Trace:
+def per_rank_trace(trace: Trace) -> Trace:
     """A step as one of its ranks takes it.
 
     Args:
@@ -39,7 +39,7 @@ def of_one_rank(trace: Trace) -> Trace:
         The same where it is not divided, or captured so; under DDP with the buckets that stay, and gradients
         that end in them.
     """
-    if trace.settings.ranks == 1 or trace.settings.parallelism is Parallelism.FSDP2:
+    if trace.settings.world_size == 1 or trace.settings.parallelism is Parallelism.FSDP2:
         return trace
     if trace.settings.parallelism.is_zero:
         return of_one_zero_rank(trace)

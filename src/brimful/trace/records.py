@@ -252,7 +252,7 @@ class Trace:
     memory the batch is in."""
     host_state_bytes: NonNegativeInt = 0
     """What is in the host's memory between steps, where the device is another: optimizer state, and with
-    `cpu_offload` parts of parameters and gradients."""
+    `offload_parameters` parts of parameters and gradients."""
     host_staging_bytes: NonNegativeInt = 0
     """Pinned memory of the host that gradients and parameters pass through on their way to and from there."""
 

@@ -82,7 +82,7 @@ class _Change:
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._ranks = trace.settings.ranks
+        self._ranks = trace.settings.world_size
         self._stage = {Parallelism.ZERO1: 1, Parallelism.ZERO2: 2, Parallelism.ZERO3: 3}[
             trace.settings.parallelism
         ]

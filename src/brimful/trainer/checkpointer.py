@@ -77,7 +77,7 @@ class Checkpointer:
 
     def save_after(self, error: Exception) -> None:
         """Save what there is before an error ends the run, and add to the error where it is."""
-        if self._state.step == 0 or self._run_dir is None or self._ranks.are_several:
+        if self._state.step == 0 or self._run_dir is None or self._ranks.is_distributed:
             return  # of several ranks one may not answer any more
         try:
             self._save_now()
@@ -88,7 +88,7 @@ class Checkpointer:
 
     def note_save_before(self, error: Exception) -> None:
         """Add to an error, after which nothing is saved, from where the run can be resumed."""
-        if self._run_dir is None or self._ranks.are_several:
+        if self._run_dir is None or self._ranks.is_distributed:
             return
         with suppress(SaveError, UsageError):
             self._journal.wait_for_save()

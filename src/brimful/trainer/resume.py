@@ -179,7 +179,7 @@ def _settings_to_resume(options: Options, saved: Save) -> Settings:
 
 def _lowered(options: Options, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
     """The settings to go on with, and what happened if the launch before this left others."""
-    if options.saving.resumes and ranks.are_several:
+    if options.saving.resumes and ranks.is_distributed:
         assert options.saving.run_dir is not None
         try:
             left = settings_left(options.saving.run_dir, settings)

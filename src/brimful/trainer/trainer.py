@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from brimful.distributed.ranks import Ranks, check_ranks, device_here, joined_ranks, rank_here
+from brimful.distributed.ranks import Ranks, check_ranks, current_rank, init_distributed, local_device
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
@@ -111,7 +111,7 @@ class Trainer:
         made = plan if isinstance(plan, Plan) else None
         settings = plan.settings if isinstance(plan, Plan) else plan
         check_coupled(job, settings)
-        if settings.step_in_backward and max_gradient_norm is not None:
+        if settings.optimizer_in_backward and max_gradient_norm is not None:
             raise clipped_in_backward(max_gradient_norm)
         if epochs is None and steps is None:
             epochs = 1
@@ -123,7 +123,7 @@ class Trainer:
             settings=settings,
             data=data,
             seed=seed,
-            device=device_here(chosen),
+            device=local_device(chosen),
             length=Length(epochs=epochs, steps=steps, patience=patience),
             saving=Saving(
                 run_dir=None if run_dir is None else Path(run_dir),
@@ -138,7 +138,7 @@ class Trainer:
                 corrects_batch_norm=correct_batch_norm,
             ),
             certifies=certifies,
-            shows_progress=show_progress and rank_here() == 0,
+            shows_progress=show_progress and current_rank() == 0,
         )
         self._callbacks = check_callbacks(callbacks)
         self._stop = Stop()
@@ -194,8 +194,8 @@ class Trainer:
             NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
             SaveError: A file could not be written; what was there before stays.
         """
-        check_ranks(self._options.settings.ranks)
-        with joined_ranks(self._options.device) as ranks:
+        check_ranks(self._options.settings.world_size)
+        with init_distributed(self._options.device) as ranks:
             found = unless_out_of_memory(partial(self._fit, ranks))
         if isinstance(found, RanOut):
             make_room(self._options.device)

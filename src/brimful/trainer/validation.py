@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.batches import BatchLayout, layout_of
-from brimful.distributed.ranks import ALONE, Ranks
+from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.distributed.strategies import DataParallel
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.buffers import BufferSnapshot
@@ -57,7 +57,7 @@ class Validator:
         global_batch_size: int | None = None,
         device: torch.device,
         on_recovery: Callable[[Recovery], None],
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE,
         parallel: DataParallel | None = None,
         stream: RandomStream | None = None,
     ) -> None:
@@ -183,7 +183,7 @@ def validate(
     epoch: int,
     is_stopped: Callable[[], bool] = lambda: False,
     on_samples: Callable[[int], object] = lambda _samples: None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE,
     parallel: DataParallel | None = None,
     fetching: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> ValidationRecord | None:

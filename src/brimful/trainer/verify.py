@@ -48,7 +48,7 @@ def certified(model: nn.Module, options: Options, ranks: Ranks) -> Certificate |
 
 def _certified_here(model: nn.Module, options: Options) -> Certificate | None:
     settings = options.settings
-    is_plain = not settings.changed and settings.chunked_loss is None and not settings.step_in_backward
+    is_plain = not settings.changed and settings.chunked_loss is None and not settings.optimizer_in_backward
     if not options.certifies or (is_plain and settings.gradient_accumulation_steps == 1):
         return None
     certificate = unless_out_of_memory(lambda: certify_model(options.job, settings, model, seed=options.seed))

@@ -123,7 +123,7 @@ def test_a_plan_does_not_split_a_batch_that_cannot_be_split_and_says_so() -> Non
     assert gpu.settings.gradient_accumulation_steps == 1
 
 
-@pytest.mark.parametrize("asked", [{"micro_batch_size": 2}, {"ranks": 2}], ids=str)
+@pytest.mark.parametrize("asked", [{"micro_batch_size": 2}, {"world_size": 2}], ids=str)
 def test_a_plan_that_would_have_to_split_it_is_refused_with_the_shapes(asked: dict[str, int]) -> None:
     with pytest.raises(UsageError, match=r"has shape \(24, 6\).*Job\(split=…, collate=…\)"):
         bf.plan(WHOLE, "RTX 3090", global_batch_size=8, **asked)  # type: ignore[arg-type]

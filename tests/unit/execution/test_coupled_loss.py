@@ -31,7 +31,7 @@ def test_a_count_means_nothing_to_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (replace(SPLIT, ranks=2), "not gathered"),
+        (replace(SPLIT, world_size=2), "not gathered"),
         (replace(SPLIT, chunked_loss=ChunkedLoss(layer="text.last", chunks=2)), "chunked_loss=False"),
     ],
 )

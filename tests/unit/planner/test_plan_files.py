@@ -92,7 +92,7 @@ def settings(name: str, value: object) -> Callable[[Document], None]:
         (settings("units", [{"fqn": "0", "action": "save"}]), r"units\[0\]`: unit '0' has action 'save' and 0"),
         (settings("units", [{"fqn": "0", "action": "nest"}]), "field `settings`: unit '0' is nested, so"),
         (settings("nodes", 2), "field `settings`: 1 ranks cannot be divided evenly among 2 nodes"),
-        (settings("step_in_backward", True), "field `settings`: step_in_backward updates each parameter"),
+        (settings("step_in_backward", True), "field `settings`: optimizer_in_backward updates each parameter"),
         (settings("micro_batchsize", 3), "field `settings.micro_batchsize`: unknown"),
         (settings("a\x1b\n", 3), r"field `settings.a\\x1b\\n`: unknown"),
         (without("settings", "units"), "missing field `settings.units`"),

@@ -11,7 +11,7 @@ from brimful.errors import InfeasibleError, UnknownNameError, UsageError
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
 from brimful.settings import Parallelism, Settings
-from brimful.trace import of_one_rank
+from brimful.trace import per_rank_trace
 
 WIDTH, BLOCKS = 256, 6
 
@@ -32,7 +32,7 @@ def make_job() -> bf.Job:
 
 def planned(ranks: int, **options: object) -> bf.Plan:
     device = options.pop("device", "A100 80GB SXM")
-    return bf.plan(make_job(), device, **({"global_batch_size": 64, "ranks": ranks} | options))
+    return bf.plan(make_job(), device, **({"global_batch_size": 64, "world_size": ranks} | options))
 
 
 def parameter_bytes() -> int:
@@ -43,7 +43,7 @@ def test_the_global_batch_is_micro_batch_times_accumulation_times_ranks() -> Non
     for ranks in (1, 2, 8):
         settings = planned(ranks).settings
         assert settings.global_batch_size == 64
-        assert settings.ranks == ranks
+        assert settings.world_size == ranks
 
 
 def test_ddp_holds_gradients_once_and_twice_under_accumulation() -> None:
@@ -86,8 +86,8 @@ def test_zero_divides_state_then_gradients_then_parameters() -> None:
 
 def test_the_interval_of_zero_on_cpus_has_room_for_what_gloo_holds() -> None:
     device = device_record(torch.device("cpu"))
-    how = Settings(micro_batch_size=4, ranks=2, parallelism=Parallelism.ZERO3)
-    estimate = estimate_trace(of_one_rank(capture_step(make_job(), how, device, steps=2)), device)
+    how = Settings(micro_batch_size=4, world_size=2, parallelism=Parallelism.ZERO3)
+    estimate = estimate_trace(per_rank_trace(capture_step(make_job(), how, device, steps=2)), device)
     least_room = estimate.predicted_device_interval_bytes[1] - estimate.predicted_peak_device_bytes
     assert least_room >= 2 * parameter_bytes()
 
@@ -103,8 +103,8 @@ def test_one_rank_has_the_whole_model_whatever_is_asked_and_says_so(name: str) -
     with pytest.warns(UserWarning, match=f"parallelism='{name}' divides nothing"):
         alone = planned(1, parallelism=name)
     assert alone.settings.parallelism is Parallelism.DDP
-    with pytest.raises(UsageError, match=r"there is one\. Leave it out\. On one device optimizer_on_host"):
-        planned(1, cpu_offload=True)
+    with pytest.raises(UsageError, match=r"there is one\. Leave it out\. On one device offload_optimizer"):
+        planned(1, offload_parameters=True)
 
 
 def test_where_the_whole_model_does_not_fit_it_is_divided() -> None:
@@ -119,8 +119,8 @@ def test_where_the_whole_model_does_not_fit_it_is_divided() -> None:
 def test_a_slower_network_takes_longer() -> None:
     options = {"parallelism": "ddp", "recompute": "none", "micro_batch_size": 4}
     inside = planned(16, **options).predicted_step_seconds
-    between = planned(16, nodes=2, **options).predicted_step_seconds
-    slower = planned(16, nodes=2, network="1GB", **options).predicted_step_seconds
+    between = planned(16, num_nodes=2, **options).predicted_step_seconds
+    slower = planned(16, num_nodes=2, network="1GB", **options).predicted_step_seconds
     assert inside < between < slower
 
 
@@ -134,7 +134,7 @@ def test_what_cannot_be_divided_is_refused() -> None:
     with pytest.raises(UsageError, match="64 cannot be divided evenly among 7 ranks"):
         planned(7)
     with pytest.raises(UsageError, match="8 ranks cannot be divided evenly among 3 nodes"):
-        planned(8, nodes=3)
+        planned(8, num_nodes=3)
     with pytest.raises(UsageError, match="a rank's part of the global batch, 8"):
         planned(8, micro_batch_size=16)
     with pytest.raises(UnknownNameError, match="ddp"):
@@ -144,4 +144,4 @@ def test_what_cannot_be_divided_is_refused() -> None:
 def test_ranks_of_a_machine_without_gpus_share_its_memory() -> None:
     whole = planned(1, device="cpu").budget_bytes
     assert planned(4, device="cpu").budget_bytes == whole // 4
-    assert planned(4, device="cpu", nodes=2).budget_bytes == whole // 2
+    assert planned(4, device="cpu", num_nodes=2).budget_bytes == whole // 2

@@ -296,7 +296,7 @@ def test_a_plan_close_to_its_budget_says_how_far_beyond_it_might_be_and_what_sur
 def test_where_no_plan_surely_fits_no_budget_is_advised() -> None:
     job = find_architecture("bert-base", num_hidden_layers=2)
     fused: dict[str, Any] = {"micro_batch_size": 8, "optimizer_implementation": "fused"}
-    options = fused | {"global_batch_size": 8, "recompute": "none", "optimizer_on_host": False}
+    options = fused | {"global_batch_size": 8, "recompute": "none", "offload_optimizer": False}
     needed = bf.estimate(job, "RTX 3090", **fused)
     low, high = needed.predicted_peak_device_bytes, needed.predicted_device_interval_bytes[1]
     assert high > low + 2 * MIB

@@ -121,7 +121,7 @@ class Tied(nn.Module):
 def test_tied_weights_are_written_once_and_come_back_tied_or_not(tmp_path: Path, tied: bool) -> None:
     model = Tied(tied=True)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
-    how = Settings(micro_batch_size=1, ranks=2, parallelism=Parallelism.FSDP2)
+    how = Settings(micro_batch_size=1, world_size=2, parallelism=Parallelism.FSDP2)
     (tmp_path / "shards").mkdir()
     with as_rank(0, 1) as mesh:
         Sharded(model, mesh, how)

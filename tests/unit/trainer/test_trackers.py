@@ -131,7 +131,7 @@ def test_a_tracker_that_fails_later_is_closed_all_the_same(job, trained, wandb, 
 
 
 def test_only_the_first_rank_writes(job, trained, tmp_path, wandb, monkeypatch):
-    monkeypatch.setattr(trackers, "rank_here", lambda: 1)
+    monkeypatch.setattr(trackers, "current_rank", lambda: 1)
     trained(job, steps=2, callbacks=[TensorBoard(tmp_path / "board"), WandB("toys")])
     assert not (tmp_path / "board").exists()
     assert wandb == []

@@ -651,7 +651,7 @@ def print_loss(trainer, record) -> None:
         ({"optimizer_implementation": OptimizerImplementation.FUSED}, ["the fused optimizer may round"]),
         ({"optimizer": "adamw4bit"}, ["the optimizer is adamw4bit"]),
         (
-            {"precision": Precision.BF16, "optimizer_on_host": True},
+            {"precision": Precision.BF16, "offload_optimizer": True},
             ["the precision is bf16", "the optimizer is on"],
         ),
         ({}, []),

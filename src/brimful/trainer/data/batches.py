@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from brimful.batches import BatchLayout, is_applicable, is_record, make_batch, named_tensors
-from brimful.distributed.ranks import ALONE, Ranks, processors_here
+from brimful.distributed.ranks import SINGLE, Ranks, processors_here
 from brimful.errors import BatchError, DataError, UsageError
 from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch, Data, Job, Samples
@@ -227,7 +227,7 @@ class Batches:
 
 
 def validation_batches(
-    validation: Batch | Iterable[Batch], micro_batch_size: int, layout: BatchLayout, ranks: Ranks = ALONE
+    validation: Batch | Iterable[Batch], micro_batch_size: int, layout: BatchLayout, ranks: Ranks = SINGLE
 ) -> Iterator[tuple[Batch, bool]]:
     """The validation samples of this rank in micro-batches, in their own order.
 

@@ -96,7 +96,7 @@ class BatchStream:
             start = time.perf_counter()
             self._before_batch = self.randomness.state
             batch, failure = self._read(batches)
-            ran_out = None if failure is None or self._ranks.are_several else out_of_memory(failure)
+            ran_out = None if failure is None or self._ranks.is_distributed else out_of_memory(failure)
             if ran_out is not None:
                 del batches, failure  # which hold what was read ahead
                 make_room(_HOST)

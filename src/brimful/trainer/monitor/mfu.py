@@ -22,7 +22,7 @@ class Utilisation:
         self._sample_flops = self._peak = None
         if plan is not None and plan.model_flops is not None and plan.peak_flops_per_second is not None:
             self._sample_flops = plan.model_flops / plan.settings.rank_batch_size
-            self._peak = plan.peak_flops_per_second * plan.settings.ranks
+            self._peak = plan.peak_flops_per_second * plan.settings.world_size
             self._shapes = _sample_shapes(make_batch(job, plan.settings.micro_batch_size))
 
     def of(self, record: StepRecord, batch: Batch) -> float | None:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from brimful.distributed.ranks import rank_here
+from brimful.distributed.ranks import current_rank
 from brimful.errors import UsageError
 from brimful.results import StepRecord, TrainingResult, ValidationRecord
 from brimful.trainer.monitor.callbacks import Callback
@@ -25,12 +25,12 @@ class _Tracker(Callback):
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
         """Log a step's loss, gradient norm, learning rate, times and speed."""
-        if rank_here() == 0:
+        if current_rank() == 0:
             self._try(record.step, lambda: self._track(_of_step(trainer, record), record.step))
 
     def on_validation(self, trainer: Trainer, record: ValidationRecord) -> None:
         """Log the validation loss and the job's metrics."""
-        if rank_here() == 0:
+        if current_rank() == 0:
             values = {"loss": record.loss, **record.metrics}
             named = {f"validation/{name}": value for name, value in values.items()}
             self._try(record.step, lambda: self._track(named, record.step))

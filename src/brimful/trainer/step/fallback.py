@@ -17,7 +17,7 @@ from brimful.planner import Plan, Request, search
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
 from brimful.settings import Action, Settings
-from brimful.trace import Trace, of_one_rank
+from brimful.trace import Trace, per_rank_trace
 
 LOWERED_FRACTION = 0.9
 """What settings may take of what those took that ran out. On public GPU runs nine in ten predictions are within
@@ -81,7 +81,7 @@ class Lowering:
         def capture(how: Settings, steps: int = 1) -> Trace:
             return cautious(how, steps)
 
-        taken = estimate_trace(of_one_rank(capture(settings, 2)), device).predicted_peak_reserved_bytes
+        taken = estimate_trace(per_rank_trace(capture(settings, 2)), device).predicted_peak_reserved_bytes
         taken = self._least_bytes = taken if self._least_bytes is None else min(taken, self._least_bytes)
         request = self._request(settings, device, int(taken * LOWERED_FRACTION) + device.context_bytes)
         return search(capture, request).settings
@@ -102,19 +102,19 @@ class Lowering:
             permits_chunked_loss=asked.chunked_loss if plan is not None else settings.chunked_loss is not None,
             permits_expandable_segments=settings.expandable_segments,
             offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
-            optimizer_on_host=settings.optimizer_on_host,
-            copies_ahead=settings.copies_ahead,
+            offload_optimizer=settings.offload_optimizer,
+            prefetch_inputs=settings.prefetch_inputs,
             own_checkpointing=settings.own_checkpointing,
             why_not_split=why_not_split(self._job, settings.rank_batch_size),
             weighs_by_count=self._job.count is not None or self._job.reduction == "sum",
-            step_in_backward=settings.step_in_backward,
+            optimizer_in_backward=settings.optimizer_in_backward,
             splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
-            ranks=settings.ranks,
-            nodes=settings.nodes,
+            world_size=settings.world_size,
+            num_nodes=settings.num_nodes,
             parallelisms=(settings.parallelism,),
             reshard_after_forward=asked.reshard_after_forward,
-            gathered_dtype=settings.gathered_dtype,
-            cpu_offload=settings.cpu_offload,
+            param_dtype=settings.param_dtype,
+            offload_parameters=settings.offload_parameters,
         )
 
     def _resharding(self, settings: Settings) -> Settings:

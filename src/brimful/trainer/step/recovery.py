@@ -95,7 +95,7 @@ class OomRecovery:
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
             self._check_batch_unchanged(ran_out)
-            if self._state.ranks.are_several:
+            if self._state.ranks.is_distributed:
                 raise self._ended_on_one_rank(during, ran_out.message, start)
             self._recover(during, ran_out.message, start, shrinks=is_retry)
             restore_random_state(random, device)  # planning draws batches
@@ -106,7 +106,7 @@ class OomRecovery:
         """Shrink where the allocator had to search for memory in each of the last steps."""
         device = self._state.device
         before, self._retries = self._retries, _allocator_retries(device)
-        if self._state.ranks.are_several:
+        if self._state.ranks.is_distributed:
             return  # all of them would have to shrink alike
         self._thrashed_in_a_row = self._thrashed_in_a_row + 1 if self._retries > before else 0
         if self._thrashed_in_a_row < THRASHING_STEPS:

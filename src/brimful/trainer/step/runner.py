@@ -192,7 +192,7 @@ class StepRunner:
         forwards = len(micro_batches) if self._corrects_batch_norm else 1
         with measuring as peak, corrected_momentum(state.model, forwards):
             outcome = state.executor(micro_batches, weights, hooks=self._hooks(), updates=updates)
-            if state.settings.step_in_backward and outcome.updated:
+            if state.settings.optimizer_in_backward and outcome.updated:
                 self._check_gradients(outcome)
         if state.device.type == "cuda":
             torch.cuda.synchronize(state.device)
@@ -249,7 +249,7 @@ class StepRunner:
         micro_batches = [part for part, _counts in parts]
         if all(weights):
             return micro_batches, weights
-        if not ranks.are_several:
+        if not ranks.is_distributed:
             return counting_parts(micro_batches, weights)
         count = self._job.count
         if count is None:
@@ -289,9 +289,9 @@ class StepRunner:
         self._finite = self._finite[0], float(outcome.gradient_norm)
         if not math.isfinite(self._finite[1]):
             raise HalfUpdatedError(
-                f"a gradient is NaN or infinite in step {self._state.step + 1}, and step_in_backward has "
+                f"a gradient is NaN or infinite in step {self._state.step + 1}, and optimizer_in_backward has "
                 "updated parameters with it. They are not saved. Resume from the last save, without "
-                "step_in_backward: then such a step is not taken."
+                "optimizer_in_backward: then such a step is not taken."
             )
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from brimful.codec import read_regular_file
-from brimful.distributed.ranks import ALONE, Ranks
+from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, OutOfMemoryError, ResumeError
 from brimful.execution.out_of_memory import with_room
 from brimful.module_names import plain_state, wrapped_state
@@ -92,7 +92,7 @@ class Save:
 
 
 def newest_save(
-    run_dir: Path, refused: Callable[[str], None], *, ranks: Ranks = ALONE, maps: bool = False
+    run_dir: Path, refused: Callable[[str], None], *, ranks: Ranks = SINGLE, maps: bool = False
 ) -> Save | None:
     """The newest save of a run that is whole.
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from brimful.distributed.ranks import ALONE, Ranks
+from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, SaveError, UsageError
 from brimful.execution.out_of_memory import with_room
 from brimful.files import bring_to_disk, free_bytes
@@ -102,7 +102,7 @@ class Saves:
     """
 
     def __init__(
-        self, run_dir: Path, *, keep: int, ranks: Ranks = ALONE, saved_step: int | None = None
+        self, run_dir: Path, *, keep: int, ranks: Ranks = SINGLE, saved_step: int | None = None
     ) -> None:
         self.saved_step = saved_step
         """Of the newest save that is known to be whole; None if there is none."""
@@ -162,7 +162,7 @@ class Saves:
         state = checkpoint.with_optimizer(of_optimizer).state_document() if is_first else {}
         return _Copies(
             step=checkpoint.state.step,
-            shards=Shards(divided) if self._ranks.are_several else None,
+            shards=Shards(divided) if self._ranks.is_distributed else None,
             tensors=tensors,
             tied=tied | tied_parts,
             run=checkpoint.run_document() if is_first else {},
@@ -217,7 +217,7 @@ class Saves:
         try:
             value = action()
         except Exception as error:
-            if not self._ranks.are_several:
+            if not self._ranks.is_distributed:
                 raise
             of_user = isinstance(error, UsageError)
             failure = of_user, str(error) if of_user else f"rank {self._ranks.rank}: {_told(error)}"

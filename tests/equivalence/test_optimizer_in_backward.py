@@ -25,7 +25,7 @@ from brimful.profiling import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
 from brimful.trainer import Trainer
 
-IN_BACKWARD = Settings(micro_batch_size=8, step_in_backward=True)
+IN_BACKWARD = Settings(micro_batch_size=8, optimizer_in_backward=True)
 NUMBERS_BYTES = 12
 """Tensors of one number that ops make inside of Python's numbers: `div_` by one takes three."""
 
@@ -55,7 +55,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 def test_every_optimizer_makes_the_same_parameters_to_the_last_bit(optimizer: str) -> None:
     job = make_job(optimizer=OPTIMIZERS[optimizer])
     options: dict[str, Any] = {"schedule": lambda of: torch.optim.lr_scheduler.StepLR(of, 1, gamma=0.5)}
-    plain, expected = trained(job, replace(IN_BACKWARD, step_in_backward=False), **options)
+    plain, expected = trained(job, replace(IN_BACKWARD, optimizer_in_backward=False), **options)
     model, result = trained(job, IN_BACKWARD, **options)
     assert_same(model, plain)
     assert result.losses == expected.losses
@@ -120,7 +120,7 @@ def deep_job(**changes: Any) -> Job:
 def test_the_peak_is_predicted_to_the_byte_and_spares_the_gradients(optimizer: str) -> None:
     job = deep_job(optimizer=OPTIMIZERS[optimizer])
     settings = replace(IN_BACKWARD, micro_batch_size=2)
-    predicted = bf.estimate(job, "cpu", micro_batch_size=2, step_in_backward=True)
+    predicted = bf.estimate(job, "cpu", micro_batch_size=2, optimizer_in_backward=True)
     measured = measure_step(job, settings, steps=1)
     beyond = measured.measured_peak_allocated_bytes - predicted.predicted_peak_allocated_bytes
     assert 0 <= beyond <= NUMBERS_BYTES
@@ -133,23 +133,23 @@ def test_the_peak_is_predicted_to_the_byte_and_spares_the_gradients(optimizer: s
 def test_a_plan_with_it_keeps_its_word() -> None:
     job = deep_job()
     plain = bf.estimate(job, "cpu", micro_batch_size=2).predicted_peak_allocated_bytes
-    plan = bf.plan(job, "cpu", global_batch_size=2, budget=int(0.9 * plain), step_in_backward=True)
-    assert plan.settings.step_in_backward
-    assert not plan.plain.settings.step_in_backward
+    plan = bf.plan(job, "cpu", global_batch_size=2, budget=int(0.9 * plain), optimizer_in_backward=True)
+    assert plan.settings.optimizer_in_backward
+    assert not plan.plain.settings.optimizer_in_backward
     assert "updated in backward" in plan.settings.describe()
     beyond = bf.measure(job, plan).measured_peak_allocated_bytes - plan.predicted_peak_allocated_bytes
     assert 0 <= beyond <= NUMBERS_BYTES
 
 
 def test_what_a_plan_with_it_cannot_have_is_refused_or_left_out() -> None:
-    plan = partial(bf.plan, deep_job(), "RTX 3090", global_batch_size=2, step_in_backward=True)
+    plan = partial(bf.plan, deep_job(), "RTX 3090", global_batch_size=2, optimizer_in_backward=True)
     assert plan(precision=["fp16", "bf16"], recompute="none").settings.precision is Precision.BF16
     with pytest.raises(UsageError, match="takes the global batch of 2 at once"):
         plan(micro_batch_size=1)
     with pytest.raises(UsageError, match="loss scaler"):
         plan(precision="fp16")
     with pytest.raises(UsageError, match="averaged first"):
-        plan(ranks=2)
+        plan(world_size=2)
 
 
 def test_settings_with_it_are_read_again() -> None:
@@ -161,7 +161,7 @@ def test_settings_with_it_are_read_again() -> None:
     [
         ({"gradient_accumulation_steps": 2}, "only after the last micro-batch"),
         ({"precision": Precision.FP16}, "loss scaler"),
-        ({"ranks": 2}, "averaged first"),
+        ({"world_size": 2}, "averaged first"),
     ],
 )
 def test_what_needs_all_gradients_is_refused_with_the_reason(changes: dict[str, Any], why: str) -> None:
@@ -298,7 +298,7 @@ def test_where_memory_stays_short_nothing_smaller_is_tried_than_the_whole_batch(
 def test_what_does_not_fit_says_what_would_though_fp16_cannot_go_with_it() -> None:
     job = make_job()
     with pytest.raises(bf.InfeasibleError, match="would fit: a budget of") as found:
-        bf.plan(job, "RTX 3090", global_batch_size=8, budget="100MiB", step_in_backward=True)
+        bf.plan(job, "RTX 3090", global_batch_size=8, budget="100MiB", optimizer_in_backward=True)
     assert "fp16" not in str(found.value)
 
 

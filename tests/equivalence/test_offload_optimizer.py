@@ -31,7 +31,7 @@ from brimful.trace import Category, Phase
 from brimful.trainer import Trainer
 from brimful.transforms import host_link
 
-ON_HOST = Settings(micro_batch_size=8, gradient_accumulation_steps=2, optimizer_on_host=True)
+ON_HOST = Settings(micro_batch_size=8, gradient_accumulation_steps=2, offload_optimizer=True)
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
@@ -123,7 +123,7 @@ def test_every_optimizer_makes_the_same_parameters_to_the_last_bit(optimizer: st
         "max_gradient_norm": 0.5,
         "ema_decay": 0.9,
     }
-    plain, expected = trained(replace(ON_HOST, optimizer_on_host=False), **options)
+    plain, expected = trained(replace(ON_HOST, offload_optimizer=False), **options)
     trainer, result = trained(ON_HOST, **options)
     assert_same(trainer.model, plain.model)
     assert result.losses == expected.losses
@@ -137,7 +137,7 @@ def test_every_optimizer_makes_the_same_parameters_to_the_last_bit(optimizer: st
 def test_a_saved_run_goes_on_bit_for_bit_on_the_host_or_not(
     saved_on_host: bool, resumed_on_host: bool, optimizer: str, tmp_path: Path
 ) -> None:
-    saved, resumed = (replace(ON_HOST, optimizer_on_host=each) for each in (saved_on_host, resumed_on_host))
+    saved, resumed = (replace(ON_HOST, offload_optimizer=each) for each in (saved_on_host, resumed_on_host))
     options: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer]}
     whole, expected = trained(ON_HOST, steps=6, **options)
     trained(saved, steps=3, run_dir=tmp_path / "run", **options)
@@ -233,7 +233,7 @@ def test_a_step_that_the_loss_scaler_skips_changes_nothing() -> None:
 def test_under_fp16_the_curve_is_that_of_plain_training() -> None:
     fused = {"optimizer": OPTIMIZERS["adamw fused"]}
     fp16 = replace(ON_HOST, precision=Precision.FP16)
-    _, expected = trained(replace(fp16, optimizer_on_host=False), **fused)
+    _, expected = trained(replace(fp16, offload_optimizer=False), **fused)
     _, result = trained(fp16, **fused)
     assert result.losses == expected.losses
 
@@ -265,7 +265,7 @@ def deep_job(**changes: Any) -> bf.Job:
 def test_what_it_takes_on_a_cpu_is_predicted(optimizer: str) -> None:
     """There the host's memory is the device's, so that everything counts, but for tensors of one number."""
     job = deep_job(optimizer=OPTIMIZERS[optimizer])
-    predicted = bf.estimate(job, "cpu", micro_batch_size=2, optimizer_on_host=True)
+    predicted = bf.estimate(job, "cpu", micro_batch_size=2, offload_optimizer=True)
     measured = measure_step(job, replace(ON_HOST, micro_batch_size=2, gradient_accumulation_steps=1), steps=1)
     beyond = measured.measured_peak_allocated_bytes - predicted.predicted_peak_allocated_bytes
     assert 0 <= beyond <= 64
@@ -278,7 +278,7 @@ def test_on_a_gpu_neither_state_nor_what_updates_make_is_counted(optimizer: str)
     job = deep_job(optimizer=OPTIMIZERS[optimizer])
     capture = partial(capture_step, job, device=find_device("RTX 3090"))
     trace = capture(replace(ON_HOST, micro_batch_size=2))
-    plain = capture(replace(ON_HOST, micro_batch_size=2, optimizer_on_host=False))
+    plain = capture(replace(ON_HOST, micro_batch_size=2, offload_optimizer=False))
     parameters = 8 * (64 * 64 + 64) * 4
     state = parameters if optimizer == "adagrad" else 2 * parameters
     assert most_held_bytes(plain, Category.OPTIMIZER_STATE) >= state
@@ -368,9 +368,9 @@ def test_a_sparse_gradient_is_refused_before_anything_changes() -> None:
 
 def test_what_it_cannot_go_with_is_refused_with_the_reason() -> None:
     with pytest.raises(UsageError, match="DeepSpeed does"):
-        replace(ON_HOST, ranks=2, parallelism=Parallelism.ZERO1)
+        replace(ON_HOST, world_size=2, parallelism=Parallelism.ZERO1)
     with pytest.raises(UsageError, match="after backward"):
-        Settings(micro_batch_size=8, step_in_backward=True, optimizer_on_host=True)
+        Settings(micro_batch_size=8, optimizer_in_backward=True, offload_optimizer=True)
     with pytest.raises(UsageError, match="LBFGS may look at all of them"):
         UpdateOnHost(torch.optim.LBFGS(Net().parameters()))
     with pytest.raises(UsageError, match="this AdamW is capturable"):
@@ -381,7 +381,7 @@ def test_it_is_in_force_in_a_loop_of_ones_own_and_in_what_is_kept_of_settings() 
     torch.manual_seed(0)
     expected = Net()
     model = copy.deepcopy(expected)
-    for each, settings in ((expected, replace(ON_HOST, optimizer_on_host=False)), (model, ON_HOST)):
+    for each, settings in ((expected, replace(ON_HOST, offload_optimizer=False)), (model, ON_HOST)):
         torch.manual_seed(1)  # of dropout
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         step = bf.apply(settings, make_job(), each, optimizer)
@@ -389,7 +389,7 @@ def test_it_is_in_force_in_a_loop_of_ones_own_and_in_what_is_kept_of_settings() 
         saved = optimizer.state_dict()
         with step.loading():
             is_own = optimizer.param_groups[0]["params"][0] is next(each.parameters())
-            assert is_own is not settings.optimizer_on_host
+            assert is_own is not settings.offload_optimizer
             optimizer.load_state_dict(saved)
         step(BatchLayout().take(all_samples(), torch.arange(16)))
         step.remove()

@@ -69,7 +69,7 @@ def planned(budget: str | int | None, job: bf.Job = JOB, **asked: Any) -> Plan:
 def smallest_on_device() -> int:
     """The least that any plan takes with the optimizer on the device, context included."""
     with pytest.raises(InfeasibleError) as found:
-        planned(find_device(GPU).context_bytes + MIB, optimizer_on_host=False)
+        planned(find_device(GPU).context_bytes + MIB, offload_optimizer=False)
     assert "you asked for: no optimizer on the host" in str(found.value)
     return found.value.smallest_peak_bytes
 
@@ -77,7 +77,7 @@ def smallest_on_device() -> int:
 def test_where_nothing_else_fits_it_is_on_the_host(smallest_on_device: int) -> None:
     budget = smallest_on_device - PARAMETER_BYTES
     plan = planned(budget)
-    assert plan.settings.optimizer_on_host
+    assert plan.settings.offload_optimizer
     assert plan.predicted_peak_device_bytes <= budget
     assert 2 * PARAMETER_BYTES <= plan.predicted_host_state_bytes <= 2 * PARAMETER_BYTES + MIB
     assert plan.predicted_pinned_host_bytes >= 2 * BUCKET_BYTES
@@ -88,7 +88,7 @@ def test_where_nothing_else_fits_it_is_on_the_host(smallest_on_device: int) -> N
 
 def test_where_there_is_room_it_stays_on_the_device() -> None:
     plan = planned(None)
-    assert not plan.settings.optimizer_on_host
+    assert not plan.settings.offload_optimizer
     assert plan.predicted_host_state_bytes == 0
 
 
@@ -97,8 +97,8 @@ def test_permitting_it_never_makes_a_plan_slower_nor_a_larger_budget(smallest_on
     for more in (0.0, 0.3, 1.2):
         budget = smallest_on_device + int(more * PARAMETER_BYTES)
         times.append(planned(budget).predicted_step_seconds)
-        assert times[-1] <= planned(budget, optimizer_on_host=False).predicted_step_seconds
-        assert times[-1] <= planned(budget, optimizer_on_host=True).predicted_step_seconds
+        assert times[-1] <= planned(budget, offload_optimizer=False).predicted_step_seconds
+        assert times[-1] <= planned(budget, offload_optimizer=True).predicted_step_seconds
     assert times == sorted(times, reverse=True)
 
 
@@ -108,18 +108,18 @@ def test_what_the_host_may_give_limits_it(smallest_on_device: int) -> None:
     for too_little in (64 * MIB, state):  # with what is on its way to and from there it takes more
         with pytest.raises(InfeasibleError, match=r"stays on the device: it needs .* permits"):
             tight(host_memory=too_little)
-    assert tight(host_memory=state + 2 * BUCKET_BYTES).settings.optimizer_on_host
+    assert tight(host_memory=state + 2 * BUCKET_BYTES).settings.offload_optimizer
     with pytest.raises(InfeasibleError, match="you asked for: no offload"):
-        tight(offload=False)
+        tight(offload_activations=False)
 
 
 def test_a_loss_over_a_vocabulary_is_chunked_beside_it() -> None:
     """Both spare what the other does not."""
     job = replace(JOB, model=Words, loss=next_word, batch=lambda n: torch.zeros(n, 512, dtype=torch.long))
     with pytest.raises(InfeasibleError) as found:
-        planned(find_device(GPU).context_bytes + MIB, job, optimizer_on_host=False)
+        planned(find_device(GPU).context_bytes + MIB, job, offload_optimizer=False)
     plan = planned(found.value.smallest_peak_bytes - 64 * MIB, job)
-    assert plan.settings.optimizer_on_host
+    assert plan.settings.offload_optimizer
     assert plan.settings.chunked_loss is not None
 
 
@@ -130,7 +130,7 @@ def test_permitting_an_optimizer_that_cannot_go_there_takes_nothing_away(
     """AdamW8bit may look at several parameters together; Muon multiplies matrices, at a rate nobody knows."""
     budget = smallest_on_device - int(1.75 * PARAMETER_BYTES)
     plan = planned(budget, allow_optimizers=other)
-    assert plan.settings.optimizer_on_host
+    assert plan.settings.offload_optimizer
     assert plan.settings.optimizer is None
     assert any(note.startswith(f"{other} stays on the device") for note in plan.notes)
 
