@@ -357,12 +357,13 @@ class Settings:
             "fp16's loss scaler has to see every gradient before any parameter changes": self.precision
             is Precision.FP16,
             f"the gradients of {self.world_size} ranks have to be averaged first": self.world_size > 1,
-            "optimizer_on_host updates all of them after backward": self.offload_optimizer,
+            "offload_optimizer updates all of them after backward": self.offload_optimizer,
         }
         for reason, holds in reasons.items():
             if self.optimizer_in_backward and holds:
                 raise UsageError(
-                    f"step_in_backward updates each parameter as soon as its gradient is there, but {reason}. "
+                    f"optimizer_in_backward updates each parameter as soon as its gradient is complete, but "
+                    f"{reason}. "
                     "Leave optimizer_in_backward out; recomputing units spares memory, too."
                 )
 

@@ -341,7 +341,8 @@ def test_calibrate_measures_this_machine_and_estimates_then_use_it(folder: Path)
 TRAIN = (
     "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-    "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm", "--optimizer-in-backward",
+    "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm",
+    "--optimizer-in-backward",
     "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--parallelism", "--reshard",
     "--param-dtype", "--offload-parameters", "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs",
     "--steps",
@@ -363,7 +364,8 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm", "--optimizer-in-backward",
+        "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm",
+    "--optimizer-in-backward",
         "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing",
         "--world-size", "--num-nodes", "--network", "--parallelism", "--reshard", "--param-dtype",
         "--offload-parameters",

@@ -278,5 +278,5 @@ def test_cpu_offload_is_planned_for_fsdp2_alone_and_takes_its_time() -> None:
     assert settings_from_json(settings_to_json(offloaded.settings)) == offloaded.settings
     with pytest.raises(UsageError, match="offload_parameters=True is for FSDP2"):
         Settings(micro_batch_size=1, offload_parameters=True)
-    with pytest.raises(UsageError, match="has the optimizer on the host already"):
+    with pytest.raises(UsageError, match="keeps the optimizer on the host already"):
         replace(OFFLOADED, offload_optimizer=True)

@@ -182,7 +182,7 @@ def test_clipping_larger_batches_and_other_optimizers_are_refused() -> None:
     with pytest.raises(UsageError, match="more samples than a micro-batch: it is in 7 parts"):
         step(all_samples())
     step.remove()
-    with pytest.raises(UsageError, match="AcrossParameters may look at all of them"):
+    with pytest.raises(UsageError, match="AcrossParameters may use all of them"):
         bf.apply(IN_BACKWARD, make_job(), model, AcrossParameters(model.parameters()))
 
 

@@ -83,7 +83,7 @@ def all_settings(draw: st.DrawFn) -> Settings:
         optimizer_in_backward=may_step and draw(st.booleans()),
         prefetch_inputs=draw(st.booleans()),
         offload_optimizer=on_host,
-        ranks=ranks,
+        world_size=ranks,
         parallelism=parallelism,
         num_nodes=nodes,
         reshard_after_forward=not is_fsdp or draw(st.booleans()),

@@ -10,7 +10,7 @@ from brimful.cli.options import field_docstrings
 from brimful.options import PlanOptions
 from brimful.settings import Precision
 
-BESIDES = {"job", "device", "global_batch_size", "ranks", "nodes", "network"}
+BESIDES = {"job", "device", "global_batch_size", "world_size", "num_nodes", "network"}
 """Parameters of `bf.plan` that say what is planned, and for what."""
 
 

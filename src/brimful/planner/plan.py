@@ -233,14 +233,15 @@ def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
     }
 
 
-def _with_settings_fields(values: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """The fields of a plan's file with those of its settings by their names."""
-    found = dict(values)
-    if "settings" in found:
-        found["settings"] = settings_fields(found["settings"], where=f"{where}: field `settings`")
-    if isinstance(found.get("alternatives"), list):
-        found["alternatives"] = [
-            _with_settings_fields(each, where=where) if isinstance(each, dict) else each
-            for each in found["alternatives"]
-        ]
-    return found
+def _with_settings_fields(document: Any, *, where: str) -> Any:
+    """A plan's document with the keys of all settings in it replaced by their fields' names."""
+    if isinstance(document, list):
+        return [_with_settings_fields(each, where=where) for each in document]
+    if not isinstance(document, dict):
+        return document
+    return {
+        key: settings_fields(value, where=f"{where}: field `settings`")
+        if key == "settings"
+        else _with_settings_fields(value, where=where)
+        for key, value in document.items()
+    }

@@ -84,8 +84,8 @@ class Request:
             )
         if self.optimizer_in_backward and self.micro_batch_size not in (None, self.global_batch_size):
             raise UsageError(
-                f"micro_batch_size is {self.micro_batch_size}, and optimizer_in_backward takes the global batch "
-                f"of {self.global_batch_size} at once. Leave out one of the two."
+                f"micro_batch_size is {self.micro_batch_size}, and optimizer_in_backward takes the global "
+                f"batch of {self.global_batch_size} at once. Set only one of the two."
             )
         if self.why_not_split is not None:
             self._check_whole(self.why_not_split)
