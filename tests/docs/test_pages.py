@@ -47,6 +47,7 @@ def _in_a_directory_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few processors
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run_and_print_what_is_shown(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
