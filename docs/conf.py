@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
@@ -46,3 +47,14 @@ html_theme_options = {
 copybutton_prompt_text = "$ "
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", _keep_colons, priority=1)
+
+
+def _keep_colons(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """A field's docstring may begin with "`split(batch)`: the samples"; napoleon takes that for a type."""
+    if what == "attribute":
+        lines.insert(0, "\\ ")  # an escaped space: nothing, in the same paragraph
