@@ -56,5 +56,5 @@ def setup(app: Any) -> None:
 
 def _keep_colons(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
     """A field's docstring may begin with "`split(batch)`: the samples"; napoleon takes that for a type."""
-    if what == "attribute":
+    if what in ("attribute", "property"):
         lines.insert(0, "\\ ")  # an escaped space: nothing, in the same paragraph
