@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,37 @@ def test_the_keys_of_runs_are_described(job: bf.Job) -> None:
     assert keys("brimful train") == [set(training_document(result, None))]
     document: dict[str, Any] = calibration_document([bf.find_device("T4")], ["there"])
     assert keys("brimful calibrate") == [set(document), set(document["devices"][0])]
+
+
+GUIDES = [
+    DOCS.parent / "README.md",
+    *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "decisions"} & set(path.parts)),
+]
+OF_OTHERS = {"--nproc-per-node", "--max-restarts", "--cpu"}
+"""Options of torchrun and accelerate."""
+
+
+def options_of(command: Any) -> Iterator[str]:
+    for parameter in command.params:
+        yield from (*parameter.opts, *parameter.secondary_opts)
+    for inner in getattr(command, "commands", {}).values():
+        yield from options_of(inner)
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: str(path.relative_to(DOCS.parent)))
+def test_errors_options_and_modules_that_guides_name_exist(guide: Path) -> None:
+    from typer.main import get_command
+
+    import brimful.errors
+    from brimful.cli.app import app
+
+    text = guide.read_text(encoding="utf-8")
+    text = re.sub(r"<!-- benchmarks/tables\.py.*?<!-- end -->", "", text, flags=re.DOTALL)
+    code = re.findall(r"`([^`\n]+)`", text)
+    named = {name for span in code for name in re.findall(r"^(\w+Error)$", span)}
+    assert {name for name in named if not hasattr(brimful.errors, name)} == set()
+    flags = {flag for span in code for flag in re.findall(r"(?:^| )(--[a-z][\w-]*)", span)}
+    scripts = {"--check", "--help", "--seconds", "--dry"}
+    assert flags - set(options_of(get_command(app))) - OF_OTHERS - scripts == set()
+    for dotted in {name for span in code for name in re.findall(r"\bbrimful((?:\.\w+)+)", span)}:
+        assert pkgutil.resolve_name(f"brimful{dotted}") is not None, dotted
