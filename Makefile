@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/demo.py
@@ -16,6 +16,9 @@ check: test
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/run_all.py
 
+docs: $(VENV)/installed
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
 # torch first and alone: any later requirement then finds it satisfied and pulls no other build.
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,4 +27,4 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs docs/_build

@@ -1,15 +1,19 @@
-"""The tables of README.md and docs/jobs.md, made from the JSON in benchmarks/results/.
+"""The tables of README.md and docs/, made from the JSON in benchmarks/results/.
 
 python benchmarks/tables.py            # writes them
 python benchmarks/tables.py --check    # exit status 1 if a file has others
+
+A page has each table between `<!-- benchmarks/tables.py: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from brimful.quantities import format_bytes, format_seconds
@@ -17,65 +21,91 @@ from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-BEGIN, END = "<!-- made by benchmarks/tables.py -->", "<!-- end -->"
+PAGES = ("README.md", "docs/benchmarks.md", "docs/reference/jobs.md")
+BLOCK = re.compile(r"<!-- benchmarks/tables\.py: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def main() -> int:
     """Write or check; the exit status."""
-    files = {ROOT / "README.md": readme_sections(), ROOT / "docs" / "jobs.md": job_sections(load("job_zoo"))}
-    stale = 0
-    for path, sections in files.items():
-        text = path.read_text(encoding="utf-8")
-        before, rest = text.split(BEGIN)
-        _, after = rest.split(END)
-        lines = "\n".join(line for section in sections for line in (*section, "")).rstrip()
-        fresh = f"{before}{BEGIN}\n{lines}\n{END}{after}"
-        stale += fresh != text
-        if "--check" not in sys.argv:
-            path.write_text(fresh, encoding="utf-8")
-    return int("--check" in sys.argv and stale > 0)
+    made: set[str] = set()
+    stale = [path for path in map(ROOT.joinpath, PAGES) if not _write(path, made)]
+    unused = TABLES.keys() - made
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} has other tables than the results")
+    for name in sorted(unused):
+        print(f"no page has the table {name!r}")
+    return int(bool(unused) or ("--check" in sys.argv and bool(stale)))
 
 
-def readme_sections() -> Sequence[Iterator[str]]:
-    """Tables of the README as lines of Markdown."""
-    return (
-        gpu_lines(load("gpu_truth")),
-        published_lines(load("published")),
-        zoo_lines(load("cpu_zoo")),
-        job_lines(load("job_zoo")),
-        cpu_lines(load("cpu_truth")),
-        run_lines(load("demo_runs")),
-        time_lines(load("step_time")),
-        time_lines(load("step_time_xeon")),
-        real_lines(load("plan_measured")),
-        plan_lines(load("plan_simulated")),
-        planner_lines(load("plan_torch_planners")),
-        schedule_lines(load("plan_published")),
-        speed_lines(load("estimate_speed")),
-        attack_lines(load("attack"), load("attack_before")),
-    )
+def _write(path: Path, made: set[str]) -> bool:
+    """Bring a page up to date; whether it was."""
 
+    def block(found: re.Match[str]) -> str:
+        name = found.group(1)
+        made.add(name)
+        lines = "\n".join(TABLES[name]()).rstrip()
+        return f"<!-- benchmarks/tables.py: {name} -->\n{lines}\n<!-- end -->"
 
-def job_sections(result: dict[str, Any]) -> Sequence[Iterator[str]]:
-    """Tables of the page about the zoo of jobs."""
-    return (refused_lines(result), walk_lines(result))
+    text = path.read_text(encoding="utf-8")
+    fresh = BLOCK.sub(block, text)
+    if "--check" not in sys.argv:
+        path.write_text(fresh, encoding="utf-8")
+    return fresh == text
 
 
 def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def gpu_lines(result: dict[str, Any]) -> Iterator[str]:
+def accuracy_lines() -> Iterator[str]:
+    """The README's summary, a row for each kind of comparison."""
+    gpu = load("gpu_truth")["summary"]
+    published = [row for row in load("published")["rows"] if not row["variant"]]
+    published_errors = [abs(row["error_fraction"]) for row in published if row["published_device_bytes"]]
+    zoo, jobs = load("cpu_zoo")["summary"], load("job_zoo")["summary"]
+    plans, times = load("plan_measured")["summary"], load("step_time")["summary"]
+    yield "| predicted | measured | cases | median error | and |"
+    yield "|---|---|--:|--:|---|"
+    yield (
+        f"| peak memory | public runs on RTX 3060, RTX 4060 and A100 | {gpu['brimful']['rows']} "
+        f"| {gpu['brimful']['median_error_fraction']:.1%} "
+        f"| 90 % within {gpu['brimful']['percentile_90_error_fraction']:.1%}; next best estimator "
+        f"{gpu['xMem']['median_error_fraction']:.1%} |"
+    )
+    yield (
+        f"| peak memory | figures of three articles on GPUs | {len(published_errors)} "
+        f"| {median(published_errors):.1%} | at most {max(published_errors):.1%} |"
+    )
+    yield (
+        f"| peak memory | one step of {zoo['families']} kinds of models, CPU | {zoo['rows']} "
+        f"| {percent(zoo['median_error_fraction'])} | {zoo['rows_within_1_percent']} within 1 % |"
+    )
+    yield (
+        f"| peak memory | whole jobs of {jobs['kinds']} kinds, CPU | {jobs['predicted']} "
+        f"| {percent(jobs['median_error_fraction'])} | {jobs['predicted_within_1_percent']} within 1 %; "
+        f"{jobs['plans_within_budget']} of {jobs['plans']} plans within budget |"
+    )
+    yield (
+        f"| fastest plan in a budget | beside seven other ways, CPU | {plans['ours_feasible']} "
+        f"| {plans['step_error_median']:.1%} of step time "
+        f"| {plans['ours_measured_within_budget']} within budget, {plans['ours_fastest_measured']} fastest; "
+        f"{plans['cases'] - plans['ours_feasible']} further budgets have no plan |"
+    )
+    yield (
+        f"| step time | small models, calibrated CPU | {times['rows']} "
+        f"| {times['median_error_fraction']:.1%} | at most {times['largest_error_fraction']:.0%}; "
+        f"{load('step_time_xeon')['summary']['median_error_fraction']:.1%} on a second CPU |"
+    )
+
+
+def gpu_lines() -> Iterator[str]:
     """Public runs on GPUs, beside other estimators."""
+    result = load("gpu_truth")
     summary, rows = result["summary"], result["rows"]
     ours = summary["brimful"]
-    yield (
-        f"Memory of {ours['rows']} public training runs (xMem's: CNNs and transformers, fp32, on RTX 3060, "
-        f"RTX 4060 and A100; reserved, without the bare context), predicted without a GPU, beside what other "
-        f"estimators predicted for the same runs. {stamp(result)}"
-    )
+    yield f"*{ours['rows']} runs, predicted without a GPU. {stamp(result)}*"
     yield ""
-    yield "| | rows | median error | 90 % of errors up to | took more than predicted |"
+    yield "| estimator | runs | median error | 90 % of errors up to | runs above the prediction |"
     yield "|---|--:|--:|--:|--:|"
     for name, found in summary.items():
         yield (
@@ -84,13 +114,16 @@ def gpu_lines(result: dict[str, Any]) -> Iterator[str]:
         )
     yield ""
     yield (
-        f"Ours by kind: {ours['median_error_fraction_of_transformers']:.1%} for transformers, "
-        f"{ours['median_error_fraction_of_CNNs']:.1%} for CNNs. Above the interval's upper end were "
-        f"{ours['share_measured_above_interval']:.1%} of the runs (xMem: 8.9 % of runs capped at its estimate "
-        f"failed); inside it {ours['share_measured_in_interval']:.0%}. Errors above 6 %:"
+        f"Median error of brimful: {ours['median_error_fraction_of_transformers']:.1%} for transformers, "
+        f"{ours['median_error_fraction_of_CNNs']:.1%} for CNNs. "
+        f"{ours['share_measured_in_interval']:.0%} of the runs lie in the interval; "
+        f"{ours['share_measured_above_interval']:.1%} lie above its upper end. "
+        "(xMem: 8.9 % of runs capped at its estimate failed.)"
     )
     yield ""
-    yield "| run | error | what is known of it |"
+    yield "Errors above 6 %:"
+    yield ""
+    yield "| run | error | known cause |"
     yield "|---|--:|---|"
     for row in rows:
         if row["explanation"]:
@@ -99,14 +132,12 @@ def gpu_lines(result: dict[str, Any]) -> Iterator[str]:
             yield f"| {run} | {row['error_fraction']:+.1%} | {row['explanation']} |"
 
 
-def published_lines(result: dict[str, Any]) -> Iterator[str]:
+def published_lines() -> Iterator[str]:
     """What articles published, predicted."""
-    yield (
-        "Figures that articles published of one technique after another, and what is predicted for them; what "
-        f"is known to differ stands with each row in the JSON. {stamp(result)}"
-    )
+    result = load("published")
+    yield f"*{stamp(result)}*"
     yield ""
-    yield "| article and row | published | predicted, with the context | error | interval |"
+    yield "| article and row | published | predicted, with the CUDA context | error | interval |"
     yield "|---|--:|--:|--:|--:|"
     for row in result["rows"]:
         if not row["variant"]:
@@ -120,18 +151,16 @@ def published_lines(result: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def attack_lines(result: dict[str, Any], before: dict[str, Any]) -> Iterator[str]:
+def attack_lines() -> Iterator[str]:
     """Attacks by area, beside those on the code before."""
+    result, before = load("attack"), load("attack_before")
     total, seconds = result["total"], result["seconds"]
     yield (
-        f"{total['tried']:,} attacks: kills, damaged and hostile files, failing memory and disks, signals, odd "
-        f"arguments, jobs and data; repeated in {format_seconds(seconds)}. Succeeded: {kinds(total)}; before, "
-        f"at commit {before['attacked_commit'][:9]}: {kinds(before['total'])}. The code before was "
-        "attacked beside other work, by an attack that itself made 4 of those tracebacks (jobs that close "
-        f"standard output) and has been mended since. {stamp(result)}"
+        f"*{total['tried']:,} attacks, repeated in {format_seconds(seconds)}. Succeeded: {kinds(total)}. "
+        f"At commit {before['attacked_commit'][:9]}: {kinds(before['total'])}. {stamp(result)}*"
     )
     yield ""
-    yield "| area | tried | succeeded before | succeeded |"
+    yield "| area | tried | succeeded at the earlier commit | succeeded |"
     yield "|---|--:|---|---|"
     earlier = {row["area"]: row for row in before["areas"]}
     for row in result["areas"]:
@@ -143,14 +172,17 @@ def kinds(found: dict[str, Any]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in found["failures"].items()) or "0"
 
 
-def zoo_lines(result: dict[str, Any]) -> Iterator[str]:
+def zoo_lines() -> Iterator[str]:
     """The zoo on a CPU."""
+    result = load("cpu_zoo")
     summary = result["summary"]
     yield (
-        f"Peak allocated bytes of one step of {summary['rows']} architectures of {summary['families']} kinds "
-        f"on a CPU, predicted against the profiler: median error {percent(summary['median_error_fraction'])}, "
-        f"{summary['rows_within_1_percent']} within 1 %. {stamp(result)} The others:"
+        f"*{summary['rows']} architectures of {summary['families']} kinds: median error "
+        f"{percent(summary['median_error_fraction'])}, {summary['rows_within_1_percent']} within 1 %. "
+        f"{stamp(result)}*"
     )
+    yield ""
+    yield "The others:"
     yield ""
     yield "| model | error | why |"
     yield "|---|--:|---|"
@@ -162,24 +194,38 @@ def zoo_lines(result: dict[str, Any]) -> Iterator[str]:
             yield f"| {row['model']} | {percent(row['error_fraction'])} | {why} |"
 
 
-def job_lines(result: dict[str, Any]) -> Iterator[str]:
+def job_lines() -> Iterator[str]:
     """Whole jobs on a CPU, and those whose prediction is off."""
+    result = load("job_zoo")
     summary, rows = result["summary"], result["rows"]
+    yield f"*{stamp(result)}*"
+    yield ""
+    yield "| question | answer |"
+    yield "|---|---|"
     yield (
-        f"{summary['rows']} whole jobs of {summary['kinds']} kinds, with their own losses, optimizers, loops "
-        "and batches, each estimated, planned for 60 % of plain training's peak, applied and measured on a "
-        "CPU, beside the profiler and beside a step written by hand: "
-        f"{summary['supported']} supported, {summary['refused']} refused in words, {summary['warned']} warned "
-        f"of, {summary['wrong']} wrong. Peak memory: median error {percent(summary['median_error_fraction'])}, "
-        f"{summary['predicted_within_1_percent']} of {summary['predicted']} within 1 %. "
-        f"{summary['plans_within_budget']} of {summary['plans']} plans within "
-        f"their budgets, the most {summary['largest_part_of_budget']:.2%} of one; "
-        f"{summary['pinned_plans_equal_to_the_last_bit']} of {summary['pinned_plans']} plans that do not split "
-        f"the batch equal to the last bit, {summary['split_or_chunked_plans_within_rounding']} of "
-        f"{summary['split_or_chunked_plans']} others within rounding; {summary['of_these_said_to']} of "
-        f"{summary['split_plans_that_draw_random_numbers']} that draw other random numbers are said to. "
-        f"[Which are refused, and what a newcomer's jobs met](docs/jobs.md). {stamp(result)}"
+        f"| Is the job supported? | {summary['supported']} of {summary['rows']}; {summary['refused']} "
+        f"refused with a message, {summary['warned']} with a warning, {summary['wrong']} wrong without one |"
     )
+    yield (
+        f"| Is the peak right? | median error {percent(summary['median_error_fraction'])}; "
+        f"{summary['predicted_within_1_percent']} of {summary['predicted']} within 1 % |"
+    )
+    yield (
+        f"| Do plans keep their budget? | {summary['plans_within_budget']} of {summary['plans']}; the largest "
+        f"peak is {summary['largest_part_of_budget']:.2%} of its budget |"
+    )
+    yield (
+        f"| Is the training the same? | {summary['pinned_plans_equal_to_the_last_bit']} of "
+        f"{summary['pinned_plans']} plans that do not split the batch are bit-identical; "
+        f"{summary['split_or_chunked_plans_within_rounding']} of {summary['split_or_chunked_plans']} others "
+        "are within rounding |"
+    )
+    yield (
+        f"| Are other random numbers announced? | {summary['of_these_said_to']} of "
+        f"{summary['split_plans_that_draw_random_numbers']} plans that draw others |"
+    )
+    yield ""
+    yield "Errors above 1 %:"
     yield ""
     yield "| job | error | why |"
     yield "|---|--:|---|"
@@ -189,20 +235,20 @@ def job_lines(result: dict[str, Any]) -> Iterator[str]:
             yield f"| {row['name']} | {percent(error)} | {row['named']} |"
 
 
-def refused_lines(result: dict[str, Any]) -> Iterator[str]:
-    """Whole jobs that are refused, with what is said of them."""
-    yield "| refused | message |"
+def refused_lines() -> Iterator[str]:
+    """Whole jobs that are refused, with the message."""
+    result = load("job_zoo")
+    yield "| refused job | message |"
     yield "|---|---|"
     for row in result["rows"]:
         if row["status"] == "refused":
             yield f"| {row['name']} | {_sentence(row['why'])} |"
 
 
-def walk_lines(result: dict[str, Any]) -> Iterator[str]:
+def walk_lines() -> Iterator[str]:
     """A newcomer's jobs, before and after."""
-    yield f"A newcomer's jobs, at commit {BEFORE_COMMIT} and now; of the budget, the plan's true peak:"
-    yield ""
-    yield "| workload | before | now |"
+    result = load("job_zoo")
+    yield f"| workload | at commit {BEFORE_COMMIT} | now |"
     yield "|---|---|---|"
     by_name = {row["name"]: row for row in result["rows"]}
     for workload, before, names in WALK:
@@ -225,16 +271,16 @@ def _sentence(message: str) -> str:
     return line if len(line) <= 240 else f"{line[:239]}…"
 
 
-def cpu_lines(result: dict[str, Any]) -> Iterator[str]:
+def cpu_lines() -> Iterator[str]:
     """Peak memory on a CPU, a line per model."""
+    result = load("cpu_truth")
     summary = result["summary"]
     yield (
-        f"Peak allocated bytes on a CPU against the profiler's memory events: {summary['rows']} steps, "
-        f"{summary['rows_equal_to_the_byte']} of them equal to the byte, "
-        f"{summary['rows_within_1_percent']} within 1 %. {stamp(result)}"
+        f"*{summary['rows']} steps: {summary['rows_equal_to_the_byte']} equal to the byte, "
+        f"{summary['rows_within_1_percent']} within 1 %. {stamp(result)}*"
     )
     yield ""
-    yield "| model | predicted, plain | measured, plain | largest error of its six variants |"
+    yield "| model | predicted, baseline | measured, baseline | largest error of six variants |"
     yield "|---|--:|--:|--:|"
     for name in dict.fromkeys(row["model"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["model"] == name]
@@ -246,34 +292,32 @@ def cpu_lines(result: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def run_lines(result: dict[str, Any]) -> Iterator[str]:
+def run_lines() -> Iterator[str]:
     """What `make demo` trains."""
-    yield f"`make demo`, trained inside a budget, beside plain training of the same batch. {stamp(result)}"
+    result = load("demo_runs")
+    yield f"*{stamp(result)}*"
     yield ""
     yield "| | " + " | ".join(row["job"] for row in result["rows"]) + " |"
     yield "|---|" + "--:|" * len(result["rows"])
     lines = {
-        "plain training: measured peak": lambda r: format_bytes(r["plain_measured_peak_allocated_bytes"]),
+        "baseline: measured peak": lambda r: format_bytes(r["plain_measured_peak_allocated_bytes"]),
         "budget": lambda r: format_bytes(r["budget_bytes"]),
         "predicted peak": lambda r: format_bytes(r["predicted_peak_allocated_bytes"]),
         "measured peak": lambda r: format_bytes(r["measured_peak_allocated_bytes"]),
-        "of the budget": lambda r: f"{r['budget_used_fraction']:.1%}",
+        "used of the budget": lambda r: f"{r['budget_used_fraction']:.1%}",
         "predicted step": lambda r: format_seconds(r["predicted_step_seconds"]),
         "measured step": lambda r: format_seconds(r["measured_step_seconds"]),
-        "plain training: measured step": lambda r: format_seconds(r["plain_measured_step_seconds"]),
-        "largest difference of the loss to plain training": lambda r: loss_difference(r),
+        "baseline: measured step": lambda r: format_seconds(r["plain_measured_step_seconds"]),
+        "largest difference of the loss to the baseline": lambda r: loss_difference(r),
     }
     for label, cell in lines.items():
         yield f"| {label} | " + " | ".join(cell(row) for row in result["rows"]) + " |"
 
 
-def speed_lines(result: dict[str, Any]) -> Iterator[str]:
+def speed_lines() -> Iterator[str]:
     """Time and memory of an estimate."""
-    yield (
-        f"One estimate after imports, median of {result['repeats']} processes; a further micro-batch size from "
-        f"the two captures of an estimator; and two steps under torch's own MemTracker, which tells allocated "
-        f"bytes only. In brackets: the aim, on 2 cores. Process memory includes torch's. {stamp(result)}"
-    )
+    result = load("estimate_speed")
+    yield f"*Median of {result['repeats']} processes, after imports. {stamp(result)}*"
     yield ""
     columns = (
         "model",
@@ -298,26 +342,28 @@ def speed_lines(result: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def time_lines(result: dict[str, Any]) -> Iterator[str]:
-    """Step times on a CPU."""
-    told = result["summary"]
-    yield (
-        f"Step times of {told['rows']} small models on this CPU, calibrated just before "
-        f"({format_seconds(told['calibration_seconds'])}): predicted within "
-        f"{told['median_error_fraction']:.1%} in the median, {told['largest_error_fraction']:.0%} at most. "
-        f"{stamp(result)}"
-    )
+def time_lines() -> Iterator[str]:
+    """Step times on CPUs."""
+    yield "| CPU | models | median error | largest error | calibrated in | run |"
+    yield "|---|--:|--:|--:|--:|---|"
+    for result in (load("step_time"), load("step_time_xeon")):
+        summary = result["summary"]
+        yield (
+            f"| {result['machine']['cpu']} | {summary['rows']} | {summary['median_error_fraction']:.1%} "
+            f"| {summary['largest_error_fraction']:.0%} | {format_seconds(summary['calibration_seconds'])} "
+            f"| {stamp(result)} |"
+        )
 
 
-def real_lines(result: dict[str, Any]) -> Iterator[str]:
+def real_lines() -> Iterator[str]:
     """Plans and peers, all really run."""
+    result = load("plan_measured")
     peers = [name for name in result["rows"][0]["ways"] if name not in ("ours", "compiled, all budget")]
     summary = result["summary"]
     yield (
-        "Plans beside what else one can do, all really run on this CPU, one after another: measured step time "
-        "over that of the plan, in brackets how far the prediction of the plan was off. **over**: its measured "
-        "peak is over the budget; –: nothing found or nothing fits (where even optimizer state does not, no "
-        f"plan is either). {stamp(result)}"
+        f"*Plans found: {summary['ours_feasible']} of {summary['cases']}; within the budget when measured: "
+        f"{summary['ours_measured_within_budget']}; fastest when measured: {summary['ours_fastest_measured']}. "
+        f"Median error of all step times: {summary['step_error_median']:.1%}. {stamp(result)}*"
     )
     yield ""
     yield f"| model | budget | plan | {' | '.join(peers)} |"
@@ -329,13 +375,6 @@ def real_lines(result: dict[str, Any]) -> Iterator[str]:
             plan = f"{format_seconds(ours['measured_step_seconds'])} ({percent(ours['step_error'])})"
         cells = " | ".join(_beside(row["ways"][peer], ours) for peer in peers)
         yield f"| {row['model']} | {row['budget_fraction']:.0%} | {plan} | {cells} |"
-    yield ""
-    yield (
-        f"Plans found: {summary['ours_feasible']} of {summary['cases']}, all "
-        f"{summary['ours_measured_within_budget']} measured within the budget; the fastest measured in "
-        f"{summary['ours_fastest_measured']}. Step times of all ways are predicted within "
-        f"{summary['step_error_median']:.1%} in the median."
-    )
 
 
 def _beside(way: dict[str, Any] | None, ours: dict[str, Any] | None) -> str:
@@ -347,18 +386,13 @@ def _beside(way: dict[str, Any] | None, ours: dict[str, Any] | None) -> str:
     return f"× {way['measured_step_seconds'] / ours['measured_step_seconds']:.2f}{over}"
 
 
-def plan_lines(result: dict[str, Any]) -> Iterator[str]:
+def plan_lines() -> Iterator[str]:
     """Plans beside rules that people use."""
+    result = load("plan_simulated")
     peers = list(result["rows"][0]["peers"])
-    yield (
-        f"Plans beside one rule for all blocks and the largest micro-batch that fits, on {result['device']}: "
-        "time over plain training's, which does not fit; all predicted, each with a capture of the real thing. "
-        "In brackets what is used of the budget; **over** is over it; –: the rule says nothing of such a "
-        "model, or no plan fits. The second plan may use the host's memory too "
-        f"({format_bytes(result['host_bytes'])}), which no GPU has shown. {stamp(result)}"
-    )
+    yield f"*{result['device']}; host memory: {format_bytes(result['host_bytes'])}. {stamp(result)}*"
     yield ""
-    yield f"| model | budget | plan | with the host | {' | '.join(peers)} |"
+    yield f"| model | budget | plan | with host memory | {' | '.join(peers)} |"
     yield f"|---|--:|--:|--:|{'--:|' * len(peers)}"
     for row in result["rows"]:
         ours = row["ours"]
@@ -369,32 +403,27 @@ def plan_lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"| {name} | {row['budget_fraction']:.0%} | {overhead(ours)}{used} | {with_host} | {cells} |"
     summary = result["summary"]
     beside = summary["with host memory"]
-    means, means_with_host = (
-        ", ".join(f"{peer} {each[peer]['geometric_mean_speedup']:.2f}" for peer in peers)
-        for each in (summary, beside)
-    )
     yield ""
-    yield (
-        f"Within the budget: {summary['ours_within_budget']} of {summary['cases']} plans. Geometric mean of "
-        f"the speed over each rule, where it is within the budget: {means}. With the host's memory: "
-        f"{beside['ours_within_budget']} of {beside['cases']}; {means_with_host}."
-    )
+    yield f"| | within the budget | {' | '.join(f'over {peer}' for peer in peers)} |"
+    yield f"|---|--:|{'--:|' * len(peers)}"
+    for name, each in {"plan": summary, "plan with host memory": beside}.items():
+        speedups = " | ".join(f"× {each[peer]['geometric_mean_speedup']:.2f}" for peer in peers)
+        yield f"| {name} | {each['ours_within_budget']} of {each['cases']} | {speedups} |"
 
 
-def planner_lines(result: dict[str, Any]) -> Iterator[str]:
+def planner_lines() -> Iterator[str]:
     """Plans beside torch's sac_milp."""
+    result = load("plan_torch_planners")
     name = "sac_milp, largest micro-batch"
     found = result["summary"][name]
-    left_out = result["not_run_for_lack_of_time"]
+    not_run = result["not_run_for_lack_of_time"]
     yield (
-        f"Plans beside torch's `sac_milp` with the largest micro-batch at which it finds a solution, on "
-        f"{result['device']}, same prices: {found['within_budget']} of its {found['found_a_solution']} "
-        "solutions keep the budget, by captures with them applied. So beside each stands our plan for the "
-        f"bytes that it takes; –: nothing found. {stamp(result)}"
-        + (f" Not run, for lack of time: {', '.join(left_out)}." if left_out else "")
+        f"*{result['device']}. `sac_milp` finds {found['found_a_solution']} solutions, of which "
+        f"{found['within_budget']} keep the budget. {stamp(result)}*"
+        + (f" Not run, for lack of time: {', '.join(not_run)}." if not_run else "")
     )
     yield ""
-    yield "| model | budget | plan | sac_milp | takes of the budget | plan for what it takes |"
+    yield "| model | budget | plan | sac_milp | its peak, of the budget | plan for its peak |"
     yield "|---|--:|--:|--:|--:|--:|"
     for row in result["rows"]:
         way = row["peers"][name]
@@ -407,15 +436,12 @@ def planner_lines(result: dict[str, Any]) -> Iterator[str]:
             yield f"{start}| {way['overhead']:+.1%} | {takes:.0%} | {ours} |"
 
 
-def schedule_lines(result: dict[str, Any]) -> Iterator[str]:
+def schedule_lines() -> Iterator[str]:
     """Plans beside published schedules."""
-    yield (
-        "Plans beside schedules that MONeT and DTR published and measured; ours are predicted for their GPU, "
-        "all in allocated bytes and in time over plain training's, whole batches. What is known to differ "
-        f"stands with each case in the JSON. –: no plan allocates so little. {stamp(result)}"
-    )
+    result = load("plan_published")
+    yield f"*{stamp(result)}*"
     yield ""
-    yield "| model | schedule | memory of plain | its time | plan, same bytes | same fraction | reached |"
+    yield "| model | schedule | of baseline | overhead | plan, same bytes | plan, same fraction | reached |"
     yield "|---|---|--:|--:|--:|--:|---|"
     for case in result["rows"]:
         for point in case["points"]:
@@ -428,10 +454,10 @@ def schedule_lines(result: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def overhead(told: dict[str, Any] | None) -> str:
-    if told is None:
+def overhead(way: dict[str, Any] | None) -> str:
+    if way is None:
         return "–"
-    return f"{told['overhead']:+.1%}".replace("%", " %") + ("" if told["within_budget"] else " **over**")
+    return f"{way['overhead']:+.1%}".replace("%", " %") + ("" if way["within_budget"] else " **over**")
 
 
 def loss_difference(row: dict[str, Any]) -> str:
@@ -452,10 +478,125 @@ def stamp(result: dict[str, Any]) -> str:
     machine = result["machine"]
     commit = result["commit"][:9] + "+" * result["commit"].endswith("+")  # + if files differed from it
     return (
-        f"({machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}, "
-        f"commit {commit}; `{result['command']}`)"
+        f"{machine['cpu']}, threads: {machine['threads']}, torch {machine['torch']}, commit {commit}; "
+        f"`{result['command']}`"
     )
 
+
+def rank_lines() -> Iterator[str]:
+    """Memory of each rank, under DDP and FSDP2."""
+    result = load("train_ranks")
+    summary = result["summary"]
+    yield (
+        f"*Two processes over gloo. Largest memory error: {summary['largest_memory_error']:.2%} after gloo's "
+        f"threads released their copies. Largest relative difference of the loss to one process: "
+        f"{summary['largest_relative_loss_difference']:.1e}. {stamp(result)}*"
+    )
+    yield ""
+    yield "| model | settings | predicted peak | error | error with gloo's copies |"
+    yield "|---|---|--:|--:|--:|"
+    for row in result["rows"]:
+        yield (
+            f"| {row['model']} | {row['settings']} | {format_bytes(row['predicted_peak_allocated_bytes'])} "
+            f"| {percent(row['error_once_gloo_let_go'])} | {percent(row['error_as_it_runs'])} |"
+        )
+
+
+def zero_lines() -> Iterator[str]:
+    """Memory of each rank, under DeepSpeed's ZeRO."""
+    result = load("train_zero")
+    low, high = result["summary"]["memory_errors_with_pauses"]
+    yield (
+        f"*{result['ranks']} processes over gloo. Errors from {percent(low)} to {percent(high)} after gloo's "
+        "threads released their copies. Largest relative difference of the loss to one process: "
+        f"{result['summary']['largest_relative_loss_difference']:.1e}. {stamp(result)}*"
+    )
+    yield ""
+    yield "| model | settings | predicted peak | measured, released | measured |"
+    yield "|---|---|--:|--:|--:|"
+    for row in result["rows"]:
+        predicted = row["predicted_peak_allocated_bytes"]
+        released, measured = max(row["with_pauses_bytes"]), max(row["measured_peak_allocated_bytes"])
+        yield (
+            f"| {row['model']} | {row['settings']} | {format_bytes(predicted)} "
+            f"| {format_bytes(released)} | {format_bytes(measured)} |"
+        )
+
+
+def trainer_lines() -> Iterator[str]:
+    """What trainers add to a step."""
+    result = load("train_overhead")
+    yield f"*{stamp(result)}*"
+    yield ""
+    yield "| trainer | step | over a loop by hand | 95 % interval |"
+    yield "|---|--:|--:|--:|"
+    for row in result["rows"]:
+        low, high = row["over_by_hand_95"]
+        yield (
+            f"| {row['trainer']} | {format_seconds(row['step_seconds'])} | {row['over_by_hand']:+.1%} "
+            f"| {low:+.1%} to {high:+.1%} |"
+        )
+
+
+def plan_time_lines() -> Iterator[str]:
+    """How long planning takes."""
+    result = load("plan_speed")
+    yield f"*{stamp(result)}*"
+    yield ""
+    yield "| model | device | budget | plan | time | aim |"
+    yield "|---|---|--:|---|--:|--:|"
+    for row in result["rows"]:
+        yield (
+            f"| {row['model']} | {row['device']} | {row['budget']} | {row['settings']} "
+            f"| {format_seconds(row['seconds'])} | {format_seconds(row['aim_seconds'])} |"
+        )
+
+
+def fault_lines() -> Iterator[str]:
+    """Training under faults."""
+    result = load("train_faults")
+    memory, killed, damaged = result["out_of_memory"], result["killed"], result["damaged_saves"]
+    same = sum(row["outcomes"].get("bit for bit the undisturbed run", 0) for row in memory["rows"])
+    yield f"*{stamp(result)}*"
+    yield ""
+    yield "| fault | tried | outcome |"
+    yield "|---|--:|---|"
+    yield f"| out of memory at one op of a step | {memory['points']} | {same} bit-identical |"
+    yield (
+        f"| kill at a random moment, then resume | {killed['kills']} | at most "
+        f"{killed['steps_to_take_again_most']} steps repeated; weights bit-identical: "
+        f"{'yes' if killed['weights_bit_for_bit'] else 'no'} |"
+    )
+    refused = damaged["outcomes"]["refused, the one before used"]
+    yield f"| save with a flipped bit or no end | {damaged['damages']} | {refused} refused, older save used |"
+    for name, row in result["others"].items():
+        same = "yes" if row["losses_bit_for_bit"] else "no"
+        yield f"| {name} | 1 | saved; resumed losses bit-identical: {same} |"
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {
+    "accuracy": accuracy_lines,
+    "gpu_truth": gpu_lines,
+    "published": published_lines,
+    "cpu_zoo": zoo_lines,
+    "cpu_truth": cpu_lines,
+    "job_zoo": job_lines,
+    "refused": refused_lines,
+    "walk": walk_lines,
+    "demo": run_lines,
+    "step_time": time_lines,
+    "plan_measured": real_lines,
+    "plan_simulated": plan_lines,
+    "plan_torch_planners": planner_lines,
+    "plan_published": schedule_lines,
+    "plan_time": plan_time_lines,
+    "estimate_speed": speed_lines,
+    "ranks": rank_lines,
+    "zero": zero_lines,
+    "trainer": trainer_lines,
+    "faults": fault_lines,
+    "attack": attack_lines,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

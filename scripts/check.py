@@ -1,4 +1,4 @@
-"""Everything a change must pass, locally and in CI: format, lint, types, imports, docstrings, tests."""
+"""Everything a change must pass, locally and in CI: format, lint, types, imports, docstrings, docs, tests."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ CHECKS: tuple[tuple[str, ...], ...] = (
     ("lint-imports", "--no-cache"),
     ("mypy",),
     ("pydoclint", "--quiet", "src/brimful"),
+    ("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html"),
     ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *sys.argv[1:]),
 )
 

@@ -119,7 +119,7 @@ class Job:
     data: Callable[[], Data] | None = None
     """What to train on; only training needs it."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | float]] | None = None
-    """Means over a validation batch's samples, by name, such as `{"accuracy": …}`."""
+    """Means over a validation batch's samples, by name, such as ``{"accuracy": …}``."""
     reduction: Literal["mean", "sum"] = "mean"
     """Whether `loss` is a "mean" over what `count` counts, or a "sum" over the samples: the losses of
     micro-batches are averaged or added."""

@@ -37,3 +37,22 @@ def is_text(node: ast.AST) -> bool:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
 def test_messages_use_the_words_that_people_search_for(source: Path) -> None:
     assert [f"{line}: {text}" for line, text in messages(source) if AVOIDED.search(text)] == []
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts),
+]
+GENERATED = re.compile(
+    r"<!-- (?:benchmarks|scripts)/\w+\.py.*?<!-- end -->|^```.*?^```$", re.DOTALL | re.MULTILINE
+)
+"""What has its words from elsewhere: tables of results and of the command line, and blocks of code."""
+LONGEST_LINE = 112
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_pages_use_the_words_that_people_search_for(page: Path) -> None:
+    lines = GENERATED.sub("", page.read_text(encoding="utf-8")).splitlines()
+    assert [line for line in lines if AVOIDED.search(line)] == []
+    assert [line for line in lines if len(line) > LONGEST_LINE and " | " not in line and "](" not in line] == []

@@ -15,7 +15,7 @@
 | `report.txt` | what `brimful train` printed of it |
 | `unsaved-1/` | what a run left that ended before its first save, and was started again |
 
-`load_weights(model, directory)` loads the weights; see docs/using-the-weights.md.
+`load_weights(model, directory)` loads the weights; see docs/howto/weights.md.
 """
 
 from __future__ import annotations

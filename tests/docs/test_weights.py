@@ -1,4 +1,4 @@
-"""The snippets of docs/using-the-weights.md run as pasted, on runs of each ready task."""
+"""The snippets of docs/howto/weights.md run as pasted, on runs of each ready task."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from brimful.trainer.storage.weights import read_tensors
 
 transformers = pytest.importorskip("transformers")
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "using-the-weights.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "howto" / "weights.md"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "a", "very"]
 
 
@@ -100,7 +100,7 @@ def test_texts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.warns(UserWarning, match="start from random"):
         train(text_classification("reviews.csv", model="bert", sequence_length=16), "runs/reviews")
     names: dict[str, Any] = {}
-    exec(snippet("Classifying texts"), names)
+    exec(snippet("Text classification"), names)
     printed = capsys.readouterr().out
     exported = transformers.AutoModelForSequenceClassification.from_pretrained("exported").eval()
     with torch.no_grad():
