@@ -29,7 +29,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import torch  # noqa: E402
 
 from brimful import Job, Precision, find_architecture  # noqa: E402
-from brimful.api import resolve_device  # noqa: E402
+from brimful.profiling.named_device import resolve_device  # noqa: E402
 from brimful.quantities import GIB  # noqa: E402
 from brimful.settings import settings_from_json, settings_to_json  # noqa: E402
 from gpu.measured import measure  # noqa: E402

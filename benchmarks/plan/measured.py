@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import brimful as bf
-from brimful.api import resolve_device
+from brimful.profiling.named_device import resolve_device
 from brimful.settings import Settings
 from machine import RESULTS, Rows
 from plan.activation_budget import ActivationBudget

@@ -6,10 +6,13 @@ with the same defaults.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from brimful.codec import PositiveInt
+from brimful.quantities import parse_bytes
+from brimful.settings import Action
 
 
 def _flag(flag: str, **how: Any) -> dict[str, Any]:
@@ -73,3 +76,37 @@ class PlanOptions:
     offload_parameters: bool = False
     """Under FSDP2, keep each rank's shards of parameters, gradients and optimizer state in host memory, and
     update them there."""
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """The options as text, as the command line and a plan's file have them.
+
+        Args:
+            **given: By the names of the fields, as `brimful.plan` takes them: sizes also as numbers of bytes,
+                precisions also as dtypes and in lists, `recompute` also as an `Action` or None.
+
+        Returns:
+            The record.
+        """
+        for name in ("budget", "host_memory"):
+            given[name] = _size_text(given[name])
+        given["precision"] = _names_text(given["precision"])
+        given["recompute"] = _RECOMPUTE_TEXT.get(given["recompute"], str(given["recompute"]))
+        given["parallelism"] = str(given["parallelism"])
+        if given["optimizer_implementation"] is not None:
+            given["optimizer_implementation"] = str(given["optimizer_implementation"])
+        others = given["allow_optimizers"]
+        given["allow_optimizers"] = (others,) if isinstance(others, str) else tuple(others)
+        return cls(**given)
+
+
+_RECOMPUTE_TEXT: dict[str | None, str] = {None: "auto", Action.RECOMPUTE: "all", Action.KEEP: "none"}
+
+
+def _size_text(size: str | float | None) -> str | None:
+    return size if size is None or isinstance(size, str) else f"{parse_bytes(size)}B"
+
+
+def _names_text(precision: object) -> str:
+    several = precision if isinstance(precision, Sequence) and not isinstance(precision, str) else [precision]
+    return ",".join(str(each).removeprefix("torch.") for each in several)

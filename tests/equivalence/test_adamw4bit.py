@@ -16,7 +16,6 @@ from tests.helpers.torchao_reference import parameters, some, stepped
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.api import resolve_device
 from brimful.capture import capture_step
 from brimful.errors import UsageError
 from brimful.execution import host_optimizer
@@ -24,6 +23,7 @@ from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.job import Data, Job
 from brimful.optimizers import AdamW4bit, four_bit
 from brimful.profiling import measure_step
+from brimful.profiling.named_device import resolve_device
 from brimful.settings import Parallelism, Settings
 from brimful.trainer import Trainer
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import brimful as bf
-from brimful.api import resolve_device
 from brimful.capture import capture_step
 from brimful.cost import step_seconds
 from brimful.devices import find_device
 from brimful.errors import UsageError
 from brimful.memory import most_held_bytes, predict_memory
 from brimful.prediction import estimate_trace
+from brimful.profiling.named_device import resolve_device
 from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
 from brimful.trace import Category, Phase, Trace
 from brimful.trainer import Trainer

@@ -171,13 +171,14 @@ def _train(
     from brimful import api
     from brimful.distributed.ranks import check_launch, current_rank, init_distributed, local_device
     from brimful.execution.setup import choose_device
+    from brimful.profiling.named_device import resolve_device
     from brimful.report import training_document, training_text
 
     check_launch()
     if run.plan_only and (run.plan_file is not None or run.resume):
         raise UsageError("--plan-only searches for a plan, and --plan and --resume bring one.")
     if run.plan_file is None and not run.resume and not run.plan_only:  # before time is spent on a plan
-        choose_device(None, api.resolve_device(run.device).kind)
+        choose_device(None, resolve_device(run.device).kind)
     rate = run.learning_rate
     if rate is None and planning.optimizer in _OF_ADAMS_KIND:
         rate = _own_rate(job)

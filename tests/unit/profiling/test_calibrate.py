@@ -29,6 +29,7 @@ from brimful.profiling.calibrate import (
     page_fault_seconds_per_byte,
 )
 from brimful.profiling.dispatch import measure_dispatch
+from brimful.profiling.named_device import resolve_device
 from brimful.profiling.probes import Pool, Probe
 from brimful.profiling.timing import Duration, Typical, typical, typical_seconds
 from helpers.calibrated import CALIBRATION
@@ -81,8 +82,8 @@ def test_a_gpu_keeps_its_table_peaks_and_has_the_slower_way_of_its_link(measured
 
 def test_a_gpu_measured_here_is_planned_for_with_what_was_measured(measured: list[Calibration]) -> None:
     calibrate_gpu(find_device("RTX 3090"), torch.device("cuda", 0))
-    assert api.resolve_device("GeForce RTX 3090").curves == CALIBRATION.curves
-    assert api.resolve_device("RTX 3080 10GB").curves == ()
+    assert resolve_device("GeForce RTX 3090").curves == CALIBRATION.curves
+    assert resolve_device("RTX 3080 10GB").curves == ()
     assert with_kept_calibration(find_device("RTX 4090")) == find_device("RTX 4090")
     assert len(measured) == 1
 
@@ -103,7 +104,7 @@ def test_what_a_prediction_measured_in_haste_is_measured_again_when_asked(
     measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    api.resolve_device("cpu")
+    resolve_device("cpu")
     api.calibrate()
     assert [calibration.sweeps for calibration in measured] == [1, 3]
 
@@ -117,25 +118,25 @@ def test_what_a_busy_machine_gave_is_measured_again_when_asked_and_else_made_do_
     for values in document["cpus"].values():
         values |= {"disturbed_fraction": 0.9, "measured_at_seconds": time.time()}
     cache_path().write_text(json.dumps(document))
-    api.resolve_device("cpu")
+    resolve_device("cpu")
     assert len(measured) == 1
     api.calibrate()
     assert len(measured) == 2
 
 
 def test_what_a_busy_machine_gave_an_hour_ago_is_measured_again(measured: list[Calibration]) -> None:
-    api.resolve_device("cpu")
+    resolve_device("cpu")
     document = json.loads(cache_path().read_text())
     for values in document["cpus"].values():
         values["disturbed_fraction"] = 0.9
         values["measured_at_seconds"] = time.time() - 3000
     cache_path().write_text(json.dumps(document))
-    assert api.resolve_device("cpu").was_measured_busy
+    assert resolve_device("cpu").was_measured_busy
     assert len(measured) == 1
     for values in document["cpus"].values():
         values["measured_at_seconds"] -= 1000
     cache_path().write_text(json.dumps(document))
-    api.resolve_device("cpu")
+    resolve_device("cpu")
     assert len(measured) == 2
 
 

@@ -1,0 +1,27 @@
+"""The public functions: the one place where the stages are wired.
+
+    Job ─ capture ─▶ Trace ─ memory, cost ─▶ Estimate
+                       └──── planner ──────▶ Plan ─ transforms ─▶ nn.Module ─ trainer ─▶ weights, report
+
+Every function takes a `Job` and a device. Nothing here computes; it says what is handed to which stage. Start
+reading at `plans.plan`.
+"""
+
+from brimful.api.estimates import capture_trace, estimate, estimator, gpus
+from brimful.api.plans import check_plan, plan
+from brimful.api.runs import apply, certify, fit, measure
+from brimful.profiling.named_device import calibrate
+
+__all__ = [
+    "apply",
+    "calibrate",
+    "capture_trace",
+    "certify",
+    "check_plan",
+    "estimate",
+    "estimator",
+    "fit",
+    "gpus",
+    "measure",
+    "plan",
+]

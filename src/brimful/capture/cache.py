@@ -1,0 +1,48 @@
+"""Captures of one job on one device, each made once: what a search asks for repeatedly."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from brimful.capture.cautious import CautiousCapture
+from brimful.devices import Device
+from brimful.gc_pause import without_garbage_collection
+from brimful.job import Job
+from brimful.settings import Settings
+from brimful.trace import Trace
+
+
+class CachedCapture:
+    """Captures steps and keeps the traces while it is open; a job's own loop is not captured.
+
+    Garbage collection is off meanwhile: it would search the traces, which hold no reference cycles.
+
+    Args:
+        job: What is trained.
+        device: Whose decisions the captures follow.
+    """
+
+    def __init__(self, job: Job, device: Device) -> None:
+        self._capture = CautiousCapture(replace(job, loop=None), device)
+        self._traces: dict[tuple[Settings, int], Trace] = {}
+        self._exit = ExitStack()
+
+    def __call__(self, settings: Settings, steps: int = 1) -> Trace:
+        """The trace of so many optimizer steps under some settings."""
+        key = settings, steps
+        if key not in self._traces:
+            self._traces[key] = self._capture(settings, steps)
+        return self._traces[key]
+
+    def __enter__(self) -> Self:
+        self._exit.enter_context(without_garbage_collection())
+        self._exit.callback(self._traces.clear)  # before collection is on again
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._exit.close()

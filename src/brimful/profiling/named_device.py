@@ -1,0 +1,80 @@
+"""A name → the device meant, with what was measured of it on this machine; and the command that measures."""
+
+from __future__ import annotations
+
+import torch
+
+from brimful.devices import Device, find_device, with_context
+from brimful.errors import UsageError
+from brimful.execution.setup import choose_device, is_of_this_machine
+from brimful.profiling.calibrate import (
+    THOROUGH_SWEEPS,
+    Progress,
+    calibrate_cpu,
+    calibrate_gpu,
+    with_kept_calibration,
+)
+from brimful.profiling.cuda_context import best_context, measure_context
+from brimful.profiling.local_device import device_record
+
+DeviceLike = str | int | torch.device | Device
+"""What names a device; see `resolve_device`."""
+
+
+def resolve_device(device: DeviceLike) -> Device:
+    """The device meant.
+
+    Args:
+        device: A name from the hardware table ("RTX 3090"), a `Device`, or a device of this machine in torch's
+            words: "cpu", measured once and kept, "cuda", "cuda:1", a `torch.device`, the index of a GPU, or
+            "auto" for the GPU if there is one, else the CPU.
+
+    Returns:
+        Its row of the table, with what was measured of it on this machine and kept.
+
+    Raises:
+        UnknownNameError: There is no such device in the table.
+        UsageError: This machine does not have the device.
+    """
+    if isinstance(device, Device):
+        return device
+    if is_of_this_machine(device):
+        return device_record(choose_device(device, None))
+    if not isinstance(device, str):
+        raise UsageError(
+            f'the device is {device!r} ({type(device).__name__}). Name one, such as "RTX 3090", "cuda:0" or '
+            '"cpu", or give a torch.device or a brimful.Device.'
+        )
+    return with_kept_calibration(with_best_context(find_device(device)))
+
+
+def with_best_context(device: Device) -> Device:
+    """The device with the context that was measured for it and kept, or else published."""
+    return with_context(device, best_context(device))
+
+
+def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> tuple[Device, ...]:
+    """Measure this machine: its CPU and, where torch can use one, its GPU; kept in the user's cache directory.
+
+    Matmuls by type and size, convolutions, attention, memory bandwidth by size and kind of work, launches, what
+    Python and autograd take per op and per recomputed region; on a GPU also the link to the host and the memory
+    of the CUDA context. From then on predictions for "cpu", and for that GPU by whatever name, use them.
+
+    Args:
+        remeasure: Measure even what is kept already.
+        progress: Is told what is measured next.
+
+    Returns:
+        The devices with what was measured, the CPU first.
+    """
+    cpu = calibrate_cpu(remeasure=remeasure, sweeps=THOROUGH_SWEEPS, progress=progress)
+    if not torch.cuda.is_available():
+        return (cpu,)
+    where = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(where)
+    row = find_device(properties.name, capacity_bytes=properties.total_memory)
+    if remeasure or not best_context(row).is_measured:
+        if progress is not None:
+            progress("CUDA context")
+        measure_context(where)
+    return cpu, calibrate_gpu(with_best_context(row), where, remeasure=remeasure, progress=progress)

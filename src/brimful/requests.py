@@ -1,0 +1,282 @@
+"""A job, a device and `PlanOptions` → the planner's `Request`: names are parsed, the budget becomes bytes.
+
+Start reading at `request_of`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from brimful.batches import why_not_split
+from brimful.capture import fake_model
+from brimful.devices import Device, find_device
+from brimful.errors import UnknownNameError, UsageError
+from brimful.job import Job
+from brimful.memory import predict_memory
+from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
+from brimful.options import PlanOptions
+from brimful.planner import OptimizerChoice, Request
+from brimful.prediction import MARGIN_FRACTION
+from brimful.prediction.estimator import Capture
+from brimful.quantities import format_bytes, parse_bytes
+from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings
+from brimful.trace import per_rank_trace
+
+PrecisionLike = str | torch.dtype | Precision
+"""What names a precision; see `parse_precision`."""
+
+
+def request_of(
+    job: Job,
+    device: Device,
+    options: PlanOptions,
+    *,
+    global_batch_size: int,
+    world_size: int,
+    num_nodes: int,
+    is_here: bool,
+) -> Request:
+    """What the planner is asked, but for the budget; see `budget_bytes`.
+
+    Args:
+        job: What is trained.
+        device: To plan for.
+        options: As the user gave them.
+        global_batch_size: Samples per optimizer step.
+        world_size: Ranks.
+        num_nodes: Machines that they are divided among.
+        is_here: Whether the device is in this machine, so that its host memory is this machine's.
+
+    Returns:
+        A request with a budget of 0 bytes.
+
+    Raises:
+        UsageError: Options contradict each other, the job or the device, or name nothing that is known.
+    """
+    parallelisms = _parallelisms(options.parallelism, world_size)
+    _check_zero(job, (options.optimizer, *options.allow_optimizers), parallelisms)
+    return Request(
+        job=job.name,
+        device=device,
+        budget_bytes=0,
+        global_batch_size=global_batch_size,
+        precisions=_precisions(options.precision, device),
+        micro_batch_size=options.micro_batch_size,
+        recompute=parse_recompute(options.recompute),
+        optimizer=options.optimizer,
+        optimizer_implementation=_implementation(job, options.optimizer, options.optimizer_implementation),
+        other_optimizers=tuple(
+            OptimizerChoice(name=name, implementation=_implementation(job, name, None))
+            for name in options.allow_optimizers
+        ),
+        permits_chunked_loss=options.chunked_loss,
+        permits_expandable_segments=options.expandable_segments,
+        offload_host_bytes=_offload_host_bytes(options, device, is_here=is_here),
+        why_not_split=why_not_split(job, global_batch_size),
+        weighs_by_count=job.count is not None or job.reduction == "sum",
+        brings_own_loop=job.loop is not None,
+        splits_coupled_batches=options.split_batch_norm,
+        optimizer_in_backward=options.optimizer_in_backward,
+        offload_optimizer=options.offload_optimizer,
+        prefetch_inputs=options.prefetch_inputs,
+        own_checkpointing=_keeps_own_checkpointing(options.own_checkpointing),
+        world_size=world_size,
+        num_nodes=num_nodes,
+        parallelisms=parallelisms,
+        reshard_after_forward=options.reshard_after_forward,
+        param_dtype=options.param_dtype,
+        offload_parameters=options.offload_parameters,
+    )
+
+
+def budget_bytes(budget: str | None, capture: Capture, request: Request) -> int:
+    """The bytes of a budget.
+
+    Args:
+        budget: A size such as "11GiB", a share of what plain training takes such as "50%", or None for the
+            capacity, on a GPU less a margin for what the prediction may miss.
+        capture: Captures plain training, for a share.
+        request: Has device and ranks.
+
+    Returns:
+        Bytes permitted to each rank on its device, the CUDA context included.
+
+    Raises:
+        UsageError: It is not a size, or more than the device has.
+    """
+    if budget is None:
+        device = request.device
+        margin = MARGIN_FRACTION if device.kind == "cuda" else 0.0
+        return int(_capacity_of_rank(request) / (1 + margin))
+    if budget.strip().endswith("%"):
+        share = _share(budget)
+        plain = per_rank_trace(capture(request.plain_settings()))
+        asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
+    else:
+        asked = parse_bytes(budget)
+    if asked > _capacity_of_rank(request):
+        has = "has" if request.device.kind == "cuda" or request.world_size == 1 else "has for each rank"
+        raise UsageError(
+            f"a budget of {format_bytes(asked)} is more than {request.device.name} {has}, "
+            f"{format_bytes(_capacity_of_rank(request))}. Use no budget, or a larger device."
+        )
+    return asked
+
+
+def parse_precision(precision: PrecisionLike) -> Precision:
+    """The precision meant.
+
+    Args:
+        precision: One, its name ("bf16", "fp32", …), or a dtype (`torch.bfloat16`, "bfloat16").
+
+    Returns:
+        The one of that name.
+
+    Raises:
+        UnknownNameError: There is none of that name.
+    """
+    try:
+        return Precision(precision)  # type: ignore[arg-type]  # a dtype is understood by its name
+    except ValueError:
+        raise UnknownNameError("precision", str(precision), [str(p) for p in Precision]) from None
+
+
+HOST_FRACTION = 0.5
+"""What offloading may take of this machine's memory unless `host_memory` says so. A choice: other programs
+cannot use pinned memory."""
+DESCRIBED_HOST_FRACTION = 0.5
+"""What it may take of the host of a GPU that is only named, as a fraction of the GPU's memory. A choice: clouds
+rent a GPU of 24 GB with as little as 16 GiB of host memory (AWS g5.xlarge), of which this is three quarters."""
+
+
+def _precisions(names: str, device: Device) -> tuple[Precision, ...]:
+    if names == "auto":
+        return tuple(p for p in Precision if device.supports(p))
+    return tuple(parse_precision(name.strip()) for name in names.split(","))
+
+
+def parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True) -> Action | None:
+    """The one action for all units; None lets the plan choose for each."""
+    actions = {"all": Action.RECOMPUTE, "none": Action.KEEP} | ({"auto": None} if permits_auto else {})
+    if recompute is None or isinstance(recompute, Action):
+        return recompute
+    if recompute not in actions:
+        raise UnknownNameError("value of recompute", str(recompute), list(actions))
+    return actions[recompute]
+
+
+def _keeps_own_checkpointing(value: str) -> bool:
+    known = {"keep": True, "off": False}
+    if value not in known:
+        raise UnknownNameError("value of own_checkpointing", value, list(known))
+    return known[value]
+
+
+def _implementation(
+    job: Job, optimizer: str | None, asked: str | OptimizerImplementation | None
+) -> OptimizerImplementation | None:
+    """What every plan uses: what is asked for, else the fused kernel where the optimizer leaves it open."""
+    if asked is not None:
+        return parse_implementation(asked)
+    named = Settings(micro_batch_size=1, optimizer=optimizer)
+    fused = OptimizerImplementation.FUSED
+    stand_ins: list[Callable[[], nn.Module | list[nn.Parameter]]] = [
+        partial(nn.Linear, 2, 2),
+        partial(fake_model, job),
+    ]
+    if isinstance(named.optimizer or job.optimizer, str | NamedOptimizer):
+        stand_ins = [lambda: [nn.Parameter(torch.zeros(2, 2))]]
+    for make_stand_in in stand_ins:
+        try:
+            example = make_optimizer(job, make_stand_in(), named)
+        except UnknownNameError:
+            raise
+        except Exception:  # the job's own function may ask for parameters that only the job's model has
+            continue
+        return fused if has_implementation(example, fused) else None
+    return None  # what is wrong is said where the step is captured
+
+
+def _parallelisms(name: str | Parallelism, world_size: int) -> tuple[Parallelism, ...]:
+    if name == "auto":
+        return (Parallelism.DDP, Parallelism.FSDP2) if world_size > 1 else (Parallelism.DDP,)
+    try:
+        asked = Parallelism(name)
+    except ValueError:
+        raise UnknownNameError("parallelism", str(name), ["auto", *map(str, Parallelism)]) from None
+    if world_size == 1 and asked is not Parallelism.DDP:
+        warnings.warn(
+            f"there is one rank, which has the whole model: parallelism={str(asked)!r} divides nothing and is "
+            "ignored. Train under torchrun --nproc-per-node N, or plan with world_size=N.",
+            stacklevel=4,
+        )
+        return (Parallelism.DDP,)
+    return (asked,)
+
+
+def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Parallelism]) -> None:
+    """Check that named optimizers can be stepped by ZeRO; what a function makes is looked at in training."""
+    own = job.optimizer if isinstance(job.optimizer, str) else None
+    others = {name or own for name in names} - {None, *ZERO_OPTIMIZERS}
+    if others and any(parallelism.is_zero for parallelism in parallelisms):
+        raise UsageError(
+            f"{', '.join(sorted(map(str, others)))} cannot be trained under DeepSpeed's ZeRO, which steps flat "
+            f"parts of all parameters. Choose among {', '.join(ZERO_OPTIMIZERS)}, or parallelism='fsdp2'."
+        )
+
+
+def parse_implementation(name: str | OptimizerImplementation | None) -> OptimizerImplementation | None:
+    """The implementation of a name; None leaves it to the optimizer."""
+    try:
+        return None if name is None else OptimizerImplementation(name)
+    except ValueError:
+        known = [str(implementation) for implementation in OptimizerImplementation]
+        raise UnknownNameError("optimizer implementation", str(name), known) from None
+
+
+def _offload_host_bytes(options: PlanOptions, target: Device, *, is_here: bool) -> int:
+    """Host memory that offloading may take; of a machine that is only described, a part of its GPU's."""
+    if not options.offload_activations:
+        if options.host_memory is not None:
+            raise UsageError(
+                "host_memory is what offloading may take of the host, and offload_activations is False."
+            )
+        return 0
+    permitted = None if options.host_memory is None else parse_bytes(options.host_memory)
+    if target.kind == "cpu":
+        return 0
+    if permitted is not None:
+        return permitted
+    if is_here:
+        return int(find_device("cpu").capacity_bytes * HOST_FRACTION)
+    return int(target.capacity_bytes * DESCRIBED_HOST_FRACTION)
+
+
+def _capacity_of_rank(request: Request) -> int:
+    """What a rank's device has; ranks on a machine's processors have equal parts of its memory."""
+    shared_by = request.world_size // request.num_nodes if request.device.kind == "cpu" else 1
+    return request.device.capacity_bytes // shared_by
+
+
+_LARGEST_SHARE = 1000.0
+"""Times what plain training takes; a budget is never that much. A choice."""
+
+
+def _share(budget: str) -> float:
+    text = budget.strip()[:-1]
+    try:
+        share = float(text) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= _LARGEST_SHARE:  # NaN is neither
+        shown = budget if len(budget) <= 60 else f"{budget[:60]}…"
+        raise UsageError(
+            f"{shown!r} is not a share of plain training. Write a positive number of at most "
+            f"{_LARGEST_SHARE:.0%}, such as 50%."
+        )
+    return share
