@@ -16,7 +16,9 @@ import brimful as bf
 from brimful.batches import BatchLayout
 from brimful.errors import CertificateError
 from brimful.execution.coupled_loss import loss_of
-from brimful.execution.step import make_scaler, run_step
+from brimful.execution.hooks import StepHooks
+from brimful.execution.precision import make_scaler
+from brimful.execution.step import StepParts, run_step
 from brimful.job import Job
 from brimful.optimizers import make_optimizer
 from brimful.profiling import certify, measure_step
@@ -48,14 +50,16 @@ def of_step(
     found: dict[str, Tensor] = {}
     parts = BatchLayout().split(batch, micro_batch_size)
     outcome = run_step(
-        model=model,
-        loss=loss_of(job),
-        optimizer=torch.optim.SGD(model.parameters()),
-        micro_batches=parts,
-        weights=[1 / len(parts)] * len(parts),
-        precision=precision,
-        scaler=make_scaler(precision, "cpu"),
-        before_update=lambda _loss, _norm: bool(found.update(gradients(model))),
+        StepParts(
+            model=model,
+            loss=loss_of(job),
+            optimizer=torch.optim.SGD(model.parameters()),
+            precision=precision,
+            scaler=make_scaler(precision, "cpu"),
+        ),
+        parts,
+        [1 / len(parts)] * len(parts),
+        hooks=StepHooks(before_update=lambda _loss, _norm: bool(found.update(gradients(model)))),
     )
     return outcome.loss, found
 

@@ -23,7 +23,7 @@ from brimful.distributed.fsdp import Around, Sharded, check_optimizer
 from brimful.distributed.gather import WholeModel
 from brimful.distributed.ranks import Ranks
 from brimful.errors import UsageError
-from brimful.execution.step import autocast
+from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.settings import Parallelism, Precision, Settings
 

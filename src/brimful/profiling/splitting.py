@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from brimful.batches import BatchLayout, layout_of
+from brimful.batches import BatchLayout, InputMover, layout_of
 from brimful.errors import CertificateError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
+from brimful.execution.losses import loss_counts, loss_weights
+from brimful.execution.precision import autocast, device_of, matmul_precision
 from brimful.execution.random_state import RandomState
-from brimful.execution.step import autocast, copied_to, device_of, loss_counts, loss_weights, matmul_precision
 from brimful.job import Batch, Job
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import NEEDS_GRADIENTS, restoring_gradients, what_split_changes
@@ -264,7 +265,7 @@ class _SplitLoss:
         self._parts = layout.split(batch, micro_batch_size)
         self._reduction = job.reduction
         self._weights = loss_weights(job, self._parts)
-        self._move = copied_to(device_of(model))
+        self._move = InputMover.copying_to(device_of(model))
         self._dtype = torch.float32
         self._samples = [layout.count(part) for part in self._parts]
 

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from brimful.batches import InputMover, layout_of, make_batch
 from brimful.errors import CertificateError, HalfUpdatedError
 from brimful.execution.coupled_loss import check_coupled
-from brimful.execution.executor import StepExecutor, StepHooks
+from brimful.execution.executor import StepExecutor
+from brimful.execution.hooks import StepHooks
+from brimful.execution.losses import counting_parts, loss_weights
+from brimful.execution.precision import device_of
 from brimful.execution.setup import build_model, choose_device, device_name
-from brimful.execution.step import counting_parts, device_of, loss_weights
 from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.planner import what_splitting_changes

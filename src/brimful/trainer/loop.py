@@ -11,7 +11,7 @@ from brimful.batches import layout_of
 from brimful.display import write_from_signal
 from brimful.errors import DataError, HalfUpdatedError, NonFiniteError, OutOfMemoryError
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
-from brimful.execution.step import matmul_precision
+from brimful.execution.precision import matmul_precision
 from brimful.job import Batch
 from brimful.report.data_loading import feeding_lines
 from brimful.results import Recovery, StepRecord, StopReason, TrainingResult

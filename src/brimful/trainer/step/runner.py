@@ -18,9 +18,10 @@ from torch import Tensor
 
 from brimful.batches import layout_of
 from brimful.errors import HalfUpdatedError
-from brimful.execution.executor import StepHooks
+from brimful.execution.hooks import StepHooks
+from brimful.execution.losses import counting_parts, loss_counts, shares_of
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory, with_room
-from brimful.execution.step import StepOutcome, counting_parts, loss_counts, shares_of
+from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
 from brimful.profiling import PeakMemory, peak_memory
