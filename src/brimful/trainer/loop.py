@@ -117,7 +117,7 @@ class Run:
         """Tell from where the run goes on, and all ranks what was told before."""
         start = self._run.start
         if start.saved is not None:
-            self._journal.load_history(*self._ranks.of_first(self._journal.history()))
+            self._journal.load_history(*self._ranks.broadcast(self._journal.history()))
             self._journal.note(f"resumed after step {start.saved.step} from {start.saved.path}")
         if start.lowered is not None:
             self._journal.add_recovery(start.lowered)

@@ -258,7 +258,7 @@ def validate(
     if ranks.any(is_stopped()):
         return None
     names = sorted(sums)
-    samples, terms, loss, *totals = ranks.sum(samples, terms, loss, *(sums[name] for name in names))
+    samples, terms, loss, *totals = ranks.all_reduce(samples, terms, loss, *(sums[name] for name in names))
     if not terms:
         raise UsageError(
             f"the validation data of {job.name} have {samples:.0f} samples and nothing to count in them."

@@ -40,7 +40,7 @@ def certified(model: nn.Module, options: Options, ranks: Ranks) -> EquivalenceRe
             certificate = _certified_here(model, options)
         except EquivalenceError as error:
             failure = error
-    told = ranks.of_first(None if failure is None else str(failure))
+    told = ranks.broadcast(None if failure is None else str(failure))
     if told is not None:
         raise failure or EquivalenceError(told)
     return certificate
