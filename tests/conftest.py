@@ -21,7 +21,7 @@ def _heap_of_others_left_alone() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_disk_is_waited_for() -> Iterator[None]:
-    """What is written can be read without; runs that save after each step wait for a slow disk half of the time.
+    """What is written can be read without; runs that save after each step wait for a slow disk half the time.
 
     Commands and ranks, which are other processes, wait as ever.
     """

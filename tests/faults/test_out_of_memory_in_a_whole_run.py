@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.faults import OutOfMemoryAt, Site, is_within
-from tests.helpers.whole_runs import fit, make_job, quick
 from torch.utils._pytree import tree_leaves
 
 from brimful.errors import HalfUpdatedError, OutOfMemoryError
 from brimful.settings import Settings
 from brimful.trainer import Callback, Trainer
+from helpers.faults import OutOfMemoryAt, Site, is_within
+from helpers.whole_runs import fit, make_job, quick
 
 PARTS = 8
 """In which the exhaustive test is divided."""
