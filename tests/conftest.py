@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 
@@ -15,3 +17,13 @@ def _heap_of_others_left_alone() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_disk_is_waited_for() -> Iterator[None]:
+    """What is written can be read without; runs that save after each step wait for a slow disk half the time.
+
+    Commands and ranks, which are other processes, wait as ever.
+    """
+    with patch("os.fsync", lambda _descriptor: None):
+        yield

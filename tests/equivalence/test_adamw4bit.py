@@ -10,9 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import torchao_reference
-from tests.helpers.tiny_jobs import make_job
-from tests.helpers.torchao_reference import parameters, some, stepped
 from torch import Tensor, nn
 
 import brimful as bf
@@ -26,6 +23,9 @@ from brimful.profiling import measure_step
 from brimful.profiling.named_device import resolve_device
 from brimful.settings import Parallelism, Settings
 from brimful.trainer import Trainer
+from helpers import torchao_reference
+from helpers.tiny_jobs import make_job
+from helpers.torchao_reference import parameters, some, stepped
 
 
 def moment(optimizer: AdamW4bit, parameter: nn.Parameter, name: str) -> Tensor:

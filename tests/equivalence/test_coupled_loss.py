@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.coupled_jobs import TwoTowers, contrast, contrast_of, coupled_job, embed, pairs
 from torch import Tensor, nn
 
 import brimful as bf
@@ -26,6 +25,7 @@ from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trainer import Trainer
 from brimful.trainer.step import fallback as lowering
 from brimful.transforms import apply_units
+from helpers.coupled_jobs import TwoTowers, contrast, contrast_of, coupled_job, embed, pairs
 
 SAMPLES = 24
 IN_FLOAT32 = 1e-5

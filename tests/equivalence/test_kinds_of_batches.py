@@ -6,14 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.batches_of_all_kinds import (
-    JOBS,
-    WHOLE,
-    GraphBatch,
-    graph,
-    image,
-    target,
-)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -22,6 +14,14 @@ from brimful.batches import layout_of, make_batch, map_tensors
 from brimful.distributed.ranks import Ranks
 from brimful.job import Data, Job
 from brimful.settings import Settings
+from helpers.batches_of_all_kinds import (
+    JOBS,
+    WHOLE,
+    GraphBatch,
+    graph,
+    image,
+    target,
+)
 
 KINDS = pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 SAMPLES = 5

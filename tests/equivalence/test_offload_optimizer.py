@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.faults import OutOfMemoryAt
-from tests.helpers.late_streams import garbage, stand_in_for_streams
-from tests.helpers.tiny_jobs import Net, all_samples, make_job
 from torch import Tensor, nn
 
 import brimful as bf
@@ -30,6 +27,9 @@ from brimful.settings import Parallelism, Precision, Settings, settings_from_jso
 from brimful.trace import Category, Phase
 from brimful.trainer import Trainer
 from brimful.transforms import host_link
+from helpers.faults import OutOfMemoryAt
+from helpers.late_streams import garbage, stand_in_for_streams
+from helpers.tiny_jobs import Net, all_samples, make_job
 
 ON_HOST = Settings(micro_batch_size=8, gradient_accumulation_steps=2, offload_optimizer=True)
 

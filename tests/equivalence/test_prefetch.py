@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.late_streams import garbage, stand_in_for_streams
-from tests.helpers.tiny_jobs import make_job
 from torch import Tensor, nn
 
 import brimful as bf
@@ -25,6 +23,8 @@ from brimful.settings import Precision, Settings, settings_from_json, settings_t
 from brimful.trace import Category
 from brimful.trainer import Trainer
 from brimful.transforms import host_link
+from helpers.late_streams import garbage, stand_in_for_streams
+from helpers.tiny_jobs import make_job
 
 AHEAD = Settings(micro_batch_size=4, gradient_accumulation_steps=4, prefetch_inputs=True)
 INPUT = 4096

@@ -8,11 +8,11 @@ import sys
 import numpy as np
 import pytest
 import torch
-from tests.helpers.tiny_jobs import all_samples, make_job, train
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from brimful.job import Data
+from helpers.tiny_jobs import all_samples, make_job, train
 
 
 class Noisy(Dataset):
@@ -56,8 +56,9 @@ def test_a_seed_repeats_weights_noise_and_order_bit_for_bit(workers):
 
 
 PROGRAM = """
-import hashlib, torch
-from tests.equivalence.test_repeatable import digest
+import sys
+sys.path.insert(0, "tests")
+from equivalence.test_repeatable import digest
 print(digest())
 """
 

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.faults import OutOfMemoryAt, out_of_memory
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -24,6 +23,7 @@ from brimful.errors import HalfUpdatedError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.planned_step import PlannedStep
 from brimful.settings import Action, ChunkedLoss, Precision, Settings, UnitAction
+from helpers.faults import OutOfMemoryAt, out_of_memory
 
 # B batch, D width
 

@@ -6,13 +6,13 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.tiny_jobs import StopAfter
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from brimful.errors import DataError
 from brimful.job import Data, Job
 from brimful.trainer import LengthBuckets, pad_batch
+from helpers.tiny_jobs import StopAfter
 
 LENGTHS = [3, 9, 14, 2, 7, 16, 5, 11, 8, 1, 13, 6, 10, 4, 15, 12, 3, 9, 2]
 COLLATE = partial(pad_batch, pad_values={"tokens": 0, "labels": -100}, multiple_of=4)

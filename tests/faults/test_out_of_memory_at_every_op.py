@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.faults import OutOfMemoryAt
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,6 +22,7 @@ from brimful.optimizers import four_bit, named_optimizer
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.runner import StepRunner
+from helpers.faults import OutOfMemoryAt
 
 # B batch, D width
 

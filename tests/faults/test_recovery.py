@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.batches_of_all_kinds import JOBS, WHOLE, images_and_targets
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -26,6 +25,7 @@ from brimful.job import Data
 from brimful.results import StopReason
 from brimful.trainer import Trainer
 from brimful.trainer.step import recovery as recovery_module
+from helpers.batches_of_all_kinds import JOBS, WHOLE, images_and_targets
 
 
 def linear() -> nn.Module:

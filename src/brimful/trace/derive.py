@@ -25,7 +25,7 @@ def with_one_micro_batch(trace: Trace) -> Trace:
     index, ops = [], []
     for op, dropped in zip(trace.ops, is_dropped, strict=True):
         if not dropped:
-            ops.append(replace(op, micro_batch=0))
+            ops.append(op if op.micro_batch == 0 else replace(op, micro_batch=0))
         index.append(len(ops) - 1)
     first_dropped = is_dropped.index(True) if True in is_dropped else len(ops)
     gone: set[int] = set()
@@ -38,13 +38,16 @@ def with_one_micro_batch(trace: Trace) -> Trace:
             if (event.op >= 0 and is_dropped[event.op]) or is_second_batch:
                 gone.add(event.storage)
         if event.storage not in gone:
-            events.append(replace(event, op=index[event.op] if event.op >= 0 else event.op))
+            op = index[event.op] if event.op >= 0 else event.op
+            events.append(event if op == event.op else replace(event, op=op))
     alone = trace.with_settings(replace(trace.settings, gradient_accumulation_steps=1))
     return replace(
         alone,
         captured_micro_batches=1,
         ops=tuple(ops),
-        storages=tuple(s if s.op is None else replace(s, op=index[s.op]) for s in alone.storages),
+        storages=tuple(
+            s if s.op is None or s.op == index[s.op] else replace(s, op=index[s.op]) for s in alone.storages
+        ),
         events=tuple(events),
     )
 

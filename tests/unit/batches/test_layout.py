@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.batches_of_all_kinds import JOBS, WHOLE, images_and_targets
 from torch import Tensor, nn
 
 import brimful as bf
@@ -13,6 +12,7 @@ from brimful.batches import BatchLayout, SampleList, make_batch, make_micro_batc
 from brimful.errors import BatchError, UsageError
 from brimful.job import Job
 from brimful.settings import Settings
+from helpers.batches_of_all_kinds import JOBS, WHOLE, images_and_targets
 
 LAYOUT = BatchLayout()
 

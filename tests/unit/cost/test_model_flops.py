@@ -2,11 +2,11 @@
 
 import torch
 import torch.nn.functional as F
-from tests.helpers.captured_jobs import A100, CLASSES, CPU, HIDDEN, INPUTS, capture, job
 from torch import nn
 
 from brimful.cost import model_flops
 from brimful.models import find_architecture
+from helpers.captured_jobs import A100, CLASSES, CPU, HIDDEN, INPUTS, capture, job
 
 PARTS = INPUTS * HIDDEN, HIDDEN * CLASSES
 

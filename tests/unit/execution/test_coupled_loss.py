@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.coupled_jobs import coupled_job, embed
 from torch import nn
 
 import brimful as bf
@@ -19,6 +18,7 @@ from brimful.profiling import measure_step
 from brimful.settings import ChunkedLoss, Settings
 from brimful.trace import Phase, Trace
 from brimful.trainer import Trainer
+from helpers.coupled_jobs import coupled_job, embed
 
 SPLIT = Settings(micro_batch_size=4, gradient_accumulation_steps=2)
 

@@ -1,5 +1,5 @@
 """Tiny jobs as fixtures."""
 
-from tests.helpers.tiny_jobs import job_with, one_thread, recompute, samples, trained
+from helpers.tiny_jobs import job_with, one_thread, recompute, samples, trained
 
 __all__ = ["job_with", "one_thread", "recompute", "samples", "trained"]

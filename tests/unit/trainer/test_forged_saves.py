@@ -36,10 +36,9 @@ def sign(save: Path, files: Any = None, step: Any = NEWEST) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps with all that can be saved, saved after two and four."""
-    from tests.helpers.tiny_jobs import all_samples, make_job, train
-
     from brimful.job import Data
     from brimful.trainer import Schedule
+    from helpers.tiny_jobs import all_samples, make_job, train
 
     run = tmp_path_factory.mktemp("saved") / "run"
     samples = all_samples()
@@ -271,10 +270,9 @@ def test_names_of_tied_weights_that_are_none_are_skipped(run, tied):
 
 
 def resume(run: Path, **options: Any) -> None:
-    from tests.helpers.tiny_jobs import all_samples, make_job, train
-
     from brimful.job import Data
     from brimful.trainer import Schedule
+    from helpers.tiny_jobs import all_samples, make_job, train
 
     samples = all_samples()
     job = make_job(data=lambda: Data(train=samples, validation=samples), about={"classes": ["a", "b"]})

@@ -3,12 +3,12 @@ import time
 
 import pytest
 import torch
-from tests.helpers.tiny_jobs import StopAfter
 
 from brimful.batches import BatchLayout
 from brimful.errors import DataError
 from brimful.trainer.data.batches import Batches
 from brimful.trainer.data.prefetch import read_ahead
+from helpers.tiny_jobs import StopAfter
 
 CPU = torch.device("cpu")
 

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.helpers.tiny_jobs import StopAfter
 
 from brimful.errors import UsageError
 from brimful.job import Data
 from brimful.trainer import Callback, TensorBoard, WandB
 from brimful.trainer.monitor import trackers
+from helpers.tiny_jobs import StopAfter
 
 
 def scalars(log_dir):

@@ -47,7 +47,7 @@ from brimful.planner.problem.savable_ops import Stay, UnitOps, unit_ops
 from brimful.planner.solvers.chain import Option, Problem
 from brimful.quantities import round_up
 from brimful.settings import Action, UnitAction
-from brimful.trace import EventKind, Op, Phase, Trace, unit_of_each_op
+from brimful.trace import EventKind, Phase, Trace, unit_of_each_op
 
 KEPT, RECOMPUTED = 0, 1
 """Indices of the first two options of every unit; those that save some ops' results follow."""
@@ -429,11 +429,12 @@ class Steady:
 
 def _ops(trace: Trace, step: int, phase: Phase, micro_batch: int | None = None) -> NDArray[np.int64]:
     """Indices of the ops of a part of a step, in order."""
-
-    def is_meant(op: Op) -> bool:
-        return op.step == step and op.phase is phase and micro_batch in (None, op.micro_batch)
-
-    return np.array([i for i, op in enumerate(trace.ops) if is_meant(op)], dtype=np.int64)
+    indices = [
+        i
+        for i, op in enumerate(trace.ops)
+        if op.phase is phase and op.step == step and (micro_batch is None or op.micro_batch == micro_batch)
+    ]
+    return np.array(indices, dtype=np.int64)
 
 
 def _called_once(owner: NDArray[np.int64]) -> frozenset[int]:
