@@ -17,7 +17,7 @@ from brimful.cost import step_seconds
 from brimful.errors import BatchError, CaptureError
 from brimful.memory import live_profile, pinned_host_bytes, replay_allocations, rounding_bytes_of
 from brimful.planner.plan import Alternative
-from brimful.planner.problem.build import KEPT, NESTED, RECOMPUTED, PosedProblem, build_problem
+from brimful.planner.problem.build import KEPT, NESTED, RECOMPUTED, PlanningProblem, build_problem
 from brimful.planner.problem.nested import build_segment_problem
 from brimful.planner.problem.splice import Splicer
 from brimful.planner.request import Request
@@ -74,12 +74,12 @@ class Candidate:
 
     settings: Settings
     units: tuple[str, ...]
-    posed: PosedProblem
+    posed: PlanningProblem
     kept: Trace
     recomputed: Trace
     kept_seconds: float
     pinned: Action | None
-    _pose: Callable[[int], PosedProblem]
+    _pose: Callable[[int], PlanningProblem]
     """The problem for so many bytes of the host."""
     _capture: Capture
     _request: Request
@@ -142,7 +142,7 @@ class Candidate:
 
     def nested_seconds_at_best(self, budget_bytes: int, below_seconds: float = math.inf) -> float | None:
         """The same where all units are recomputed or nested; None too if that takes as long as another plan."""
-        all_recomputed = self.posed.problem.seconds(self.uniform(Action.RECOMPUTE))
+        all_recomputed = self.posed.chain.seconds(self.uniform(Action.RECOMPUTE))
         if self.kept_seconds + all_recomputed * self.settings.gradient_accumulation_steps >= below_seconds:
             return None
         return self._step_seconds(self._solve_nested(budget_bytes))
@@ -199,8 +199,8 @@ class Candidate:
             if self.pinned is not None:
                 self._ladder = (self._uniform_peak_bytes(self.pinned),)
             else:
-                least = smallest_peak_bytes(self.posed.problem)
-                most = max(least, self.posed.problem.peak_bytes(self.uniform(Action.KEEP)))
+                least = smallest_peak_bytes(self.posed.chain)
+                most = max(least, self.posed.chain.peak_bytes(self.uniform(Action.KEEP)))
                 rungs = RUNGS if most > least else 1
                 self._ladder = tuple(least + (most - least) * rung // rungs for rung in range(rungs + 1))
         return self._ladder
@@ -222,7 +222,7 @@ class Candidate:
             else:
                 # The problem takes keeping everything for a little more than it is.
                 keeping = self._uniform_solution(Action.KEEP, budget_bytes)
-                self._solved[budget_bytes] = keeping or solve(self.posed.problem, budget_bytes)
+                self._solved[budget_bytes] = keeping or solve(self.posed.chain, budget_bytes)
         return self._solved[budget_bytes]
 
     def replay(self, rung_bytes: int) -> Estimate:
@@ -344,7 +344,7 @@ class Candidate:
             return None
         return Solution(
             choice=tuple(NESTED if is_nested else RECOMPUTED for is_nested in nested),
-            seconds=self.posed.problem.seconds(self.uniform(Action.RECOMPUTE)) + segments.cost_seconds(nested),
+            seconds=self.posed.chain.seconds(self.uniform(Action.RECOMPUTE)) + segments.cost_seconds(nested),
             peak_bytes=segments.peak_bytes(nested),
             is_optimal=True,
         )
@@ -404,7 +404,7 @@ class Candidate:
         peak_bytes = self._uniform_peak_bytes(action)
         if peak_bytes > budget_bytes:
             return None
-        seconds = self.posed.problem.seconds(choice)
+        seconds = self.posed.chain.seconds(choice)
         return Solution(choice=choice, seconds=seconds, peak_bytes=peak_bytes, is_optimal=True)
 
 
@@ -503,7 +503,7 @@ class CandidateFamily:
     def _candidate(
         self, settings: Settings, units: tuple[str, ...], kept: Trace, recomputed: Trace, priced_by: Trace
     ) -> Candidate:
-        def pose(host_bytes: int) -> PosedProblem:
+        def pose(host_bytes: int) -> PlanningProblem:
             return build_problem(
                 kept,
                 recomputed,

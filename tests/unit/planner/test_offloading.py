@@ -14,7 +14,7 @@ from brimful.devices import Device, find_device
 from brimful.memory import TO_HOST, live_profile, pinned_host_bytes, predict_memory, rounding_bytes_of
 from brimful.memory import pinned_host as host
 from brimful.planner import Plan, Request, search
-from brimful.planner.problem.build import KEPT, RECOMPUTED, PosedProblem, build_problem
+from brimful.planner.problem.build import KEPT, RECOMPUTED, PlanningProblem, build_problem
 from brimful.planner.problem.splice import Splicer
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Phase, Trace, unit_of_each_op
@@ -65,7 +65,7 @@ def traces(name: str, precision: Precision, accumulation: int) -> tuple[Trace, T
 
 
 @cache
-def posed(name: str, precision: Precision, accumulation: int = 1, host_bytes: int = 1 << 40) -> PosedProblem:
+def posed(name: str, precision: Precision, accumulation: int = 1, host_bytes: int = 1 << 40) -> PlanningProblem:
     kept, recomputed, units = traces(name, precision, accumulation)
     return build_problem(
         kept, recomputed, units, slow(), micro_batches=kept.captured_micro_batches, host_bytes=host_bytes
@@ -77,7 +77,7 @@ def peak_bytes(trace: Trace) -> int:
     return profile.peak_bytes_in_step(profile.last_step)
 
 
-def choices(of: PosedProblem, seed: int) -> list[tuple[int, ...]]:
+def choices(of: PlanningProblem, seed: int) -> list[tuple[int, ...]]:
     """As much offloaded as can be, every second unit, and random ones of which half the units are offloaded."""
     offloading = [
         [o for o, action in enumerate(unit) if action.action is Action.OFFLOAD] for unit in of.actions
@@ -110,7 +110,7 @@ def test_the_peak_of_a_choice_that_offloads_is_that_of_a_capture(
         actions = of.chosen(choice)
         offloaded += sum(action.action is Action.OFFLOAD for action in actions)
         truth = peak_bytes(capture(name, replace(kept.settings, units=actions)))
-        assert truth <= of.problem.peak_bytes(choice) <= truth * (1 + tolerance), choice
+        assert truth <= of.chain.peak_bytes(choice) <= truth * (1 + tolerance), choice
     assert offloaded >= CHOICES
 
 
@@ -161,13 +161,13 @@ def test_what_a_unit_would_send_is_what_a_capture_sends(name: str) -> None:
     captured = capture(name, replace(kept.settings, units=of.chosen(choice)))
     sent_bytes = sum(op.written_bytes for op in captured.ops if op.name == TO_HOST)
     told_bytes = sum(
-        unit[option].lingering_bytes for unit, option in zip(of.problem.units, choice, strict=True)
+        unit[option].lingering_bytes for unit, option in zip(of.chain.units, choice, strict=True)
     )
     # The device rounds; what a unit returns is sent by none, what others hold by all who save it.
     assert told_bytes * 0.97 <= sent_bytes <= told_bytes
 
 
-def offered(of: PosedProblem) -> list[bool]:
+def offered(of: PlanningProblem) -> list[bool]:
     return [any(action.action is Action.OFFLOAD for action in unit) for unit in of.actions]
 
 
@@ -180,7 +180,7 @@ def test_without_host_memory_none_is_offloaded_and_with_little_the_first_are() -
     a_block = pinned_host_bytes(capture("gpt", replace(kept.settings, units=one)))
     little = posed("gpt", Precision.FP32, host_bytes=int(2.5 * a_block))
     assert offered(little) == [False, True, True, False, False, False, False]
-    assert of.problem.units[1:3] == little.problem.units[1:3]
+    assert of.chain.units[1:3] == little.chain.units[1:3]
 
 
 def test_a_module_that_runs_again_later_and_the_last_unit_are_not_offloaded() -> None:
@@ -198,10 +198,10 @@ def test_a_device_without_a_link_offloads_nothing() -> None:
 
 def test_as_much_as_the_next_unit_hides_can_be_offloaded_without_waiting() -> None:
     of = posed("gpt", Precision.FP32)
-    keep, *_others, whole, part = of.problem.units[2]
+    keep, *_others, whole, part = of.chain.units[2]
     assert of.actions[2][-1].most_offloaded_bytes == part.lingering_bytes < whole.lingering_bytes
     assert keep.retained_bytes - part.lingering_bytes == part.retained_bytes
-    following = of.problem.units[3][KEPT]
+    following = of.chain.units[3][KEPT]
     assert following.waiting_seconds(part.copy_seconds) == 0 < following.waiting_seconds(whole.copy_seconds)
     hidden_bytes = 1e3 * min(following.forward_seconds, following.backward_seconds)
     assert 0.5 * hidden_bytes < part.lingering_bytes <= hidden_bytes
@@ -218,7 +218,7 @@ def test_the_time_told_is_that_of_a_capture(link: float) -> None:
         truth = step_seconds(
             capture("gpt", replace(kept.settings, units=of.chosen(choice))), device
         ).total_seconds
-        assert plain_seconds + of.problem.seconds(choice) == pytest.approx(truth, rel=0.02), choice
+        assert plain_seconds + of.chain.seconds(choice) == pytest.approx(truth, rel=0.02), choice
 
 
 # The search, of a job that takes many segments of the allocator.

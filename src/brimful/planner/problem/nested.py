@@ -1,4 +1,4 @@
-"""A capture that recomputes everything → the problem of nesting units; its formulas are in `segment_solver.py`.
+"""A capture that recomputes everything → the problem of nesting units; its formulas are in `solvers.segments`.
 
 The input of a unit that could be let go is what the unit before it makes in its forward and what goes when its
 own backward is through. All else that the problem asks for are levels of the capture: with nothing nested, they
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from brimful.cost import RecomputePrices
 from brimful.devices import Device
 from brimful.memory import rounding_bytes_of
-from brimful.planner.problem.build import Steady
 from brimful.planner.problem.savable_ops import unit_calls
+from brimful.planner.problem.steady_step import SteadyStep
 from brimful.planner.solvers.segments import SegmentProblem
 from brimful.quantities import round_up
 from brimful.settings import Action, UnitAction
@@ -56,7 +56,7 @@ def build_segment_problem(
             input_bytes[unit : unit + 2] = [0] * len(input_bytes[unit : unit + 2])
     if not any(input_bytes):
         return None
-    steady = Steady.of(recomputed, units, micro_batches)
+    steady = SteadyStep.of(recomputed, units, micro_batches)
     forward_peaks, backward_peaks = _peaks(steady)
     begins, transients = _begins(steady), _transients(steady, _lasting_bytes(recomputed))
     deriving = [0 if not j else begins[j] - size + transients[j - 1] for j, size in enumerate(input_bytes)]
@@ -79,14 +79,14 @@ def _input_bytes(trace: Trace, owner: list[int], unit_count: int, micro_batch: i
             continue
         made, freed = trace.ops[maker], trace.ops[event.op]
         unit = owner[event.op]
-        is_handed_on = unit > 0 and owner[maker] == unit - 1 and made.phase is Phase.FORWARD
+        is_passed_on = unit > 0 and owner[maker] == unit - 1 and made.phase is Phase.FORWARD
         is_last_step = made.step == trace.captured_steps - 1 and made.micro_batch == micro_batch
-        if is_handed_on and is_last_step and freed.phase is Phase.BACKWARD:
+        if is_passed_on and is_last_step and freed.phase is Phase.BACKWARD:
             found[unit] += round_up(trace.storages[event.storage].size_bytes, rounding_bytes)
     return found
 
 
-def _peaks(steady: Steady) -> tuple[list[int], list[int]]:
+def _peaks(steady: SteadyStep) -> tuple[list[int], list[int]]:
     """W and V."""
     count = steady.unit_count
     outside = np.zeros(count + 1, dtype=np.int64)
@@ -102,7 +102,7 @@ def _peaks(steady: Steady) -> tuple[list[int], list[int]]:
     return outside.tolist(), backward.tolist()
 
 
-def _begins(steady: Steady) -> list[int]:
+def _begins(steady: SteadyStep) -> list[int]:
     """Bytes as each unit's backward begins; the most of any micro-batch."""
     return [
         max((int(steady.live_bytes[max(first - 1, 0)]) for first, _ in runs), default=0)
@@ -110,7 +110,7 @@ def _begins(steady: Steady) -> list[int]:
     ]
 
 
-def _transients(steady: Steady, lasting_bytes: NDArray[np.int64]) -> list[int]:
+def _transients(steady: SteadyStep, lasting_bytes: NDArray[np.int64]) -> list[int]:
     """What the forward of each unit takes, result included, beside what was there and what stays for good."""
     levels = steady.live_bytes - lasting_bytes[steady.events]
     return [
@@ -131,7 +131,7 @@ def _lasting_bytes(trace: Trace) -> NDArray[np.int64]:
     return np.cumsum(added)
 
 
-def _runs(steady: Steady, where: NDArray[np.bool_]) -> list[list[tuple[int, int]]]:
+def _runs(steady: SteadyStep, where: NDArray[np.bool_]) -> list[list[tuple[int, int]]]:
     """By unit: first position and the one behind the last of each stretch of positions of its own."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(steady.unit_count)]
     owner = np.where(where, steady.owner, -1)

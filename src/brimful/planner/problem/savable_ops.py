@@ -36,8 +36,8 @@ to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
-    """From where to where saving a result makes a difference."""
+class Extension:
+    """How saving a result changes the time for which it is held."""
 
     first_event: int
     """Of the trace: where the forward drops it, or where the recomputation makes it a second time."""
@@ -58,7 +58,7 @@ class SavableOp:
     """As in `UnitAction.saved`."""
     seconds: float
     """What running it again takes."""
-    stays: tuple[Stay, ...]
+    extensions: tuple[Extension, ...]
     """Of what it returns, in every micro-batch captured."""
     size_bytes: int
     """Bytes held more between forward and backward of one micro-batch."""
@@ -206,22 +206,22 @@ class _Results:
                 self._made[maker].append(storage)
                 self._allocated[storage] = position
 
-    def stays(self, forward_op: int, same_op_again: int) -> tuple[Stay, ...]:
+    def extensions(self, forward_op: int, same_op_again: int) -> tuple[Extension, ...]:
         """What saving the results of an op would change."""
         pairs = zip(self._made[forward_op], self._made[same_op_again], strict=False)
-        return tuple(self._stay(first, second) for first, second in pairs)
+        return tuple(self._extension(first, second) for first, second in pairs)
 
-    def _stay(self, first: int, second: int) -> Stay:
+    def _extension(self, first: int, second: int) -> Extension:
         """For one result: the storage that the forward makes and the one that the recomputation makes."""
         size_bytes = round_up(self._storages[first].size_bytes, self._rounding_bytes)
         dropped, made_again = self._freed.get(first, self._end), self._allocated[second]
         if dropped <= made_again:
             in_forward = self._phase_at(dropped) is Phase.FORWARD
-            return Stay(
+            return Extension(
                 first_event=dropped, stop_event=made_again, size_bytes=size_bytes, begins_in_forward=in_forward
             )
         stop_event = min(dropped, self._freed.get(second, self._end))
-        return Stay(
+        return Extension(
             first_event=made_again, stop_event=stop_event, size_bytes=-size_bytes, begins_in_forward=False
         )
 
@@ -244,20 +244,20 @@ def _savable(
     found = []
     for name, (_in_forward, in_recomputation) in first.items():
         if results.has_any(in_recomputation) and _can_be_saved(trace.ops[in_recomputation]):
-            stays = [
-                [results.stays(*call.pairs[name]) for call in run if call.pairs is not None] for run in runs
+            extensions = [
+                [results.extensions(*call.pairs[name]) for call in run if call.pairs is not None] for run in runs
             ]
             last_run = [call.pairs[name][1] for call in runs[-1] if call.pairs is not None]
             written_over = list(_written_over(trace, last_run))
             if any(trace.ops[index].random for index in written_over):
-                continue  # numbers drawn in place are drawn again: they cannot be left out
+                continue  # numbers drawn in place are drawn again: they cannot be skipped
             found.append(
                 SavableOp(
                     name=name,
                     seconds=sum(seconds(trace.ops[index]) for index in (*last_run, *written_over)),
-                    stays=tuple(stay for of_run in stays for of_call in of_run for stay in of_call),
+                    extensions=tuple(extension for of_run in extensions for of_call in of_run for extension in of_call),
                     size_bytes=sum(
-                        stay.size_bytes for of_call in stays[-1] for stay in of_call if stay.begins_in_forward
+                        extension.size_bytes for of_call in extensions[-1] for extension in of_call if extension.begins_in_forward
                     ),
                 )
             )
