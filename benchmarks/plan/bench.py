@@ -82,7 +82,7 @@ class Bench:
         )
         self.capture = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
         self.plain = replace(
-            self.request.plain_settings(), optimizer_implementation=OptimizerImplementation.FUSED
+            self.request.baseline_settings(), optimizer_implementation=OptimizerImplementation.FUSED
         )
         whole = self.capture(self.plain)
         self.units = find_units(whole)

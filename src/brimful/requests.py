@@ -115,7 +115,7 @@ def budget_bytes(budget: str | None, capture: Capture, request: Request) -> int:
         return int(_capacity_of_rank(request) / (1 + margin))
     if budget.strip().endswith("%"):
         share = _share(budget)
-        plain = per_rank_trace(capture(request.plain_settings()))
+        plain = per_rank_trace(capture(request.baseline_settings()))
         asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
     else:
         asked = parse_bytes(budget)

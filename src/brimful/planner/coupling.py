@@ -11,19 +11,19 @@ _NAMED = 3
 """Layers named before the others are only counted."""
 
 
-def why_kept_whole(plain: Trace) -> str:
+def why_kept_whole(baseline: Trace) -> str:
     """Why a plan does not split the batch unasked.
 
     Args:
-        plain: Plain training, with `batch_coupled_modules`.
+        baseline: A capture of training without a plan, with `batch_coupled_modules`.
 
     Returns:
         One or two clauses.
     """
     reasons = []
-    if norms := plain.batch_norm_modules:
+    if norms := baseline.batch_norm_modules:
         reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
-    if stateful := plain.stateful_modules:
+    if stateful := baseline.stateful_modules:
         reasons.append(f"each forward changes buffers, which would change more often: {_listed(stateful)}")
     return "; ".join(reasons)
 

@@ -146,7 +146,7 @@ class Request:
             )
         return (pinned,)
 
-    def plain_settings(self) -> Settings:
+    def baseline_settings(self) -> Settings:
         """Training without a plan: the whole global batch at once, everything kept."""
         return Settings(
             micro_batch_size=self.rank_batch_size,
@@ -155,7 +155,7 @@ class Request:
             world_size=self.world_size,
             num_nodes=self.num_nodes,
             parallelism=self.parallelisms[0],
-            param_dtype=self._gathered_dtype(self.parallelisms[0]),
+            param_dtype=self._param_dtype(self.parallelisms[0]),
         )
 
     def bases(self) -> tuple[Settings, ...]:
@@ -176,7 +176,7 @@ class Request:
                 num_nodes=self.num_nodes,
                 parallelism=parallelism,
                 reshard_after_forward=reshards,
-                param_dtype=self._gathered_dtype(parallelism),
+                param_dtype=self._param_dtype(parallelism),
                 offload_parameters=self.offload_parameters and parallelism is Parallelism.FSDP2,
             )
             for parallelism in self.parallelisms
@@ -186,7 +186,7 @@ class Request:
             if precision is not Precision.FP16 or not self._leaves_fp16_out(parallelism)
         )
 
-    def _gathered_dtype(self, parallelism: Parallelism) -> str | None:
+    def _param_dtype(self, parallelism: Parallelism) -> str | None:
         return self.param_dtype if parallelism is Parallelism.FSDP2 else None
 
     def _reshards(self, parallelism: Parallelism) -> tuple[bool, ...]:
@@ -201,7 +201,7 @@ class Request:
         return parallelism is not Parallelism.DDP or (self.optimizer_in_backward and is_choice)
 
     @property
-    def may_put_optimizer_on_host(self) -> bool:
+    def may_offload_optimizer(self) -> bool:
         """Whether a plan may choose so: several ranks of a machine would share its processors."""
         is_apart = self.device.kind == "cuda" and self.world_size == 1 and not self.optimizer_in_backward
         return is_apart and self.offload_optimizer is None and self.offload_host_bytes > 0
@@ -211,10 +211,10 @@ class Request:
         """What the budget leaves for the allocator beside the CUDA context."""
         return self.budget_bytes - self.device.context_bytes
 
-    def keeps_batch_whole(self, plain: Trace) -> bool:
+    def keeps_batch_whole(self, baseline: Trace) -> bool:
         """Whether splitting the batch of plain training would change the mathematics and is not permitted."""
         return (
-            bool(plain.batch_coupled_modules)
+            bool(baseline.batch_coupled_modules)
             and not self.splits_coupled_batches
             and self.micro_batch_size is None
         )

@@ -160,9 +160,7 @@ def test_what_a_unit_would_send_is_what_a_capture_sends(name: str) -> None:
     choice = choices(of, seed=0)[0]
     captured = capture(name, replace(kept.settings, units=of.chosen(choice)))
     sent_bytes = sum(op.written_bytes for op in captured.ops if op.name == TO_HOST)
-    told_bytes = sum(
-        unit[option].lingering_bytes for unit, option in zip(of.chain.units, choice, strict=True)
-    )
+    told_bytes = sum(unit[option].lingering_bytes for unit, option in zip(of.chain.units, choice, strict=True))
     # The device rounds; what a unit returns is sent by none, what others hold by all who save it.
     assert told_bytes * 0.97 <= sent_bytes <= told_bytes
 
@@ -290,7 +288,7 @@ def test_permission_to_offload_makes_no_plan_slower() -> None:
     """The solver knows only roughly what hides a copy: here it takes some for hidden that are not."""
     job = bf.find_architecture("unet")
     plans = [
-        bf.plan(job, GPU, global_batch_size=16, precision="bf16", budget="80%", offload=offload)
+        bf.plan(job, GPU, global_batch_size=16, precision="bf16", budget="80%", offload_activations=offload)
         for offload in (True, False)
     ]
     assert any(each.settings.offloaded for each in plans[0].alternatives)  # it was tried

@@ -191,7 +191,7 @@ def planned_words(share: float, classes: int = 5000, **asked: object) -> Plan:
     job = language_model(classes)
     run = cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
     request = Request(job="words", device=slow(CPU), budget_bytes=0, global_batch_size=8, **asked)  # type: ignore[arg-type]
-    plain_bytes = predict_memory(run(request.plain_settings())).peak_reserved_bytes
+    plain_bytes = predict_memory(run(request.baseline_settings())).peak_reserved_bytes
     return search(run, replace(request, budget_bytes=int(share * plain_bytes)))
 
 

@@ -76,14 +76,12 @@ class PlanningProblem:
 
     def without_offloading(self) -> PlanningProblem:
         """The same problem without options that offload, which are the last ones of each unit."""
-        permitted = [
-            [option for option, action in enumerate(actions) if action.action is not Action.OFFLOAD]
-            for actions in self.actions
-        ]
-        units, actions = (
-            tuple(tuple(unit[option] for option in kept) for unit, kept in zip(of_units, permitted, strict=True))
-            for of_units in (self.chain.units, self.actions)
+        actions = tuple(
+            tuple(action for action in of_unit if action.action is not Action.OFFLOAD)
+            for of_unit in self.actions
         )
+        pairs = zip(self.chain.units, actions, strict=True)
+        units = tuple(options[: len(of_unit)] for options, of_unit in pairs)
         return PlanningProblem(chain=replace(self.chain, units=units), actions=actions)
 
 

@@ -1,4 +1,4 @@
-"""Two captures → the options that offload a unit to the host: what leaves, what stays, and what hides its copies."""
+"""Two captures → the options that offload a unit to the host: what leaves, and what hides its copies."""
 
 from __future__ import annotations
 

@@ -245,7 +245,8 @@ def _savable(
     for name, (_in_forward, in_recomputation) in first.items():
         if results.has_any(in_recomputation) and _can_be_saved(trace.ops[in_recomputation]):
             extensions = [
-                [results.extensions(*call.pairs[name]) for call in run if call.pairs is not None] for run in runs
+                [results.extensions(*call.pairs[name]) for call in run if call.pairs is not None]
+                for run in runs
             ]
             last_run = [call.pairs[name][1] for call in runs[-1] if call.pairs is not None]
             written_over = list(_written_over(trace, last_run))
@@ -255,9 +256,14 @@ def _savable(
                 SavableOp(
                     name=name,
                     seconds=sum(seconds(trace.ops[index]) for index in (*last_run, *written_over)),
-                    extensions=tuple(extension for of_run in extensions for of_call in of_run for extension in of_call),
+                    extensions=tuple(
+                        extension for of_run in extensions for of_call in of_run for extension in of_call
+                    ),
                     size_bytes=sum(
-                        extension.size_bytes for of_call in extensions[-1] for extension in of_call if extension.begins_in_forward
+                        extension.size_bytes
+                        for of_call in extensions[-1]
+                        for extension in of_call
+                        if extension.begins_in_forward
                     ),
                 )
             )

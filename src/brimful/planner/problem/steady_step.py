@@ -1,7 +1,7 @@
 """A capture → its last step by position: live bytes, the unit that runs, and the storages held at two moments.
 
-`build` compares the steps of two captures, one with every unit kept and one with every unit recomputed. Storages
-have no identity across captures, so they are counted by `StorageKey`.
+`build` compares the steps of two captures, one with every unit kept and one with every unit recomputed. Nothing
+identifies a storage across captures, so they are counted by `StorageKey`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SteadyStep:
 
     @property
     def is_inside(self) -> NDArray[np.bool_]:
-        """Whether a unit runs and no later one is held, (P,); where units overlap, a position belongs to none."""
+        """Whether a unit runs and no later one is held, (P,): where units overlap, neither is alone."""
         inside: NDArray[np.bool_] = (self.owner >= 0) & (self.owner + 1 == self.begun)
         return inside
 
@@ -148,7 +148,9 @@ def _called_once(owner: NDArray[np.int64]) -> frozenset[int]:
     return frozenset(unit for unit, count in Counter(first_ops.tolist()).items() if count == 1 and unit >= 0)
 
 
-def _passed_on(trace: Trace, step: int, owner: NDArray[np.int64], begun: NDArray[np.int64]) -> Counter[StorageKey]:
+def _passed_on(
+    trace: Trace, step: int, owner: NDArray[np.int64], begun: NDArray[np.int64]
+) -> Counter[StorageKey]:
     """What units of the first forward make that is there when they end, and gone when the forward ends."""
     rounding_bytes = rounding_bytes_of(trace.device_kind)
     forward = _ops_of(trace, step, Phase.FORWARD, 0)
