@@ -47,27 +47,24 @@ class ExpectedChoice:
 class CandidateSearch:
     """The choices of one candidate; why a choice could not be captured is added to `notes`."""
 
-    def __init__(self, grid: BudgetGrid, replays: Replays, notes: list[str]) -> None:
-        self.candidate = replays.candidate
-        self.grid = grid
-        """May be that of a candidate that differs only in what is reserved."""
-        self._replays = replays
+    def __init__(
+        self, candidate: Candidate, capture: Capture, notes: list[str], *, grid: BudgetGrid | None = None
+    ) -> None:
+        self.candidate = candidate
+        self.grid = BudgetGrid(candidate) if grid is None else grid
+        """May be shared with a candidate that differs only in what is reserved."""
+        self._replays = Replays(candidate, capture)
         self._notes = notes
         self._expected: dict[int, ExpectedChoice | None] = {}
-
-    @classmethod
-    def of(cls, candidate: Candidate, capture: Capture, notes: list[str]) -> CandidateSearch:
-        """The search of a candidate, with nothing solved yet."""
-        return cls(BudgetGrid(candidate), Replays(candidate, capture), notes)
 
     def with_expandable_segments(self) -> CandidateSearch:
         """The same with expandable segments of the allocator, which shares the solutions of the grid."""
         candidate = self.candidate.with_expandable_segments()
-        return CandidateSearch(self.grid, Replays(candidate, self._replays.capture), self._notes)
+        return CandidateSearch(candidate, self._replays.capture, self._notes, grid=self.grid)
 
     def without_offloading(self) -> CandidateSearch:
         """The same without choices that offload units."""
-        return CandidateSearch.of(self.candidate.without_offloading(), self._replays.capture, self._notes)
+        return CandidateSearch(self.candidate.without_offloading(), self._replays.capture, self._notes)
 
     @property
     def settings(self) -> Settings:
@@ -82,7 +79,7 @@ class CandidateSearch:
         """
         if budget_bytes not in self._expected:
             count = self._count_expected(self.grid.levels, budget_bytes)
-            self._expected[budget_bytes] = self._expected_at(count - 1) if count else None
+            self._expected[budget_bytes] = None if count == 0 else self._expected_at(count - 1)
         return self._expected[budget_bytes]
 
     def known_expected(self, budget_bytes: int) -> ExpectedChoice | None:
@@ -114,7 +111,10 @@ class CandidateSearch:
         found = []
         for levels in (self.grid.levels, self.grid.nested_levels):
             try:
-                found += [self._captured_at(level_bytes) for level_bytes in levels[:1]]
+                found += [
+                    self._replays.captured(self.grid.solution_at(level_bytes).choice)
+                    for level_bytes in levels[:1]
+                ]
             except (CaptureError, BatchError) as error:
                 self._add_note(error)
         return tuple(found)
@@ -161,14 +161,14 @@ class CandidateSearch:
     def _highest_captured(self, levels: Sequence[int], budget_bytes: int) -> Estimate | None:
         """A capture of the highest level that truly is within the budget; None if none can be."""
         try:
-            captured = (self._captured_at(level_bytes) for level_bytes in reversed(levels))
+            captured = (
+                self._replays.captured(self.grid.solution_at(level_bytes).choice)
+                for level_bytes in reversed(levels)
+            )
             return next((each for each in captured if each.predicted_peak_reserved_bytes <= budget_bytes), None)
         except (CaptureError, BatchError) as error:
             self._add_note(error)
             return None
-
-    def _captured_at(self, level_bytes: int) -> Estimate:
-        return self._replays.captured(self.grid.solution_at(level_bytes).choice)
 
     def _add_note(self, error: CaptureError | BatchError) -> None:
         note = f"{self.settings.describe()} is not considered at small budgets: {error}"

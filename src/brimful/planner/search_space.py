@@ -86,7 +86,7 @@ class SearchSpace:
 
     def _of_base(self, base: Settings) -> list[CandidateSearch]:
         family = CandidateFamily(self._capture, self._request, base, self._sizes, self._notes)
-        return [CandidateSearch.of(each, self._capture, self._notes) for each in family.candidates()]
+        return [CandidateSearch(each, self._capture, self._notes) for each in family.candidates()]
 
     def _why_not_on_host(self, kept: Trace) -> str | None:
         """Why no plan may choose the host for an optimizer; None if it may."""
