@@ -48,8 +48,10 @@ def _searched(
         _fitting(each.settings, each.predicted_peak_reserved_bytes, each.predicted_step_seconds)
         for each in slower
     ]
-    if best.settings.optimizer != request.optimizer:  # then the best with the job's own optimizer is listed too
-        own_optimizer = [each for each in candidates if each.settings.optimizer == request.optimizer]
+    if (
+        best.settings.optimizer != request.pins.optimizer
+    ):  # then the best with the job's own optimizer is listed too
+        own_optimizer = [each for each in candidates if each.settings.optimizer == request.pins.optimizer]
         next(by_least_time(own_optimizer, request.reserved_budget_bytes), None)
     known = {each.settings for each in found}
     looked_at = [each.known_expected(request.reserved_budget_bytes) for each in candidates]

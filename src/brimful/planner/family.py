@@ -112,7 +112,7 @@ class CandidateFamily:
             kept=kept,
             recomputed=recomputed,
             kept_seconds=step_seconds(kept, device).total_seconds,
-            pinned=self._request.recompute,
+            pinned=self._request.pins.recompute,
         )
 
     def _host_bytes(self, settings: Settings, kept: Trace) -> int:
@@ -120,7 +120,7 @@ class CandidateFamily:
         if settings.divides_state:
             return 0
         of_optimizer = pinned_host_bytes(kept) + kept.host_state_bytes
-        return max(self._request.offload_host_bytes - of_optimizer, 0)
+        return max(self._request.permits.offload_host_bytes - of_optimizer, 0)
 
     def _unit_divisions(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
         """The model's units, and where dividing one of them lowers the peak, those after that."""
@@ -130,7 +130,7 @@ class CandidateFamily:
 
     def _divided(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
         """The units, of which one that alone makes the peak is divided as long as that lowers it."""
-        if not units or self._request.recompute is not None:
+        if not units or self._request.pins.recompute is not None:
             return units
         while (finer := self._finer(units, kept, settings)) is not None:
             units = finer

@@ -49,8 +49,8 @@ def nothing_fits(
     ]
     if request.device.context_bytes:
         lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
-    if request.why_not_split is not None:
-        lines.append(f"  the batch cannot be split: {request.why_not_split}")
+    if request.job.why_not_split is not None:
+        lines.append(f"  the batch cannot be split: {request.job.why_not_split}")
     elif request.keeps_batch_whole(baseline.trace):
         lines.append(
             f"  the batch cannot be split: {why_kept_whole(baseline.trace)}. Permit it with "
@@ -65,19 +65,19 @@ def nothing_fits(
 
 def _what_was_asked(request: Request) -> Iterator[str]:
     """What is pinned or not permitted, without which a plan could take less."""
-    if request.micro_batch_size not in (None, 1):
-        yield f"micro-batches of {request.micro_batch_size}"
-    if request.recompute is not None:
-        yield f"{'nothing' if request.recompute is Action.KEEP else 'everything'} recomputed"
-    if not request.permits_chunked_loss:
+    if request.pins.micro_batch_size not in (None, 1):
+        yield f"micro-batches of {request.pins.micro_batch_size}"
+    if request.pins.recompute is not None:
+        yield f"{'nothing' if request.pins.recompute is Action.KEEP else 'everything'} recomputed"
+    if not request.permits.chunked_loss:
         yield "no chunked loss"
-    if request.device.kind == "cuda" and not request.permits_expandable_segments:
+    if request.device.kind == "cuda" and not request.permits.expandable_segments:
         yield "no expandable segments"
-    if request.device.kind == "cpu" and request.offload_optimizer:
+    if request.device.kind == "cpu" and request.pins.offload_optimizer:
         yield "the optimizer on the host, which is the device here, so that nothing is spared"
-    if request.device.kind == "cuda" and not request.offload_host_bytes:
+    if request.device.kind == "cuda" and not request.permits.offload_host_bytes:
         yield "no offload"
-    elif request.device.kind == "cuda" and request.offload_optimizer is False:
+    elif request.device.kind == "cuda" and request.pins.offload_optimizer is False:
         yield "no optimizer on the host"
 
 
@@ -87,9 +87,9 @@ def _options(capture: Capture, request: Request, smallest: Estimate) -> Iterator
     tried: list[tuple[str, dict[str, Any]]] = [
         (f"precision {precision}", {"precision": precision})
         for precision in (Precision.BF16, Precision.FP16)
-        if precision not in request.precisions and request.device.supports(precision)
+        if precision not in request.permits.precisions and request.device.supports(precision)
     ][:1]
-    if request.optimizer is None:
+    if request.pins.optimizer is None:
         tried += [
             (f"optimizer {name}", {"optimizer": name, "optimizer_implementation": None})
             for name in ("adafactor", "sgd")
@@ -117,10 +117,10 @@ def _more_host_memory(capture: Capture, request: Request, settings: Settings) ->
     needed_bytes = trace.host_state_bytes + pinned_host_bytes(trace)
     estimate = estimate_unlimited(trace, request.device)
     fits = estimate.predicted_peak_device_bytes <= request.budget_bytes
-    if fits and needed_bytes > request.offload_host_bytes:
+    if fits and needed_bytes > request.permits.offload_host_bytes:
         yield (
             f"host_memory {_rounded_up(needed_bytes)}, --host-memory, for the optimizer's state "
-            f"({format_bytes(request.offload_host_bytes)} permitted now; "
+            f"({format_bytes(request.permits.offload_host_bytes)} permitted now; "
             f"{format_bytes(estimate.predicted_peak_device_bytes)} predicted on the device)"
         )
 

@@ -68,7 +68,7 @@ def notes_for(
         *dict.fromkeys(searching),
         *([_BUSY_NOTE] if request.device.was_measured_busy else []),
         *_why_the_batch_is_whole(settings, baseline, request),
-        *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
+        *([_OWN_LOOP_NOTE] if request.job.brings_own_loop else []),
         *_what_splitting_changes(settings, baseline, request),
         *_what_the_optimizer_changes(settings, request),
         *_what_the_host_gives(best, request),
@@ -89,8 +89,8 @@ def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Reques
 
     Layers that depend on the micro-batch are named where the plan spares memory in another way.
     """
-    if request.why_not_split is not None:
-        return [f"Smaller micro-batches were not considered: {request.why_not_split}"]
+    if request.job.why_not_split is not None:
+        return [f"Smaller micro-batches were not considered: {request.job.why_not_split}"]
     if request.keeps_batch_whole(baseline) and (settings.changed or settings.chunked_loss):
         return [
             f"The batch is not split: {why_kept_whole(baseline)}. To permit it, set split_batch_norm=True "
@@ -101,7 +101,7 @@ def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Reques
 
 def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:
     """That the optimizer is another than the job's, if it is."""
-    if settings.optimizer == request.optimizer:
+    if settings.optimizer == request.pins.optimizer:
         return []
     return [
         f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
@@ -167,10 +167,9 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
         )
     taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
     if taken_bytes and device.kind == "cuda":
-        permitted = (
-            f"{format_bytes(request.offload_host_bytes)} permitted (set it with host_memory, --host-memory)"
-        )
-        how = "of the" if taken_bytes <= request.offload_host_bytes else "more than the"
+        permitted_bytes = request.permits.offload_host_bytes
+        permitted = f"{format_bytes(permitted_bytes)} permitted (set it with host_memory, --host-memory)"
+        how = "of the" if taken_bytes <= permitted_bytes else "more than the"
         notes.append(
             f"{'Training' if settings.world_size == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of "
             f"the host's memory, {how} {permitted}; "
@@ -183,7 +182,7 @@ def _where_the_optimizer_returns(
     best: Estimate, request: Request, candidates: Sequence[CandidateSearch]
 ) -> list[str]:
     """From about which budget on the optimizer fits the device, if the plan chose the host for want of room."""
-    if not best.settings.offload_optimizer or request.offload_optimizer:
+    if not best.settings.offload_optimizer or request.pins.offload_optimizer:
         return []
     on_device = [each for each in candidates if not each.settings.offload_optimizer]
     least_bytes = min(each.grid.smallest_peak_bytes for each in on_device) + request.device.context_bytes
@@ -260,7 +259,7 @@ def _what_splitting_changes(settings: Settings, baseline: Trace, request: Reques
             "The loss is that of all samples of the global batch together: each micro-batch's forward runs "
             "twice, without gradients for its embeddings, then for their gradient."
         )
-    elif not request.weighs_by_count:
+    elif not request.job.weighs_by_count:
         changes.append(
             "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
             'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'

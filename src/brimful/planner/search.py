@@ -47,7 +47,7 @@ def search(capture: Capture, request: Request) -> Plan:
         InfeasibleError: Nothing permitted fits; the message says by how much, why, and what would.
         UsageError: The request contradicts itself or the device.
     """
-    for precision in request.precisions:
+    for precision in request.permits.precisions:
         request.device.check_precision(precision)
     baseline = Baseline.of(capture, request)
     notes: list[str] = []
@@ -68,10 +68,10 @@ def _candidates(capture: Capture, request: Request, baseline: Trace, notes: list
     """All candidates that are worth a search; those that take less memory only where it limits the others."""
     space = SearchSpace(capture, request, baseline, notes)
     candidates = space.of_bases(request.bases())
-    can_chunk = request.permits_chunked_loss and not baseline.couples_samples
+    can_chunk = request.permits.chunked_loss and not baseline.couples_samples
     if can_chunk and _is_limited_by_memory(candidates, request):
         candidates += space.with_chunked_loss()
-    can_expand = request.permits_expandable_segments and request.device.kind == "cuda"
+    can_expand = request.permits.expandable_segments and request.device.kind == "cuda"
     if can_expand and _is_limited_by_memory(candidates, request):
         candidates += [each.with_expandable_segments() for each in candidates]
     if request.may_offload_optimizer and _may_gain_on_host(candidates, request, baseline):
@@ -101,7 +101,7 @@ def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, b
     if not found:
         return True
     most_gained_seconds = found[0].predicted_step_seconds - _fastest_ever_seconds(candidates)
-    state_bytes = 0 if request.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
+    state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
     return most_gained_seconds > least_host_update_seconds(baseline, request.device, state_bytes)
 
 
@@ -134,7 +134,7 @@ def _plan(
     best = found[0]
     return Plan(
         status=PlanStatus.FEASIBLE,
-        job=request.job,
+        job=request.job.name,
         device=request.device.name,
         device_kind=request.device.kind,
         budget_bytes=request.budget_bytes,

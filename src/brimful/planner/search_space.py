@@ -42,7 +42,7 @@ class SearchSpace:
             try:
                 found += self._of_base(base)
             except (CaptureError, UsageError) as error:
-                if base.parallelism is Parallelism.FSDP2 and len(self._request.parallelisms) > 1:
+                if base.parallelism is Parallelism.FSDP2 and len(self._request.ranks.parallelisms) > 1:
                     self._notes.append(f"FSDP2 is not considered: {error}")
                     continue
                 if base.optimizer_implementation is None:
@@ -91,10 +91,10 @@ class SearchSpace:
     def _why_not_on_host(self, kept: Trace) -> str | None:
         """Why no plan may choose the host for an optimizer; None if it may."""
         taken_bytes = kept.host_state_bytes + pinned_host_bytes(kept)
-        if taken_bytes > self._request.offload_host_bytes:
+        if taken_bytes > self._request.permits.offload_host_bytes:
             return (
                 f"it needs {format_bytes(taken_bytes)} of host memory, and host_memory (--host-memory) permits "
-                f"{format_bytes(self._request.offload_host_bytes)}."
+                f"{format_bytes(self._request.permits.offload_host_bytes)}."
             )
         if any(op.on_host and op.flops for op in kept.ops):
             return "its update multiplies matrices, and how fast the host does that is not known."

@@ -13,7 +13,7 @@ from brimful.cost import step_seconds
 from brimful.devices import Device, find_device
 from brimful.memory import TO_HOST, live_profile, pinned_host_bytes, predict_memory, rounding_bytes_of
 from brimful.memory import pinned_host as host
-from brimful.planner import Plan, Request, search
+from brimful.planner import JobTraits, Permits, Pins, Plan, Request, search
 from brimful.planner.problem.build import KEPT, RECOMPUTED, PlanningProblem, build_problem
 from brimful.planner.problem.splice import Splicer
 from brimful.settings import Action, Precision, Settings, UnitAction
@@ -235,14 +235,12 @@ def planned(link: float, budget: float, *, host_bytes: int = 1 << 40) -> Plan:
     recomputed = capture_large(with_action(kept.settings, find_units(kept), Action.RECOMPUTE))
     least, most = (predict_memory(trace).peak_reserved_bytes for trace in (recomputed, kept))
     request = Request(
-        job="gpt",
+        job=JobTraits(name="gpt"),
         device=replace(slow(), host_link_bytes_per_second=link, context_bytes=0),
         budget_bytes=int(least + (most - least) * budget),
         global_batch_size=SAMPLES,
-        micro_batch_size=SAMPLES,
-        offload_host_bytes=host_bytes,
-        permits_chunked_loss=False,
-        permits_expandable_segments=False,
+        pins=Pins(micro_batch_size=SAMPLES),
+        permits=Permits(offload_host_bytes=host_bytes, chunked_loss=False, expandable_segments=False),
     )
     return search(capture_large, request)
 
