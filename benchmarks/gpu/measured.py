@@ -15,8 +15,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from brimful.batches import make_batch
 from brimful.execution.executor import StepExecutor
+from brimful.execution.precision import matmul_precision
 from brimful.execution.setup import build_model, set_up_allocator
-from brimful.execution.step import matmul_precision
 from brimful.job import Job
 from brimful.optimizers import make_optimizer
 from brimful.profiling import PeakMemory, peak_memory, repeated_step

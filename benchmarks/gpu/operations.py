@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from brimful.capture import capture_step
 from brimful.devices import Device
-from brimful.execution.step import matmul_precision
+from brimful.execution.precision import matmul_precision
 from brimful.job import Job
 from brimful.settings import Precision, Settings
 from gpu.allocations import (

@@ -30,7 +30,7 @@ from job_zoo.steps import Stepped, plain_peak_bytes, planned_peak_bytes, seed_al
 CLOSE_FRACTION = 0.01
 """A larger error of a prediction is to be named."""
 ROUNDINGS, HALF_ROUNDINGS = 1000, 8
-"""Splitting may change a number by so many roundings of its tensor's largest, as `bf.certify` states for
+"""Splitting may change a number by so many roundings of its tensor's largest, as `bf.verify` states for
 float32; and by so many in 16 bits."""
 SMALL_GRADIENT = 1e-3
 """A gradient whose largest entry is less than this part of the largest of all counts as if it were so large:
@@ -68,7 +68,7 @@ class PlanRow:
     """Loss under the plan over plain training's; where random numbers differ, of the means over some seeds."""
     gradient_ratio: float = math.nan
     certificate: str = ""
-    """What `bf.certify` says, where a batch is split."""
+    """What `bf.verify` says, where a batch is split."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,7 +209,7 @@ def _carried_out(case: JobCase, row: Row, plan: bf.Plan, what: str) -> PlanRow |
         [planned.gradient_norm for _, planned in pairs], [plain.gradient_norm for plain, _ in pairs]
     )
     if is_split:
-        certificate = _tried(row, "certify", lambda: bf.certify(case.job(), plan))
+        certificate = _tried(row, "verify", lambda: bf.verify(case.job(), plan))
         found.certificate = "" if certificate is None else str(certificate)
     return found
 
@@ -349,4 +349,4 @@ def _judge_mathematics(case: JobCase, row: Row, what: str, found: PlanRow) -> No
         row.doubts.append(f"{what} changes {found.where} by {found.largest_difference:.2g} ({found.settings})")
     if len(row.doubts) == before and "NOT the same" in found.certificate:
         failed = next(line.strip() for line in found.certificate.splitlines() if "BEYOND" in line)
-        row.wrongs.append(f"bf.certify says of an equal plan: {failed}")
+        row.wrongs.append(f"bf.verify says of an equal plan: {failed}")

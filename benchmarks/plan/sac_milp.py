@@ -59,7 +59,7 @@ from brimful.batches import map_tensors, tensors_in
 from brimful.capture import capture_step
 from brimful.capture.recorder import Recorder
 from brimful.cost import Roofline
-from brimful.execution.step import autocast
+from brimful.execution.precision import autocast
 from brimful.job import Batch
 from brimful.optimizers import make_optimizer
 from brimful.quantities import GIB

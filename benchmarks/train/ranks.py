@@ -110,7 +110,7 @@ def plan(
 def train(name: str, how: bf.Plan, steps: int = STEPS) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return Trainer(job(name), how, steps=steps, device="cpu", certifies=False, show_progress=False).fit()
+        return Trainer(job(name), how, steps=steps, device="cpu", verify=False, show_progress=False).fit()
 
 
 @cache

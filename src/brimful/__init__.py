@@ -35,7 +35,6 @@ __all__ = [
     "apply",
     "calibrate",
     "capture_trace",
-    "certify",
     "check_plan",
     "estimate",
     "estimator",
@@ -47,6 +46,7 @@ __all__ = [
     "measure",
     "named_optimizer",
     "plan",
+    "verify",
 ]
 
 _HOMES = {
@@ -73,7 +73,7 @@ _HOMES = {
     "apply": "api",
     "calibrate": "api",
     "capture_trace": "api",
-    "certify": "api",
+    "verify": "api",
     "check_plan": "api",
     "estimate": "api",
     "estimator": "api",
@@ -92,7 +92,6 @@ if TYPE_CHECKING:
         apply,
         calibrate,
         capture_trace,
-        certify,
         check_plan,
         estimate,
         estimator,
@@ -100,6 +99,7 @@ if TYPE_CHECKING:
         gpus,
         measure,
         plan,
+        verify,
     )
     from brimful.devices import Device, find_device
     from brimful.errors import BrimfulError, InfeasibleError

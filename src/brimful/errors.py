@@ -13,7 +13,7 @@
   + InfeasibleError                    nothing fits the budget; says by how much and what would
   + TrainingError
     - NonFiniteError                   the loss or a gradient is NaN or infinite
-    - CertificateError                 a plan does not compute what plain training does
+    - EquivalenceError                 a plan does not compute what plain training does
     - OutOfMemoryError                 memory ran out, and nothing that takes less is left to try
     - HalfUpdatedError                 an error came in an update that can be neither finished nor undone
     - DataError                        the training data raised
@@ -124,7 +124,7 @@ class InterruptedRunError(TrainingError):
     """Training was stopped on request before there was anything to save."""
 
 
-class CertificateError(TrainingError):
+class EquivalenceError(TrainingError):
     """A plan does not compute what plain training does."""
 
 

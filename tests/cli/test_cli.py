@@ -170,7 +170,7 @@ def test_a_plan_that_the_model_has_outgrown_fails_the_check(folder: Path) -> Non
 
 
 def test_a_plan_is_certified_on_this_machine(folder: Path) -> None:
-    asked = ("--device", "cpu", "--global-batch-size", "8", "--micro-batch-size", "4", "--certify")
+    asked = ("--device", "cpu", "--global-batch-size", "8", "--micro-batch-size", "4", "--verify")
     done = brimful(folder, "plan", "mine:job", *asked, "--recompute", "all", "--json")
     certificate = json.loads(done.stdout)["certificate"]
     assert (done.returncode, certificate["holds"], certificate["samples"]) == (0, True, 8)
@@ -370,7 +370,7 @@ OPTIONS = {
         "--world-size", "--num-nodes", "--network", "--parallelism", "--reshard", "--param-dtype",
         "--offload-parameters",
         "--seq-len",
-        "--image-size", "--set", "--output", "--check", "--certify", "--json",
+        "--image-size", "--set", "--output", "--check", "--verify", "--json",
     ],
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set"],
     "train images": [

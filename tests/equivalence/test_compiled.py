@@ -157,7 +157,7 @@ def test_what_is_compiled_stays_compiled_after_steps_under_a_plan(recompute: str
     for _ in range(3):
         step(batch)
     step.remove()
-    bf.certify(job, settings)
+    bf.verify(job, settings)
     bf.fit(job, settings, steps=1, show_progress=False)
     assert compiled_calls(other, batch) == before
     assert compiled_calls(model, batch) > 0

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.batches import BatchLayout
-from brimful.errors import CertificateError
+from brimful.errors import EquivalenceError
 from brimful.execution.coupled_loss import loss_of
-from brimful.execution.step import make_scaler, run_step
+from brimful.execution.hooks import StepHooks
+from brimful.execution.precision import make_scaler
+from brimful.execution.step import StepParts, run_step
 from brimful.job import Job
 from brimful.optimizers import make_optimizer
-from brimful.profiling import certify, measure_step
+from brimful.profiling import measure_step, verify
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trainer import Trainer
 from brimful.trainer.step import fallback as lowering
@@ -48,14 +50,16 @@ def of_step(
     found: dict[str, Tensor] = {}
     parts = BatchLayout().split(batch, micro_batch_size)
     outcome = run_step(
-        model=model,
-        loss=loss_of(job),
-        optimizer=torch.optim.SGD(model.parameters()),
-        micro_batches=parts,
-        weights=[1 / len(parts)] * len(parts),
-        precision=precision,
-        scaler=make_scaler(precision, "cpu"),
-        before_update=lambda _loss, _norm: bool(found.update(gradients(model))),
+        StepParts(
+            model=model,
+            loss=loss_of(job),
+            optimizer=torch.optim.SGD(model.parameters()),
+            precision=precision,
+            scaler=make_scaler(precision, "cpu"),
+        ),
+        parts,
+        [1 / len(parts)] * len(parts),
+        hooks=StepHooks(before_update=lambda _loss, _norm: bool(found.update(gradients(model)))),
     )
     return outcome.loss, found
 
@@ -198,7 +202,7 @@ def test_a_plan_splits_the_batch_and_keeps_its_word() -> None:
     beyond = measured.measured_peak_allocated_bytes - plan.predicted_peak_allocated_bytes
     assert 0 <= beyond <= TRANSPOSING_BYTES
     assert any("forward runs twice" in note for note in plan.notes)
-    certificate = bf.certify(job, plan)
+    certificate = bf.verify(job, plan)
     assert certificate.holds
     assert certificate.comparisons[-1].name == "splitting"
     assert not certificate.comparisons[-1].left_out_because
@@ -284,9 +288,9 @@ def test_where_memory_runs_out_smaller_micro_batches_have_the_same_losses() -> N
 def test_a_coupled_loss_that_does_not_say_so_is_refused(dropout: float, precision: Precision) -> None:
     job = coupled_job(dropout, embed=None, loss=contrast_of)
     settings = Settings(micro_batch_size=4, gradient_accumulation_steps=2, precision=precision)
-    with pytest.raises(CertificateError, match=r"Job\(embed=…"):
+    with pytest.raises(EquivalenceError, match=r"Job\(embed=…"):
         Trainer(job, settings, device="cpu", show_progress=False).fit()
-    assert certify(coupled_job(dropout), settings).holds
+    assert verify(coupled_job(dropout), settings).holds
 
 
 def test_an_embedding_that_depends_on_other_samples_is_refused() -> None:
@@ -296,7 +300,7 @@ def test_an_embedding_that_depends_on_other_samples_is_refused() -> None:
 
     settings = Settings(micro_batch_size=4, gradient_accumulation_steps=2)
     for dropout in (0.0, 0.1):
-        assert not certify(coupled_job(dropout, embed=centred), settings).holds
+        assert not verify(coupled_job(dropout, embed=centred), settings).holds
 
 
 def test_in_a_loop_of_ones_own(tmp_path: Any) -> None:

@@ -76,7 +76,7 @@ def trained(ways: tuple[Settings, ...]) -> dict[bool, list[tuple[list[float], in
     for linear in (True, False):
         job = make_job(linear=linear)
         for how in ways:
-            result = Trainer(job, how, epochs=2, device="cpu", show_progress=False, certifies=False).fit()
+            result = Trainer(job, how, epochs=2, device="cpu", show_progress=False, verify=False).fit()
             losses = [step.loss for step in result.steps] + [each.loss for each in result.validations]
             found.setdefault(linear, []).append((losses, result.measured_peak_allocated_bytes))
     return found

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
-from brimful.errors import CertificateError, HalfUpdatedError, NonFiniteError, OutOfMemoryError, UsageError
+from brimful.errors import EquivalenceError, HalfUpdatedError, NonFiniteError, OutOfMemoryError, UsageError
 from brimful.job import Data, Job
 from brimful.optimizers import named_optimizer
 from brimful.profiling import measure_step
@@ -265,14 +265,14 @@ def test_a_gradient_in_parts_is_refused() -> None:
             return made
 
     with pytest.raises(HalfUpdatedError, match="use_reentrant=False"):
-        trained(make_job(model=Reentrant), IN_BACKWARD, certifies=False)
-    with pytest.raises(CertificateError, match="use_reentrant=False"):
-        bf.certify(make_job(model=Reentrant), IN_BACKWARD)  # by the step that training runs
+        trained(make_job(model=Reentrant), IN_BACKWARD, verify=False)
+    with pytest.raises(EquivalenceError, match="use_reentrant=False"):
+        bf.verify(make_job(model=Reentrant), IN_BACKWARD)  # by the step that training runs
 
 
 def test_it_is_certified_by_the_step_that_training_runs() -> None:
     (updating, *_) = [
-        each for each in bf.certify(make_job(), IN_BACKWARD).comparisons if each.name == "updating in backward"
+        each for each in bf.verify(make_job(), IN_BACKWARD).comparisons if each.name == "updating in backward"
     ]
     assert updating.is_bitwise
 
@@ -292,7 +292,7 @@ def test_where_memory_stays_short_nothing_smaller_is_tried_than_the_whole_batch(
         return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
 
     with pytest.raises(OutOfMemoryError, match="only after the last micro-batch"):
-        trained(make_job(loss=loss), IN_BACKWARD, certifies=False)
+        trained(make_job(loss=loss), IN_BACKWARD, verify=False)
 
 
 def test_what_does_not_fit_says_what_would_though_fp16_cannot_go_with_it() -> None:
@@ -309,7 +309,7 @@ def test_frozen_parameters_are_left_alone_in_ones_own_loop_and_by_the_certificat
         return model
 
     job = make_job(model=frozen)
-    assert bf.certify(job, IN_BACKWARD).holds
+    assert bf.verify(job, IN_BACKWARD).holds
     model = frozen()
     before = next(iter(model.parameters())).clone()
     step = bf.apply(IN_BACKWARD, job, model, torch.optim.SGD(model.parameters(), 0.1))

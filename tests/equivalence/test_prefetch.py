@@ -17,7 +17,7 @@ import brimful as bf
 from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.execution import prefetch
-from brimful.execution.step import run_step
+from brimful.execution.step import StepParts, run_step
 from brimful.memory import most_held_bytes
 from brimful.prediction import estimate_trace
 from brimful.profiling import measure_step
@@ -93,15 +93,14 @@ def stepped_as_on_cuda(monkeypatch: pytest.MonkeyPatch, *, waits: bool) -> tuple
     ahead = copy.deepcopy(plain)
     micro_batches = [{"x": torch.randn(4, INPUT)} for _ in range(4)]
     for model, begin in ((plain, None), (ahead, prefetch.prefetch_to("cpu"))):
-        run_step(
+        parts = StepParts(
             model=model,
             loss=mean_square,
             optimizer=torch.optim.SGD(model.parameters(), lr=1e-3),
-            micro_batches=micro_batches,
-            weights=[0.25] * 4,
             precision=Precision.FP32,
             prefetch=begin,
         )
+        run_step(parts, micro_batches, [0.25] * 4)
     return plain, ahead
 
 

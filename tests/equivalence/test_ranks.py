@@ -169,7 +169,7 @@ def on_the_edge(how: Settings) -> dict[str, object]:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
             data=lambda: Data(train=samples, validation=noisy),
         )
-        trainer = Trainer(job, how, device="cpu", show_progress=False, certifies=False, **options)
+        trainer = Trainer(job, how, device="cpu", show_progress=False, verify=False, **options)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
             return trainer, trainer.fit()

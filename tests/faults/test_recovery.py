@@ -348,9 +348,9 @@ def test_a_batch_that_was_read_but_not_trained_on_is_read_alike_again(job_with, 
 def test_the_check_before_the_first_step_leaves_buffers_as_if_it_had_not_been(job_with, trained, samples):
     """Dropout keeps gradients from being compared, so that losses in evaluation mode are."""
     job = job_with(model=lambda: nn.Sequential(Counted(), nn.Dropout(0.5)), data=lambda: Data(train=samples))
-    unchecked = trained(job, 8, 2, epochs=None, steps=2, certifies=False)[0]
+    unchecked = trained(job, 8, 2, epochs=None, steps=2, verify=False)[0]
     with pytest.warns(UserWarning, match="each forward changes buffers: 2 times a step"):
-        checked = trained(job, 8, 2, epochs=None, steps=2, certifies=True)[0]
+        checked = trained(job, 8, 2, epochs=None, steps=2, verify=True)[0]
     assert torch.equal(checked.model[0].calls, unchecked.model[0].calls)
     assert unchecked.model[0].calls == 4
 
@@ -374,9 +374,7 @@ def test_an_interrupt_while_an_out_of_memory_error_is_handled_undoes_the_step(jo
     settings = bf.Settings(micro_batch_size=8)
     undisturbed = Trainer(job_with(model=normed), settings, steps=1, show_progress=False)
     undisturbed.fit()
-    trainer = Trainer(
-        job_with(model=normed, loss=loss), settings, steps=4, certifies=False, show_progress=False
-    )
+    trainer = Trainer(job_with(model=normed, loss=loss), settings, steps=4, verify=False, show_progress=False)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert len(calls) == 2

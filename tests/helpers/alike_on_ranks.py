@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from brimful.errors import CertificateError, NonFiniteError
+from brimful.errors import EquivalenceError, NonFiniteError
 from brimful.job import Data, Job
 from brimful.results import TrainingResult
 from brimful.settings import Action, Parallelism, Settings, UnitAction
@@ -89,7 +89,7 @@ def not_a_number(parallelism: str, folder: str) -> str:
 
 
 def refused_certificate(parallelism: str) -> str:
-    with pytest.raises(CertificateError) as told:
+    with pytest.raises(EquivalenceError) as told:
         fitted(parallelism, Counting(8, 8), recomputed=("layers.1",))
     return str(told.value)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from brimful.execution.step import autocast
+from brimful.execution.precision import autocast
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.transforms import apply_units
 

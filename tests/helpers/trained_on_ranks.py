@@ -128,7 +128,7 @@ def trained(
             how,
             device="cpu",
             show_progress=False,
-            **({"epochs": 2, "max_gradient_norm": 0.5, "certifies": False} | options),
+            **({"epochs": 2, "max_gradient_norm": 0.5, "verify": False} | options),
         )
         result = trainer.fit()
     weights = {

@@ -35,7 +35,7 @@ def test_a_notebook_shows_results_as_print_does() -> None:
         "global batch 8: fits 2 of 2 GPUs": bf.gpus(job, global_batch_size=8, devices=["T4", "A100-40GB"]),
         "measured on cpu": bf.measure(job, plan, "cpu"),
         "2 steps, loss": bf.fit(job, plan, steps=2, show_progress=False)[0],
-        "plan": bf.certify(job, plan),
+        "plan": bf.verify(job, plan),
     }
     for words, result in results.items():
         assert words in shown_in_a_notebook(result)

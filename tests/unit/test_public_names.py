@@ -34,7 +34,7 @@ PUBLIC = {
     "apply",
     "calibrate",
     "capture_trace",
-    "certify",
+    "verify",
     "check_plan",
     "estimate",
     "estimator",

@@ -9,14 +9,13 @@ reading at `plans.plan`.
 
 from brimful.api.estimates import capture_trace, estimate, estimator, gpus
 from brimful.api.plans import check_plan, plan
-from brimful.api.runs import apply, certify, fit, measure
+from brimful.api.runs import apply, fit, measure, verify
 from brimful.profiling.named_device import calibrate
 
 __all__ = [
     "apply",
     "calibrate",
     "capture_trace",
-    "certify",
     "check_plan",
     "estimate",
     "estimator",
@@ -24,4 +23,5 @@ __all__ = [
     "gpus",
     "measure",
     "plan",
+    "verify",
 ]

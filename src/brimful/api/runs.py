@@ -25,7 +25,7 @@ from brimful.profiling import (
     check_split,
     measure_step,
 )
-from brimful.results import Certificate, Measurement, StopReason, TrainingResult
+from brimful.results import EquivalenceReport, Measurement, StopReason, TrainingResult
 from brimful.settings import (
     Settings,
 )
@@ -34,7 +34,7 @@ from brimful.trainer import Callback, Schedule, Trainer
 
 
 @busy("comparing with plain training")
-def certify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Certificate:
+def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> EquivalenceReport:
     """Compare a batch under a plan with plain training, really computed on this machine.
 
     Args:
@@ -59,7 +59,7 @@ def certify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
     )
     planned_kind = plan.device_kind if isinstance(plan, Plan) and not is_stand_in else None
     chosen = choose_device("cpu" if is_stand_in else device, planned_kind)
-    return profiling.certify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
+    return profiling.verify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
 
 
 def apply(
@@ -81,7 +81,7 @@ def apply(
         optimizer: Over the parameters of `model`.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
         verify: Before the first step, compare the loss of a few samples with that of their parts if the plan
-            splits batches: CertificateError if they differ, a warning where that cannot be known.
+            splits batches: EquivalenceError if they differ, a warning where that cannot be known.
         recover: Where memory runs out, run the step again, then with smaller micro-batches; see
             `outcome.recoveries`. False raises the error.
 

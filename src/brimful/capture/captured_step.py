@@ -19,7 +19,8 @@ from brimful.capture.coupling import Coupling
 from brimful.capture.marks import mark_batch, mark_gradients, mark_model, mark_state
 from brimful.capture.recorder import Recorder
 from brimful.distributed.fsdp import Sharded, check_optimizer
-from brimful.execution.executor import StepExecutor, StepHooks
+from brimful.execution.executor import StepExecutor
+from brimful.execution.hooks import StepHooks
 from brimful.execution.host_optimizer import state_bytes
 from brimful.job import Batch, Job
 from brimful.memory import pinned_bytes

@@ -38,7 +38,8 @@ from brimful.devices import Device
 from brimful.distributed.fsdp import Sharded
 from brimful.errors import BatchError, BrimfulError, CaptureError
 from brimful.execution.coupled_loss import CoupledLoss, check_coupled, gather_embeddings, loss_of
-from brimful.execution.step import autocast, loss_counts
+from brimful.execution.losses import loss_counts
+from brimful.execution.precision import autocast
 from brimful.gc_pause import without_garbage_collection
 from brimful.job import Batch, Job
 from brimful.settings import Settings

@@ -224,9 +224,9 @@ def plan(
             "that is not built in must be named too."
         ),
     ] = None,
-    certify: Annotated[
+    verify: Annotated[
         bool,
-        typer.Option("--certify", help="Also compute a batch with and without the plan, and compare."),
+        typer.Option("--verify", help="Also compute a batch with and without the plan, and compare."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -261,10 +261,10 @@ def plan(
         result = replace(result, source=source)
         if output is not None:
             result.save(output)
-        if not certify:
+        if not verify:
             show(result, result.to_json, as_json)
             return
-        certificate = api.certify(job, result)
+        certificate = api.verify(job, result)
         document = result.to_json() | {"certificate": certificate.to_json()}
         show(f"{result}\n{certificate}", lambda: document, as_json)
         if not certificate.holds:

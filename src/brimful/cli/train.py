@@ -196,7 +196,7 @@ def _train(
             show(found[0], found[0].to_json, as_json)
         return
     with init_distributed(local_device(choose_device("cpu" if run.device == "cpu" else None, None))) as ranks:
-        chosen, goes_on, where = ranks.of_first(found)  # FSDP2 is planned for before ranks are joined
+        chosen, goes_on, where = ranks.broadcast(found)  # FSDP2 is planned for before ranks are joined
         if ranks.is_first and not as_json:
             print_result(str(chosen))
         result, plain = api.fit(

@@ -74,7 +74,7 @@ class Ranks:
         again = layout.take(batch, share[:2] if len(share) else torch.arange(min(2, layout.count(batch))))
         return found + [(again, False)] * (runs - len(found))
 
-    def sum(self, *values: float) -> tuple[float, ...]:
+    def all_reduce(self, *values: float) -> tuple[float, ...]:
         """The sums of some numbers over the ranks, the same on each."""
         if not self.is_distributed:
             return values
@@ -84,9 +84,9 @@ class Ranks:
 
     def any(self, is_so: bool) -> bool:
         """Whether something is so on any rank."""
-        return is_so if not self.is_distributed else self.sum(float(is_so))[0] > 0
+        return is_so if not self.is_distributed else self.all_reduce(float(is_so))[0] > 0
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """What each rank has of something, by rank."""
         if not self.is_distributed:
             return [value]
@@ -94,22 +94,22 @@ class Ranks:
         dist.all_gather_object(found, value, group=self.group)
         return found  # type: ignore[return-value]
 
-    def of_first(self, value: T | None) -> T:
+    def broadcast(self, value: T | None) -> T:
         """What the first rank has of something, on every rank."""
         made = [value]
         if self.is_distributed:
             dist.broadcast_object_list(made, src=0, group=self.group)
         return made[0]  # type: ignore[return-value]
 
-    def take_buffers_of_first(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         """Give every rank the first one's buffers, such as BatchNorm's running statistics."""
         if self.is_distributed:
             for buffer in model.buffers():
                 dist.broadcast(buffer.detach(), src=0)
 
-    def take_parameters_of_first(self, model: nn.Module) -> None:
+    def broadcast_parameters(self, model: nn.Module) -> None:
         """Give every rank the first one's parameters and buffers."""
-        self.take_buffers_of_first(model)
+        self.broadcast_buffers(model)
         if self.is_distributed:
             for parameter in model.parameters():
                 dist.broadcast(parameter.detach(), src=0)
@@ -133,9 +133,9 @@ class Ranks:
         """The same ranks over connections of their own, for a thread beside this one."""
         return self if not self.is_distributed else replace(self, group=dist.new_group(backend="gloo"))
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until every rank is here."""
-        self.sum(0.0)
+        self.all_reduce(0.0)
 
 
 SINGLE = Ranks()

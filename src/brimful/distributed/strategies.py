@@ -23,7 +23,7 @@ from brimful.distributed.fsdp import Around, Sharded, check_optimizer
 from brimful.distributed.gather import WholeModel
 from brimful.distributed.ranks import Ranks
 from brimful.errors import UsageError
-from brimful.execution.step import autocast
+from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.settings import Parallelism, Precision, Settings
 
@@ -229,7 +229,7 @@ def data_parallel(
             f"offloading and a loss in chunks are not supported under {engine}. Plan with "
             "offload_activations=False and chunked_loss=False, or train by DDP."
         )
-    ranks.take_parameters_of_first(model)
+    ranks.broadcast_parameters(model)
     if settings.parallelism.is_zero:
         return _Zero(job, model, settings, device)
     return _Sharded(job, model, settings, device, ranks)

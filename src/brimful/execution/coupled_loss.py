@@ -30,6 +30,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from brimful.batches import BatchLayout, layout_of, map_leaves, map_tensors, named_tensors
 from brimful.errors import LossError, UsageError
+from brimful.execution.hooks import StepHooks
+from brimful.execution.losses import check_loss
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
 from brimful.settings import Settings
@@ -94,30 +96,26 @@ def check_coupled(job: Job, settings: Settings) -> None:
 
 
 def accumulate_coupled(
-    *,
+    loss: CoupledLoss,
     model: nn.Module,
-    embed: Callable[[Batch], Any],
-    count: Callable[[Batch], int],
-    loss: Callable[[Any], Tensor],
-    backward: Callable[[Tensor], None],
     micro_batches: Sequence[Batch],
-    tell: Callable[[Phase, int], None],
+    *,
+    autocast: Callable[[], AbstractContextManager[object]],
+    backward: Callable[[Tensor], None],
     move: Callable[[Batch], Batch],
-    synchronising: Callable[[bool], AbstractContextManager[object]],
+    hooks: StepHooks,
     last_repeats: int,
 ) -> Tensor:
     """Add the gradients of a coupled loss of a global batch to those of the parameters.
 
     Args:
-        model: In training mode; its buffers change as by one forward of each micro-batch.
-        embed: Embeds a micro-batch that is on the device.
-        count: Counts the samples of one on the host.
         loss: Of all embeddings.
-        backward: Runs backward from it, scaled perhaps.
+        model: In training mode; its buffers change as by one forward of each micro-batch.
         micro_batches: The global batch in parts.
-        tell: Told of each phase.
+        autocast: The context in which embeddings and loss are computed.
+        backward: Runs backward from the loss, scaled perhaps.
         move: Brings a micro-batch to the device.
-        synchronising: Around forward and backward of a micro-batch; told whether it is the last.
+        hooks: `observe` and `synchronising` are called.
         last_repeats: How many micro-batches the last one stands for.
 
     Returns:
@@ -126,27 +124,38 @@ def accumulate_coupled(
     Raises:
         LossError: The embeddings are not what they should be.
     """
+
+    def embed(batch: Batch) -> Any:
+        with autocast():
+            return loss.embed(model, batch)
+
+    def loss_of_embeddings(embeddings: Any) -> Tensor:
+        with autocast():
+            value = loss.of_embeddings(embeddings)
+        check_loss(value)
+        return value
+
     device = next(iter(model.parameters())).device
     buffers = _Buffers(model)
     gathered, states = Gathered(), []
     for index, micro_batch in enumerate(micro_batches):
-        tell(Phase.EMBEDDING, index)
+        hooks.observe(Phase.EMBEDDING, index)
         if index == len(micro_batches) - 1:
             states += [RandomState.now(device) for _ in range(last_repeats - 1)]
             gathered.add_stand_ins(last_repeats - 1)
         states.append(RandomState.now(device))
-        gathered.add(_embedded(embed, move(micro_batch)), count(micro_batch))
-    tell(Phase.EMBEDDING, 0)
-    total, gradients = _loss_and_gradients(gathered, loss, backward)
+        gathered.add(_embedded(embed, move(micro_batch)), loss.layout.count(micro_batch))
+    hooks.observe(Phase.EMBEDDING, 0)
+    total, gradients = _loss_and_gradients(gathered, loss_of_embeddings, backward)
     buffers.restore()
     del buffers
     afterwards = RandomState.now(device)
     for index, micro_batch in enumerate(micro_batches):
-        tell(Phase.FORWARD, index)
+        hooks.observe(Phase.FORWARD, index)
         states[index].restore(device)
-        with synchronising(index == len(micro_batches) - 1):
+        with hooks.synchronising(index == len(micro_batches) - 1):
             pairs = list(gathered.with_gradients(index, embed(move(micro_batch)), gradients))
-            tell(Phase.BACKWARD, index)
+            hooks.observe(Phase.BACKWARD, index)
             _backward_from(pairs)
             del pairs
     afterwards.restore(device)

@@ -2,14 +2,14 @@
 
     Settings, Job, model, optimizer → StepExecutor(micro_batches, weights) → StepOutcome
 
-What the callers differ in is in `StepHooks`. The algorithm of a step is `step.run_step`.
+What the callers differ in is in `StepHooks` (`hooks.py`). The algorithm of a step is `step.run_step`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,50 +19,14 @@ from torch.optim import Optimizer
 
 from brimful.batches import InputMover
 from brimful.execution.coupled_loss import check_coupled, embeds_twice, loss_of
+from brimful.execution.hooks import NO_HOOKS, StepHooks
 from brimful.execution.host_optimizer import UpdateOnHost
+from brimful.execution.precision import make_scaler, matmul_precision, unused_scaler
 from brimful.execution.prefetch import prefetch_to
-from brimful.execution.step import (
-    CallAction,
-    Observer,
-    StepOutcome,
-    call,
-    make_scaler,
-    matmul_precision,
-    run_step,
-    unused_scaler,
-)
+from brimful.execution.step import StepOutcome, StepParts, run_step
 from brimful.execution.update_in_backward import UpdateInBackward, clipped_in_backward
 from brimful.job import Batch, Job
 from brimful.settings import Settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepHooks:
-    """What a caller does in a step beside the step itself; by default nothing."""
-
-    observe: Observer | None = None
-    """Called with the phase and the micro-batch as each begins."""
-    before_update: Callable[[Tensor, Tensor], bool] | None = None
-    """Called with loss and gradient norm; returning False leaves the parameters as they are."""
-    call_update: CallAction = call
-    """Calls the optimizer's step."""
-    after_update: CallAction = call
-    """Calls what follows the update; each may be called again."""
-    before_first_update: Callable[[], None] = lambda: None
-    """Called before the first parameter is updated in backward."""
-    around_parameter_update: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: (
-        nullcontext()
-    )
-    """Around the update of each parameter in backward; its gradient is complete."""
-    synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext()
-    """Around forward and backward of a micro-batch; called with whether it is the last."""
-    clip: Callable[[Optimizer, float | None], Tensor] | None = None
-    """Scales the gradients down to a norm and returns what it was; None takes those of the parameters."""
-    loss: Callable[[nn.Module, Batch], Tensor] | None = None
-    """Takes the place of the job's, where it runs through a wrapper of the model."""
-
-
-NO_HOOKS = StepHooks()
 
 
 class StepExecutor:
@@ -158,24 +122,21 @@ class StepExecutor:
             self.move.one_step(repeats=repeats),
         ):
             return run_step(
-                model=self.model,
-                loss=hooks.loss or self._loss,
-                optimizer=self.optimizer,
-                micro_batches=micro_batches,
-                weights=weights,
-                precision=self.settings.precision,
-                scaler=self.scaler,
-                max_gradient_norm=self._max_gradient_norm,
-                before_update=before_update,
-                observe=hooks.observe,
-                move=self.move,
-                prefetch=self._prefetch,
-                call_update=self.call_update,
-                after_update=hooks.after_update,
-                synchronising=hooks.synchronising,
-                clip=hooks.clip,
+                StepParts(
+                    model=self.model,
+                    loss=hooks.loss or self._loss,
+                    optimizer=self.optimizer,
+                    precision=self.settings.precision,
+                    scaler=self.scaler,
+                    max_gradient_norm=self._max_gradient_norm,
+                    move=self.move,
+                    prefetch=self._prefetch,
+                    in_backward=self._in_backward,
+                ),
+                micro_batches,
+                weights,
+                hooks=replace(hooks, before_update=before_update, call_update=self.call_update),
                 last_repeats=last_repeats,
-                in_backward=self._in_backward,
             )
 
     def call_update(self, update: Callable[[], object]) -> None:

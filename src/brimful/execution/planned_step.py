@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from brimful.batches import layout_of
 from brimful.errors import BrimfulError, UsageError
 from brimful.execution.executor import StepExecutor
+from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
+from brimful.execution.precision import device_of
 from brimful.execution.setup import set_up_allocator
-from brimful.execution.step import StepOutcome, counting_parts, device_of, loss_weights
+from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
 from brimful.optimizers import (

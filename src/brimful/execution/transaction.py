@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from brimful.errors import HalfUpdatedError
 from brimful.execution.buffers import BufferSnapshot, modules_of
-from brimful.execution.executor import StepExecutor, StepHooks
+from brimful.execution.executor import StepExecutor
+from brimful.execution.hooks import StepHooks
 from brimful.execution.out_of_memory import despite_out_of_memory, make_room
 from brimful.execution.parameters import ParameterSnapshot
 from brimful.execution.random_state import RandomState

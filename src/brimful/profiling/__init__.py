@@ -5,7 +5,7 @@ Start reading at `measure.measure_step`.
 | module | input → output |
 |---|---|
 | `measure`, `measure_loop`, `peak` | a job → `Measurement`: peak memory and time of real steps |
-| `verify`, `splitting`, `coupled_layers` | a plan → whether it computes what plain training computes |
+| `equivalence`, `splitting`, `coupled_layers` | a plan → whether it computes what plain training computes |
 | `calibrate`, `probes`, `timing`, `dispatch` | a device → rates by kind of work and size |
 | `local_device`, `cuda_context` | this machine's device → its `Device` record |
 """
@@ -19,6 +19,7 @@ from brimful.profiling.calibrate import (
     with_kept_calibration,
 )
 from brimful.profiling.cuda_context import best_context, measure_context
+from brimful.profiling.equivalence import verify, verify_model
 from brimful.profiling.local_device import device_record
 from brimful.profiling.measure import measure_step, repeated_step
 from brimful.profiling.peak import PeakMemory, peak_memory
@@ -30,7 +31,6 @@ from brimful.profiling.splitting import (
     split_changes_layers,
     split_not_compared,
 )
-from brimful.profiling.verify import certify, certify_model
 
 __all__ = [
     "THOROUGH_SWEEPS",
@@ -42,8 +42,6 @@ __all__ = [
     "cache_path",
     "calibrate_cpu",
     "calibrate_gpu",
-    "certify",
-    "certify_model",
     "check_may_split",
     "check_split",
     "device_record",
@@ -53,5 +51,7 @@ __all__ = [
     "repeated_step",
     "split_changes_layers",
     "split_not_compared",
+    "verify",
+    "verify_model",
     "with_kept_calibration",
 ]

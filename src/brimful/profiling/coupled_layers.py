@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from brimful.batches import InputMover
 from brimful.capture.outside import is_state
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import loss_of
+from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
-from brimful.execution.step import copied_to, device_of
 from brimful.job import Batch, Job
 from brimful.planner import what_splitting_changes
 from brimful.settings import Settings
@@ -88,7 +89,7 @@ def _stateful_in(job: Job, model: nn.Module, part: Batch) -> list[str]:
     random_state, buffers = RandomState.now(device), BufferSnapshot(model)
     buffers.take()
     try:
-        compute = partial(loss_of(job), model, copied_to(device)(part))
+        compute = partial(loss_of(job), model, InputMover.copying_to(device)(part))
         try:
             with torch.no_grad():
                 compute()

@@ -12,8 +12,9 @@ from brimful.batches import layout_of, make_batch
 from brimful.errors import UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.job_loop import check_loop_decides
+from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.setup import build_model, choose_device, set_up_allocator
-from brimful.execution.step import StepOutcome, counting_parts, loss_weights
+from brimful.execution.step import StepOutcome
 from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.profiling.measure_loop import measure_loop

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from brimful.execution.step import matmul_precision
+from brimful.execution.precision import matmul_precision
 from brimful.settings import Precision
 
 aten = torch.ops.aten

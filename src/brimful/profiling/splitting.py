@@ -17,16 +17,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from brimful.batches import BatchLayout, layout_of
-from brimful.errors import CertificateError
+from brimful.batches import BatchLayout, InputMover, layout_of
+from brimful.errors import EquivalenceError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
+from brimful.execution.losses import loss_counts, loss_weights
+from brimful.execution.precision import autocast, device_of, matmul_precision
 from brimful.execution.random_state import RandomState
-from brimful.execution.step import autocast, copied_to, device_of, loss_counts, loss_weights, matmul_precision
 from brimful.job import Batch, Job
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import NEEDS_GRADIENTS, restoring_gradients, what_split_changes
-from brimful.results import Certificate, Comparison
+from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 
 IN_EVALUATION = "splitting, in evaluation mode"
@@ -142,7 +143,7 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
         global_batch: What the step is about to train on.
 
     Raises:
-        CertificateError: The loss of the batch is not the mean of those of its parts.
+        EquivalenceError: The loss of the batch is not the mean of those of its parts.
     """
     size = min(settings.micro_batch_size, CHECKED_SAMPLES)
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
@@ -166,13 +167,13 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     if comparison.left_out_because:
         warnings.warn(split_not_compared(settings, comparison.left_out_because), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        certificate = Certificate(
+        certificate = EquivalenceReport(
             job=job.name,
             device=device_of(model).type,
             samples=layout.count(few),
             comparisons=(comparison,),
         )
-        raise CertificateError(
+        raise EquivalenceError(
             f"{certificate}\nNothing was trained. If the difference is meant, pass verify=False."
         )
 
@@ -203,7 +204,7 @@ def check_may_split(
         permits_layers: Whether layers that depend on the micro-batch may, as the user said.
 
     Raises:
-        CertificateError: Splitting changes what is trained, or whether it does cannot be known.
+        EquivalenceError: Splitting changes what is trained, or whether it does cannot be known.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", SplitWarning)
@@ -212,7 +213,7 @@ def check_may_split(
         try:
             check_split(job, model, settings, global_batch)
         except SplitWarning as warning:
-            raise CertificateError(str(warning)) from warning
+            raise EquivalenceError(str(warning)) from warning
 
 
 def _few_samples(job: Job, layout: BatchLayout, batch: Batch, count: int) -> Batch:
@@ -264,7 +265,7 @@ class _SplitLoss:
         self._parts = layout.split(batch, micro_batch_size)
         self._reduction = job.reduction
         self._weights = loss_weights(job, self._parts)
-        self._move = copied_to(device_of(model))
+        self._move = InputMover.copying_to(device_of(model))
         self._dtype = torch.float32
         self._samples = [layout.count(part) for part in self._parts]
 

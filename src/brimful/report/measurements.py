@@ -7,7 +7,7 @@ from typing import Protocol
 
 from brimful.planner import PlanCheck
 from brimful.quantities import format_bytes, format_seconds
-from brimful.results import Certificate, Comparison, Measurement
+from brimful.results import Comparison, EquivalenceReport, Measurement
 
 
 class _Compared(Protocol):
@@ -75,7 +75,7 @@ def comparison_text(comparison: Comparison) -> str:
     )
 
 
-def certificate_text(certificate: Certificate) -> str:
+def certificate_text(certificate: EquivalenceReport) -> str:
     """The verdict, each comparison, and what to do where one does not hold."""
     verdict = "is the same training" if certificate.holds else "is NOT the same training"
     if all(comparison.left_out_because for comparison in certificate.comparisons):

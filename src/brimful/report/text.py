@@ -9,7 +9,7 @@ from brimful.prediction import Estimate
 from brimful.report.measurements import certificate_text, check_text, comparison_text, measurement_text
 from brimful.report.plans import estimate_text, gpus_text, plan_text
 from brimful.report.training import summary_text
-from brimful.results import Certificate, Comparison, Measurement, TrainingResult
+from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult
 
 
 @singledispatch
@@ -24,5 +24,5 @@ text_of.register(PlanCheck, check_text)
 text_of.register(GpuSurvey, gpus_text)
 text_of.register(Measurement, measurement_text)
 text_of.register(Comparison, comparison_text)
-text_of.register(Certificate, certificate_text)
+text_of.register(EquivalenceReport, certificate_text)
 text_of.register(TrainingResult, summary_text)

@@ -4,7 +4,7 @@ They do not import torch. `training_run.TrainingResult` is what `bf.fit` returns
 `bf.measure` returns.
 """
 
-from brimful.results.certificate import Certificate, Comparison
+from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
 from brimful.results.training_run import (
     LARGEST_SEED,
@@ -27,9 +27,9 @@ from brimful.results.training_run import (
 __all__ = [
     "LARGEST_SEED",
     "WAITING_FRACTION",
-    "Certificate",
     "Comparison",
     "DataLoading",
+    "EquivalenceReport",
     "Measurement",
     "OpTemporary",
     "Recovery",

@@ -22,7 +22,7 @@ from brimful.codec import (
     numbers_from_json,
 )
 from brimful.display import PrintedResult
-from brimful.results.certificate import Certificate
+from brimful.results.equivalence import EquivalenceReport
 from brimful.results.measurement import OpTemporary
 from brimful.settings import Settings, settings_fields, settings_to_json
 
@@ -202,7 +202,7 @@ class TrainingResult(PrintedResult):
     """Median over the steps with a full global batch, but for the first and the one that measured memory."""
     temporaries_at_peak: tuple[OpTemporary, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Op-internal temporaries live at the measured peak, largest first; empty where they cannot be seen."""
-    certificate: Certificate | None = field(default=None, metadata=ALWAYS_WRITTEN)
+    certificate: EquivalenceReport | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """Whether the plan was found to be the same training before the first step; None if there was nothing to
     compare, or it was not asked for."""
     recoveries: tuple[Recovery, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
@@ -293,7 +293,7 @@ class TrainingResult(PrintedResult):
             values["settings"] = settings_fields(values["settings"], where=f"{where}: field `settings`")
         certificate = None
         if values.get("certificate") is not None:
-            certificate = Certificate.from_json(values["certificate"], where=f"{where}: the certificate")
+            certificate = EquivalenceReport.from_json(values["certificate"], where=f"{where}: the certificate")
             values["certificate"] = None
         return replace(from_builtins(values, cls, where=where), certificate=certificate)
 

@@ -125,7 +125,7 @@ class Checkpointer:
             where = f"after step {self._state.step}, {written}"
         else:
             where = self._weights_before()
-        of_first = self._ranks.of_first(where)  # which alone has written
+        of_first = self._ranks.broadcast(where)  # which alone has written
         return step_not_finite(record, self._options.settings, of_first)
 
     def _write_weights(self) -> None:

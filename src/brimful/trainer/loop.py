@@ -11,7 +11,7 @@ from brimful.batches import layout_of
 from brimful.display import write_from_signal
 from brimful.errors import DataError, HalfUpdatedError, NonFiniteError, OutOfMemoryError
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
-from brimful.execution.step import matmul_precision
+from brimful.execution.precision import matmul_precision
 from brimful.job import Batch
 from brimful.report.data_loading import feeding_lines
 from brimful.results import Recovery, StepRecord, StopReason, TrainingResult
@@ -117,7 +117,7 @@ class Run:
         """Tell from where the run goes on, and all ranks what was told before."""
         start = self._run.start
         if start.saved is not None:
-            self._journal.load_history(*self._ranks.of_first(self._journal.history()))
+            self._journal.load_history(*self._ranks.broadcast(self._journal.history()))
             self._journal.note(f"resumed after step {start.saved.step} from {start.saved.path}")
         if start.lowered is not None:
             self._journal.add_recovery(start.lowered)

@@ -89,7 +89,7 @@ class Options:
     length: Length
     saving: Saving
     updating: Updating
-    certifies: bool
+    verify: bool
     shows_progress: bool
     """On this rank."""
 

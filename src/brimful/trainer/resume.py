@@ -46,7 +46,7 @@ def find_start(options: Options, ranks: Ranks) -> Start:
         RunDirectoryError: The run directory is not empty or cannot be written to.
         ResumeError: No save is whole, or they are of another run.
     """
-    ranks.wait()  # the first may still be writing what a run before this saved last
+    ranks.barrier()  # the first may still be writing what a run before this saved last
     saved = _newest_save(options, ranks)
     if saved is None:
         _check_run_directory(options, ranks)
@@ -146,7 +146,7 @@ def _check_run_directory(options: Options, ranks: Ranks) -> None:
             check_restart(run_dir) if options.saving.resumes else check_run_directory(run_dir)
         except (ResumeError, RunDirectoryError) as error:
             refusal = error
-    if (of_first := ranks.of_first(refusal)) is not None:
+    if (of_first := ranks.broadcast(refusal)) is not None:
         raise of_first
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from brimful.batches import layout_of
 from brimful.distributed.ranks import Ranks
 from brimful.job import Data
-from brimful.results import Certificate
+from brimful.results import EquivalenceReport
 from brimful.trainer.data.batches import Batches, check_validation, find_data, refuse_single_samples
 from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.monitor.logger import Journal
@@ -34,7 +34,7 @@ class RunContext:
     batches: Batches
     """Of the training data."""
     utilisation: Utilisation
-    certificate: Certificate | None
+    certificate: EquivalenceReport | None
     state: TrainState
 
     @property
@@ -60,7 +60,7 @@ def set_up_run(options: Options, ranks: Ranks) -> RunContext:
         UsageError: There are no data, or they, the model or the loss are none.
         RunDirectoryError: The run directory is not empty or cannot be written to.
         ResumeError: No save is whole, or they are of another run.
-        CertificateError: The plan does not compute what plain training does.
+        EquivalenceError: The plan does not compute what plain training does.
     """
     start = find_start(options, ranks)
     data = find_data(options.job, options.data)

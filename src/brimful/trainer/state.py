@@ -91,7 +91,7 @@ class TrainState:
         Gathers the random numbers of all ranks, so every rank must call it.
         """
         return self.ranks.with_room(self._own_state, during="the state of the run is read").with_random(
-            self.ranks.gather(random_state_now(self.device))
+            self.ranks.all_gather(random_state_now(self.device))
         )
 
     def _own_state(self) -> StateDict:
@@ -197,7 +197,7 @@ class TrainState:
 
     def broadcast_buffers(self) -> None:
         """Give every rank the first one's buffers; those of the others are of their own samples."""
-        self.ranks.take_buffers_of_first(self.model)
+        self.ranks.broadcast_buffers(self.model)
 
     def whole_model(self, run_dir: Path | None) -> nn.Module:
         """The model, or what of it can be written to `run_dir` where each rank has a shard."""

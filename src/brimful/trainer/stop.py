@@ -47,7 +47,7 @@ class Stop:
         Returns:
             None if none of them is.
         """
-        asked, terminated = ranks.sum(self._is_requested, self._is_terminated)
+        asked, terminated = ranks.all_reduce(self._is_requested, self._is_terminated)
         if not asked:
             return None
         return StopReason.TERMINATED if terminated else StopReason.INTERRUPTED

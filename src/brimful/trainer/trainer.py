@@ -66,7 +66,7 @@ class Trainer:
             micro-batch; what they are over, a micro-batch, stays as it is.
         patience: End the run after so many validations without a lower loss; None ends it at no loss.
         callbacks: Told of each step, each validation and the end.
-        certifies: Before the first step, compare loss, gradients and buffers of a few samples under the plan
+        verify: Before the first step, compare loss, gradients and buffers of a few samples under the plan
             with those of plain training, if the plan recomputes or splits anything.
         show_progress: Show how far the run is, on standard error.
 
@@ -94,7 +94,7 @@ class Trainer:
         correct_batch_norm: bool = False,
         patience: int | None = None,
         callbacks: Sequence[Callback] = (),
-        certifies: bool = True,
+        verify: bool = True,
         show_progress: bool = True,
     ) -> None:
         counts = {"epochs": epochs, "steps": steps, "save_every": save_every, "keep_saves": keep_saves}
@@ -137,7 +137,7 @@ class Trainer:
                 ema_decay=ema_decay,
                 corrects_batch_norm=correct_batch_norm,
             ),
-            certifies=certifies,
+            verify=verify,
             shows_progress=show_progress and current_rank() == 0,
         )
         self._callbacks = check_callbacks(callbacks)
@@ -187,7 +187,7 @@ class Trainer:
             UsageError: There are no data, or they, the model or the loss are none.
             RunDirectoryError: The run directory is not empty or cannot be written to.
             ResumeError: No save is whole, or they are of another run; or weights are there without saves.
-            CertificateError: The plan does not compute what plain training does; nothing was trained.
+            EquivalenceError: The plan does not compute what plain training does; nothing was trained.
             OutOfMemoryError: Memory ran out however little was taken, or outside of a step; says what is saved.
             DataError: The training data raised; the run is saved.
             HalfUpdatedError: An error came in an update that could not be finished; the weights are not saved.

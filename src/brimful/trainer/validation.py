@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from brimful.batches import BatchLayout, layout_of
+from brimful.batches import BatchLayout, InputMover, layout_of
 from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.distributed.strategies import DataParallel
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory, with_room
-from brimful.execution.step import autocast, copied_to
+from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.profiling.splitting import evaluation_mode
 from brimful.results import Recovery, ValidationRecord
@@ -111,7 +111,7 @@ class Validator:
                     self._validation,
                     micro_batch_size=self._micro_batch_size,
                     global_batch_size=self._global_batch_size,
-                    move=copied_to(self._device),
+                    move=InputMover.copying_to(self._device),
                     step=step,
                     epoch=epoch,
                     is_stopped=is_stopped,
@@ -258,7 +258,7 @@ def validate(
     if ranks.any(is_stopped()):
         return None
     names = sorted(sums)
-    samples, terms, loss, *totals = ranks.sum(samples, terms, loss, *(sums[name] for name in names))
+    samples, terms, loss, *totals = ranks.all_reduce(samples, terms, loss, *(sums[name] for name in names))
     if not terms:
         raise UsageError(
             f"the validation data of {job.name} have {samples:.0f} samples and nothing to count in them."

@@ -7,20 +7,20 @@ import warnings
 from torch import nn
 
 from brimful.distributed.ranks import Ranks
-from brimful.errors import CertificateError
+from brimful.errors import EquivalenceError
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.profiling import (
     LayerSplitWarning,
     SplitWarning,
-    certify_model,
     split_changes_layers,
     split_not_compared,
+    verify_model,
 )
-from brimful.results import Certificate
+from brimful.results import EquivalenceReport
 from brimful.trainer.options import Options
 
 
-def certified(model: nn.Module, options: Options, ranks: Ranks) -> Certificate | None:
+def certified(model: nn.Module, options: Options, ranks: Ranks) -> EquivalenceReport | None:
     """What the first rank finds; the others wait for it, and end with it.
 
     Args:
@@ -32,37 +32,37 @@ def certified(model: nn.Module, options: Options, ranks: Ranks) -> Certificate |
         On the first rank, that the plan is the same training; None if there is nothing to compare.
 
     Raises:
-        CertificateError: It is another.
+        EquivalenceError: It is another.
     """
     certificate, failure = None, None
     if ranks.is_first:
         try:
             certificate = _certified_here(model, options)
-        except CertificateError as error:
+        except EquivalenceError as error:
             failure = error
-    told = ranks.of_first(None if failure is None else str(failure))
+    told = ranks.broadcast(None if failure is None else str(failure))
     if told is not None:
-        raise failure or CertificateError(told)
+        raise failure or EquivalenceError(told)
     return certificate
 
 
-def _certified_here(model: nn.Module, options: Options) -> Certificate | None:
+def _certified_here(model: nn.Module, options: Options) -> EquivalenceReport | None:
     settings = options.settings
     is_plain = not settings.changed and settings.chunked_loss is None and not settings.optimizer_in_backward
-    if not options.certifies or (is_plain and settings.gradient_accumulation_steps == 1):
+    if not options.verify or (is_plain and settings.gradient_accumulation_steps == 1):
         return None
-    certificate = unless_out_of_memory(lambda: certify_model(options.job, settings, model, seed=options.seed))
+    certificate = unless_out_of_memory(lambda: verify_model(options.job, settings, model, seed=options.seed))
     if isinstance(certificate, RanOut):
         make_room(options.device)
         warnings.warn(
             "the plan was not compared with plain training, as memory ran out in that: "
-            f"{certificate.message}. `brimful plan --certify` compares them on a CPU.",
+            f"{certificate.message}. `brimful plan --verify` compares them on a CPU.",
             stacklevel=3,
         )
         return None
     if not certificate.holds:
-        raise CertificateError(
-            f"{certificate}\nNothing was trained. If the difference is meant, use Trainer(certifies=False)."
+        raise EquivalenceError(
+            f"{certificate}\nNothing was trained. If the difference is meant, use Trainer(verify=False)."
         )
     if certificate.known_differences:
         warnings.warn(split_changes_layers(certificate.known_differences), LayerSplitWarning, stacklevel=3)

@@ -171,7 +171,7 @@ def test_texts_are_samples_that_split_and_collate_are_lists_of() -> None:
         bf.estimate(Job(**parts), "cpu")
     job = Job(**parts, split=list, collate=list)
     plan = bf.plan(job, "cpu", global_batch_size=4, micro_batch_size=2)
-    assert bf.certify(job, plan).holds
+    assert bf.verify(job, plan).holds
 
 
 def test_a_sparse_tensor_is_refused_however_the_batch_is_split() -> None:

@@ -14,7 +14,7 @@ from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.planner import JobTraits, Permits, Request, search
-from brimful.profiling import certify
+from brimful.profiling import verify
 from brimful.settings import Settings
 from helpers.captured_jobs import CLASSES, HIDDEN, INPUTS, SAMPLES, capture, job, mlp
 
@@ -173,7 +173,7 @@ def test_a_plan_does_not_split_such_a_batch_unasked_and_says_what_that_changes()
 
 
 def test_the_certificate_of_such_a_split_says_why_it_compares_the_loss_alone() -> None:
-    found = certify(spectral_job(), Settings(micro_batch_size=SAMPLES, gradient_accumulation_steps=2))
+    found = verify(spectral_job(), Settings(micro_batch_size=SAMPLES, gradient_accumulation_steps=2))
     assert found.holds
     (splitting,) = [each for each in found.comparisons if each.name == "splitting"]
     assert splitting.is_known_to_differ

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from brimful.batches import BatchLayout
-from brimful.execution.step import copied_to, run_step
+from brimful.batches import BatchLayout, InputMover
+from brimful.execution.hooks import StepHooks
+from brimful.execution.step import StepParts, run_step
 from brimful.job import Job
 from brimful.optimizers import make_optimizer
 from brimful.settings import Precision
@@ -95,16 +96,14 @@ def real_ops(the_job: Job) -> list[tuple[Phase, str]]:
     for _ in range(2):
         recorder.seen.clear()
         with recorder:
-            run_step(
+            parts = StepParts(
                 model=model,
                 loss=the_job.loss,
                 optimizer=optimizer,
-                micro_batches=BatchLayout().split(batch, SAMPLES),
-                weights=[1.0],
                 precision=Precision.FP32,
-                observe=observe,
-                move=copied_to("cpu"),
+                move=InputMover.copying_to("cpu"),
             )
+            run_step(parts, BatchLayout().split(batch, SAMPLES), [1.0], hooks=StepHooks(observe=observe))
     return [(phase, name) for phase, name in recorder.seen if phase is not Phase.OPTIMIZER]
 
 

@@ -19,7 +19,7 @@ from brimful.planner.problem.build import RECOMPUTED, build_problem
 from brimful.planner.problem.nested import build_segment_problem
 from brimful.planner.solvers.segments import SegmentProblem
 from brimful.profiling import measure_step
-from brimful.profiling.verify import certify
+from brimful.profiling.equivalence import verify
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Trace
 from brimful.trace.units import find_units
@@ -159,7 +159,7 @@ def test_a_deep_model_gets_plans_far_below_what_recomputing_everything_takes() -
             assert measured.measured_peak_allocated_bytes == pytest.approx(
                 plan.predicted_peak_allocated_bytes, rel=0.001
             )
-            certificate = certify(DEEP, plan.settings)
+            certificate = verify(DEEP, plan.settings)
             assert certificate.holds
             assert all(
                 comparison.is_bitwise

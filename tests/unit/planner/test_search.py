@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.api import certify
+from brimful.api import verify
 from brimful.capture import capture_step
 from brimful.devices import Device, find_device
 from brimful.errors import InfeasibleError
@@ -266,7 +266,7 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
     assert tuple(unit.fqn for unit in plan.settings.units)[-3:] == parts
     small = find_architecture("unet", image_size=32)
     settings = replace(plan.settings, micro_batch_size=2, precision=Precision.FP32)
-    assert certify(small, settings, "cpu").comparisons[0].is_bitwise
+    assert verify(small, settings, "cpu").comparisons[0].is_bitwise
 
 
 def test_a_plan_close_to_its_budget_says_how_far_beyond_it_might_be_and_what_surely_fits() -> None:

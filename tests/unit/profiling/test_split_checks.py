@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import brimful as bf
-from brimful.errors import CertificateError
+from brimful.errors import EquivalenceError
 from brimful.profiling.splitting import compare_split_loss
 
 SPLIT = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4)
@@ -49,7 +49,7 @@ def applied(loss: object, settings: bf.Settings = SPLIT, **how: bool) -> tuple[n
 def test_a_sum_that_would_be_scaled_is_refused_before_the_first_step_of_ones_own_loop() -> None:
     model, step = applied(sum_loss)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CertificateError, match="is NOT the same training"):
+    with pytest.raises(EquivalenceError, match="is NOT the same training"):
         step(torch.rand(8, 8))  # type: ignore[operator]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(module.training for module in model.modules())
@@ -81,7 +81,7 @@ def test_a_batch_that_is_not_split_is_not_checked() -> None:
 def test_training_says_when_a_split_could_not_be_compared() -> None:
     with pytest.warns(UserWarning, match="split into 4 micro-batches.*could not be checked"):
         bf.fit(job_of(mixup_loss), SPLIT, epochs=1, show_progress=False)
-    with pytest.raises(CertificateError, match="is NOT the same training"):
+    with pytest.raises(EquivalenceError, match="is NOT the same training"):
         bf.fit(job_of(sum_loss), SPLIT, epochs=1, show_progress=False)
 
 
@@ -101,7 +101,7 @@ def test_a_loss_of_derivatives_is_compared() -> None:
     model[1].p = 0.0  # type: ignore[index, assignment]
     step(torch.rand(8, 8))  # type: ignore[operator]
     model, step = applied(summed_slope_loss)
-    with pytest.raises(CertificateError, match="is NOT the same training"):
+    with pytest.raises(EquivalenceError, match="is NOT the same training"):
         step(torch.rand(8, 8))  # type: ignore[operator]
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -134,7 +134,7 @@ def test_ignored_labels_that_are_not_counted_are_refused_wherever_they_are() -> 
     job, batch = ignoring(6, counted=False)
     model = nn.Linear(8, 8)
     settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=4)
-    with pytest.raises(CertificateError, match="is NOT the same training"):
+    with pytest.raises(EquivalenceError, match="is NOT the same training"):
         bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
 
 
@@ -154,7 +154,7 @@ def test_ignored_labels_that_are_not_counted_are_refused_whatever_the_weights_ar
 
     job = bf.Job(model=lambda: nn.Linear(16, 64).to(dtype), loss=loss, batch=batch, optimizer="sgd")
     model = job.model()  # type: ignore[operator]
-    with pytest.raises(CertificateError, match="is NOT the same training"):
+    with pytest.raises(EquivalenceError, match="is NOT the same training"):
         bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))(batch)
 
 
@@ -223,7 +223,7 @@ def test_layers_that_depend_on_the_micro_batch_are_named_before_the_first_step(k
 
     with pytest.warns(UserWarning, match=message):
         bf.fit(job, SPLIT, steps=1, show_progress=False)
-    certificate = bf.certify(job, SPLIT)
+    certificate = bf.verify(job, SPLIT)
     assert certificate.holds
     assert "except for layers that depend on the micro-batch" in str(certificate)
 
@@ -231,7 +231,7 @@ def test_layers_that_depend_on_the_micro_batch_are_named_before_the_first_step(k
 def test_an_optimizer_that_cannot_be_used_is_refused_by_certify_too() -> None:
     job = replace(job_of(mean_loss), optimizer=torch.optim.LBFGS)
     with pytest.raises(bf.BrimfulError, match="LBFGS computes the loss several times"):
-        bf.certify(job, SPLIT)
+        bf.verify(job, SPLIT)
 
 
 def gradient_penalty(model: nn.Module, batch: Tensor) -> Tensor:

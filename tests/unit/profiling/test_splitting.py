@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import brimful as bf
 from brimful.errors import UsageError
 from brimful.profiling.aligned_draws import AlignedDraws
-from brimful.results import Certificate
+from brimful.results import EquivalenceReport
 from brimful.trainer import Trainer
 
 WIDTH = 64
@@ -95,9 +95,9 @@ def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
 
 
-def certified(model: Callable[[], nn.Module], loss: Callable[..., Tensor]) -> Certificate:
+def certified(model: Callable[[], nn.Module], loss: Callable[..., Tensor]) -> EquivalenceReport:
     job = bf.Job(model=model, loss=loss, batch=lambda n: torch.rand(n, WIDTH), name="random")
-    return bf.certify(job, SETTINGS)
+    return bf.verify(job, SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_noise_of_samples_in_dimension_1_is_the_same_in_their_parts() -> None:
         return F.mse_loss(model(batch + torch.randn_like(batch)), F.dropout(batch, 0.5))
 
     job = bf.Job(model=linear, loss=loss, batch=lambda n: torch.rand(5, n, WIDTH), batch_dim=1)
-    found = bf.certify(job, SETTINGS)
+    found = bf.verify(job, SETTINGS)
     assert found.holds
     (made,) = [each for each in found.comparisons if not each.left_out_because]
     assert made.name == "splitting, with the same random numbers for each sample"
@@ -184,7 +184,7 @@ def test_noise_of_samples_in_dimension_1_is_the_same_in_their_parts() -> None:
 def test_the_error_says_which_reduction_the_loss_has() -> None:
     assert 'which is a sum: pass Job(reduction="sum")' in str(certified(Vae, vae_loss("sum")))
     job = bf.Job(model=linear, loss=diffusion_loss("mean"), batch=rows, reduction="sum")
-    found = bf.certify(job, SETTINGS)
+    found = bf.verify(job, SETTINGS)
     assert not found.holds
     assert 'which is a mean: pass Job(reduction="mean")' in str(found)
 

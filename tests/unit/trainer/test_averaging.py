@@ -63,8 +63,8 @@ def test_statistics_go_as_far_in_four_micro_batches_as_in_one(job_with, trained)
         return trainer.model[0].running_mean
 
     whole = mean_after(16)
-    torch.testing.assert_close(mean_after(4, correct_batch_norm=True, certifies=False), whole)
-    assert not torch.allclose(mean_after(4, certifies=False), whole)
+    torch.testing.assert_close(mean_after(4, correct_batch_norm=True, verify=False), whole)
+    assert not torch.allclose(mean_after(4, verify=False), whole)
 
 
 def test_a_run_ends_when_it_does_not_improve(job_with, trained, samples):

@@ -41,7 +41,7 @@ SCRIPT = """
     )
     result = Trainer(
         job, Settings(micro_batch_size=4, gradient_accumulation_steps=2), run_dir=sys.argv[1], epochs=1000,
-        certifies=False,
+        verify=False,
     ).fit()
     print("returned", result.stopped_because, len(result.steps), flush=True)
 """

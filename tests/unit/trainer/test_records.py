@@ -7,9 +7,9 @@ import pytest
 
 from brimful.errors import FileFormatError
 from brimful.results import (
-    Certificate,
     Comparison,
     DataLoading,
+    EquivalenceReport,
     OpTemporary,
     StepRecord,
     StopReason,
@@ -126,10 +126,10 @@ def test_a_validation_and_a_recovery_are_refused_by_their_field():
 
 
 def test_a_difference_without_bound_is_valid_json_and_read_back():
-    beyond = Certificate(
+    beyond = EquivalenceReport(
         job="a",
         device="cpu",
         samples=2,
         comparisons=(Comparison(name="recomputing", largest_difference=math.inf, where="the loss"),),
     )
-    assert Certificate.from_json(json.loads(json.dumps(beyond.to_json(), allow_nan=False))) == beyond
+    assert EquivalenceReport.from_json(json.loads(json.dumps(beyond.to_json(), allow_nan=False))) == beyond

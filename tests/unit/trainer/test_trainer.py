@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.errors import BatchError, CertificateError, NonFiniteError, RunDirectoryError, UsageError
+from brimful.errors import BatchError, EquivalenceError, NonFiniteError, RunDirectoryError, UsageError
 from brimful.job import Data
 from brimful.planner import Alternative, Plan, PlanStatus
 from brimful.report import training_text
@@ -436,7 +436,7 @@ def test_actions_are_removed_when_training_fails(job_with, trained, recompute, s
     model = job_with().model()
     loss = {name: value for name, value in poisoned(2).items() if name == "loss"}
     with pytest.raises(NonFiniteError):
-        trained(job_with(model=model, **loss), units=recompute, certifies=False)
+        trained(job_with(model=model, **loss), units=recompute, verify=False)
     assert all("forward" not in vars(module) for module in model.modules())
 
 
@@ -447,12 +447,12 @@ def test_a_plan_is_certified_before_the_first_step(job_with, trained, recompute)
     assert result.certificate.comparisons[0].is_bitwise
     assert TrainingResult.from_json(result.to_json()).certificate == result.certificate
     assert trained(job_with(), epochs=1)[1].certificate is None  # nothing to compare
-    assert trained(job_with(), epochs=1, units=recompute, certifies=False)[1].certificate is None
+    assert trained(job_with(), epochs=1, units=recompute, verify=False)[1].certificate is None
 
 
-def test_certifying_changes_nothing_of_the_run(job_with, trained, recompute):
+def test_verifying_changes_nothing_of_the_run(job_with, trained, recompute):
     _, certified = trained(job_with(), epochs=2, units=recompute)
-    _, other = trained(job_with(), epochs=2, units=recompute, certifies=False)
+    _, other = trained(job_with(), epochs=2, units=recompute, verify=False)
     assert certified.losses == other.losses
 
 
@@ -479,7 +479,7 @@ def test_a_plan_that_computes_something_else_is_refused_before_the_first_step(jo
     before = {name: value.clone() for name, value in model.state_dict().items()}
     settings = Settings(micro_batch_size=4, units=recompute[:1])
     trainer = Trainer(job_with(model=model), settings, epochs=1, show_progress=False)
-    with pytest.raises(CertificateError, match="NOT the same training"):
+    with pytest.raises(EquivalenceError, match="NOT the same training"):
         trainer.fit()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

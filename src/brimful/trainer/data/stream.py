@@ -151,7 +151,7 @@ class BatchStream:
 
     def _is_over(self, batch: Batch | None, failure: Exception | None, is_stopped: bool) -> bool:
         """Whether the epoch is, on all ranks; or raise what ends the run."""
-        failed, stopped, ended = self._ranks.sum(
+        failed, stopped, ended = self._ranks.all_reduce(
             failure is not None, is_stopped, failure is None and batch is None
         )
         if stopped or ended == self._ranks.count:

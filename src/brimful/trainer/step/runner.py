@@ -18,9 +18,10 @@ from torch import Tensor
 
 from brimful.batches import layout_of
 from brimful.errors import HalfUpdatedError
-from brimful.execution.executor import StepHooks
+from brimful.execution.hooks import StepHooks
+from brimful.execution.losses import counting_parts, loss_counts, shares_of
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory, with_room
-from brimful.execution.step import StepOutcome, counting_parts, loss_counts, shares_of
+from brimful.execution.step import StepOutcome
 from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
 from brimful.profiling import PeakMemory, peak_memory
@@ -266,7 +267,7 @@ class StepRunner:
         ranks = self._state.ranks
         of_parts = loss_counts(self._job, [part for part, counts in parts if counts], whole=self._layout.whole)
         counts = of_parts + [0.0] * (len(parts) - len(of_parts))
-        (self._terms,) = ranks.sum(sum(counts))
+        (self._terms,) = ranks.all_reduce(sum(counts))
         if self._job.reduction == "sum":
             return [float(ranks.count * part_counts) for _part, part_counts in parts]
         return [ranks.count * share for share in shares_of(counts, self._terms)]
@@ -278,7 +279,7 @@ class StepRunner:
 
     def _is_finite(self, loss: Tensor, gradient_norm: Tensor) -> bool:
         ranks = self._state.ranks
-        (total,) = ranks.sum(float(loss))
+        (total,) = ranks.all_reduce(float(loss))
         self._finite = total / ranks.count, float(gradient_norm)
         # Gradients that overflow under loss scaling are the scaler's to skip: it then lowers the scale.
         has_scaler = self._state.executor.scaler is not None

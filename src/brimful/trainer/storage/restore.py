@@ -112,7 +112,7 @@ def newest_save(
     reasons = []
     for path in found:
         reason, save = _read_or_reason(path, ranks, maps=maps)
-        told = next(filter(None, ranks.gather(reason)), None)
+        told = next(filter(None, ranks.all_gather(reason)), None)
         if told is None:
             return save
         reasons.append(f"{path} is not used: {told}")
@@ -156,7 +156,7 @@ def _found_alike(run_dir: Path, ranks: Ranks) -> list[Path]:
         found = find_saves(run_dir)
     except ResumeError as error:
         problem = str(error)
-    seen = ranks.gather((problem, [path.name for path in found]))
+    seen = ranks.all_gather((problem, [path.name for path in found]))
     for problem, _names in seen:
         if problem is not None:
             raise ResumeError(problem)

@@ -221,7 +221,7 @@ class Saves:
                 raise
             of_user = isinstance(error, UsageError)
             failure = of_user, str(error) if of_user else f"rank {self._ranks.rank}: {_told(error)}"
-        found = self._ranks.gather((value, failure))
+        found = self._ranks.all_gather((value, failure))
         for _value, told in found:
             if told is not None:
                 raise UsageError(told[1]) if told[0] else _FailedSomewhereError(told[1])

@@ -37,7 +37,7 @@ class Comparison(PrintedResult):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate(PrintedResult):
+class EquivalenceReport(PrintedResult):
     """Whether training under a plan computes what plain training does."""
 
     job: str
@@ -85,7 +85,7 @@ class Certificate(PrintedResult):
         return " ".join(ways)
 
     @classmethod
-    def from_json(cls, document: Any, *, where: str = "the certificate") -> Certificate:
+    def from_json(cls, document: Any, *, where: str = "the certificate") -> EquivalenceReport:
         """The certificate that `to_json` wrote.
 
         Args:

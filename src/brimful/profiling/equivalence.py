@@ -1,4 +1,4 @@
-"""A real batch under a plan and under plain training → `Certificate`."""
+"""A real batch under a plan and under plain training → `EquivalenceReport`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from brimful.batches import InputMover, layout_of, make_batch
-from brimful.errors import CertificateError, HalfUpdatedError
+from brimful.errors import EquivalenceError, HalfUpdatedError
 from brimful.execution.coupled_loss import check_coupled
-from brimful.execution.executor import StepExecutor, StepHooks
+from brimful.execution.executor import StepExecutor
+from brimful.execution.hooks import StepHooks
+from brimful.execution.losses import counting_parts, loss_weights
+from brimful.execution.precision import device_of
 from brimful.execution.setup import build_model, choose_device, device_name
-from brimful.execution.step import counting_parts, device_of, loss_weights
 from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.planner import what_splitting_changes
 from brimful.profiling.aligned_draws import DrawWatch
 from brimful.profiling.coupled_layers import batch_norms, stateful_modules
 from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss
-from brimful.results import Certificate, Comparison
+from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 from brimful.transforms import apply_units
 
@@ -36,14 +38,14 @@ _OTHER_DEVICE_SAMPLES = 2
 training may not fit."""
 
 
-def certify(
+def verify(
     job: Job,
     settings: Settings,
     *,
     device: torch.device | str = "cpu",
     is_stand_in: bool = False,
     seed: int = 0,
-) -> Certificate:
+) -> EquivalenceReport:
     """Compare loss, gradients and buffers of one global batch under a plan with those of plain training.
 
     Recomputing must change nothing, to the last bit. Splitting the batch sums in another order and may change
@@ -64,7 +66,7 @@ def certify(
         UsageError: There is no such device, or the optimizer cannot be used.
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is not a scalar tensor or has no gradient.
-        CertificateError: The step cannot run as planned: parameters get their gradients in parts, and are to be
+        EquivalenceError: The step cannot run as planned: parameters get their gradients in parts, and are to be
             updated in backward.
     """
     device = choose_device(device, None)
@@ -77,7 +79,7 @@ def certify(
         return _certificate(job, settings, compared, model, device, seed)
 
 
-def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> Certificate:
+def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> EquivalenceReport:
     """Compare a few samples under a plan with plain training, with a model that is about to be trained.
 
     Two samples of each of two micro-batches are taken. Beside the model there are a copy of it and its
@@ -95,7 +97,7 @@ def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int =
     Raises:
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is not a scalar tensor or has no gradient.
-        CertificateError: The step cannot run as planned; see `certify`.
+        EquivalenceError: The step cannot run as planned; see `verify`.
     """
     device = device_of(model)
     try:
@@ -103,7 +105,7 @@ def certify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int =
     except Exception as error:  # whatever a module's own copying raises
         reason = f"the model cannot be copied: {error}"
         comparisons = (Comparison(name="recomputing", left_out_because=reason),)
-        return Certificate(job=job.name, device=device_name(device), samples=0, comparisons=comparisons)
+        return EquivalenceReport(job=job.name, device=device_name(device), samples=0, comparisons=comparisons)
     with _random_state_kept(device):
         certificate = _certificate(job, settings, _with_few_samples(settings), model, device, seed)
     if device.type == "cuda":
@@ -121,19 +123,19 @@ def _with_few_samples(settings: Settings) -> Settings:
 
 def _certificate(
     job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
-) -> Certificate:
+) -> EquivalenceReport:
     """Of `settings`, which may be those that are planned with fewer samples."""
     try:
         return _compared(job, planned, settings, model, device, seed)
     except HalfUpdatedError as error:
-        raise CertificateError(
+        raise EquivalenceError(
             f"{job.name}: the plan cannot be compared with plain training: {error}"
         ) from error
 
 
 def _compared(
     job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
-) -> Certificate:
+) -> EquivalenceReport:
     batch = make_batch(job, settings.rank_batch_size)
     compute = partial(_computed, job, model, batch, device, seed)
     plain = replace(settings, units=(), optimizer_in_backward=False, prefetch_inputs=False)
@@ -163,7 +165,7 @@ def _compared(
                 seed=seed,
             )
         )
-    return Certificate(
+    return EquivalenceReport(
         job=job.name,
         device=device_name(device),
         samples=settings.rank_batch_size,

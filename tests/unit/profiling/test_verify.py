@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import brimful as bf
-from brimful.profiling import certify
-from brimful.results import Certificate, Comparison
+from brimful.profiling import verify
+from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Action, Precision, Settings, UnitAction
 
 WIDTH, CLASSES = 16, 5
@@ -62,13 +62,13 @@ def job_of(*blocks: Callable[[], nn.Module]) -> bf.Job:
 
 def certificate(
     job: bf.Job, *, micro_batches: int = 1, recompute: tuple[str, ...] = (), **others: Any
-) -> Certificate:
+) -> EquivalenceReport:
     units = tuple(UnitAction(fqn=fqn, action=Action.RECOMPUTE) for fqn in recompute)
     settings = Settings(micro_batch_size=8, gradient_accumulation_steps=micro_batches, units=units, **others)
-    return certify(job, settings)
+    return verify(job, settings)
 
 
-def found(certificate: Certificate) -> dict[str, Comparison]:
+def found(certificate: EquivalenceReport) -> dict[str, Comparison]:
     return {comparison.name: comparison for comparison in certificate.comparisons}
 
 
@@ -120,7 +120,7 @@ def test_what_is_not_compared_says_why() -> None:
 def test_a_plan_for_a_gpu_is_compared_on_the_cpu_with_a_few_samples() -> None:
     job = job_of(lambda: nn.Linear(WIDTH, WIDTH))
     plan = bf.plan(job, "RTX 3090", global_batch_size=32, micro_batch_size=8)
-    held = bf.certify(job, plan)
+    held = bf.verify(job, plan)
     assert held.holds
     assert held.samples == 4
 

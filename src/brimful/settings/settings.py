@@ -1,178 +1,21 @@
-"""How a job is trained: the one record that planning chooses, capture predicts and training obeys."""
+"""How one optimizer step is carried out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from numbers import Integral
-from typing import Any, TypeVar
 
-from brimful.codec import ALWAYS_WRITTEN, PositiveInt, from_builtins, unknown_field
+from brimful.codec import ALWAYS_WRITTEN, PositiveInt
 from brimful.errors import UsageError
-
-
-class Precision(StrEnum):
-    """Number format of the forward and backward pass; parameters stay float32.
-
-    FP16 and BF16 run under autocast; FP16 adds loss scaling. TF32 only changes how matmuls round.
-
-    Names of dtypes are understood too: `Precision("bfloat16")` is `Precision.BF16`.
-    """
-
-    FP32 = "fp32"
-    TF32 = "tf32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Precision | None:
-        dtype = str(value).lower().removeprefix("torch.")
-        return {
-            "float32": cls.FP32,
-            "float": cls.FP32,
-            "tensorfloat32": cls.TF32,
-            "float16": cls.FP16,
-            "half": cls.FP16,
-            "bfloat16": cls.BF16,
-        }.get(dtype)
-
-    @property
-    def autocast_dtype(self) -> str | None:
-        """Name of the torch dtype autocast uses; None without autocast."""
-        return {Precision.FP16: "float16", Precision.BF16: "bfloat16"}.get(self)
-
-
-class OptimizerImplementation(StrEnum):
-    """How an optimizer of `torch.optim` goes over its parameters; each computes the same formula.
-
-    FUSED rounds in another order than the others, in the last digits of float32.
-    """
-
-    FOR_LOOP = "for-loop"
-    """One after another; torch's default on a CPU."""
-    FOREACH = "foreach"
-    """All at once, with temporaries as large as all parameters; torch's default on CUDA."""
-    FUSED = "fused"
-    """All at once in one kernel, without temporaries."""
-
-
-class Parallelism(StrEnum):
-    """How several ranks, each with its share of the global batch, train one model."""
-
-    DDP = "ddp"
-    """Each holds all parameters, gradients and optimizer state; gradients are averaged."""
-    FSDP2 = "fsdp2"
-    """Each holds its part of them; a unit's parameters are gathered while it runs."""
-    ZERO1 = "zero1"
-    """DeepSpeed: each holds all parameters and gradients, and its part of the optimizer state."""
-    ZERO2 = "zero2"
-    """DeepSpeed: each holds its part of the gradients too."""
-    ZERO3 = "zero3"
-    """DeepSpeed: each holds its part of the parameters too."""
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether DeepSpeed divides the model."""
-        return self in (Parallelism.ZERO1, Parallelism.ZERO2, Parallelism.ZERO3)
-
-
-class Action(StrEnum):
-    """What becomes of a unit's saved tensors between its forward and its backward."""
-
-    KEEP = "keep"
-    SAVE = "save"
-    """Save what chosen ops return, recompute the rest."""
-    RECOMPUTE = "recompute"
-    OFFLOAD = "offload"
-    """Keep it in the host's memory meanwhile; nothing is recomputed."""
-    NEST = "nest"
-    """Recompute it, and do not hold its input either: the unit before it, which is recomputed or nested too, is
-    run once more to make it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A run of consecutive children of a plain `Sequential`: a unit where no single module is one.
-
-    Written `parent[first..last]` with the names of its first and last child.
-    """
-
-    parent: str
-    first: str
-    last: str
-
-    def __str__(self) -> str:
-        return f"{self.parent}[{self.first}..{self.last}]"
-
-    @classmethod
-    def of(cls, children: Sequence[str]) -> Span:
-        """The run of children of one parent, given their paths in order."""
-        parent, _, first = children[0].rpartition(".")
-        return cls(parent=parent, first=first, last=children[-1].rpartition(".")[2])
-
-    @classmethod
-    def parse(cls, fqn: str) -> Span | None:
-        """The run that `fqn` names; None if it names a module."""
-        parent, bracket, inside = fqn.partition("[")
-        first, dots, last = inside.rstrip("]").partition("..")
-        return cls(parent=parent, first=first, last=last) if bracket and dots else None
-
-
-def op_kind(name: str) -> str:
-    """By what an op is called in `UnitAction.saved`.
-
-    Args:
-        name: Of an op with its overload, such as "aten.addmm.default".
-
-    Returns:
-        Its name alone, "addmm"; of another library with that, "torchvision.nms"; "attention" for all kernels
-        of fused attention, of which the device chooses one.
-    """
-    library, _, rest = name.partition(".")
-    kind = rest.partition(".")[0]
-    if kind.startswith("_scaled_dot_product_") and not kind.endswith("_backward"):
-        return "attention"
-    return kind if library == "aten" else f"{library}.{kind}"
-
-
-_MOST_DIGITS = 9
-"""Of the number of an op within a unit's forward; Python refuses to convert thousands. A choice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitAction:
-    """The action for one unit."""
-
-    fqn: str
-    """Dotted path of the unit's module, or a `Span`."""
-    action: Action
-    saved: tuple[str, ...] = ()
-    """Ops whose results are saved, by kind and number within the unit's forward: "addmm#2" is the third addmm.
-    One that the forward does not have is no error: there is nothing of it to save."""
-    most_offloaded_bytes: PositiveInt | None = None
-    """Of an offloaded unit: what leaves at most of each call, the largest storages first. None: all."""
-
-    def __post_init__(self) -> None:
-        if bool(self.saved) != (self.action is Action.SAVE):
-            raise UsageError(
-                f"unit {self.fqn!r} has action {str(self.action)!r} and {len(self.saved)} saved ops; "
-                "'save' names at least one, every other action none."
-            )
-        limit = self.most_offloaded_bytes
-        if limit is not None and (self.action is not Action.OFFLOAD or limit < 1):
-            raise UsageError(
-                f"unit {self.fqn!r} has action {str(self.action)!r} and most_offloaded_bytes={limit}; "
-                "'offload' may have a positive number of bytes, every other action none."
-            )
-        for name in self.saved:
-            kind, _, number = name.partition("#")
-            if not (kind and number.isdecimal() and len(number) <= _MOST_DIGITS):
-                raise UsageError(
-                    f"unit {self.fqn!r}: {name!r} names no op; write its kind and number, addmm#2."
-                )
-
+from brimful.settings.choices import (
+    Action,
+    OptimizerImplementation,
+    Parallelism,
+    Precision,
+    check_counts,
+    member,
+)
+from brimful.settings.units import ChunkedLoss, UnitAction
 
 _RUN_AGAIN = frozenset({Action.RECOMPUTE, Action.SAVE, Action.NEST})
 """Actions of which something runs a second time."""
@@ -186,63 +29,6 @@ def _done(unit: UnitAction) -> str:
         return "offloaded" if unit.most_offloaded_bytes is None else "offloaded in part"
     said = {Action.RECOMPUTE: "recomputed", Action.SAVE: "recomputed in part", Action.NEST: "nested"}
     return said.get(unit.action, "kept")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkedLoss:
-    """A cross-entropy over many classes that is computed a part of the tokens at a time.
-
-    So there are never logits of all tokens; those of each chunk are computed twice, in forward and backward.
-    """
-
-    layer: str
-    """Dotted path of the `nn.Linear` that makes the logits."""
-    chunks: PositiveInt
-    """Into how many parts the tokens of a micro-batch are divided, at least 2."""
-
-    def __post_init__(self) -> None:
-        if self.chunks < 2:
-            raise UsageError(f"the loss is to be computed in {self.chunks} chunks; it takes at least 2.")
-
-
-def check_counts(record: object, *names: str) -> None:
-    """Check that fields of a record are whole numbers.
-
-    Args:
-        record: Has the fields.
-        *names: Theirs.
-
-    Raises:
-        UsageError: One is a float, a text or a bool.
-    """
-    for name in names:
-        check_count(name, getattr(record, name))
-
-
-def check_count(name: str, value: object) -> None:
-    """Check that an argument is a whole number.
-
-    Args:
-        name: Of the argument.
-        value: Its value.
-
-    Raises:
-        UsageError: It is a float, a text or a bool.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; it must be a whole number.")
-
-
-_Kind = TypeVar("_Kind", bound=StrEnum)
-
-
-def _member(kind: type[_Kind], name: str, value: str) -> _Kind:
-    """The member of an enumeration that a value names, as "bf16" and `torch.bfloat16` name a precision."""
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(kind)
-        raise UsageError(f"{name} is {value!r}; it must be one of {known}.") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -299,9 +85,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for name, kind in (("precision", Precision), ("parallelism", Parallelism)):
-            object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
+            object.__setattr__(self, name, member(kind, name, getattr(self, name)))
         if self.optimizer_implementation is not None:
-            way = _member(OptimizerImplementation, "optimizer_implementation", self.optimizer_implementation)
+            way = member(OptimizerImplementation, "optimizer_implementation", self.optimizer_implementation)
             object.__setattr__(self, "optimizer_implementation", way)
         check_counts(self, "micro_batch_size", "gradient_accumulation_steps", "world_size", "num_nodes")
         self._check_gathering()
@@ -467,90 +253,3 @@ class Settings:
                 f"micro_batch_size {micro_batch_size} does not divide {whose} {self.rank_batch_size}."
             )
         return replace(self, micro_batch_size=micro_batch_size, gradient_accumulation_steps=steps)
-
-
-_JSON_KEYS = {
-    "world_size": "ranks",
-    "num_nodes": "nodes",
-    "optimizer_in_backward": "step_in_backward",
-    "offload_optimizer": "optimizer_on_host",
-    "prefetch_inputs": "copies_ahead",
-    "param_dtype": "gathered_dtype",
-    "offload_parameters": "cpu_offload",
-}
-"""Fields whose key in JSON is another: files and scripts use the keys."""
-
-
-def settings_to_json(settings: Settings) -> dict[str, Any]:
-    """Settings as a JSON object; options of FSDP2 only under FSDP2, and some others only where they are set."""
-    document: dict[str, Any] = {
-        "precision": str(settings.precision),
-        "micro_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.gradient_accumulation_steps,
-        "optimizer": settings.optimizer,
-        "optimizer_implementation": settings.optimizer_implementation
-        and str(settings.optimizer_implementation),
-        "units": [_unit_to_json(unit) for unit in settings.units],
-        "chunked_loss": settings.chunked_loss and asdict(settings.chunked_loss),
-        "expandable_segments": settings.expandable_segments,
-        "world_size": settings.world_size,
-        "parallelism": str(settings.parallelism),
-        "num_nodes": settings.num_nodes,
-    }
-    for name in ("optimizer_in_backward", "offload_optimizer", "prefetch_inputs"):
-        if getattr(settings, name):
-            document[name] = True
-    if not settings.own_checkpointing:
-        document["own_checkpointing"] = False
-    if settings.parallelism is Parallelism.FSDP2:
-        document["reshard_after_forward"] = settings.reshard_after_forward
-        document["param_dtype"] = settings.param_dtype
-        if settings.offload_parameters:
-            document["offload_parameters"] = True
-    return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
-
-
-def settings_fields(document: Any, *, where: str = "the settings") -> Any:
-    """A JSON object of settings with the names of the record's fields for keys.
-
-    Args:
-        document: As read from JSON; anything but an object is returned as it is.
-        where: Names it in errors.
-
-    Returns:
-        An object that `codec.from_builtins` makes `Settings` of.
-
-    Raises:
-        FileFormatError: A key is the name of a field that has another key in JSON.
-    """
-    if not isinstance(document, dict):
-        return document
-    if wrong := document.keys() & _JSON_KEYS.keys():
-        raise unknown_field(min(wrong), where=where)
-    names = {key: name for name, key in _JSON_KEYS.items()}
-    return {names.get(key, key): value for key, value in document.items()}
-
-
-def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
-    document: dict[str, Any] = {"fqn": unit.fqn, "action": str(unit.action)}
-    if unit.saved:
-        document["saved"] = list(unit.saved)
-    if unit.most_offloaded_bytes is not None:
-        document["most_offloaded_bytes"] = unit.most_offloaded_bytes
-    return document
-
-
-def settings_from_json(document: Any, *, where: str = "the settings") -> Settings:
-    """The settings that `settings_to_json` wrote.
-
-    Args:
-        document: As read from JSON.
-        where: Names them in errors.
-
-    Returns:
-        Settings equal to those written.
-
-    Raises:
-        FileFormatError: A field is unknown, missing, of another type or out of range.
-    """
-    return from_builtins(settings_fields(document, where=where), Settings, where=where)

@@ -1,0 +1,132 @@
+"""The losses of micro-batches: their weights in the loss of the global batch, and what a loss must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from brimful.batches import layout_of
+from brimful.errors import BatchError, LossError
+from brimful.job import Batch, Job
+
+
+def loss_weights(job: Job, micro_batches: Sequence[Batch]) -> list[float]:
+    """Factors for the losses of micro-batches, such that they sum to the loss of the global batch.
+
+    Args:
+        job: Of a loss that is a mean, `count` says over how many terms; None means samples.
+        micro_batches: The global batch in parts.
+
+    Returns:
+        For a mean, shares that sum to 1; for a sum, and for a single micro-batch, exactly 1 each.
+
+    Raises:
+        BatchError: The counts are no numbers, negative or not finite, or the global batch has nothing to count.
+    """
+    if job.reduction == "sum" or (job.count is None and len(micro_batches) == 1):
+        return [1.0] * len(micro_batches)
+    counts = loss_counts(job, micro_batches)
+    return shares_of(counts, sum(counts))
+
+
+def counting_parts(micro_batches: Sequence[Batch], weights: Sequence[float]) -> tuple[list[Batch], list[float]]:
+    """The micro-batches, and their weights, without those that count for nothing.
+
+    The mean loss of such a one is no number, even times 0.
+    """
+    parts = [part for part, weight in zip(micro_batches, weights, strict=True) if weight]
+    return parts, [weight for weight in weights if weight]
+
+
+def loss_counts(job: Job, micro_batches: Sequence[Batch], *, whole: int = 1) -> list[float]:
+    """How many terms the mean loss of each micro-batch is over.
+
+    Args:
+        job: Its `count` counts them; None means samples.
+        micro_batches: Parts of a global batch.
+        whole: How many samples a batch counts for that cannot be split.
+
+    Returns:
+        Numbers of at least 0.
+
+    Raises:
+        BatchError: They are no numbers, negative or not finite.
+    """
+    count = job.count or layout_of(job, whole=whole).count
+    counts = [_number(count(micro_batch)) for micro_batch in micro_batches]
+    if not all(math.isfinite(terms) and terms >= 0 for terms in counts):
+        raise BatchError(f"the counts of the micro-batches are {counts}; each must be finite and at least 0.")
+    return counts
+
+
+def _number(found: Any) -> float:
+    """What a job's `count` returned, as a number; digits in a text are not one."""
+    if isinstance(found, Tensor) and (found.numel() != 1 or found.is_complex()):
+        raise _no_number(f"a {str(found.dtype).removeprefix('torch.')} tensor of shape {tuple(found.shape)}")
+    what = f"an object of type {type(found).__name__}"
+    if isinstance(found, str | bytes):
+        raise _no_number(what)
+    try:
+        return float(found)
+    except (TypeError, ValueError) as error:
+        raise _no_number(what) from error
+
+
+def _no_number(what: str) -> BatchError:
+    return BatchError(
+        f"count(batch) returned {what}. It must return one number: over how many terms the mean loss of the "
+        "batch is, such as (labels != -100).sum()."
+    )
+
+
+def shares_of(counts: Sequence[float], total: float) -> list[float]:
+    """What part each count is of a total.
+
+    Args:
+        counts: Of micro-batches.
+        total: Of the global batch.
+
+    Returns:
+        As many parts.
+
+    Raises:
+        BatchError: The total is 0.
+    """
+    if total == 0:
+        raise BatchError(
+            f"the mean over the global batch is over nothing: the counts of its {len(counts)} micro-batches "
+            "sum to 0. Leave such batches out, or check `count`: do all labels have the value it ignores?"
+        )
+    return [terms / total for terms in counts]
+
+
+def check_loss(value: Any) -> None:
+    """Check that a loss can be trained on.
+
+    Args:
+        value: What a job's loss returned.
+
+    Raises:
+        LossError: It is no tensor, no real scalar, or has no gradient.
+    """
+    if not isinstance(value, Tensor):
+        raise LossError(
+            f"the loss is a {type(value).__name__}, not a tensor. Return the scalar itself: for a "
+            "Transformers model, `model(**batch).loss`."
+        )
+    if value.numel() != 1:
+        raise LossError(
+            f"the loss has shape {tuple(value.shape)}; it must be a scalar. Reduce it: `loss.mean()`."
+        )
+    if value.is_complex():
+        raise LossError(
+            f"the loss is complex ({str(value.dtype).removeprefix('torch.')}), and only a real number can be "
+            "minimized. Return a real one: `loss.abs()`, or `loss.real`."
+        )
+    if not value.requires_grad:
+        raise LossError(
+            "the loss has no gradient. It was computed under no_grad, detached, or from frozen parameters only."
+        )

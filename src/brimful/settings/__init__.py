@@ -1,0 +1,34 @@
+"""How one optimizer step runs: planning chooses `Settings`, capture predicts them, execution obeys them.
+
+Start reading at `settings.Settings`. `choices` has the values of its fields, `units` the actions for parts of a
+model, `document` the JSON.
+"""
+
+from brimful.settings.choices import (
+    Action,
+    OptimizerImplementation,
+    Parallelism,
+    Precision,
+    check_count,
+    check_counts,
+)
+from brimful.settings.document import settings_fields, settings_from_json, settings_to_json
+from brimful.settings.settings import Settings
+from brimful.settings.units import ChunkedLoss, Span, UnitAction, op_kind
+
+__all__ = [
+    "Action",
+    "ChunkedLoss",
+    "OptimizerImplementation",
+    "Parallelism",
+    "Precision",
+    "Settings",
+    "Span",
+    "UnitAction",
+    "check_count",
+    "check_counts",
+    "op_kind",
+    "settings_fields",
+    "settings_from_json",
+    "settings_to_json",
+]
