@@ -324,7 +324,7 @@ class ExpandablePool(Pool):
             return None
         while block.size_bytes < wanted_bytes:
             beyond = block.next
-            assert beyond is not None, "room for the request was found, so it goes on"
+            assert beyond is not None, "room for the request was found, so another block follows"
             if not self._map(beyond, min(wanted_bytes - block.size_bytes, beyond.size_bytes)):
                 return None
             block = beyond  # mapping it made it swallow the free block below

@@ -12,14 +12,7 @@ _NAMED = 3
 
 
 def why_kept_whole(baseline: Trace) -> str:
-    """Why a plan does not split the batch unasked.
-
-    Args:
-        baseline: A capture of training without a plan, with `batch_coupled_modules`.
-
-    Returns:
-        One or two clauses.
-    """
+    """Why a plan does not split the batch unless that is permitted: one or two clauses."""
     reasons = []
     if norms := baseline.batch_norm_modules:
         reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
@@ -31,15 +24,9 @@ def why_kept_whole(baseline: Trace) -> str:
 def what_splitting_changes(
     batch_norms: Sequence[str], stateful: Sequence[str], settings: Settings
 ) -> Iterator[str]:
-    """What such layers do otherwise where the batch is split.
+    """What splitting the batch changes in such layers, in clauses.
 
-    Args:
-        batch_norms: Those that normalise with the statistics of the batch.
-        stateful: Others that change their buffers in forward.
-        settings: Of a plan with several micro-batches.
-
-    Yields:
-        Clauses.
+    `batch_norms` normalise with the statistics of the batch; `stateful` layers change their buffers in forward.
     """
     steps = settings.gradient_accumulation_steps
     if batch_norms:

@@ -31,14 +31,9 @@ capture."""
 
 
 class CandidateFamily:
-    """All micro-batch sizes under settings that are otherwise the same.
+    """All micro-batch sizes under settings that are otherwise the same; `notes` gets what cannot be tried.
 
-    Args:
-        capture: Runs a step on fake tensors.
-        request: What is asked and what is pinned.
-        base: What all of them share, with the whole batch at once and everything kept.
-        micro_batch_sizes: Those to try.
-        notes: What cannot be tried is added here.
+    `base` has what all of them share, with the whole batch at once and everything kept.
     """
 
     def __init__(
@@ -59,14 +54,9 @@ class CandidateFamily:
         self._scaled = RoughlyScaledTraces(capture)
 
     def candidates(self) -> list[Candidate]:
-        """Those micro-batches that the job can be trained with; what cannot be captured is noted.
+        """A candidate for each size that can be captured, and another where a unit is divided.
 
-        Returns:
-            A candidate for each that can be captured, and another where a unit is divided.
-
-        Raises:
-            CaptureError: None can.
-            BatchError: None can.
+        Sizes that cannot be captured are noted; if none can, the first CaptureError or BatchError is raised.
         """
         found: list[Candidate] = []
         failures: dict[int, CaptureError | BatchError] = {}

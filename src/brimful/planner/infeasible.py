@@ -25,17 +25,9 @@ def nothing_fits(
     baseline: Baseline,
     notes: Iterable[str],
 ) -> InfeasibleError:
-    """Why nothing fits: by how much, because of what, and the nearest options.
+    """The error to raise: by how much nothing fits, because of what, and the nearest options.
 
-    Args:
-        capture: Runs a step on fake tensors.
-        request: What was asked.
-        smallest: The least that anything permitted takes.
-        baseline: Training without a plan.
-        notes: Why something could not be tried.
-
-    Returns:
-        The error to raise.
+    `smallest` is the least that anything permitted takes; `notes` say why something could not be tried.
     """
     peak = smallest.predicted_peak_device_bytes
     baseline_bytes = baseline.alternative.predicted_peak_reserved_bytes + request.device.context_bytes
@@ -126,7 +118,7 @@ def _more_host_memory(capture: Capture, request: Request, settings: Settings) ->
 
 
 def _rounded_up(size_bytes: int) -> str:
-    """A size for a reader that, read again, is no less."""
+    """A size as text, rounded so that parsing it gives no fewer bytes."""
     shown = size_bytes
     while parse_bytes(format_bytes(shown)) < size_bytes:
         shown += max(size_bytes // 1000, 1)

@@ -51,18 +51,7 @@ def notes_for(
     candidates: Sequence[CandidateSearch],
     searching: Sequence[str],
 ) -> tuple[str, ...]:
-    """The notes of a plan.
-
-    Args:
-        best: What was chosen.
-        baseline: A capture of training without a plan.
-        request: What was asked.
-        candidates: What was searched.
-        searching: What was noted on the way, of what could not be searched.
-
-    Returns:
-        Sentences, those on the way first.
-    """
+    """The notes of a plan: those of the search first, which say what could not be searched, then by topic."""
     settings = best.settings
     return (
         *dict.fromkeys(searching),
@@ -137,7 +126,7 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[Can
 
 
 def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
-    """What of its memory, and what its time was told by."""
+    """Host memory that the plan takes, and the rates by which its copies and updates are timed."""
     device, settings = request.device, best.settings
     notes = []
     if settings.offload_optimizer and device.kind == "cpu":

@@ -18,14 +18,7 @@ from brimful.trace import Trace
 
 
 class SearchSpace:
-    """The ways to train that a request permits.
-
-    Args:
-        capture: Runs a step on fake tensors.
-        request: What is asked and what is pinned.
-        baseline: A capture of training without a plan.
-        notes: What cannot be searched, and why, is added here.
-    """
+    """The ways to train that a request permits; what cannot be searched, and why, is added to `notes`."""
 
     def __init__(self, capture: Capture, request: Request, baseline: Trace, notes: list[str]) -> None:
         self._capture = capture

@@ -346,7 +346,7 @@ def _interval_of(trace: Trace, device: Device, allocator: AllocatorSettings | No
 
 
 def _more_if_compiled(trace: Trace, memory: MemoryPrediction) -> int:
-    """What `torch.compile` may save beyond eager code: also weights of convolutions, laid out anew."""
+    """What `torch.compile` may save beyond eager code: also weights of convolutions, in another layout."""
     held = dict(memory.breakdown)
     activations = held.get(Category.SAVED_TENSORS, 0) + held.get(Category.TEMPORARIES, 0)
     weights = sum(
@@ -367,7 +367,7 @@ def _of_compiled_code(trace: Trace) -> Iterator[str]:
 
 
 def _phases(trace: Trace, memory: MemoryPrediction) -> Iterator[PhasePeak]:
-    """Peaks of the parts of a run, so far as the trace tells."""
+    """Peaks of the parts of a run, as far as the trace shows them."""
 
     def phase(name: RunPart, peak_bytes: int, note: str) -> PhasePeak:
         return PhasePeak(name=name, predicted_peak_allocated_bytes=peak_bytes, note=note)

@@ -18,14 +18,9 @@ _PRODUCTS = frozenset({"mm", "addmm"})
 
 
 def logits_layer(baseline: Trace) -> str | None:
-    """The linear layer whose output a large cross-entropy takes.
+    """The dotted path of the linear layer whose output a large cross-entropy takes.
 
-    Args:
-        baseline: A capture of the whole step.
-
-    Returns:
-        The layer's dotted path; None if there is no such loss, it is small, or something else than a linear
-        layer makes its logits.
+    None if there is no cross-entropy, it is small, or its logits are not the output of a linear layer.
     """
     forward = [op for op in baseline.ops if op.phase is Phase.FORWARD]
     losses = [place for place, op in enumerate(forward) if op_kind(op.name) == "_log_softmax"]

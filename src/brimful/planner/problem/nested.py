@@ -1,11 +1,12 @@
 """A capture that recomputes everything → the problem of nesting units; its formulas are in `solvers.segments`.
 
-The input of a unit that could be let go is what the unit before it makes in its forward and what goes when its
-own backward is through. All else that the problem asks for are levels of the capture: with nothing nested, they
-are what the step takes.
+The input of a unit that nesting frees is what the unit before it makes in its forward and what is freed when
+its own backward ends. Everything else in the problem is a level of the capture: with nothing nested, these are
+what the step takes.
 
-Not seen here is whether code between two units does something to what one hands to the next, or something else
-holds it too, as a skip does; then it is held after all. So what is chosen is captured before it counts.
+The capture does not show whether code between two units changes what one passes to the next, or something else
+holds it too, as a skip connection does; then it is held after all. So what is chosen is captured before it
+counts.
 """
 
 from __future__ import annotations
@@ -35,18 +36,11 @@ def build_segment_problem(
     *,
     micro_batches: int,
 ) -> SegmentProblem | None:
-    """The problem of nesting some of the units while all others are recomputed.
+    """The problem of nesting some units while all others are recomputed; None if no unit could be nested.
 
-    Args:
-        kept: A capture in which every unit is kept.
-        recomputed: The same step with every unit recomputed.
-        actions: How each unit is recomputed, in the order in which their forwards begin. Where some ops are
-            saved even so, the unit is neither nested nor the one before a nested one.
-        device: Prices the forwards that run again.
-        micro_batches: How many of the captured micro-batches occur: 1 without accumulation.
-
-    Returns:
-        The problem; None if no unit could be nested.
+    `kept` and `recomputed` are captures with every unit kept and every unit recomputed, of whose micro-batches
+    `micro_batches` occur. `actions` say how each unit is recomputed, in the order in which their forwards
+    begin: where some ops are saved even so, the unit is neither nested nor the one before a nested one.
     """
     units = tuple(action.fqn for action in actions)
     owner = unit_of_each_op(recomputed, units)
@@ -70,7 +64,7 @@ def build_segment_problem(
 
 
 def _input_bytes(trace: Trace, owner: list[int], unit_count: int, micro_batch: int) -> list[int]:
-    """I: for each unit what the one before it makes and what its own backward lets go, in one micro-batch."""
+    """I: for each unit what the one before it makes and its own backward frees, in one micro-batch."""
     rounding_bytes = rounding_bytes_of(trace.device_kind)
     found = [0] * unit_count
     for event in trace.events:
@@ -92,7 +86,7 @@ def _peaks(steady: SteadyStep) -> tuple[list[int], list[int]]:
     outside = np.zeros(count + 1, dtype=np.int64)
     backward = np.zeros(count, dtype=np.int64)
     inside, forward = steady.is_inside, steady.is_forward
-    # The loss begins its backward with all inputs still let go; before the first forward there are none.
+    # The loss begins its backward with all inputs still freed; before the first forward there are none.
     is_outside = forward | (~inside & ((steady.begun == count) | (steady.begun == 0)))
     np.maximum.at(
         outside, np.where(inside, steady.owner, steady.begun)[is_outside], steady.live_bytes[is_outside]

@@ -31,7 +31,7 @@ class SentStorages:
         return sum(map(pinned_bytes, self.sizes_bytes))
 
     def within(self, most_bytes: int) -> SentStorages:
-        """Those that leave where only so many bytes may."""
+        """Those that leave where at most this many bytes may."""
         return SentStorages(tuple(self.sizes_bytes[i] for i in chosen_to_leave(self.sizes_bytes, most_bytes)))
 
 

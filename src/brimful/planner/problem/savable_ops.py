@@ -1,9 +1,9 @@
 """Which ops of a recomputed unit could be saved instead, what that takes and what it spares, from one capture.
 
 A capture that recomputes every unit shows each op of a unit twice: in the forward and in the recomputation. If
-what the op returns is saved, it stays from where the forward dropped it to where the recomputation makes it
-again; where it is there still, there is one of it less. Nothing else changes, so the capture tells all sets of
-saved ops.
+what the op returns is saved, it is held from where the forward freed it to where the recomputation makes it
+again; where it is still held then, there is one copy fewer. Nothing else changes, so one capture prices every
+set of saved ops.
 
 Time is additive over the ops not saved, up to where the recomputation stops early. So the sets worth trying are
 those that fill a knapsack by seconds spared per byte: each is the one before it and one op more.
@@ -108,18 +108,10 @@ def unit_ops(
     rounding_bytes: int,
     seconds: Callable[[Op], float],
 ) -> list[UnitOps]:
-    """The ops of each unit.
+    """The ops of each unit in a capture that recomputes every unit, one record a unit.
 
-    Args:
-        recomputed: A capture that recomputes every unit.
-        owner: By op of the trace, the unit it belongs to, or -1.
-        unit_count: How many units there are.
-        micro_batches: How many of the captured ones occur; the last of them tells the times.
-        rounding_bytes: The allocator's.
-        seconds: What an op takes.
-
-    Returns:
-        One record a unit.
+    `owner` has by op the unit it belongs to, or -1. Of the captured `micro_batches` that occur, `seconds`
+    prices the last. `rounding_bytes` is the allocator's.
     """
     results = _Results(recomputed, rounding_bytes)
     return [
@@ -144,15 +136,9 @@ class UnitCall:
 
 
 def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list[list[list[UnitCall]]]:
-    """Forward and recomputation of each call of each unit, op by op.
+    """Forward and recomputation of each call, op by op, by unit and captured micro-batch.
 
-    Args:
-        recomputed: A capture that recomputes every unit.
-        owner: By op of the trace, the unit it belongs to, or -1.
-        unit_count: How many units there are.
-
-    Returns:
-        By unit and captured micro-batch, the calls.
+    The capture recomputes every unit; `owner` has by op the unit it belongs to, or -1.
     """
     forward: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     again: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
