@@ -5,9 +5,7 @@ Start reading at `Request`; `Request.bases` has the settings that a search start
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from brimful.devices import Device
 from brimful.errors import UsageError
@@ -130,22 +128,13 @@ class RankOptions:
                 f"({', '.join(self.parallelisms)}, {self.world_size} ranks)."
             )
 
-    def settings(self, parallelism: Parallelism) -> Iterator[dict[str, Any]]:
-        """The fields of `Settings` for one way to train on the ranks; what takes less memory first."""
-        is_fsdp2 = parallelism is Parallelism.FSDP2
-        reshards: tuple[bool, ...] = (True,)
-        if is_fsdp2:
-            pinned = self.reshard_after_forward
-            reshards = (True, False) if pinned is None else (pinned,)
-        for reshard in reshards:
-            yield {
-                "world_size": self.world_size,
-                "num_nodes": self.num_nodes,
-                "parallelism": parallelism,
-                "reshard_after_forward": reshard,
-                "param_dtype": self.param_dtype if is_fsdp2 else None,
-                "offload_parameters": self.offload_parameters and is_fsdp2,
-            }
+    def choices(self, parallelism: Parallelism) -> tuple[RankOptions, ...]:
+        """The fields for FSDP2 under one way to train, each decided; what takes less memory first."""
+        if parallelism is not Parallelism.FSDP2:
+            return (replace(self, reshard_after_forward=True, param_dtype=None, offload_parameters=False),)
+        pinned = self.reshard_after_forward
+        reshards = (True, False) if pinned is None else (pinned,)
+        return tuple(replace(self, reshard_after_forward=each) for each in reshards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +193,8 @@ class Request:
             return _divisors(self.rank_batch_size)
         if self.rank_batch_size % pinned:
             near = min(_divisors(self.rank_batch_size), key=lambda size: abs(size - pinned))
-            whose = (
-                "the global batch size" if self.ranks.world_size == 1 else "a rank's part of the global batch,"
-            )
+            is_global = self.ranks.world_size == 1
+            whose = "the global batch size" if is_global else "a rank's part of the global batch,"
             raise UsageError(
                 f"micro_batch_size {pinned} does not divide {whose} {self.rank_batch_size}. "
                 f"Nearest that does: {near}."
@@ -223,7 +211,7 @@ class Request:
             world_size=self.ranks.world_size,
             num_nodes=self.ranks.num_nodes,
             parallelism=parallelism,
-            param_dtype=self.ranks.param_dtype if parallelism is Parallelism.FSDP2 else None,
+            param_dtype=self.ranks.choices(parallelism)[0].param_dtype,
         )
 
     def bases(self) -> tuple[Settings, ...]:
@@ -241,10 +229,15 @@ class Request:
                 offload_optimizer=bool(pins.offload_optimizer),
                 prefetch_inputs=pins.prefetch_inputs,
                 own_checkpointing=pins.own_checkpointing,
-                **on_ranks,
+                world_size=ranks.world_size,
+                num_nodes=ranks.num_nodes,
+                parallelism=parallelism,
+                reshard_after_forward=bool(ranks.reshard_after_forward),
+                param_dtype=ranks.param_dtype,
+                offload_parameters=ranks.offload_parameters,
             )
             for parallelism in self.ranks.parallelisms
-            for on_ranks in self.ranks.settings(parallelism)
+            for ranks in self.ranks.choices(parallelism)
             for name, implementation in optimizers
             for precision in permits.precisions
             if precision is not Precision.FP16 or self._may_take_fp16(parallelism)
