@@ -11,7 +11,7 @@ from brimful.devices import Device
 from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.memory import predict_memory
-from brimful.planner import Request, search
+from brimful.planner import JobTraits, Permits, Pins, Request, search
 from brimful.prediction import estimate_trace
 from brimful.prediction.estimator import RoughlyScaledTraces
 from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
@@ -72,17 +72,19 @@ class Bench:
         self.job = job
         self.device = device
         self.request = Request(
-            job=job.name,
+            job=JobTraits(name=job.name),
             device=device,
             budget_bytes=0,
             global_batch_size=global_batch_size,
-            precisions=(precision,),
-            micro_batch_size=None if splits_batch else global_batch_size,
-            optimizer_implementation=OptimizerImplementation.FUSED,
+            pins=Pins(
+                micro_batch_size=None if splits_batch else global_batch_size,
+                optimizer_implementation=OptimizerImplementation.FUSED,
+            ),
+            permits=Permits(precisions=(precision,)),
         )
         self.capture = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
         self.plain = replace(
-            self.request.plain_settings(), optimizer_implementation=OptimizerImplementation.FUSED
+            self.request.baseline_settings(), optimizer_implementation=OptimizerImplementation.FUSED
         )
         whole = self.capture(self.plain)
         self.units = find_units(whole)
@@ -103,7 +105,11 @@ class Bench:
         """
         on_host = None if host_bytes else False
         try:
-            return self.searched(budget_bytes, offload_host_bytes=host_bytes, offload_optimizer=on_host)
+            return self.searched(
+                budget_bytes,
+                pins=replace(self.request.pins, offload_optimizer=on_host),
+                permits=replace(self.request.permits, offload_host_bytes=host_bytes),
+            )
         except InfeasibleError:
             return None
 

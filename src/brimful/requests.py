@@ -20,7 +20,7 @@ from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
 from brimful.options import PlanOptions
-from brimful.planner import OptimizerChoice, Request
+from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.prediction import MARGIN_FRACTION
 from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes, parse_bytes
@@ -61,36 +61,57 @@ def request_of(
     parallelisms = _parallelisms(options.parallelism, world_size)
     _check_zero(job, (options.optimizer, *options.allow_optimizers), parallelisms)
     return Request(
-        job=job.name,
+        permits=_permits(job, device, options, is_here=is_here),
+        pins=_pins(job, options),
+        job=job_traits(job, global_batch_size),  # last: it runs the job's own code
         device=device,
         budget_bytes=0,
         global_batch_size=global_batch_size,
+        ranks=RankOptions(
+            world_size=world_size,
+            num_nodes=num_nodes,
+            parallelisms=parallelisms,
+            reshard_after_forward=options.reshard_after_forward,
+            param_dtype=options.param_dtype,
+            offload_parameters=options.offload_parameters,
+        ),
+    )
+
+
+def _permits(job: Job, device: Device, options: PlanOptions, *, is_here: bool) -> Permits:
+    return Permits(
         precisions=_precisions(options.precision, device),
-        micro_batch_size=options.micro_batch_size,
-        recompute=parse_recompute(options.recompute),
-        optimizer=options.optimizer,
-        optimizer_implementation=_implementation(job, options.optimizer, options.optimizer_implementation),
         other_optimizers=tuple(
             OptimizerChoice(name=name, implementation=_implementation(job, name, None))
             for name in options.allow_optimizers
         ),
-        permits_chunked_loss=options.chunked_loss,
-        permits_expandable_segments=options.expandable_segments,
+        chunked_loss=options.chunked_loss,
+        expandable_segments=options.expandable_segments,
         offload_host_bytes=_offload_host_bytes(options, device, is_here=is_here),
-        why_not_split=why_not_split(job, global_batch_size),
-        weighs_by_count=job.count is not None or job.reduction == "sum",
-        brings_own_loop=job.loop is not None,
         splits_coupled_batches=options.split_batch_norm,
+    )
+
+
+def _pins(job: Job, options: PlanOptions) -> Pins:
+    return Pins(
+        micro_batch_size=options.micro_batch_size,
+        recompute=parse_recompute(options.recompute),
+        optimizer=options.optimizer,
+        optimizer_implementation=_implementation(job, options.optimizer, options.optimizer_implementation),
         optimizer_in_backward=options.optimizer_in_backward,
         offload_optimizer=options.offload_optimizer,
         prefetch_inputs=options.prefetch_inputs,
         own_checkpointing=_keeps_own_checkpointing(options.own_checkpointing),
-        world_size=world_size,
-        num_nodes=num_nodes,
-        parallelisms=parallelisms,
-        reshard_after_forward=options.reshard_after_forward,
-        param_dtype=options.param_dtype,
-        offload_parameters=options.offload_parameters,
+    )
+
+
+def job_traits(job: Job, batch_size: int) -> JobTraits:
+    """What the planner knows of a job beside its captures; `batch_size` is that of a whole batch."""
+    return JobTraits(
+        name=job.name,
+        why_not_split=why_not_split(job, batch_size),
+        weighs_by_count=job.count is not None or job.reduction == "sum",
+        brings_own_loop=job.loop is not None,
     )
 
 
@@ -115,12 +136,12 @@ def budget_bytes(budget: str | None, capture: Capture, request: Request) -> int:
         return int(_capacity_of_rank(request) / (1 + margin))
     if budget.strip().endswith("%"):
         share = _share(budget)
-        plain = per_rank_trace(capture(request.plain_settings()))
+        plain = per_rank_trace(capture(request.baseline_settings()))
         asked = int(share * (predict_memory(plain).peak_reserved_bytes + request.device.context_bytes))
     else:
         asked = parse_bytes(budget)
     if asked > _capacity_of_rank(request):
-        has = "has" if request.device.kind == "cuda" or request.world_size == 1 else "has for each rank"
+        has = "has" if request.device.kind == "cuda" or request.ranks.world_size == 1 else "has for each rank"
         raise UsageError(
             f"a budget of {format_bytes(asked)} is more than {request.device.name} {has}, "
             f"{format_bytes(_capacity_of_rank(request))}. Use no budget, or a larger device."
@@ -259,7 +280,7 @@ def _offload_host_bytes(options: PlanOptions, target: Device, *, is_here: bool) 
 
 def _capacity_of_rank(request: Request) -> int:
     """What a rank's device has; ranks on a machine's processors have equal parts of its memory."""
-    shared_by = request.world_size // request.num_nodes if request.device.kind == "cpu" else 1
+    shared_by = request.ranks.world_size // request.ranks.num_nodes if request.device.kind == "cpu" else 1
     return request.device.capacity_bytes // shared_by
 
 

@@ -1,4 +1,4 @@
-"""Bytes of memory that a CPU's process has to be given anew by the operating system, op by op.
+"""Bytes of memory that the operating system has to give a CPU's process again, op by op.
 
 The first touch of a page costs a fault, in which the system finds and clears it: some 0.25 ns a byte, where a
 product of warm tensors takes 0.02. The GNU C library, from which torch's Linux wheels allocate, hands out

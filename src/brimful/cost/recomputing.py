@@ -14,7 +14,7 @@ class RecomputePrices:
 
     On a CPU the host's work and the op's follow one another, and a price is both. On CUDA they overlap: where
     the GPU is behind, an op costs its work and Python nothing; where the host is, an op costs its launch. How
-    much each counts is told by the whole: h is such that
+    much each counts follows from the whole: h is such that
 
         T(recomputed) − T(kept) = Σ ((1 − h) · work + h · host)
 
@@ -43,11 +43,11 @@ class RecomputePrices:
         return self._host_share * region_seconds(self._device)
 
     def saving_seconds(self, op_count: int) -> float:
-        """Of saving some results of a region with so many ops."""
+        """Of saving some results of a region with `op_count` ops."""
         return self._host_share * saving_seconds(op_count)
 
     def copying_seconds(self, copies: int, size_bytes: int) -> float:
-        """Of so many copies to the host, and as many back, without waiting for them."""
+        """Of copies to the host and back, without waiting for them."""
         host, work = copies * COPY_SECONDS, self._roofline.copy_seconds(size_bytes)
         return 2 * (self._host_share * host + (1 - self._host_share) * work)
 

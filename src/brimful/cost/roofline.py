@@ -83,7 +83,7 @@ class Roofline:
         self._host_seconds_per_byte = 1 / device.host_update_bytes_per_second
         self._seconds_per_flop: dict[str, float] = {}
         self._unrated: set[str] = set()
-        self._known: dict[tuple[str, int, int, int, int, str], float] = {}
+        self._seconds_by_work: dict[tuple[str, int, int, int, int, str], float] = {}
         # An op's time in a curve, or the floor of the roofline, has its bare launch already.
         dispatch = device.dispatch
         self._beside_launch = {
@@ -110,14 +110,14 @@ class Roofline:
         GPU's memory, which ops beside it then lack, is the GPU's.
 
         On a CPU and in a measured curve at least a bare launch. The rates of a CPU are achieved ones, so its
-        efficiencies are 1. Its convolutions first lay their operands out anew: there the two are added.
+        efficiencies are 1. Its convolutions copy their operands to another layout first: the two are added.
         """
         if op.on_host:
             return 0.0
         key = (op.name, op.flops, op.read_bytes, op.written_bytes, op.weight_bytes, op.dtype)
-        seconds = self._known.get(key)
+        seconds = self._seconds_by_work.get(key)
         if seconds is None:
-            seconds = self._known[key] = self._work_seconds(op)
+            seconds = self._seconds_by_work[key] = self._work_seconds(op)
         return seconds
 
     def copy_seconds(self, size_bytes: int) -> float:
@@ -155,12 +155,9 @@ class Roofline:
         )
         computing = op.flops * self._flop_seconds(op) if curve is None else curve.seconds_at(work.amount)
         if op.weight_bytes and self._device.kind == "cpu":
-            return computing + moving + self._weight_gradient_seconds(op)
+            gradients = self._curves.get(WEIGHT_GRADIENT) if "backward" in op.name else None
+            return computing + moving + (0.0 if gradients is None else gradients.seconds_at(op.weight_bytes))
         return max(computing, moving, least)
-
-    def _weight_gradient_seconds(self, op: Op) -> float:
-        curve = self._curves.get(WEIGHT_GRADIENT)
-        return 0.0 if curve is None or "backward" not in op.name else curve.seconds_at(op.weight_bytes)
 
     def _curve(self, work: Work) -> RateCurve | None:
         """The curve of a kind, or of the one that stands in for it."""

@@ -30,7 +30,7 @@ class StepTime:
     """Ops that run a second time in backward, and the work in Python around each recomputed region."""
     optimizer_seconds: float
     communication_seconds: float = 0.0
-    """What the averaging of gradients over ranks adds, beyond what goes on beside backward."""
+    """What the averaging of gradients over ranks adds, beyond what overlaps with backward."""
     dtypes_at_fp32_rate: tuple[str, ...] = ()
     """Types whose arithmetic the device has no known rate for; priced as float32, which may be far off."""
 
@@ -64,7 +64,7 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
 
     Its last captured micro-batch stands for all that were not captured, up to
     `settings.gradient_accumulation_steps`. On a CPU one op follows another, and the times add up. On CUDA the
-    host fills a queue that the GPU works off, and copies between device and host go on beside it; the step ends
+    host fills a queue that the GPU works off, and copies between device and host overlap with it; the step ends
     when the GPU does, and what an op adds to that moment is its part. Waiting for a copy is forward's or
     backward's.
 
@@ -113,12 +113,11 @@ def least_host_update_seconds(trace: Trace, device: Device, state_bytes: int) ->
 def _communication_seconds(
     trace: Trace, device: Device, forward_seconds: float, backward_seconds: float
 ) -> float:
-    """What ranks' talk takes beyond the work beside which most of it goes on.
+    """What communication takes beyond the work that it overlaps with.
 
-    DDP's averages of gradients go on beside the last micro-batch's backward, but for the last bucket. FSDP2
-    gathers and reduces units beside the work of others, but for the first; ZeRO's stage 3 is taken to do so
-    too. Stages 1 and 2 speak when nothing else goes on. On a CPU the processors that compute also send, so
-    nothing goes on beside them.
+    DDP averages gradients during the last micro-batch's backward, except for the last bucket. FSDP2 gathers
+    and reduces units during the work of others, except for the first; ZeRO's stage 3 is assumed to do so too.
+    Stages 1 and 2 do not overlap with anything. Nor does a CPU: the processors that compute also send.
     """
     settings = trace.settings
     if settings.world_size == 1:
@@ -147,7 +146,7 @@ def _communication_seconds(
 
 
 def _zero_rounds(settings: Settings) -> int:
-    """How often bytes as many as all gradients go around the ring in a step.
+    """How often the bytes of all gradients go around the ring in a step.
 
     Stages 1 and 2 sum buckets of gradients with an all-reduce, twice around, the second in each micro-batch,
     and gather the parameters once; the third gathers them in forward and in backward, and reduces, in each.
@@ -210,7 +209,7 @@ class _Step:
     work_seconds: NDArray[np.float64]
     """(N,); none where a recomputation begins."""
     link: NDArray[np.int64]
-    """An index into `_LINK_NAMES` where an op begins copies or waits for them, else -1, (N,)."""
+    """An index into `_LINK_USES` where an op begins copies or waits for them, else -1, (N,)."""
     link_seconds: NDArray[np.float64]
     """Of the copy that an op begins, (N,)."""
     repeated_micro_batch: int
@@ -257,7 +256,7 @@ class _Step:
         )
 
     def link_ops(self, order: NDArray[np.int64]) -> list[LinkOp]:
-        """What has to do with copies, of some positions in the order in which they happen."""
+        """The ops that begin copies or wait for them, of positions in the order in which they run."""
         link = self.link[order]
         found = []
         for position in np.flatnonzero(link >= 0).tolist():

@@ -1,6 +1,6 @@
 """PyTorch's CUDA caching allocator, simulated: the blocks it hands out and the segments it holds.
 
-The simulation follows one stream. Given the requests of a training step in order, it tells how much memory
+The simulation follows one stream. Given the requests of a training step in order, it says how much memory
 is allocated (blocks in use), how much is reserved (segments held), when the cache is flushed and when a
 request fails.
 """

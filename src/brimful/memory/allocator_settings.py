@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA caching allocator can be told, and the text that tells it.
+"""The settings of PyTorch's CUDA caching allocator, and their text.
 
 The options are those of the environment variable `PYTORCH_ALLOC_CONF`, whose older name is
 `PYTORCH_CUDA_ALLOC_CONF`. What each accepts was tried on the parser of torch 2.13 (in libc10).

@@ -17,7 +17,7 @@ class LinkUse:
     way: str
     """The direction, "to host" or "to device"; the copies of each follow one another."""
     begins: bool = False
-    """Whether a copy begins, of as many bytes as the op writes; else it waits for those that have."""
+    """Whether a copy of the bytes that the op writes begins; else the op waits for those that have begun."""
     follows: str | None = None
     """Another direction, whose copies so far come before the one that begins."""
     host_waits: bool = False
@@ -67,7 +67,7 @@ def chosen_to_leave(sizes_bytes: Sequence[int], most_bytes: int | None) -> list[
 
 
 def pinned_bytes(size_bytes: int) -> int:
-    """Bytes of pinned memory that a copy of so many takes, at least 1: torch rounds to powers of two.
+    """Bytes of pinned memory that a copy takes, at least 1: torch rounds to powers of two.
 
     Source: CachingHostAllocator.h, `PowerOf2Ceil`, as quoted in pytorch pull request 171662.
     """

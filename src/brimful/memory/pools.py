@@ -90,6 +90,19 @@ class Block:
         """Whether no other block shares its segment."""
         return self.previous is None and self.next is None
 
+    def absorb(self, neighbour: Block) -> None:
+        """Take over the addresses of a neighbour."""
+        if neighbour is self.previous:
+            self.address = neighbour.address
+            self.previous = neighbour.previous
+            if neighbour.previous is not None:
+                neighbour.previous.next = self
+        else:
+            self.next = neighbour.next
+            if neighbour.next is not None:
+                neighbour.next.previous = self
+        self.size_bytes += neighbour.size_bytes
+
     def insert_after(self, block: Block) -> None:
         """Become the upper neighbour of `block`."""
         self.previous, self.next = block, block.next
@@ -151,7 +164,7 @@ class Pool(ABC):
         if index == len(self._order):
             return None
         size_bytes, address = self._order[index]
-        if not self._may_serve(size_bytes, wanted_bytes):
+        if not _may_serve(size_bytes, wanted_bytes, self._max_split_bytes):
             return None
         del self._order[index]
         return self._free.pop(address)
@@ -167,20 +180,20 @@ class Pool(ABC):
         self._insert(rest)
 
     def put_back(self, block: Block) -> None:
-        """Free `block` and merge it with its free neighbours. Source: free_block."""
+        """Free `block`, in no list itself, and merge it with its free neighbours.
+
+        Source: free_block and try_merge_blocks.
+        """
         block.free = True
-        self._merge_neighbours(block)
+        for neighbour in (block.previous, block.next):
+            if neighbour is not None and neighbour.free and neighbour.mapped == block.mapped:
+                self._remove(neighbour)
+                block.absorb(neighbour)
         self._insert(block)
 
     def _best_fit(self, wanted_bytes: int) -> int:
         """Position in `_order` of the block that fits best; its length if none does."""
         return bisect_left(self._order, (wanted_bytes, 0))
-
-    def _may_serve(self, size_bytes: int, wanted_bytes: int) -> bool:
-        """Whether a block is not too large: max_split_size and max_non_split_rounding_size."""
-        if wanted_bytes < self._max_split_bytes:
-            return size_bytes < self._max_split_bytes
-        return size_bytes < wanted_bytes + LARGE_SEGMENT_BYTES
 
     def _is_cut(self, wanted_bytes: int, rest_bytes: int) -> bool:
         """Whether a block is cut for a request. Source: should_split."""
@@ -197,22 +210,12 @@ class Pool(ABC):
         del self._order[bisect_left(self._order, (block.size_bytes, block.address))]
         del self._free[block.address]
 
-    def _merge_neighbours(self, block: Block) -> None:
-        """Let `block`, in no list itself, swallow the free blocks beside it. Source: try_merge_blocks."""
-        lower, upper = block.previous, block.next
-        if lower is not None and lower.free and lower.mapped == block.mapped:
-            self._remove(lower)
-            block.address = lower.address
-            block.size_bytes += lower.size_bytes
-            block.previous = lower.previous
-            if lower.previous is not None:
-                lower.previous.next = block
-        if upper is not None and upper.free and upper.mapped == block.mapped:
-            self._remove(upper)
-            block.size_bytes += upper.size_bytes
-            block.next = upper.next
-            if upper.next is not None:
-                upper.next.previous = block
+
+def _may_serve(size_bytes: int, wanted_bytes: int, max_split_bytes: int) -> bool:
+    """Whether a block is not too large: max_split_size and max_non_split_rounding_size."""
+    if wanted_bytes < max_split_bytes:
+        return size_bytes < max_split_bytes
+    return size_bytes < wanted_bytes + LARGE_SEGMENT_BYTES
 
 
 class SegmentPool(Pool):
@@ -321,7 +324,7 @@ class ExpandablePool(Pool):
             return None
         while block.size_bytes < wanted_bytes:
             beyond = block.next
-            assert beyond is not None, "room for the request was found, so it goes on"
+            assert beyond is not None, "room for the request was found, so another block follows"
             if not self._map(beyond, min(wanted_bytes - block.size_bytes, beyond.size_bytes)):
                 return None
             block = beyond  # mapping it made it swallow the free block below
@@ -387,8 +390,7 @@ class ExpandablePool(Pool):
             self._insert(rest)
         block.size_bytes = size_bytes
         block.mapped = True
-        self._merge_neighbours(block)
-        self._insert(block)
+        self.put_back(block)
         return True
 
     def _unmap(self, block: Block) -> None:
@@ -406,8 +408,7 @@ class ExpandablePool(Pool):
         middle.mapped = False
         self._device.give_back(middle.size_bytes)
         self._mapped_bytes -= middle.size_bytes
-        self._merge_neighbours(middle)
-        self._insert(middle)
+        self.put_back(middle)
 
     def _part_above(self, block: Block, address: int) -> Block:
         """Cut a block at an address inside it and return the upper part; at its ends, the block itself."""

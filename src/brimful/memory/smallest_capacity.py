@@ -21,7 +21,7 @@ ALTERNATIVES = (
 COLLECTING = AllocatorSettings(garbage_collection_threshold=0.8)
 """To try where the capacity is known; 0.8 is the example in PyTorch's notes on CUDA."""
 _RESOLUTION = 1024
-"""The smallest capacity is found to one part in so many: finer than any estimate, in ten replays at most."""
+"""The smallest capacity is found to one part in this many: finer than any estimate, in ten replays at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,20 +3,22 @@
 It does not import torch. The files in the order in which a plan passes them; start reading at `search.search`:
 
 1. `request`: what was asked (`Request`), and the micro-batch sizes it permits.
-2. `candidate`: one micro-batch size and precision, with its units and their options; `ranking` orders
-   candidates by a lower bound of their step time.
-3. `problem/`: two captures → bytes and seconds of keeping, recomputing, saving or offloading each unit.
-4. `solvers/`: the exact solvers, `chain` for one action per unit and `segments` for nested segments.
-5. `search`: each solution is captured again as it would run; the fastest that fits is the plan.
-6. `notes`, `alternatives`, `infeasible`: what the reader of a plan should know.
-7. `plan`: the record and its file. `check` compares a plan with the model of today; `gpus` plans on every GPU.
+2. `baseline`: training without a plan, captured.
+3. `search_space`, `family`: the candidates, each a micro-batch size, a precision and so on (`candidate`).
+4. `problem/`: two captures → bytes and seconds of keeping, recomputing, saving or offloading each unit.
+5. `solvers/`: the exact solvers, `chain` for one action per unit and `segments` for nested segments.
+6. `budget_grid`: a candidate, solved at a grid of budgets. `replays`: what the allocator reserves for a choice.
+   `candidate_search`: the fastest choice of one candidate within a budget, captured as it would run.
+7. `fastest`: the fastest choice of all candidates, which is the plan.
+8. `notes`, `alternatives`, `infeasible`: what the reader of a plan should know.
+9. `plan`: the record and its file. `check` compares a plan with the model of today; `gpus` plans on every GPU.
 """
 
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
 from brimful.planner.gpus import GpuFit, GpuSurvey, survey_gpus
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus
-from brimful.planner.request import OptimizerChoice, Request
+from brimful.planner.request import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.planner.search import search
 
 __all__ = [
@@ -24,10 +26,14 @@ __all__ = [
     "GpuFit",
     "GpuSurvey",
     "JobSource",
+    "JobTraits",
     "OptimizerChoice",
+    "Permits",
+    "Pins",
     "Plan",
     "PlanCheck",
     "PlanStatus",
+    "RankOptions",
     "Request",
     "check_trace",
     "search",

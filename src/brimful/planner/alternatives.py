@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from brimful.planner.baseline import alternative_of
 from brimful.planner.candidate import Candidate
+from brimful.planner.candidate_search import CandidateSearch
+from brimful.planner.fastest import by_least_time
 from brimful.planner.plan import Alternative, BudgetPoint
-from brimful.planner.ranking import by_least_time
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate
 from brimful.quantities import GIB
@@ -21,19 +23,38 @@ MOST_ALTERNATIVES = 6
 
 
 def alternatives(
-    request: Request, candidates: list[Candidate], found: list[Estimate]
+    request: Request, candidates: Sequence[CandidateSearch], found: Sequence[Estimate]
 ) -> tuple[Alternative, ...]:
-    """What was looked at and lost, and what people do by hand: one rule for all, the largest micro-batch."""
-    best, *lost = found
+    """What was searched and is slower, and what people do by hand: one action, the largest micro-batch."""
+    best = found[0].settings
+    by_label = _searched(request, candidates, found)
+    by_hand: list[Alternative] = []
+    own = [each.candidate for each in candidates if _is_baseline_otherwise(each.settings, request)]
+    for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
+        largest = _largest_by_hand(own, action, f"{how}, largest micro-batch", request)
+        if largest is not None and largest.settings != best:
+            by_label.pop(largest.settings.describe(), None)
+            by_hand.append(largest)
+    others = sorted(by_label.values(), key=_step_seconds)[:MOST_ALTERNATIVES]
+    return tuple(sorted([*others, *by_hand], key=_step_seconds))
+
+
+def _searched(
+    request: Request, candidates: Sequence[CandidateSearch], found: Sequence[Estimate]
+) -> dict[str, Alternative]:
+    """What was captured or is expected beside the best, the fastest by label."""
+    best, *slower = found
     captured = [
         _fitting(each.settings, each.predicted_peak_reserved_bytes, each.predicted_step_seconds)
-        for each in lost
+        for each in slower
     ]
-    if best.settings.optimizer != request.optimizer:
-        own_optimizer = [c for c in candidates if c.settings.optimizer == request.optimizer]
+    if (
+        best.settings.optimizer != request.pins.optimizer
+    ):  # then the best with the job's own optimizer is listed too
+        own_optimizer = [each for each in candidates if each.settings.optimizer == request.pins.optimizer]
         next(by_least_time(own_optimizer, request.reserved_budget_bytes), None)
     known = {each.settings for each in found}
-    looked_at = [candidate.known_expected(request.reserved_budget_bytes) for candidate in candidates]
+    looked_at = [each.known_expected(request.reserved_budget_bytes) for each in candidates]
     expected = [
         _fitting(each.settings, each.reserved_bytes, each.seconds)
         for each in looked_at
@@ -41,19 +62,11 @@ def alternatives(
     ]
     by_label = {each.label: each for each in sorted([*captured, *expected], key=_step_seconds, reverse=True)}
     by_label.pop(best.settings.describe(), None)  # keeping everything is the same however units are divided
-    for other in list(by_label.values()):  # growing segments are worth a line where they are faster
-        plainly = by_label.get(replace(other.settings, expandable_segments=False).describe())
-        if plainly not in (None, other) and plainly.predicted_step_seconds <= other.predicted_step_seconds:
+    for other in list(by_label.values()):  # expandable segments are worth a line where they are faster
+        without = by_label.get(replace(other.settings, expandable_segments=False).describe())
+        if without not in (None, other) and without.predicted_step_seconds <= other.predicted_step_seconds:
             del by_label[other.label]
-    others_by_hand: list[Alternative] = []
-    own = [candidate for candidate in candidates if _is_plain_otherwise(candidate.settings, request)]
-    for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
-        by_hand = _largest_by_hand(own, action, f"{how}, largest micro-batch")
-        if by_hand is not None and by_hand.settings != best.settings:
-            by_label.pop(by_hand.settings.describe(), None)
-            others_by_hand.append(by_hand)
-    others = sorted(by_label.values(), key=_step_seconds)[:MOST_ALTERNATIVES]
-    return tuple(sorted([*others, *others_by_hand], key=_step_seconds))
+    return by_label
 
 
 def _fitting(settings: Settings, reserved_bytes: int, step_seconds: float) -> Alternative:
@@ -70,32 +83,33 @@ def _step_seconds(alternative: Alternative) -> float:
     return alternative.predicted_step_seconds
 
 
-def _is_plain_otherwise(settings: Settings, request: Request) -> bool:
-    """Whether only the micro-batch and the units differ from plain training."""
-    plain = request.plain_settings()
-    is_plain = settings.precision is plain.precision and settings.optimizer == plain.optimizer
-    return is_plain and settings.chunked_loss is None and not settings.expandable_segments
+def _is_baseline_otherwise(settings: Settings, request: Request) -> bool:
+    """Whether only the micro-batch and the units differ from training without a plan."""
+    baseline = request.baseline_settings()
+    is_same = settings.precision is baseline.precision and settings.optimizer == baseline.optimizer
+    return is_same and settings.chunked_loss is None and not settings.expandable_segments
 
 
 def budget_curve(
-    request: Request, candidates: list[Candidate], best: Estimate, plain: Alternative
+    request: Request, candidates: Sequence[CandidateSearch], best: Estimate, baseline: Alternative
 ) -> Iterator[BudgetPoint]:
-    """Times at budgets from the smallest that holds anything to that of plain training, and with one GiB more.
+    """Times at budgets from the smallest that fits anything to that of the baseline, and with one GiB more.
 
     Segments are taken to hold as much more than is allocated as they do in the plan, and at the least as they
-    do there. As that is rough, no smaller budget is told to be faster than the plan, and no larger one slower.
+    do there. As that is approximate, no smaller budget is shown as faster than the plan, and no larger one as
+    slower.
     """
     context_bytes = request.device.context_bytes
-    held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
+    allocated_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
     first = least_device_bytes(request, candidates, best)
-    last = max(plain.predicted_peak_reserved_bytes + context_bytes, first)
+    last = max(baseline.predicted_peak_reserved_bytes + context_bytes, first)
     budgets = {first + (last - first) * i // (CURVE_POINTS - 1) for i in range(CURVE_POINTS)}
     one_more = request.budget_bytes + GIB
     for budget_bytes in sorted(budgets | ({one_more} if one_more < last else set())):
-        allocated_bytes = int((budget_bytes - context_bytes) * held_fraction)
-        times = [candidate.seconds_at_best(allocated_bytes) for candidate in candidates]
+        allocated_bytes = int((budget_bytes - context_bytes) * allocated_fraction)
+        times = [each.grid.step_seconds(allocated_bytes) for each in candidates]
         if best.settings.nested:
-            times += [candidate.nested_seconds_at_best(allocated_bytes) for candidate in candidates]
+            times += [each.grid.nested_step_seconds(allocated_bytes) for each in candidates]
         found = [seconds for seconds in times if seconds is not None]
         if found:
             bound = max if budget_bytes <= request.budget_bytes else min
@@ -105,21 +119,24 @@ def budget_curve(
             )
 
 
-def least_device_bytes(request: Request, candidates: list[Candidate], best: Estimate) -> int:
-    """What the leanest choice without nested segments takes, as far as is known without capturing it."""
-    held_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
-    leanest = min(candidates, key=Candidate.smallest_peak_bytes)
-    held_bytes = int(leanest.smallest_peak_bytes() / held_fraction) + 1
-    reserved_bytes = min(leanest.reserved_at_smallest_peak(), request.reserved_budget_bytes)
+def least_device_bytes(request: Request, candidates: Sequence[CandidateSearch], best: Estimate) -> int:
+    """What the smallest choice without nested segments takes, as far as is known without capturing it."""
+    allocated_fraction = best.predicted_peak_allocated_bytes / best.predicted_peak_reserved_bytes
+    smallest = min(candidates, key=lambda each: each.grid.smallest_peak_bytes)
+    held_bytes = int(smallest.grid.smallest_peak_bytes / allocated_fraction) + 1
+    reserved_bytes = min(smallest.reserved_at_smallest_peak(), request.reserved_budget_bytes)
     return max(held_bytes, reserved_bytes) + request.device.context_bytes
 
 
-def _largest_by_hand(candidates: list[Candidate], action: Action, label: str) -> Alternative | None:
+def _largest_by_hand(
+    candidates: Sequence[Candidate], action: Action, label: str, request: Request
+) -> Alternative | None:
     """One action for all units at the largest micro-batch that fits; None if none does."""
     for candidate in sorted(candidates, key=lambda c: -c.settings.micro_batch_size):
         if action is Action.RECOMPUTE and not candidate.units:
             return None
-        by_hand = candidate.uniform_alternative(action, label)
+        settings = candidate.uniform_settings(action)
+        by_hand = alternative_of(label, candidate.uniform_trace(action), settings, request)
         if by_hand.fits:
             return by_hand
     return None

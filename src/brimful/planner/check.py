@@ -16,7 +16,7 @@ from brimful.trace.ddp import per_rank_trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheck(PrintedResult):
-    """A plan's settings, predicted anew."""
+    """A plan's settings, predicted for the model of today."""
 
     job: str
     device: str

@@ -11,19 +11,12 @@ _NAMED = 3
 """Layers named before the others are only counted."""
 
 
-def why_kept_whole(plain: Trace) -> str:
-    """Why a plan does not split the batch unasked.
-
-    Args:
-        plain: Plain training, with `batch_coupled_modules`.
-
-    Returns:
-        One or two clauses.
-    """
+def why_kept_whole(baseline: Trace) -> str:
+    """Why a plan does not split the batch unless that is permitted: one or two clauses."""
     reasons = []
-    if norms := plain.batch_norm_modules:
+    if norms := baseline.batch_norm_modules:
         reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
-    if stateful := plain.stateful_modules:
+    if stateful := baseline.stateful_modules:
         reasons.append(f"each forward changes buffers, which would change more often: {_listed(stateful)}")
     return "; ".join(reasons)
 
@@ -31,15 +24,9 @@ def why_kept_whole(plain: Trace) -> str:
 def what_splitting_changes(
     batch_norms: Sequence[str], stateful: Sequence[str], settings: Settings
 ) -> Iterator[str]:
-    """What such layers do otherwise where the batch is split.
+    """What splitting the batch changes in such layers, in clauses.
 
-    Args:
-        batch_norms: Those that normalise with the statistics of the batch.
-        stateful: Others that change their buffers in forward.
-        settings: Of a plan with several micro-batches.
-
-    Yields:
-        Clauses.
+    `batch_norms` normalise with the statistics of the batch; `stateful` layers change their buffers in forward.
     """
     steps = settings.gradient_accumulation_steps
     if batch_norms:

@@ -1,7 +1,7 @@
 """One job on every GPU of the table: whether it fits, how, how fast, and what would make it fit.
 
 GPUs that decide alike run the same ops, so a few captures serve the whole table: what differs from one card to
-the next is then its memory, its rates, its context, and the staging of reductions, which is worked out anew.
+the next is then its memory, its rates, its context, and the staging of reductions, which is computed for each.
 """
 
 from __future__ import annotations
@@ -127,13 +127,13 @@ class _Family:
         self.precision = base.precision if device.supports(base.precision) else Precision.FP32
         self._base = replace(base, precision=self.precision)
         self._traces: dict[Settings, Trace] = {}
-        self.plain = self.trace(self._base)
-        self._units = find_units(self.plain)
+        self.baseline = self.trace(self._base)
+        self._units = find_units(self.baseline)
 
     def candidates(self) -> list[Settings]:
-        """Plain training, its micro-batches, and the same recomputed; plain first."""
+        """Plain training, its micro-batches, and the same recomputed; plain training first."""
         batch = self._base.global_batch_size
-        is_coupled = bool(self.plain.batch_coupled_modules)
+        is_coupled = bool(self.baseline.batch_coupled_modules)
         is_whole = not self._splitting.can or (is_coupled and not self._splitting.may_if_coupled)
         sizes = [batch] if is_whole else [size for size in range(batch, 0, -1) if batch % size == 0]
         kept = [self._base.with_micro_batch_size(size) for size in sizes]
@@ -171,7 +171,7 @@ def _family_of(
             return family
     fresh = _Family(capture, device, base, splitting)
     for family in families:
-        if family.precision is precision and _decide_alike(family.plain, fresh.plain):
+        if family.precision is precision and _decide_alike(family.baseline, fresh.baseline):
             family.classes.add(deciding_class(device))
             return family
     families.append(fresh)
@@ -197,15 +197,15 @@ def _fit(family: _Family, device: Device) -> GpuFit:
             peaks[settings] = predict_memory(_on(device, family.trace(settings))).peak_reserved_bytes
         return peaks[settings]
 
-    plain = peak(candidates[0])
+    baseline_bytes = peak(candidates[0])
     by_time = sorted(candidates, key=seconds.__getitem__)
     best = next((settings for settings in by_time if peak(settings) <= limit), None)
     change = None if best is not None else _first_change_that_fits(family, device, limit)
     return GpuFit(
         device=device.name,
         capacity_bytes=device.capacity_bytes,
-        predicted_plain_peak_device_bytes=plain + device.context_bytes,
-        plain_fits=plain <= limit,
+        predicted_plain_peak_device_bytes=baseline_bytes + device.context_bytes,
+        plain_fits=baseline_bytes <= limit,
         settings=best,
         predicted_peak_device_bytes=None if best is None else peak(best) + device.context_bytes,
         predicted_step_seconds=None if best is None else seconds[best],

@@ -8,14 +8,13 @@ from typing import Any
 
 from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.memory import pinned_host_bytes
+from brimful.planner.baseline import Baseline
 from brimful.planner.coupling import why_kept_whole
-from brimful.planner.plan import Alternative
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes, parse_bytes
 from brimful.settings import Action, Precision, Settings
-from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
 
 
@@ -23,75 +22,66 @@ def nothing_fits(
     capture: Capture,
     request: Request,
     smallest: Estimate,
-    plain: Alternative,
-    plain_trace: Trace,
+    baseline: Baseline,
     notes: Iterable[str],
 ) -> InfeasibleError:
-    """Why nothing fits: by how much, because of what, and the nearest ways out.
+    """The error to raise: by how much nothing fits, because of what, and the nearest options.
 
-    Args:
-        capture: Runs a step on fake tensors.
-        request: What was asked.
-        smallest: The least that anything permitted takes.
-        plain: Training without a plan.
-        plain_trace: Its capture.
-        notes: Why something could not be tried.
-
-    Returns:
-        The error to raise.
+    `smallest` is the least that anything permitted takes; `notes` say why something could not be tried.
     """
     peak = smallest.predicted_peak_device_bytes
+    baseline_bytes = baseline.alternative.predicted_peak_reserved_bytes + request.device.context_bytes
     category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
-        f"  plain training: {format_bytes(plain.predicted_peak_reserved_bytes + request.device.context_bytes)}",
+        f"  plain training: {format_bytes(baseline_bytes)}",
         f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
         f"{format_bytes(peak - request.budget_bytes)} too much",
         f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",
     ]
     if request.device.context_bytes:
         lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
-    if request.why_not_split is not None:
-        lines.append(f"  the batch cannot be split: {request.why_not_split}")
-    elif request.keeps_batch_whole(plain_trace):
+    if request.job.why_not_split is not None:
+        lines.append(f"  the batch cannot be split: {request.job.why_not_split}")
+    elif request.keeps_batch_whole(baseline.trace):
         lines.append(
-            f"  the batch cannot be split: {why_kept_whole(plain_trace)}. Permit it with "
+            f"  the batch cannot be split: {why_kept_whole(baseline.trace)}. Permit it with "
             "split_batch_norm, --split-batch-norm (statistics and states are then those of micro-batches)"
         )
-    if held_back := ", ".join(_what_was_asked(request)):
-        lines.append(f"  you asked for: {held_back}; without that, a smaller budget may do")
-    lines += [f"  would fit: {way}" for way in _ways_out(capture, request, smallest)]
+    if asked := ", ".join(_what_was_asked(request)):
+        lines.append(f"  you asked for: {asked}; without that, a smaller budget may do")
+    lines += [f"  would fit: {option}" for option in _options(capture, request, smallest)]
     lines += [f"  note: {note}" for note in dict.fromkeys(notes)]
     return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
 
 
 def _what_was_asked(request: Request) -> Iterator[str]:
-    """What is pinned or not permitted, and keeps a plan from taking less."""
-    if request.micro_batch_size not in (None, 1):
-        yield f"micro-batches of {request.micro_batch_size}"
-    if request.recompute is not None:
-        yield f"{'nothing' if request.recompute is Action.KEEP else 'everything'} recomputed"
-    if not request.permits_chunked_loss:
+    """What is pinned or not permitted, without which a plan could take less."""
+    if request.pins.micro_batch_size not in (None, 1):
+        yield f"micro-batches of {request.pins.micro_batch_size}"
+    if request.pins.recompute is not None:
+        yield f"{'nothing' if request.pins.recompute is Action.KEEP else 'everything'} recomputed"
+    if not request.permits.chunked_loss:
         yield "no chunked loss"
-    if request.device.kind == "cuda" and not request.permits_expandable_segments:
+    if request.device.kind == "cuda" and not request.permits.expandable_segments:
         yield "no expandable segments"
-    if request.device.kind == "cpu" and request.offload_optimizer:
+    if request.device.kind == "cpu" and request.pins.offload_optimizer:
         yield "the optimizer on the host, which is the device here, so that nothing is spared"
-    if request.device.kind == "cuda" and not request.offload_host_bytes:
+    if request.device.kind == "cuda" and not request.permits.offload_host_bytes:
         yield "no offload"
-    elif request.device.kind == "cuda" and request.offload_optimizer is False:
+    elif request.device.kind == "cuda" and request.pins.offload_optimizer is False:
         yield "no optimizer on the host"
 
 
-def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:
+def _options(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:
     """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
     settings = smallest.settings
     tried: list[tuple[str, dict[str, Any]]] = [
         (f"precision {precision}", {"precision": precision})
         for precision in (Precision.BF16, Precision.FP16)
-        if precision not in request.precisions and request.device.supports(precision)
+        if precision not in request.permits.precisions and request.device.supports(precision)
     ][:1]
-    if request.optimizer is None:
+    if request.pins.optimizer is None:
         tried += [
             (f"optimizer {name}", {"optimizer": name, "optimizer_implementation": None})
             for name in ("adafactor", "sgd")
@@ -110,7 +100,7 @@ def _ways_out(capture: Capture, request: Request, smallest: Estimate) -> Iterato
 
 def _more_host_memory(capture: Capture, request: Request, settings: Settings) -> Iterator[str]:
     """The host memory with which the optimizer on the host would fit, if what is permitted is too little."""
-    if not request.may_put_optimizer_on_host or settings.offload_optimizer:
+    if not request.may_offload_optimizer or settings.offload_optimizer:
         return
     try:
         trace = per_rank_trace(capture(replace(settings, offload_optimizer=True)))
@@ -119,16 +109,16 @@ def _more_host_memory(capture: Capture, request: Request, settings: Settings) ->
     needed_bytes = trace.host_state_bytes + pinned_host_bytes(trace)
     estimate = estimate_unlimited(trace, request.device)
     fits = estimate.predicted_peak_device_bytes <= request.budget_bytes
-    if fits and needed_bytes > request.offload_host_bytes:
+    if fits and needed_bytes > request.permits.offload_host_bytes:
         yield (
             f"host_memory {_rounded_up(needed_bytes)}, --host-memory, for the optimizer's state "
-            f"({format_bytes(request.offload_host_bytes)} permitted now; "
+            f"({format_bytes(request.permits.offload_host_bytes)} permitted now; "
             f"{format_bytes(estimate.predicted_peak_device_bytes)} predicted on the device)"
         )
 
 
 def _rounded_up(size_bytes: int) -> str:
-    """A size for a reader that, read again, is no less."""
+    """A size as text, rounded so that parsing it gives no fewer bytes."""
     shown = size_bytes
     while parse_bytes(format_bytes(shown)) < size_bytes:
         shown += max(size_bytes // 1000, 1)

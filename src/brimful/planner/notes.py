@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from brimful.planner.alternatives import least_device_bytes
-from brimful.planner.candidate import Candidate
+from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.coupling import what_splitting_changes, why_kept_whole
 from brimful.planner.request import Request
 from brimful.prediction.estimate import MARGIN_FRACTION, Estimate
@@ -45,33 +45,26 @@ _BUSY_NOTE = (
 
 
 def notes_for(
-    best: Estimate, plain: Trace, request: Request, candidates: list[Candidate], searching: Sequence[str]
+    best: Estimate,
+    baseline: Trace,
+    request: Request,
+    candidates: Sequence[CandidateSearch],
+    searching: Sequence[str],
 ) -> tuple[str, ...]:
-    """The notes of a plan.
-
-    Args:
-        best: What was chosen.
-        plain: Plain training.
-        request: What was asked.
-        candidates: What was searched.
-        searching: What was noted on the way, of what could not be searched.
-
-    Returns:
-        Sentences, those on the way first.
-    """
+    """The notes of a plan: those of the search first, which say what could not be searched, then by topic."""
     settings = best.settings
     return (
         *dict.fromkeys(searching),
         *([_BUSY_NOTE] if request.device.was_measured_busy else []),
-        *_why_the_batch_is_whole(settings, plain, request),
-        *([_OWN_LOOP_NOTE] if request.brings_own_loop else []),
-        *_what_splitting_changes(settings, plain, request),
+        *_why_the_batch_is_whole(settings, baseline, request),
+        *([_OWN_LOOP_NOTE] if request.job.brings_own_loop else []),
+        *_what_splitting_changes(settings, baseline, request),
         *_what_the_optimizer_changes(settings, request),
         *_what_the_host_gives(best, request),
         *_where_the_optimizer_returns(best, request, candidates),
-        *_what_the_model_recomputes(best, plain),
-        *([_GUESSED_NOTE] if plain.sizes_are_guessed else []),
-        *_what_ranks_take(settings, plain, request),
+        *_what_the_model_recomputes(best, baseline),
+        *([_GUESSED_NOTE] if baseline.sizes_are_guessed else []),
+        *_what_ranks_take(settings, baseline, request),
         *([_CHUNKED_NOTE] if settings.chunked_loss else []),
         *([_EXPANDABLE_NOTE] if settings.expandable_segments else []),
         *([_FUSED_NOTE] if settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
@@ -80,16 +73,16 @@ def notes_for(
     )
 
 
-def _why_the_batch_is_whole(settings: Settings, plain: Trace, request: Request) -> list[str]:
+def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Request) -> list[str]:
     """That no smaller micro-batches were tried, if the job's batches cannot be split, or should not be.
 
     Layers that depend on the micro-batch are named where the plan spares memory in another way.
     """
-    if request.why_not_split is not None:
-        return [f"Smaller micro-batches were not considered: {request.why_not_split}"]
-    if request.keeps_batch_whole(plain) and (settings.changed or settings.chunked_loss):
+    if request.job.why_not_split is not None:
+        return [f"Smaller micro-batches were not considered: {request.job.why_not_split}"]
+    if request.keeps_batch_whole(baseline) and (settings.changed or settings.chunked_loss):
         return [
-            f"The batch is not split: {why_kept_whole(plain)}. To permit it, set split_batch_norm=True "
+            f"The batch is not split: {why_kept_whole(baseline)}. To permit it, set split_batch_norm=True "
             "(--split-batch-norm)."
         ]
     return []
@@ -97,14 +90,14 @@ def _why_the_batch_is_whole(settings: Settings, plain: Trace, request: Request) 
 
 def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[str]:
     """That the optimizer is another than the job's, if it is."""
-    if settings.optimizer == request.optimizer:
+    if settings.optimizer == request.pins.optimizer:
         return []
     return [
         f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
     ]
 
 
-def _what_it_may_take(best: Estimate, request: Request, candidates: list[Candidate]) -> list[str]:
+def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[CandidateSearch]) -> list[str]:
     """How far the upper end of what is predicted is beyond the budget, if it is."""
     most_bytes, capacity_bytes = best.predicted_device_interval_bytes[1], request.device.capacity_bytes
     leaves_margin = request.budget_bytes >= int(capacity_bytes / (1 + MARGIN_FRACTION))  # as without a budget
@@ -120,7 +113,9 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: list[Candida
     least_bytes = min(least_device_bytes(request, candidates, best), best.predicted_peak_device_bytes)
     if best.settings.nested:
         nesting = (each for each in candidates if each.settings == replace(best.settings, units=()))
-        nested_bytes = min(map(Candidate.smallest_nested_peak_bytes, nesting)) + request.device.context_bytes
+        nested_bytes = (
+            min(each.grid.smallest_nested_peak_bytes for each in nesting) + request.device.context_bytes
+        )
         least_bytes = min(least_bytes, nested_bytes)
     advice = (
         f"To be sure, plan with about {format_bytes(surely)}."
@@ -131,7 +126,7 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: list[Candida
 
 
 def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
-    """What of its memory, and what its time was told by."""
+    """Host memory that the plan takes, and the rates by which its copies and updates are timed."""
     device, settings = request.device, best.settings
     notes = []
     if settings.offload_optimizer and device.kind == "cpu":
@@ -161,10 +156,9 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
         )
     taken_bytes = best.predicted_pinned_host_bytes + best.predicted_host_state_bytes
     if taken_bytes and device.kind == "cuda":
-        permitted = (
-            f"{format_bytes(request.offload_host_bytes)} permitted (set it with host_memory, --host-memory)"
-        )
-        how = "of the" if taken_bytes <= request.offload_host_bytes else "more than the"
+        permitted_bytes = request.permits.offload_host_bytes
+        permitted = f"{format_bytes(permitted_bytes)} permitted (set it with host_memory, --host-memory)"
+        how = "of the" if taken_bytes <= permitted_bytes else "more than the"
         notes.append(
             f"{'Training' if settings.world_size == 1 else 'Each rank'} takes {format_bytes(taken_bytes)} of "
             f"the host's memory, {how} {permitted}; "
@@ -173,20 +167,22 @@ def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:
     return notes
 
 
-def _where_the_optimizer_returns(best: Estimate, request: Request, candidates: list[Candidate]) -> list[str]:
+def _where_the_optimizer_returns(
+    best: Estimate, request: Request, candidates: Sequence[CandidateSearch]
+) -> list[str]:
     """From about which budget on the optimizer fits the device, if the plan chose the host for want of room."""
-    if not best.settings.offload_optimizer or request.offload_optimizer:
+    if not best.settings.offload_optimizer or request.pins.offload_optimizer:
         return []
-    on_device = [candidate for candidate in candidates if not candidate.settings.offload_optimizer]
-    least_bytes = min(map(Candidate.smallest_peak_bytes, on_device)) + request.device.context_bytes
+    on_device = [each for each in candidates if not each.settings.offload_optimizer]
+    least_bytes = min(each.grid.smallest_peak_bytes for each in on_device) + request.device.context_bytes
     if least_bytes <= request.budget_bytes:
         return []
     return [f"With its optimizer on the device a plan takes about {format_bytes(least_bytes)} or more."]
 
 
-def _what_the_model_recomputes(best: Estimate, plain: Trace) -> list[str]:
+def _what_the_model_recomputes(best: Estimate, baseline: Trace) -> list[str]:
     """What the model's own activation checkpointing costs, or whether it is off."""
-    regions = plain.own_checkpoints
+    regions = baseline.own_checkpoints
     if not regions:
         return []
     if best.settings.own_checkpointing:
@@ -206,7 +202,7 @@ def _what_the_model_recomputes(best: Estimate, plain: Trace) -> list[str]:
     return [f"The model's own checkpointing of {regions} regions is off while the plan is applied."]
 
 
-def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list[str]:
+def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> list[str]:
     """What is not known well of training on several ranks, and what it changes."""
     if settings.world_size == 1:
         return []
@@ -228,38 +224,38 @@ def _what_ranks_take(settings: Settings, plain: Trace, request: Request) -> list
         )
     if settings.parallelism.is_zero:
         notes.append("What DeepSpeed takes is computed by its rules, not captured, and is less exact.")
-    if plain.stateful_modules:
+    if baseline.stateful_modules:
         notes.append(
-            f"{len(plain.stateful_modules)} layers change their buffers in forward, each rank for itself; "
+            f"{len(baseline.stateful_modules)} layers change their buffers in forward, each rank for itself; "
             "those of the first are kept."
         )
-    if plain.batch_norm_modules:
+    if baseline.batch_norm_modules:
         notes.append(
-            f"{len(plain.batch_norm_modules)} BatchNorm layers normalise over each rank's own samples, not "
+            f"{len(baseline.batch_norm_modules)} BatchNorm layers normalise over each rank's own samples, not "
             "over the global batch. On GPUs nn.SyncBatchNorm.convert_sync_batchnorm(model) lets ranks share "
             "statistics; the first rank's running statistics are those kept."
         )
     return notes
 
 
-def _what_splitting_changes(settings: Settings, plain: Trace, request: Request) -> list[str]:
+def _what_splitting_changes(settings: Settings, baseline: Trace, request: Request) -> list[str]:
     """What is not the same as in plain training, if the batch is split."""
     if settings.gradient_accumulation_steps == 1:
         return []
     changes = []
-    if plain.couples_samples:
+    if baseline.couples_samples:
         changes.append(
             "The loss is that of all samples of the global batch together: each micro-batch's forward runs "
             "twice, without gradients for its embeddings, then for their gradient."
         )
-    elif not request.weighs_by_count:
+    elif not request.job.weighs_by_count:
         changes.append(
             "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
             'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
         )
-    for change in what_splitting_changes(plain.batch_norm_modules, plain.stateful_modules, settings):
+    for change in what_splitting_changes(baseline.batch_norm_modules, baseline.stateful_modules, settings):
         changes.append(f"{change[0].upper()}{change[1:]}.")
-    if any(op.random for op in plain.ops):
+    if any(op.random for op in baseline.ops):
         changes.append(
             "Random layers (dropout) draw other numbers for a split batch: the same distribution, "
             "not the same values."

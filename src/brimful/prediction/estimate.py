@@ -222,6 +222,28 @@ def estimate_trace(
     reservable = max(capacity - device.context_bytes, 0)
     memory = predict_memory(trace, allocator=allocator, capacity_bytes=reservable)
     surviving = _smallest_surviving(trace, allocator, memory) if seeks_smallest_capacity else None
+    return _estimate(
+        trace,
+        device,
+        memory,
+        capacity_bytes=capacity,
+        interval=_widened(_interval(trace, device, memory, surviving), trace, extremes, device, allocator),
+        surviving_bytes=surviving,
+        allocators=compare_allocators(trace, reservable) if compares_allocators else (),
+    )
+
+
+def _estimate(
+    trace: Trace,
+    device: Device,
+    memory: MemoryPrediction,
+    *,
+    capacity_bytes: int,
+    interval: tuple[int, int],
+    surviving_bytes: int | None,
+    allocators: tuple[AllocatorWhatIf, ...],
+) -> Estimate:
+    """The record of what was predicted of a trace."""
     time = step_seconds(trace, device)
     return Estimate(
         job=trace.job,
@@ -231,15 +253,13 @@ def estimate_trace(
         predicted_peak_allocated_bytes=memory.peak_allocated_bytes,
         predicted_peak_reserved_bytes=memory.peak_reserved_bytes,
         predicted_peak_device_bytes=memory.peak_reserved_bytes + device.context_bytes,
-        predicted_device_interval_bytes=_widened(
-            _interval(trace, device, memory, surviving), trace, extremes, device, allocator
-        ),
-        smallest_surviving_capacity_bytes=surviving,
+        predicted_device_interval_bytes=interval,
+        smallest_surviving_capacity_bytes=surviving_bytes,
         predicted_pinned_host_bytes=pinned_host_bytes(trace),
         predicted_host_state_bytes=trace.host_state_bytes,
         predicted_step_seconds=time.total_seconds,
         step_time=time,
-        capacity_bytes=capacity,
+        capacity_bytes=capacity_bytes,
         cache_flushes=memory.cache_flushes,
         out_of_memory_at=memory.out_of_memory_at,
         breakdown=memory.breakdown,
@@ -249,7 +269,7 @@ def estimate_trace(
         largest=memory.largest,
         modules=memory.modules,
         phases=tuple(_phases(trace, memory)),
-        allocators=compare_allocators(trace, reservable) if compares_allocators else (),
+        allocators=allocators,
         context_source=device.context_source,
         corrections=trace.corrections,
         uncertain_ops=(*trace.uncertain_ops, *_of_compiled_code(trace)),
@@ -326,7 +346,7 @@ def _interval_of(trace: Trace, device: Device, allocator: AllocatorSettings | No
 
 
 def _more_if_compiled(trace: Trace, memory: MemoryPrediction) -> int:
-    """What `torch.compile` may save beyond eager code: also weights of convolutions, laid out anew."""
+    """What `torch.compile` may save beyond eager code: also weights of convolutions, in another layout."""
     held = dict(memory.breakdown)
     activations = held.get(Category.SAVED_TENSORS, 0) + held.get(Category.TEMPORARIES, 0)
     weights = sum(
@@ -347,7 +367,7 @@ def _of_compiled_code(trace: Trace) -> Iterator[str]:
 
 
 def _phases(trace: Trace, memory: MemoryPrediction) -> Iterator[PhasePeak]:
-    """Peaks of the parts of a run, so far as the trace tells."""
+    """Peaks of the parts of a run, as far as the trace shows them."""
 
     def phase(name: RunPart, peak_bytes: int, note: str) -> PhasePeak:
         return PhasePeak(name=name, predicted_peak_allocated_bytes=peak_bytes, note=note)

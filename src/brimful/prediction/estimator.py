@@ -16,11 +16,11 @@ from brimful.trace import Guess, Trace, TraceLine
 from brimful.trace.derive import Counterparts, with_one_micro_batch
 
 SCALED_SIZES = (2, 3)
-"""Micro-batches captured to tell all others. Not 1: some ops treat a dimension of 1 in another way."""
+"""Micro-batches captured to predict all others. Not 1: some ops treat a dimension of 1 differently."""
 
 ROUGH_SIZES = (5, 7)
-"""The same for `RoughlyScaledTraces`, which tell tensors that grow with the micro-batch from weights by their
-size. Primes that widths of layers are no multiples of: 2 sequences of 512 are as large as a width of 1024."""
+"""The same for `RoughlyScaledTraces`, which distinguish tensors that grow with the micro-batch from weights by
+their size. Primes that do not divide widths of layers: 2 sequences of 512 are as large as a width of 1024."""
 
 MOST_SAMPLES = 2**20
 """No larger micro-batch is looked for."""
@@ -30,14 +30,14 @@ class Capture(Protocol):
     """Runs steps under some settings on fake tensors; may be asked for the same again."""
 
     def __call__(self, settings: Settings, steps: int = 1) -> Trace:
-        """The trace of so many optimizer steps."""
+        """The trace of `steps` optimizer steps."""
 
 
 class ScaledTraces:
     """Traces of one job at any micro-batch size.
 
     Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels take
-    inside is worked out from the scaled sizes. So two captures tell every size exactly. Where the two run
+    inside is computed from the scaled sizes. So two captures give every size exactly. Where the two run
     different ops, or the job makes no batches of such sizes, each size is captured for itself; so is 1.
 
     Args:
@@ -90,7 +90,7 @@ class ScaledTraces:
 
 
 class RoughlyScaledTraces(ScaledTraces):
-    """The same with as few captures as can be, for who captures what is chosen in the end.
+    """The same with as few captures as possible, for a caller that captures what it chooses in the end.
 
     A step of one micro-batch is derived from that of two, a micro-batch of one sample from larger ones, and
     steps that recompute units from what the same ops take where everything is kept.
@@ -128,7 +128,7 @@ class RoughlyScaledTraces(ScaledTraces):
 
 
 class Estimator:
-    """Tells what a step takes at any micro-batch size, from captures at two; see `ScaledTraces`.
+    """Predicts a step at any micro-batch size, from captures at two; see `ScaledTraces`.
 
     Args:
         capture: Runs `steps` steps under some settings on fake tensors, with a `guess`.

@@ -13,7 +13,7 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.job import Job
-from brimful.planner import Request, search
+from brimful.planner import JobTraits, Permits, Request, search
 from brimful.profiling import verify
 from brimful.settings import Settings
 from helpers.captured_jobs import CLASSES, HIDDEN, INPUTS, SAMPLES, capture, job, mlp
@@ -144,14 +144,13 @@ def spectral_job() -> Job:
     )
 
 
-def planned(budget_bytes: int, **how: object):
+def planned(budget_bytes: int, *, splits_coupled_batches: bool = False):
     request = Request(
-        job="spectral",
+        job=JobTraits(name="spectral"),
         device=find_device("cpu"),
         budget_bytes=budget_bytes,
         global_batch_size=512,
-        permits_chunked_loss=False,
-        **how,  # type: ignore[arg-type]
+        permits=Permits(chunked_loss=False, splits_coupled_batches=splits_coupled_batches),
     )
 
     def captured(settings: Settings, steps: int = 1):

@@ -11,7 +11,7 @@ from torch import nn
 from brimful.capture import capture_step
 from brimful.devices import Device, find_device
 from brimful.memory import live_profile, rounding_bytes_of
-from brimful.planner.problem.build import KEPT, RECOMPUTED, PosedProblem, build_problem
+from brimful.planner.problem.build import KEPT, RECOMPUTED, PlanningProblem, build_problem
 from brimful.planner.solvers.chain import Problem, smallest_peak_bytes, solve
 from brimful.settings import Action, Precision, Settings
 from brimful.trace import Trace
@@ -52,7 +52,7 @@ def _slow(device: Device) -> Device:
 @cache
 def posed(
     name: str, device: str, precision: Precision, accumulation: int
-) -> tuple[PosedProblem, tuple[str, ...], Settings]:
+) -> tuple[PlanningProblem, tuple[str, ...], Settings]:
     """The problem, its units and the settings it is for."""
     settings = Settings(micro_batch_size=SAMPLES, gradient_accumulation_steps=accumulation, precision=precision)
     everything = capture(name, settings, device)
@@ -88,9 +88,9 @@ def test_the_peak_of_a_choice_is_that_of_a_capture_with_the_choice_applied(
     of, units, settings = posed(name, device, precision, accumulation)
     assert len(units) >= 3
     everything, nothing = (KEPT,) * len(units), (RECOMPUTED,) * len(units)
-    for choice in (everything, nothing, *sample_choices(of.problem, seed=accumulation)):
+    for choice in (everything, nothing, *sample_choices(of.chain, seed=accumulation)):
         truth = true_peak_bytes(capture(name, replace(settings, units=of.chosen(choice)), device))
-        posed_bytes = of.problem.peak_bytes(choice)
+        posed_bytes = of.chain.peak_bytes(choice)
         assert truth <= posed_bytes <= truth * (1 + tolerance), choice
 
 
@@ -102,7 +102,7 @@ def test_units_can_save_some_ops(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "unet", "vgg"])
 def test_recomputing_everything_takes_least_and_keeping_everything_costs_nothing(name: str) -> None:
-    problem = posed(name, "cpu", Precision.FP32, 1)[0].problem
+    problem = posed(name, "cpu", Precision.FP32, 1)[0].chain
     nothing = (RECOMPUTED,) * len(problem.units)
     smallest = smallest_peak_bytes(problem)
     assert smallest <= problem.peak_bytes(nothing)
@@ -113,7 +113,7 @@ def test_recomputing_everything_takes_least_and_keeping_everything_costs_nothing
 
 def test_alike_blocks_cost_alike() -> None:
     of, units, _settings = posed("gpt", "cpu", Precision.FP32, 1)
-    blocks = [of.problem.units[i] for i, unit in enumerate(units) if unit.startswith("blocks.")]
+    blocks = [of.chain.units[i] for i, unit in enumerate(units) if unit.startswith("blocks.")]
     assert len(blocks) == 5
     for option in range(len(blocks[0])):
         assert len({block[option].retained_bytes for block in blocks}) == 1
@@ -122,9 +122,9 @@ def test_alike_blocks_cost_alike() -> None:
 
 def test_the_solution_of_half_the_way_keeps_some_and_is_met_by_the_capture() -> None:
     of, units, settings = posed("gpt", "cpu", Precision.FP32, 2)
-    least, most = smallest_peak_bytes(of.problem), of.problem.peak_bytes((KEPT,) * len(units))
+    least, most = smallest_peak_bytes(of.chain), of.chain.peak_bytes((KEPT,) * len(units))
     budget_bytes = (least + most) // 2
-    solution = solve(of.problem, budget_bytes)
+    solution = solve(of.chain, budget_bytes)
     assert solution is not None
     assert {KEPT} < set(solution.choice)
     trace = capture("gpt", replace(settings, units=of.chosen(solution.choice)))
@@ -134,7 +134,7 @@ def test_the_solution_of_half_the_way_keeps_some_and_is_met_by_the_capture() -> 
 def test_without_units_there_is_one_gap_which_is_the_peak() -> None:
     settings = Settings(micro_batch_size=SAMPLES)
     trace = capture("vgg", settings)
-    problem = build_problem(trace, trace, (), find_device("cpu"), micro_batches=1).problem
+    problem = build_problem(trace, trace, (), find_device("cpu"), micro_batches=1).chain
     assert problem.units == ()
     assert problem.gap_peaks_bytes == (true_peak_bytes(trace),)
 

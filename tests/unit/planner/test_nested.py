@@ -14,7 +14,7 @@ from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.memory import live_profile, rounding_bytes_of
-from brimful.planner import Request, search
+from brimful.planner import JobTraits, Pins, Request, search
 from brimful.planner.problem.build import RECOMPUTED, build_problem
 from brimful.planner.problem.nested import build_segment_problem
 from brimful.planner.solvers.segments import SegmentProblem
@@ -124,7 +124,11 @@ def deep(settings: Settings, steps: int = 1) -> Trace:
 
 
 DEEP_REQUEST = Request(
-    job="deep", device=CPU, budget_bytes=1, global_batch_size=4, micro_batch_size=4, optimizer="sgd"
+    job=JobTraits(name="deep"),
+    device=CPU,
+    budget_bytes=1,
+    global_batch_size=4,
+    pins=Pins(micro_batch_size=4, optimizer="sgd"),
 )
 
 
@@ -137,7 +141,7 @@ def least_bytes(request: Request) -> int:
 
 def test_a_deep_model_gets_plans_far_below_what_recomputing_everything_takes() -> None:
     """64 blocks, each of which the next one's input is of: of 64 held inputs some 20 are left."""
-    flat_bytes = least_bytes(replace(DEEP_REQUEST, recompute=Action.RECOMPUTE))
+    flat_bytes = least_bytes(replace(DEEP_REQUEST, pins=replace(DEEP_REQUEST.pins, recompute=Action.RECOMPUTE)))
     nested_bytes = least_bytes(DEEP_REQUEST)
     assert nested_bytes < 0.5 * flat_bytes
     seconds = []
@@ -190,9 +194,9 @@ def test_where_nesting_turns_out_to_spare_nothing_it_is_not_offered() -> None:
         optimizer="sgd",
     )
     run = cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
-    request = replace(DEEP_REQUEST, job="between")
+    request = replace(DEEP_REQUEST, job=JobTraits(name="between"))
     with pytest.raises(InfeasibleError) as flat:
-        search(run, replace(request, recompute=Action.RECOMPUTE))
+        search(run, replace(request, pins=replace(request.pins, recompute=Action.RECOMPUTE)))
     with pytest.raises(InfeasibleError) as any_way:
         search(run, request)
     assert flat.value.smallest_peak_bytes is not None

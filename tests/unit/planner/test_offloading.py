@@ -13,8 +13,8 @@ from brimful.cost import step_seconds
 from brimful.devices import Device, find_device
 from brimful.memory import TO_HOST, live_profile, pinned_host_bytes, predict_memory, rounding_bytes_of
 from brimful.memory import pinned_host as host
-from brimful.planner import Plan, Request, search
-from brimful.planner.problem.build import KEPT, RECOMPUTED, PosedProblem, build_problem
+from brimful.planner import JobTraits, Permits, Pins, Plan, Request, search
+from brimful.planner.problem.build import KEPT, RECOMPUTED, PlanningProblem, build_problem
 from brimful.planner.problem.splice import Splicer
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Phase, Trace, unit_of_each_op
@@ -65,7 +65,7 @@ def traces(name: str, precision: Precision, accumulation: int) -> tuple[Trace, T
 
 
 @cache
-def posed(name: str, precision: Precision, accumulation: int = 1, host_bytes: int = 1 << 40) -> PosedProblem:
+def posed(name: str, precision: Precision, accumulation: int = 1, host_bytes: int = 1 << 40) -> PlanningProblem:
     kept, recomputed, units = traces(name, precision, accumulation)
     return build_problem(
         kept, recomputed, units, slow(), micro_batches=kept.captured_micro_batches, host_bytes=host_bytes
@@ -77,7 +77,7 @@ def peak_bytes(trace: Trace) -> int:
     return profile.peak_bytes_in_step(profile.last_step)
 
 
-def choices(of: PosedProblem, seed: int) -> list[tuple[int, ...]]:
+def choices(of: PlanningProblem, seed: int) -> list[tuple[int, ...]]:
     """As much offloaded as can be, every second unit, and random ones of which half the units are offloaded."""
     offloading = [
         [o for o, action in enumerate(unit) if action.action is Action.OFFLOAD] for unit in of.actions
@@ -110,7 +110,7 @@ def test_the_peak_of_a_choice_that_offloads_is_that_of_a_capture(
         actions = of.chosen(choice)
         offloaded += sum(action.action is Action.OFFLOAD for action in actions)
         truth = peak_bytes(capture(name, replace(kept.settings, units=actions)))
-        assert truth <= of.problem.peak_bytes(choice) <= truth * (1 + tolerance), choice
+        assert truth <= of.chain.peak_bytes(choice) <= truth * (1 + tolerance), choice
     assert offloaded >= CHOICES
 
 
@@ -160,14 +160,12 @@ def test_what_a_unit_would_send_is_what_a_capture_sends(name: str) -> None:
     choice = choices(of, seed=0)[0]
     captured = capture(name, replace(kept.settings, units=of.chosen(choice)))
     sent_bytes = sum(op.written_bytes for op in captured.ops if op.name == TO_HOST)
-    told_bytes = sum(
-        unit[option].lingering_bytes for unit, option in zip(of.problem.units, choice, strict=True)
-    )
+    told_bytes = sum(unit[option].lingering_bytes for unit, option in zip(of.chain.units, choice, strict=True))
     # The device rounds; what a unit returns is sent by none, what others hold by all who save it.
     assert told_bytes * 0.97 <= sent_bytes <= told_bytes
 
 
-def offered(of: PosedProblem) -> list[bool]:
+def offered(of: PlanningProblem) -> list[bool]:
     return [any(action.action is Action.OFFLOAD for action in unit) for unit in of.actions]
 
 
@@ -180,7 +178,7 @@ def test_without_host_memory_none_is_offloaded_and_with_little_the_first_are() -
     a_block = pinned_host_bytes(capture("gpt", replace(kept.settings, units=one)))
     little = posed("gpt", Precision.FP32, host_bytes=int(2.5 * a_block))
     assert offered(little) == [False, True, True, False, False, False, False]
-    assert of.problem.units[1:3] == little.problem.units[1:3]
+    assert of.chain.units[1:3] == little.chain.units[1:3]
 
 
 def test_a_module_that_runs_again_later_and_the_last_unit_are_not_offloaded() -> None:
@@ -198,10 +196,10 @@ def test_a_device_without_a_link_offloads_nothing() -> None:
 
 def test_as_much_as_the_next_unit_hides_can_be_offloaded_without_waiting() -> None:
     of = posed("gpt", Precision.FP32)
-    keep, *_others, whole, part = of.problem.units[2]
+    keep, *_others, whole, part = of.chain.units[2]
     assert of.actions[2][-1].most_offloaded_bytes == part.lingering_bytes < whole.lingering_bytes
     assert keep.retained_bytes - part.lingering_bytes == part.retained_bytes
-    following = of.problem.units[3][KEPT]
+    following = of.chain.units[3][KEPT]
     assert following.waiting_seconds(part.copy_seconds) == 0 < following.waiting_seconds(whole.copy_seconds)
     hidden_bytes = 1e3 * min(following.forward_seconds, following.backward_seconds)
     assert 0.5 * hidden_bytes < part.lingering_bytes <= hidden_bytes
@@ -218,7 +216,7 @@ def test_the_time_told_is_that_of_a_capture(link: float) -> None:
         truth = step_seconds(
             capture("gpt", replace(kept.settings, units=of.chosen(choice))), device
         ).total_seconds
-        assert plain_seconds + of.problem.seconds(choice) == pytest.approx(truth, rel=0.02), choice
+        assert plain_seconds + of.chain.seconds(choice) == pytest.approx(truth, rel=0.02), choice
 
 
 # The search, of a job that takes many segments of the allocator.
@@ -237,14 +235,12 @@ def planned(link: float, budget: float, *, host_bytes: int = 1 << 40) -> Plan:
     recomputed = capture_large(with_action(kept.settings, find_units(kept), Action.RECOMPUTE))
     least, most = (predict_memory(trace).peak_reserved_bytes for trace in (recomputed, kept))
     request = Request(
-        job="gpt",
+        job=JobTraits(name="gpt"),
         device=replace(slow(), host_link_bytes_per_second=link, context_bytes=0),
         budget_bytes=int(least + (most - least) * budget),
         global_batch_size=SAMPLES,
-        micro_batch_size=SAMPLES,
-        offload_host_bytes=host_bytes,
-        permits_chunked_loss=False,
-        permits_expandable_segments=False,
+        pins=Pins(micro_batch_size=SAMPLES),
+        permits=Permits(offload_host_bytes=host_bytes, chunked_loss=False, expandable_segments=False),
     )
     return search(capture_large, request)
 
@@ -290,7 +286,7 @@ def test_permission_to_offload_makes_no_plan_slower() -> None:
     """The solver knows only roughly what hides a copy: here it takes some for hidden that are not."""
     job = bf.find_architecture("unet")
     plans = [
-        bf.plan(job, GPU, global_batch_size=16, precision="bf16", budget="80%", offload=offload)
+        bf.plan(job, GPU, global_batch_size=16, precision="bf16", budget="80%", offload_activations=offload)
         for offload in (True, False)
     ]
     assert any(each.settings.offloaded for each in plans[0].alternatives)  # it was tried

@@ -17,7 +17,7 @@ from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.memory import live_profile, predict_memory, rounding_bytes_of
 from brimful.models import find_architecture
-from brimful.planner import OptimizerChoice, Request, check_trace, search
+from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, Request, check_trace, search
 from brimful.planner.plan import Plan
 from brimful.planner.problem.splice import Splicer
 from brimful.quantities import MIB
@@ -37,7 +37,7 @@ def slow(device: Device) -> Device:
 
 def planned(name: str, budget_bytes: int, **asked: object) -> Plan:
     request = Request(
-        job=name,
+        job=JobTraits(name=name),
         device=slow(CPU),
         budget_bytes=budget_bytes,
         global_batch_size=SAMPLES,
@@ -88,7 +88,7 @@ def test_the_smallest_budget_is_enough() -> None:
 
 
 def test_what_is_pinned_stays() -> None:
-    plan = planned("gpt", 1 << 40, recompute=Action.RECOMPUTE, micro_batch_size=2)
+    plan = planned("gpt", 1 << 40, pins=Pins(recompute=Action.RECOMPUTE, micro_batch_size=2))
     assert {unit.action for unit in plan.settings.units} == {Action.RECOMPUTE}
     assert plan.settings.micro_batch_size == 2
 
@@ -96,12 +96,11 @@ def test_what_is_pinned_stays() -> None:
 def test_an_implementation_that_fails_is_left_out_and_told() -> None:
     """Muon, say, has no fused kernel; the plan is made without."""
     request = Request(
-        job="gpt",
+        job=JobTraits(name="gpt"),
         device=slow(CPU),
         budget_bytes=1 << 40,
         global_batch_size=SAMPLES,
-        optimizer="rmsprop",
-        optimizer_implementation=OptimizerImplementation.FUSED,
+        pins=Pins(optimizer="rmsprop", optimizer_implementation=OptimizerImplementation.FUSED),
     )
     plan = search(lambda settings, steps=1: capture("gpt", settings), request)
     assert plan.settings.optimizer_implementation is None
@@ -187,33 +186,35 @@ def language_model(classes: int) -> Job:
 def planned_words(share: float, classes: int = 5000, **asked: object) -> Plan:
     job = language_model(classes)
     run = cache(lambda settings, steps=1: capture_step(job, settings, CPU, steps=steps))
-    request = Request(job="words", device=slow(CPU), budget_bytes=0, global_batch_size=8, **asked)  # type: ignore[arg-type]
-    plain_bytes = predict_memory(run(request.plain_settings())).peak_reserved_bytes
+    request = Request(
+        job=JobTraits(name="words"), device=slow(CPU), budget_bytes=0, global_batch_size=8, **asked
+    )  # type: ignore[arg-type]
+    plain_bytes = predict_memory(run(request.baseline_settings())).peak_reserved_bytes
     return search(run, replace(request, budget_bytes=int(share * plain_bytes)))
 
 
 def test_a_loss_over_many_classes_is_computed_in_chunks_where_that_is_fastest() -> None:
-    pinned = {"micro_batch_size": 8, "optimizer": "sgd"}
-    plan = planned_words(0.5, **pinned)
+    pins = Pins(micro_batch_size=8, optimizer="sgd")
+    plan = planned_words(0.5, pins=pins)
     assert plan.settings.chunked_loss == ChunkedLoss(layer="5", chunks=8)
     assert plan.predicted_peak_reserved_bytes <= plan.budget_bytes
     assert any("a part of the tokens" in note for note in plan.notes)
     with pytest.raises(InfeasibleError):
-        planned_words(0.5, **pinned, permits_chunked_loss=False)
+        planned_words(0.5, pins=pins, permits=Permits(chunked_loss=False))
 
 
 def test_a_loss_is_computed_at_once_where_memory_suffices_or_it_is_small() -> None:
     assert planned_words(1.0).settings.chunked_loss is None
-    assert planned_words(0.6, classes=20, micro_batch_size=8).settings.chunked_loss is None
+    assert planned_words(0.6, classes=20, pins=Pins(micro_batch_size=8)).settings.chunked_loss is None
 
 
 def test_another_optimizer_is_chosen_only_if_allowed_and_the_plan_says_so() -> None:
     with pytest.raises(InfeasibleError, match="adafactor"):
         planned_words(0.15)
-    plan = planned_words(0.15, other_optimizers=(OptimizerChoice(name="adafactor"),))
+    plan = planned_words(0.15, permits=Permits(other_optimizers=(OptimizerChoice(name="adafactor"),)))
     assert plan.settings.optimizer == "adafactor"
     assert any("adafactor, which you allowed" in note for note in plan.notes)
-    roomy = planned_words(1.0, other_optimizers=(OptimizerChoice(name="adafactor"),))
+    roomy = planned_words(1.0, permits=Permits(other_optimizers=(OptimizerChoice(name="adafactor"),)))
     settings = [roomy.settings, *(each.settings for each in roomy.alternatives)]
     assert None in [each.optimizer for each in settings], "the best with the job's own optimizer is not told"
 
@@ -223,9 +224,9 @@ def test_segments_grow_where_fixed_ones_leave_too_much_unused() -> None:
     job = find_architecture("unet", image_size=128)
     device = find_device("RTX 3090")
     run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
-    asked = Request(job="unet", device=device, budget_bytes=0, global_batch_size=16)
+    asked = Request(job=JobTraits(name="unet"), device=device, budget_bytes=0, global_batch_size=16)
     with pytest.raises(InfeasibleError) as caught:
-        search(run, replace(asked, budget_bytes=1 << 20, permits_expandable_segments=False))
+        search(run, replace(asked, budget_bytes=1 << 20, permits=Permits(expandable_segments=False)))
     fixed_bytes = caught.value.smallest_peak_bytes
     with pytest.raises(InfeasibleError) as caught:
         search(run, replace(asked, budget_bytes=1 << 20))
@@ -248,14 +249,13 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
     device = find_device("RTX 3090")
     run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
     asked = Request(
-        job="unet",
+        job=JobTraits(name="unet"),
         device=device,
         budget_bytes=1 << 40,
         global_batch_size=32,
-        precisions=(Precision.BF16,),
-        permits_expandable_segments=False,
+        permits=Permits(precisions=(Precision.BF16,), expandable_segments=False),
     )
-    by_hand = search(run, replace(asked, recompute=Action.RECOMPUTE))
+    by_hand = search(run, replace(asked, pins=Pins(recompute=Action.RECOMPUTE)))
     budget_bytes = int(0.95 * by_hand.predicted_peak_device_bytes)
     plan = search(run, replace(asked, budget_bytes=budget_bytes))
     assert plan.predicted_peak_device_bytes <= budget_bytes

@@ -17,27 +17,22 @@ where they are less, computing it in chunks spares less than a tenth."""
 _PRODUCTS = frozenset({"mm", "addmm"})
 
 
-def logits_layer(plain: Trace) -> str | None:
-    """The linear layer whose output a large cross-entropy takes.
+def logits_layer(baseline: Trace) -> str | None:
+    """The dotted path of the linear layer whose output a large cross-entropy takes.
 
-    Args:
-        plain: A capture of the whole step.
-
-    Returns:
-        The layer's dotted path; None if there is no such loss, it is small, or something else than a linear
-        layer makes its logits.
+    None if there is no cross-entropy, it is small, or its logits are not the output of a linear layer.
     """
-    forward = [op for op in plain.ops if op.phase is Phase.FORWARD]
+    forward = [op for op in baseline.ops if op.phase is Phase.FORWARD]
     losses = [place for place, op in enumerate(forward) if op_kind(op.name) == "_log_softmax"]
     if not losses:
         return None
     largest = max(losses, key=lambda place: forward[place].written_bytes)
-    peak_bytes = live_profile(plain, rounding_bytes_of(plain.device_kind)).peak_bytes
+    peak_bytes = live_profile(baseline, rounding_bytes_of(baseline.device_kind)).peak_bytes
     if forward[largest].written_bytes < LARGE_FRACTION * peak_bytes:
         return None
     before = (op for op in reversed(forward[:largest]) if op.flops)
     product = next(before, None)
     if product is None or op_kind(product.name) not in _PRODUCTS:
         return None
-    is_linear = dict(plain.module_classes).get(product.module) == "Linear"
+    is_linear = dict(baseline.module_classes).get(product.module) == "Linear"
     return product.module if is_linear else None

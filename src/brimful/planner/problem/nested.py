@@ -1,11 +1,12 @@
-"""A capture that recomputes everything → the problem of nesting units; its formulas are in `segment_solver.py`.
+"""A capture that recomputes everything → the problem of nesting units; its formulas are in `solvers.segments`.
 
-The input of a unit that could be let go is what the unit before it makes in its forward and what goes when its
-own backward is through. All else that the problem asks for are levels of the capture: with nothing nested, they
-are what the step takes.
+The input of a unit that nesting frees is what the unit before it makes in its forward and what is freed when
+its own backward ends. Everything else in the problem is a level of the capture: with nothing nested, these are
+what the step takes.
 
-Not seen here is whether code between two units does something to what one hands to the next, or something else
-holds it too, as a skip does; then it is held after all. So what is chosen is captured before it counts.
+The capture does not show whether code between two units changes what one passes to the next, or something else
+holds it too, as a skip connection does; then it is held after all. So what is chosen is captured before it
+counts.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from brimful.cost import RecomputePrices
 from brimful.devices import Device
 from brimful.memory import rounding_bytes_of
-from brimful.planner.problem.build import Steady
 from brimful.planner.problem.savable_ops import unit_calls
+from brimful.planner.problem.steady_step import SteadyStep
 from brimful.planner.solvers.segments import SegmentProblem
 from brimful.quantities import round_up
 from brimful.settings import Action, UnitAction
@@ -35,18 +36,11 @@ def build_segment_problem(
     *,
     micro_batches: int,
 ) -> SegmentProblem | None:
-    """The problem of nesting some of the units while all others are recomputed.
+    """The problem of nesting some units while all others are recomputed; None if no unit could be nested.
 
-    Args:
-        kept: A capture in which every unit is kept.
-        recomputed: The same step with every unit recomputed.
-        actions: How each unit is recomputed, in the order in which their forwards begin. Where some ops are
-            saved even so, the unit is neither nested nor the one before a nested one.
-        device: Prices the forwards that run again.
-        micro_batches: How many of the captured micro-batches occur: 1 without accumulation.
-
-    Returns:
-        The problem; None if no unit could be nested.
+    `kept` and `recomputed` are captures with every unit kept and every unit recomputed, of whose micro-batches
+    `micro_batches` occur. `actions` say how each unit is recomputed, in the order in which their forwards
+    begin: where some ops are saved even so, the unit is neither nested nor the one before a nested one.
     """
     units = tuple(action.fqn for action in actions)
     owner = unit_of_each_op(recomputed, units)
@@ -56,7 +50,7 @@ def build_segment_problem(
             input_bytes[unit : unit + 2] = [0] * len(input_bytes[unit : unit + 2])
     if not any(input_bytes):
         return None
-    steady = Steady.of(recomputed, units, micro_batches)
+    steady = SteadyStep.of(recomputed, units, micro_batches)
     forward_peaks, backward_peaks = _peaks(steady)
     begins, transients = _begins(steady), _transients(steady, _lasting_bytes(recomputed))
     deriving = [0 if not j else begins[j] - size + transients[j - 1] for j, size in enumerate(input_bytes)]
@@ -70,7 +64,7 @@ def build_segment_problem(
 
 
 def _input_bytes(trace: Trace, owner: list[int], unit_count: int, micro_batch: int) -> list[int]:
-    """I: for each unit what the one before it makes and what its own backward lets go, in one micro-batch."""
+    """I: for each unit what the one before it makes and its own backward frees, in one micro-batch."""
     rounding_bytes = rounding_bytes_of(trace.device_kind)
     found = [0] * unit_count
     for event in trace.events:
@@ -79,20 +73,20 @@ def _input_bytes(trace: Trace, owner: list[int], unit_count: int, micro_batch: i
             continue
         made, freed = trace.ops[maker], trace.ops[event.op]
         unit = owner[event.op]
-        is_handed_on = unit > 0 and owner[maker] == unit - 1 and made.phase is Phase.FORWARD
+        is_passed_on = unit > 0 and owner[maker] == unit - 1 and made.phase is Phase.FORWARD
         is_last_step = made.step == trace.captured_steps - 1 and made.micro_batch == micro_batch
-        if is_handed_on and is_last_step and freed.phase is Phase.BACKWARD:
+        if is_passed_on and is_last_step and freed.phase is Phase.BACKWARD:
             found[unit] += round_up(trace.storages[event.storage].size_bytes, rounding_bytes)
     return found
 
 
-def _peaks(steady: Steady) -> tuple[list[int], list[int]]:
+def _peaks(steady: SteadyStep) -> tuple[list[int], list[int]]:
     """W and V."""
     count = steady.unit_count
     outside = np.zeros(count + 1, dtype=np.int64)
     backward = np.zeros(count, dtype=np.int64)
     inside, forward = steady.is_inside, steady.is_forward
-    # The loss begins its backward with all inputs still let go; before the first forward there are none.
+    # The loss begins its backward with all inputs still freed; before the first forward there are none.
     is_outside = forward | (~inside & ((steady.begun == count) | (steady.begun == 0)))
     np.maximum.at(
         outside, np.where(inside, steady.owner, steady.begun)[is_outside], steady.live_bytes[is_outside]
@@ -102,7 +96,7 @@ def _peaks(steady: Steady) -> tuple[list[int], list[int]]:
     return outside.tolist(), backward.tolist()
 
 
-def _begins(steady: Steady) -> list[int]:
+def _begins(steady: SteadyStep) -> list[int]:
     """Bytes as each unit's backward begins; the most of any micro-batch."""
     return [
         max((int(steady.live_bytes[max(first - 1, 0)]) for first, _ in runs), default=0)
@@ -110,7 +104,7 @@ def _begins(steady: Steady) -> list[int]:
     ]
 
 
-def _transients(steady: Steady, lasting_bytes: NDArray[np.int64]) -> list[int]:
+def _transients(steady: SteadyStep, lasting_bytes: NDArray[np.int64]) -> list[int]:
     """What the forward of each unit takes, result included, beside what was there and what stays for good."""
     levels = steady.live_bytes - lasting_bytes[steady.events]
     return [
@@ -131,7 +125,7 @@ def _lasting_bytes(trace: Trace) -> NDArray[np.int64]:
     return np.cumsum(added)
 
 
-def _runs(steady: Steady, where: NDArray[np.bool_]) -> list[list[tuple[int, int]]]:
+def _runs(steady: SteadyStep, where: NDArray[np.bool_]) -> list[list[tuple[int, int]]]:
     """By unit: first position and the one behind the last of each stretch of positions of its own."""
     found: list[list[tuple[int, int]]] = [[] for _ in range(steady.unit_count)]
     owner = np.where(where, steady.owner, -1)

@@ -1,9 +1,9 @@
 """Which ops of a recomputed unit could be saved instead, what that takes and what it spares, from one capture.
 
 A capture that recomputes every unit shows each op of a unit twice: in the forward and in the recomputation. If
-what the op returns is saved, it stays from where the forward dropped it to where the recomputation makes it
-again; where it is there still, there is one of it less. Nothing else changes, so the capture tells all sets of
-saved ops.
+what the op returns is saved, it is held from where the forward freed it to where the recomputation makes it
+again; where it is still held then, there is one copy fewer. Nothing else changes, so one capture prices every
+set of saved ops.
 
 Time is additive over the ops not saved, up to where the recomputation stops early. So the sets worth trying are
 those that fill a knapsack by seconds spared per byte: each is the one before it and one op more.
@@ -36,8 +36,8 @@ to save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
-    """From where to where saving a result makes a difference."""
+class Extension:
+    """How saving a result changes the time for which it is held."""
 
     first_event: int
     """Of the trace: where the forward drops it, or where the recomputation makes it a second time."""
@@ -58,7 +58,7 @@ class SavableOp:
     """As in `UnitAction.saved`."""
     seconds: float
     """What running it again takes."""
-    stays: tuple[Stay, ...]
+    extensions: tuple[Extension, ...]
     """Of what it returns, in every micro-batch captured."""
     size_bytes: int
     """Bytes held more between forward and backward of one micro-batch."""
@@ -108,18 +108,10 @@ def unit_ops(
     rounding_bytes: int,
     seconds: Callable[[Op], float],
 ) -> list[UnitOps]:
-    """The ops of each unit.
+    """The ops of each unit in a capture that recomputes every unit, one record a unit.
 
-    Args:
-        recomputed: A capture that recomputes every unit.
-        owner: By op of the trace, the unit it belongs to, or -1.
-        unit_count: How many units there are.
-        micro_batches: How many of the captured ones occur; the last of them tells the times.
-        rounding_bytes: The allocator's.
-        seconds: What an op takes.
-
-    Returns:
-        One record a unit.
+    `owner` has by op the unit it belongs to, or -1. Of the captured `micro_batches` that occur, `seconds`
+    prices the last. `rounding_bytes` is the allocator's.
     """
     results = _Results(recomputed, rounding_bytes)
     return [
@@ -144,15 +136,9 @@ class UnitCall:
 
 
 def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list[list[list[UnitCall]]]:
-    """Forward and recomputation of each call of each unit, op by op.
+    """Forward and recomputation of each call, op by op, by unit and captured micro-batch.
 
-    Args:
-        recomputed: A capture that recomputes every unit.
-        owner: By op of the trace, the unit it belongs to, or -1.
-        unit_count: How many units there are.
-
-    Returns:
-        By unit and captured micro-batch, the calls.
+    The capture recomputes every unit; `owner` has by op the unit it belongs to, or -1.
     """
     forward: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     again: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
@@ -206,22 +192,22 @@ class _Results:
                 self._made[maker].append(storage)
                 self._allocated[storage] = position
 
-    def stays(self, forward_op: int, same_op_again: int) -> tuple[Stay, ...]:
+    def extensions(self, forward_op: int, same_op_again: int) -> tuple[Extension, ...]:
         """What saving the results of an op would change."""
         pairs = zip(self._made[forward_op], self._made[same_op_again], strict=False)
-        return tuple(self._stay(first, second) for first, second in pairs)
+        return tuple(self._extension(first, second) for first, second in pairs)
 
-    def _stay(self, first: int, second: int) -> Stay:
+    def _extension(self, first: int, second: int) -> Extension:
         """For one result: the storage that the forward makes and the one that the recomputation makes."""
         size_bytes = round_up(self._storages[first].size_bytes, self._rounding_bytes)
         dropped, made_again = self._freed.get(first, self._end), self._allocated[second]
         if dropped <= made_again:
             in_forward = self._phase_at(dropped) is Phase.FORWARD
-            return Stay(
+            return Extension(
                 first_event=dropped, stop_event=made_again, size_bytes=size_bytes, begins_in_forward=in_forward
             )
         stop_event = min(dropped, self._freed.get(second, self._end))
-        return Stay(
+        return Extension(
             first_event=made_again, stop_event=stop_event, size_bytes=-size_bytes, begins_in_forward=False
         )
 
@@ -244,20 +230,26 @@ def _savable(
     found = []
     for name, (_in_forward, in_recomputation) in first.items():
         if results.has_any(in_recomputation) and _can_be_saved(trace.ops[in_recomputation]):
-            stays = [
-                [results.stays(*call.pairs[name]) for call in run if call.pairs is not None] for run in runs
+            extensions = [
+                [results.extensions(*call.pairs[name]) for call in run if call.pairs is not None]
+                for run in runs
             ]
             last_run = [call.pairs[name][1] for call in runs[-1] if call.pairs is not None]
             written_over = list(_written_over(trace, last_run))
             if any(trace.ops[index].random for index in written_over):
-                continue  # numbers drawn in place are drawn again: they cannot be left out
+                continue  # numbers drawn in place are drawn again: they cannot be skipped
             found.append(
                 SavableOp(
                     name=name,
                     seconds=sum(seconds(trace.ops[index]) for index in (*last_run, *written_over)),
-                    stays=tuple(stay for of_run in stays for of_call in of_run for stay in of_call),
+                    extensions=tuple(
+                        extension for of_run in extensions for of_call in of_run for extension in of_call
+                    ),
                     size_bytes=sum(
-                        stay.size_bytes for of_call in stays[-1] for stay in of_call if stay.begins_in_forward
+                        extension.size_bytes
+                        for of_call in extensions[-1]
+                        for extension in of_call
+                        if extension.begins_in_forward
                     ),
                 )
             )

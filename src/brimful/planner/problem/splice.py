@@ -1,17 +1,17 @@
-"""What a step does under any choice of actions, told from a capture that recomputes every unit.
+"""A capture that recomputes every unit → the trace of any choice of actions.
 
-Keeping a unit, or saving some of its ops' results, leaves out parts of its recomputation: what they would have
-made again is what the forward made. Offloading a unit, what the forward made is freed when the next unit's
+Keeping a unit, or saving some of its ops' results, drops parts of its recomputation: what they would have made
+again is what the forward made. If a unit is offloaded, what the forward made is freed when the next unit's
 forward ends, and made again when that one's backward begins. So the trace of any choice is that of recomputing
-everything with some events left out and some put in another place. It takes a tenth of the time of a capture,
-and tells what the allocator will reserve well enough to choose by; what is chosen is captured in the end.
+everything with some events dropped and some at other places. It takes a tenth of the time of a capture, and
+predicts what the allocator reserves well enough to choose by; the plan's choice is captured in any case.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -63,7 +63,7 @@ class Splicer:
                 self._freed[event.storage] = position
 
     def can_splice(self) -> bool:
-        """Whether every unit's recomputation can be told from its forward."""
+        """Whether every unit's recomputation can be matched to its forward."""
         return all(call.pairs is not None for calls in self._calls for call in calls)
 
     def spliced(self, actions: Sequence[UnitAction]) -> Trace:
@@ -74,40 +74,24 @@ class Splicer:
 
         Returns:
             The trace of recomputing everything with other events. Its ops are those of recomputing everything,
-            so it tells nothing of time.
+            so it has no information about time.
         """
-        left_out: set[int] = set()
-        replaced: dict[int, Event] = {}
-        inserted: dict[int, list[Event]] = defaultdict(list)
+        edits = _Edits(self._trace, self._allocated, self._freed)
         for unit, (action, calls) in enumerate(zip(actions, self._calls, strict=True)):
             for call in () if unit in self._own_checkpointed else calls:
-                pairs = call.pairs or {}
                 if action.action in (Action.KEEP, Action.OFFLOAD) and call.again:
                     if action.action is Action.OFFLOAD:
-                        self._offload(call, action.most_offloaded_bytes, left_out, inserted)
-                    self._keep(call, left_out, replaced)
+                        self._offload(call, action.most_offloaded_bytes, edits)
+                    self._keep(call, edits)
                 elif action.action is Action.SAVE:
-                    for name in action.saved:
-                        if name in pairs:
-                            self._save(*pairs[name], left_out, replaced)
-        events: list[Event] = []
-        for position, event in enumerate(self._trace.events):
-            events += inserted.get(position, ())
-            if position not in left_out:
-                events.append(replaced.get(position, event))
-        return replace(self._trace, events=(*events, *inserted.get(len(self._trace.events), ())))
+                    self._save(call, action.saved, edits)
+        return replace(self._trace, events=tuple(edits.events()))
 
-    def _offload(
-        self,
-        call: UnitCall,
-        most_bytes: int | None,
-        left_out: set[int],
-        inserted: dict[int, list[Event]],
-    ) -> None:
+    def _offload(self, call: UnitCall, most_bytes: int | None, edits: _Edits) -> None:
         """Free what the forward made when the next unit's ends; make it again when that one's backward begins.
 
-        What the unit hands on, and what others hold when it ends, is left to be kept; so is everything where no
-        other unit's forward and backward follow.
+        What the unit passes on, and what others hold when it ends, is kept; so is everything where no other
+        unit's forward and backward follow.
         """
         following = self._followed_by.get(call.forward[0])
         if following is None:
@@ -122,9 +106,9 @@ class Splicer:
         sizes_bytes = [self._trace.storages[original].size_bytes for original, _ in can_leave]
         for index in chosen_to_leave(sizes_bytes, most_bytes):
             original, storage = can_leave[index]
-            left_out.update({self._freed[original], self._allocated[storage]})
-            inserted[freed_at].append(Event(kind=EventKind.FREE, storage=original, op=last_op))
-            inserted[made_at].append(Event(kind=EventKind.ALLOCATE, storage=storage, op=begins - 1))
+            edits.dropped.update({self._freed[original], self._allocated[storage]})
+            edits.inserted[freed_at].append(Event(kind=EventKind.FREE, storage=original, op=last_op))
+            edits.inserted[made_at].append(Event(kind=EventKind.ALLOCATE, storage=storage, op=begins - 1))
 
     def _can_leave(self, call: UnitCall) -> list[tuple[int, int]]:
         """Storages of the forward and those of the recomputation in their place, which backward needs."""
@@ -163,8 +147,8 @@ class Splicer:
             storage for op in ops if op_kind(self._trace.ops[op].name) == CASTS for storage in self._made[op]
         ]
 
-    def _keep(self, call: UnitCall, left_out: set[int], replaced: dict[int, Event]) -> None:
-        """Leave out the whole recomputation; what it leaves for backward is what the forward made."""
+    def _keep(self, call: UnitCall, edits: _Edits) -> None:
+        """Drop the whole recomputation; what it leaves for backward is what the forward made."""
         last_op = call.again[-1]
         counterpart = {storage: original for original, storage in self._alike(call)}
         for op in call.again:
@@ -172,39 +156,62 @@ class Splicer:
                 freed = self._freed.get(storage)
                 is_left = freed is None or self._trace.events[freed].op > last_op
                 original = counterpart.get(storage)
-                if self._allocated[storage] in left_out:
+                if self._allocated[storage] in edits.dropped:
                     continue  # offloaded
                 if original is not None and is_left:
-                    self._merge(original, storage, left_out, replaced)
+                    edits.merge(original, storage)
                 elif original is not None or not is_left:
-                    self._leave_out(storage, left_out)
+                    edits.drop(storage)
 
-    def _save(
-        self, in_forward: int, in_recomputation: int, left_out: set[int], replaced: dict[int, Event]
-    ) -> None:
-        """Leave out one op of the recomputation."""
-        for original, storage in zip(self._made[in_forward], self._made[in_recomputation], strict=False):
-            self._merge(original, storage, left_out, replaced)
-        for storage in self._inside[in_recomputation]:
-            self._leave_out(storage, left_out)
+    def _save(self, call: UnitCall, saved: Sequence[str], edits: _Edits) -> None:
+        """Drop some ops of the recomputation."""
+        pairs = call.pairs or {}
+        for in_forward, in_recomputation in (pairs[name] for name in saved if name in pairs):
+            made = zip(self._made[in_forward], self._made[in_recomputation], strict=False)
+            for original, storage in made:
+                edits.merge(original, storage)
+            for storage in self._inside[in_recomputation]:
+                edits.drop(storage)
 
-    def _merge(self, original: int, storage: int, left_out: set[int], replaced: dict[int, Event]) -> None:
+
+class _Edits:
+    """What differs from the events of a trace, given where each storage is allocated and freed."""
+
+    def __init__(self, trace: Trace, allocated: Mapping[int, int], freed: Mapping[int, int]) -> None:
+        self._trace = trace
+        self._allocated = allocated
+        self._freed = freed
+        self.dropped: set[int] = set()
+        """Positions of events that do not happen."""
+        self.inserted: dict[int, list[Event]] = defaultdict(list)
+        """Events that happen before the one at a position."""
+        self._replaced: dict[int, Event] = {}
+
+    def merge(self, original: int, storage: int) -> None:
         """Let what the forward made serve for what the recomputation made, as long as either is there."""
-        left_out.add(self._allocated[storage])
+        self.dropped.add(self._allocated[storage])
         original_freed, freed = self._freed.get(original), self._freed.get(storage)
-        if freed is None:
-            left_out.update({original_freed} - {None})  # type: ignore[arg-type]  # there is no None left
-        elif original_freed is None or original_freed > freed:
-            left_out.add(freed)
-        else:
-            left_out.add(original_freed)
-            replaced[freed] = replace(self._trace.events[freed], storage=original)
+        if original_freed is None or (freed is not None and original_freed > freed):
+            self.dropped.update([] if freed is None else [freed])
+            return
+        self.dropped.add(original_freed)
+        if freed is not None:
+            self._replaced[freed] = replace(self._trace.events[freed], storage=original)
 
-    def _leave_out(self, storage: int, left_out: set[int]) -> None:
-        left_out.add(self._allocated[storage])
+    def drop(self, storage: int) -> None:
+        """Never allocate a storage."""
+        self.dropped.add(self._allocated[storage])
         freed = self._freed.get(storage)
         if freed is not None:
-            left_out.add(freed)
+            self.dropped.add(freed)
+
+    def events(self) -> Iterator[Event]:
+        """All events, in order."""
+        for position, event in enumerate(self._trace.events):
+            yield from self.inserted.get(position, ())
+            if position not in self.dropped:
+                yield self._replaced.get(position, event)
+        yield from self.inserted.get(len(self._trace.events), ())
 
 
 def _followed_by(trace: Trace, calls: Sequence[Sequence[UnitCall]]) -> dict[int, tuple[int, int, int]]:

@@ -9,7 +9,7 @@ memory only what *earlier* units retain is there: a prefix. With
     p(i, o)     peak inside unit i's own forward and backward under option o, with nothing retained before it
     g(k)        peak outside of all units while the first k of them are retained
     c(i, o)     seconds that option o of unit i costs
-    t(i, o)     seconds for which its copies to the host go on, and for which those back do
+    t(i, o)     seconds that its copies to the host take, and that those back take
     f(i, o)     seconds of unit i's forward under option o, and b(i, o) of its backward, which hide the copies
                 of the unit before it
     B           budget
@@ -39,7 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_STATES = 4096
-"""Beyond so many undominated states, of those whose retained bytes agree to 1/4096 of the budget only the
+"""Beyond this many undominated states, of those whose retained bytes agree to 1/4096 of the budget only the
 cheapest is kept. The answer is then not proved to be the best, but costs no more than the best within a budget
 that is lower by n/4096."""
 
@@ -59,9 +59,9 @@ class Option:
     copy_seconds: float = 0.0
     """Time of their copies, one way."""
     forward_seconds: float = 0.0
-    """Time of the unit's forward, beside which the copies of the unit before it go on."""
+    """Time of the unit's forward, which hides the copies of the unit before it."""
     backward_seconds: float = 0.0
-    """Time of its backward, beside which they come back."""
+    """Time of its backward, which hides their way back."""
 
     def waiting_seconds(self, copy_seconds: float) -> float:
         """For how long this unit waits for copies of the unit before it."""

@@ -4,9 +4,9 @@ It is a problem of its own: nesting costs a forward to spare one input, so it pa
 every unit takes, and there every unit is recomputed or nested. With
 
     n           units, in the order in which their forwards begin
-    I(j)        bytes of the input of unit j, which is let go if it is nested; 0 where it cannot be
+    I(j)        bytes of the input of unit j, which is freed if it is nested; 0 where it cannot be
     c(j)        seconds that nesting it costs: the forward of unit j - 1 once more
-    W(k)        peak while the first k units are through their forward and none through its backward: before and
+    W(k)        peak after the forwards of the first k units and before any backward: before and
                 in the forward of unit k; for k = n in the loss
     V(j)        peak in the backward of unit j, and behind it before that of unit j - 1
     D(j)        peak in its backward while the forward of unit j - 1 runs again
@@ -16,11 +16,11 @@ all of them as if everything were recomputed, and with segments, each a recomput
 behind it, the problem is: choose which units to nest to minimise Σ c(j) over them, such that for
 N(k) = Σ I(j) over the nested ones of the first k units
 
-    W(k) - N(k)    ≤ B      for k = 0 … n: inputs are let go when the forward of their unit is through
+    W(k) - N(k)    ≤ B      for k = 0 … n: inputs are freed when the forward of their unit ends
     V(j) - N(a(j)) ≤ B      for every unit: those of its own segment are there again
     D(j) - N(a(j)) ≤ B      for every nested unit
 
-States (N, cost) between segments, of which another has let go of no less and costs no more, are dropped; what
+States (N, cost) between segments, of which another has freed no less and costs no more, are dropped; what
 remains is exact.
 """
 
@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_STATES = 4096
-"""Beyond so many undominated states, of those that agree to 1/4096 of the bytes of all inputs only the cheapest
-is kept. The answer may then not be the best; one is found whenever there is one."""
+"""Beyond this many undominated states, of those that agree to 1/4096 of the bytes of all inputs only the
+cheapest is kept. The answer may then not be the best; one is found whenever there is one."""
 
 FINEST = 4096
 """The smallest peak is found to this part of itself."""
@@ -57,16 +57,16 @@ class SegmentProblem:
 
     def peak_bytes(self, nested: tuple[bool, ...]) -> int:
         """Peak under a choice: the largest left side of all constraints."""
-        let_go = before_segment = 0
+        freed = before_segment = 0
         peak = self.forward_peaks_bytes[0]
         for j, is_nested in enumerate(nested):
             if is_nested:
                 peak = max(peak, self.deriving_peaks_bytes[j] - before_segment)
-                let_go += self.input_bytes[j]
+                freed += self.input_bytes[j]
             else:
-                before_segment = let_go
+                before_segment = freed
             peak = max(
-                peak, self.backward_peaks_bytes[j] - before_segment, self.forward_peaks_bytes[j + 1] - let_go
+                peak, self.backward_peaks_bytes[j] - before_segment, self.forward_peaks_bytes[j + 1] - freed
             )
         return peak
 
@@ -78,7 +78,7 @@ class SegmentProblem:
 class _States(NamedTuple):
     """Ways to divide the units so far into segments; all arrays (states,)."""
 
-    let_go: NDArray[np.int64]
+    freed: NDArray[np.int64]
     seconds: NDArray[np.float64]
     start: NDArray[np.int64]
     """Where the last segment begins."""
@@ -86,17 +86,17 @@ class _States(NamedTuple):
     """Which of the states there it follows."""
 
     def at(self, index: NDArray[np.int64] | NDArray[np.bool_]) -> _States:
-        return _States(self.let_go[index], self.seconds[index], self.start[index], self.parent[index])
+        return _States(self.freed[index], self.seconds[index], self.start[index], self.parent[index])
 
     def undominated(self) -> _States:
-        """The cheapest first, and of others only those that have let go of more than all before."""
-        ordered = self.at(np.lexsort((-self.let_go, self.seconds)))
-        most_before = np.maximum.accumulate(np.append(-1, ordered.let_go[:-1]))
-        return ordered.at(ordered.let_go > most_before)
+        """The cheapest first, and of others only those that have freed more than all before."""
+        ordered = self.at(np.lexsort((-self.freed, self.seconds)))
+        most_before = np.maximum.accumulate(np.append(-1, ordered.freed[:-1]))
+        return ordered.at(ordered.freed > most_before)
 
     def thinned(self, quantum_bytes: int) -> _States:
         """The first and so cheapest of each quantum, and the last; the states are undominated."""
-        quanta = self.let_go // quantum_bytes
+        quanta = self.freed // quantum_bytes
         is_first = np.append(True, quanta[1:] != quanta[:-1])
         is_first[-1] = True
         return self.at(is_first)
@@ -137,7 +137,7 @@ def solve_segments(problem: SegmentProblem, budget_bytes: int) -> tuple[bool, ..
 
 def smallest_segment_peak_bytes(problem: SegmentProblem) -> int:
     """The least budget that has a solution, or a little more: to one part in `FINEST`."""
-    # Without costs the state that has let go of most dominates all others: each try is quick.
+    # Without costs the state that has freed most dominates all others: each try is quick.
     free = replace(problem, seconds=(0.0,) * len(problem.seconds))
     high = problem.peak_bytes((False,) * len(problem.seconds))
     low = min(problem.forward_peaks_bytes[0], high)
@@ -153,8 +153,8 @@ def smallest_segment_peak_bytes(problem: SegmentProblem) -> int:
 
 def _joined(parts: list[_States]) -> _States:
     states = _States(*(np.concatenate(columns) for columns in zip(*parts, strict=True))).undominated()
-    if states.let_go.size > MOST_STATES:
-        states = states.thinned(max(1, int(states.let_go[-1]) // MOST_STATES))
+    if states.freed.size > MOST_STATES:
+        states = states.thinned(max(1, int(states.freed[-1]) // MOST_STATES))
     return states
 
 
@@ -163,22 +163,22 @@ def _segments(
 ) -> list[tuple[int, _States]]:
     """The states after each segment that begins at `start`, by where the next one begins."""
     found = []
-    let_go, seconds = 0, 0.0
-    index = np.arange(states.let_go.size, dtype=np.int64)
+    freed, seconds = 0, 0.0
+    index = np.arange(states.freed.size, dtype=np.int64)
     for unit in range(start, len(problem.input_bytes)):
         peak_bytes = problem.backward_peaks_bytes[unit]
         if unit > start:
             if not problem.input_bytes[unit]:
                 break
-            let_go += problem.input_bytes[unit]
+            freed += problem.input_bytes[unit]
             seconds += problem.seconds[unit]
             peak_bytes = max(peak_bytes, problem.deriving_peaks_bytes[unit])
-        least = max(peak_bytes - budget_bytes, problem.forward_peaks_bytes[unit + 1] - budget_bytes - let_go)
-        index = index[states.let_go[index] >= least]
+        least = max(peak_bytes - budget_bytes, problem.forward_peaks_bytes[unit + 1] - budget_bytes - freed)
+        index = index[states.freed[index] >= least]
         if not index.size:
             break
         longer = _States(
-            states.let_go[index] + let_go,
+            states.freed[index] + freed,
             states.seconds[index] + seconds,
             np.full(index.size, start, dtype=np.int64),
             index,

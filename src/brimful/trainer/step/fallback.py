@@ -13,9 +13,10 @@ from brimful.devices import Device
 from brimful.errors import BrimfulError, OutOfMemoryError
 from brimful.job import Job
 from brimful.options import PlanOptions
-from brimful.planner import Plan, Request, search
+from brimful.planner import Permits, Pins, Plan, RankOptions, Request, search
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
+from brimful.requests import job_traits
 from brimful.settings import Action, Settings
 from brimful.trace import Trace, per_rank_trace
 
@@ -90,31 +91,35 @@ class Lowering:
         plan, asked = self._plan, self._asked
         is_pinned = settings.micro_batch_size == asked.micro_batch_size  # until nothing else helps
         return Request(
-            job=self._job.name,
+            job=job_traits(self._job, settings.rank_batch_size),
             device=device,
             budget_bytes=budget_bytes,
             global_batch_size=settings.global_batch_size,
-            precisions=(settings.precision,),
-            optimizer=settings.optimizer,
-            optimizer_implementation=settings.optimizer_implementation,
-            micro_batch_size=asked.micro_batch_size if is_pinned else None,
-            recompute=_PINNED.get(asked.recompute),
-            permits_chunked_loss=asked.chunked_loss if plan is not None else settings.chunked_loss is not None,
-            permits_expandable_segments=settings.expandable_segments,
-            offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
-            offload_optimizer=settings.offload_optimizer,
-            prefetch_inputs=settings.prefetch_inputs,
-            own_checkpointing=settings.own_checkpointing,
-            why_not_split=why_not_split(self._job, settings.rank_batch_size),
-            weighs_by_count=self._job.count is not None or self._job.reduction == "sum",
-            optimizer_in_backward=settings.optimizer_in_backward,
-            splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
-            world_size=settings.world_size,
-            num_nodes=settings.num_nodes,
-            parallelisms=(settings.parallelism,),
-            reshard_after_forward=asked.reshard_after_forward,
-            param_dtype=settings.param_dtype,
-            offload_parameters=settings.offload_parameters,
+            pins=Pins(
+                micro_batch_size=asked.micro_batch_size if is_pinned else None,
+                recompute=_PINNED.get(asked.recompute),
+                optimizer=settings.optimizer,
+                optimizer_implementation=settings.optimizer_implementation,
+                optimizer_in_backward=settings.optimizer_in_backward,
+                offload_optimizer=settings.offload_optimizer,
+                prefetch_inputs=settings.prefetch_inputs,
+                own_checkpointing=settings.own_checkpointing,
+            ),
+            permits=Permits(
+                precisions=(settings.precision,),
+                chunked_loss=asked.chunked_loss if plan is not None else settings.chunked_loss is not None,
+                expandable_segments=settings.expandable_segments,
+                offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
+                splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
+            ),
+            ranks=RankOptions(
+                world_size=settings.world_size,
+                num_nodes=settings.num_nodes,
+                parallelisms=(settings.parallelism,),
+                reshard_after_forward=asked.reshard_after_forward,
+                param_dtype=settings.param_dtype,
+                offload_parameters=settings.offload_parameters,
+            ),
         )
 
     def _resharding(self, settings: Settings) -> Settings:

@@ -1,0 +1,191 @@
+"""Settings but for the micro-batch size → the candidates of every size, from as few captures as can be.
+
+Sizes are affine in the micro-batch, so captures at two sizes give those of every divisor of the global batch.
+Start reading at `CandidateFamily.candidates`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from brimful.cost import step_seconds
+from brimful.errors import BatchError, CaptureError
+from brimful.memory import live_profile, pinned_host_bytes, rounding_bytes_of
+from brimful.planner.budget_grid import peak_allocated_bytes
+from brimful.planner.candidate import Candidate, uniform_actions
+from brimful.planner.problem.build import build_problem
+from brimful.planner.request import Request
+from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTraces
+from brimful.settings import Action, Settings
+from brimful.trace import Trace, unit_of_each_op
+from brimful.trace.ddp import per_rank_trace
+from brimful.trace.units import divide_unit, find_units
+
+LEAST_SAVING_FRACTION = 0.02
+"""Fraction of the peak of recomputing everything that dividing a unit must save; each division takes a
+capture."""
+
+
+class CandidateFamily:
+    """All micro-batch sizes under settings that are otherwise the same; `notes` gets what cannot be tried.
+
+    `base` has what all of them share, with the whole batch at once and everything kept.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        request: Request,
+        base: Settings,
+        micro_batch_sizes: Sequence[int],
+        notes: list[str],
+    ) -> None:
+        self._capture = capture
+        self._request = request
+        self._sizes = micro_batch_sizes
+        self._notes = notes
+        self._base = base
+        self._divisions: tuple[tuple[str, ...], ...] | None = None
+        """The ways to divide the model into units, which the first size decides for all."""
+        self._scaled = RoughlyScaledTraces(capture)
+
+    def candidates(self) -> list[Candidate]:
+        """A candidate for each size that can be captured, and another where a unit is divided.
+
+        Sizes that cannot be captured are noted; if none can, the first CaptureError or BatchError is raised.
+        """
+        found: list[Candidate] = []
+        failures: dict[int, CaptureError | BatchError] = {}
+        for size in self._sizes:
+            try:
+                found += self._of_size(size)
+            except (CaptureError, BatchError) as error:
+                failures[size] = error
+        if failures and not found:
+            raise next(iter(failures.values()))
+        self._notes += _notes_of(failures)
+        return found
+
+    def _of_size(self, micro_batch_size: int) -> list[Candidate]:
+        settings = self._base.with_micro_batch_size(micro_batch_size)
+        kept = self._trace(settings)
+        if self._divisions is None:
+            self._divisions = self._unit_divisions(kept, settings)
+        traces = [self._all_recomputed(settings, units) if units else kept for units in self._divisions]
+        return [
+            self._candidate(settings, units, kept, recomputed, priced_by=traces[0])
+            for units, recomputed in zip(self._divisions, traces, strict=True)
+        ]
+
+    def _candidate(
+        self, settings: Settings, units: tuple[str, ...], kept: Trace, recomputed: Trace, priced_by: Trace
+    ) -> Candidate:
+        device = self._request.device
+        problem = build_problem(
+            kept,
+            recomputed,
+            units,
+            device,
+            micro_batches=kept.captured_micro_batches,
+            host_bytes=self._host_bytes(settings, kept),
+            priced_by=priced_by,  # one trace for all divisions, or their host times would seem to differ
+        )
+        return Candidate(
+            settings=settings,
+            device=device,
+            units=units,
+            problem=problem,
+            kept=kept,
+            recomputed=recomputed,
+            kept_seconds=step_seconds(kept, device).total_seconds,
+            pinned=self._request.pins.recompute,
+        )
+
+    def _host_bytes(self, settings: Settings, kept: Trace) -> int:
+        """What offloaded units may take of the host; where ranks divide the model, offloading is not tried."""
+        if settings.divides_state:
+            return 0
+        of_optimizer = pinned_host_bytes(kept) + kept.host_state_bytes
+        return max(self._request.permits.offload_host_bytes - of_optimizer, 0)
+
+    def _unit_divisions(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
+        """The model's units, and where dividing one of them lowers the peak, those after that."""
+        units = self._find_units(kept)
+        finer = self._divided(units, kept, settings)
+        return (units,) if finer == units else (units, finer)
+
+    def _divided(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
+        """The units, of which one that alone makes the peak is divided as long as that lowers it."""
+        if not units or self._request.pins.recompute is not None:
+            return units
+        while (finer := self._finer(units, kept, settings)) is not None:
+            units = finer
+        return units
+
+    def _finer(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...] | None:
+        """The units with one of them divided; None if that does not lower the peak, or cannot be captured."""
+        recomputed = self._all_recomputed(settings, units)
+        at_peak = _unit_at_peak(recomputed, units)
+        if at_peak is None:
+            return None
+        place = units.index(at_peak)
+        finer = (*units[:place], *divide_unit(kept, at_peak), *units[place + 1 :])
+        if finer == units:
+            return None
+        try:
+            finer_bytes = peak_allocated_bytes(self._all_recomputed(settings, finer))
+        except CaptureError:
+            return None
+        most_bytes = peak_allocated_bytes(recomputed) * (1 - LEAST_SAVING_FRACTION)
+        return finer if finer_bytes <= most_bytes else None
+
+    def _all_recomputed(self, settings: Settings, units: tuple[str, ...]) -> Trace:
+        return self._trace(replace(settings, units=uniform_actions(units, Action.RECOMPUTE)))
+
+    def _trace(self, settings: Settings) -> Trace:
+        return per_rank_trace(self._scaled.at(settings) if len(self._sizes) > 1 else self._capture(settings))
+
+    def _find_units(self, kept: Trace) -> tuple[str, ...]:
+        """Units that can really be recomputed; none, with a note, if recomputing fails."""
+        units = find_units(kept)
+        if not units:
+            return ()
+        recomputed = uniform_actions(units, Action.RECOMPUTE)
+        tried = [kept.settings]
+        if len(self._sizes) > 1:
+            # Of many sizes, this one is captured anyway; but a job may not make batches of just any size.
+            small = replace(self._base, micro_batch_size=ROUGH_SIZES[0], gradient_accumulation_steps=2)
+            tried.insert(0, small)
+        for settings in tried:
+            try:
+                self._capture(replace(settings, units=recomputed))
+            except BatchError:
+                continue
+            except CaptureError as error:
+                self._notes.append(f"Nothing is recomputed: doing so fails in this model. {error}")
+                return ()
+            break
+        return units
+
+
+def _unit_at_peak(recomputed: Trace, units: tuple[str, ...]) -> str | None:
+    """The unit that alone makes the peak of a step that recomputes all units; None if others come near it."""
+    profile = live_profile(recomputed, rounding_bytes_of(recomputed.device_kind))
+    owner = np.array([*unit_of_each_op(recomputed, units), -1], dtype=np.int64)[profile.ops]
+    highest = owner[profile.peak_position]
+    elsewhere_bytes = int(profile.live_bytes[owner != highest].max(initial=0))
+    stands_out = elsewhere_bytes <= profile.peak_bytes * (1 - LEAST_SAVING_FRACTION)
+    return units[highest] if highest >= 0 and stands_out else None
+
+
+def _notes_of(failures: Mapping[int, Exception]) -> Iterator[str]:
+    """A note for each reason for which micro-batches cannot be captured."""
+    sizes: defaultdict[str, list[int]] = defaultdict(list)
+    for size, error in failures.items():
+        sizes[str(error).replace(f" (micro_batch_size={size})", "")].append(size)
+    for reason, failed in sizes.items():
+        yield f"Micro-batches of {', '.join(map(str, failed))} are not considered: {reason}"

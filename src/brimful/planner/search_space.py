@@ -1,0 +1,94 @@
+"""A request → the candidates that it permits, captured; what cannot be captured is noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from brimful.errors import CaptureError, UsageError
+from brimful.memory import pinned_host_bytes
+from brimful.planner.candidate_search import CandidateSearch
+from brimful.planner.family import CandidateFamily
+from brimful.planner.problem.logits import LOSS_CHUNKS, logits_layer
+from brimful.planner.request import Request
+from brimful.prediction.estimator import Capture
+from brimful.quantities import format_bytes
+from brimful.settings import ChunkedLoss, Parallelism, Settings
+from brimful.trace import Trace
+
+
+class SearchSpace:
+    """The ways to train that a request permits; what cannot be searched, and why, is added to `notes`."""
+
+    def __init__(self, capture: Capture, request: Request, baseline: Trace, notes: list[str]) -> None:
+        self._capture = capture
+        self._request = request
+        self._baseline = baseline
+        self._notes = notes
+        is_whole = request.keeps_batch_whole(baseline)
+        self._sizes = (request.rank_batch_size,) if is_whole else request.micro_batch_sizes()
+
+    def of_bases(self, bases: Iterable[Settings]) -> list[CandidateSearch]:
+        """The candidates of every micro-batch size under some settings of the whole step."""
+        found: list[CandidateSearch] = []
+        for base in bases:
+            try:
+                found += self._of_base(base)
+            except (CaptureError, UsageError) as error:
+                if base.parallelism is Parallelism.FSDP2 and len(self._request.ranks.parallelisms) > 1:
+                    self._notes.append(f"FSDP2 is not considered: {error}")
+                    continue
+                if base.optimizer_implementation is None:
+                    raise
+                found += self._of_base(replace(base, optimizer_implementation=None))
+                self._notes.append(f"The {base.optimizer_implementation} optimizer is not considered: {error}")
+        return found
+
+    def with_chunked_loss(self) -> list[CandidateSearch]:
+        """Candidates that compute the loss in chunks; none where it is small, or chunks cannot be captured."""
+        layer = logits_layer(self._baseline)
+        if layer is None:
+            return []
+        chunked = ChunkedLoss(layer=layer, chunks=LOSS_CHUNKS)
+        whole = [base for base in self._request.bases() if base.parallelism is Parallelism.DDP]
+        try:
+            return self.of_bases([replace(base, chunked_loss=chunked) for base in whole])
+        except (CaptureError, UsageError) as error:
+            self._notes.append(f"The loss is not computed in chunks: {error}")
+            return []
+
+    def with_offloaded_optimizer(self, candidates: Sequence[CandidateSearch]) -> list[CandidateSearch]:
+        """The same candidates with the optimizer on the host, but for those that fail or have no room there."""
+        whole = (each.settings.with_micro_batch_size(self._request.rank_batch_size) for each in candidates)
+        bases = dict.fromkeys(
+            replace(each, expandable_segments=False, offload_optimizer=True) for each in whole
+        )
+        found: list[CandidateSearch] = []
+        for base in bases:
+            try:
+                tried = self.of_bases([base])
+                reason = self._why_not_on_host(tried[0].candidate.kept)
+            except (CaptureError, UsageError) as error:
+                reason = str(error)
+            if reason is None:
+                found += tried
+            else:
+                self._notes.append(f"{base.optimizer or 'The optimizer'} stays on the device: {reason}")
+        can_expand = any(each.settings.expandable_segments for each in candidates)
+        return found + [each.with_expandable_segments() for each in found if can_expand]
+
+    def _of_base(self, base: Settings) -> list[CandidateSearch]:
+        family = CandidateFamily(self._capture, self._request, base, self._sizes, self._notes)
+        return [CandidateSearch(each, self._capture, self._notes) for each in family.candidates()]
+
+    def _why_not_on_host(self, kept: Trace) -> str | None:
+        """Why no plan may choose the host for an optimizer; None if it may."""
+        taken_bytes = kept.host_state_bytes + pinned_host_bytes(kept)
+        if taken_bytes > self._request.permits.offload_host_bytes:
+            return (
+                f"it needs {format_bytes(taken_bytes)} of host memory, and host_memory (--host-memory) permits "
+                f"{format_bytes(self._request.permits.offload_host_bytes)}."
+            )
+        if any(op.on_host and op.flops for op in kept.ops):
+            return "its update multiplies matrices, and how fast the host does that is not known."
+        return None
