@@ -5,7 +5,7 @@ file: where CUDA or a CPU differs from the fake step.
 """
 
 from brimful.capture.cautious import CautiousCapture
-from brimful.capture.fakes import fake_model
+from brimful.capture.fakes.model import fake_model
 from brimful.capture.step import capture_step
 
 __all__ = [

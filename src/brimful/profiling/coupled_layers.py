@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from brimful.capture.outside import is_state
+from brimful.capture.fakes.outside import is_state
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import loss_of
 from brimful.execution.random_state import RandomState

@@ -1,0 +1,277 @@
+"""The CPU's convolutions copy their operands into oneDNN's layouts, and their results back.
+
+Against the profiler, with torch 2.13 on AVX-512, what is left out: scratch memory of the kernels for strides,
+up to a fifth of the copies, and of those for 1 × 1 with a stride; and what the threads of a weight gradient add
+up in, some KiB. oneDNN chooses other layouts on other machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.rule import Rule
+from brimful.quantities import round_up
+
+# N samples, C channels, spatial sizes after them; a weight is (C_out, C_in / groups, kernel sizes), that of a
+# transposed convolution (C_in, C_out / groups, kernel sizes). x is the input of forward, y its output.
+
+aten = torch.ops.aten
+
+_BLOCKS = {"AVX512": 16, "AVX2": 8}
+"""Channels of one block, by what torch calls the CPU's capability: as many float32 as a register holds."""
+_SMALL_NUMEL = 20480
+_SMALL_KERNEL = 3
+_SMALL_BATCH = 16
+"""What torch's own convolution is for. Source: torch aten/src/ATen/native/Convolution.cpp, `use_mkldnn`."""
+_DEPTHWISE_KERNEL = 3
+"""oneDNN's kernel for the weights of one channel each takes no wider one, see `_has_kernel_of_its_own`."""
+_WIDEST_KERNEL = 14
+"""oneDNN's kernels for gradients take no wider one: ONEDNN_VERBOSE shows matrices for 15 and 16, not for 14."""
+_REDUCTIONS = 4
+"""Gradients of the weights, for each thread, that oneDNN's convolution by matrices makes room for: the size of
+a float too often, as the profiler shows. Source: oneDNN src/cpu/gemm_convolution_utils.cpp."""
+
+
+class BlockedConvolution(Rule):
+    """Count what convolutions hold inside on a CPU."""
+
+    name = "blocked_convolution"
+    source = (
+        "torch aten/src/ATen/native/mkldnn/Conv.cpp; oneDNN's layouts: ONEDNN_VERBOSE=1 and torch 2.13's "
+        "profiler on AVX-512"
+    )
+
+    def applies(self) -> bool:
+        """On CPUs whose vectors oneDNN blocks for."""
+        return self.target.kind == "cpu" and torch.backends.cpu.get_cpu_capability() in _BLOCKS
+
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+        """Add the op's hidden memory to its outputs."""
+        if func is aten.convolution.default:
+            x, weight, _bias, *how = args
+            (y,) = outputs
+            inside = _Convolution.of(x, weight, y, *how).forward_bytes()
+        elif func is aten.convolution_backward.default:
+            grad_y, x, weight, _bias_sizes, *how, wants = args
+            inside = _Convolution.of(x, weight, grad_y, *how).backward_bytes(*wants[:2])
+        else:
+            return
+        hidden_bytes = inside - sum(output.nbytes for output in outputs)
+        if hidden_bytes > 0:
+            self.add(hidden_bytes, f"inside {func}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Convolution:
+    x: Tensor
+    weight: Tensor
+    y: Tensor
+    """The output, or its gradient."""
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    is_transposed: bool
+    groups: int
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        is_transposed: bool,
+        _output_padding: Sequence[int],
+        groups: int,
+    ) -> _Convolution:
+        """From the arguments of `aten.convolution`."""
+        return cls(
+            x=x,
+            weight=weight,
+            y=y,
+            stride=stride,
+            padding=padding,
+            dilation=dilation,
+            is_transposed=is_transposed,
+            groups=groups,
+        )
+
+    def forward_bytes(self) -> int:
+        """The most that is live at once, the output included."""
+        y = self.y.nbytes
+        copied = self._copied_bytes(self.x)
+        if not self._is_of_onednn():
+            return y + copied + self._columns_bytes()
+        if self._is_channels_last():
+            return y + copied + self._weight_copy_bytes() + self._blocked_weight_bytes()
+        if self._is_by_rows(self.is_transposed):
+            return copied + max(self.x.nbytes + self._weight_by_rows_bytes() + y, 3 * y)
+        blocked_y = self._blocked_bytes(self.y)
+        return copied + max(
+            self._source_bytes(self.x) + self._blocked_weight_bytes() + blocked_y, blocked_y + y
+        )
+
+    def backward_bytes(self, wants_x: bool, wants_weight: bool) -> int:
+        """The same for both gradients: the input's comes first, the weight's beside it."""
+        grad_x = self.x.nbytes if wants_x else 0
+        grad_weight = self.weight.nbytes if wants_weight else 0
+        copied = self._copied_bytes(self.y) + self._copied_bytes(self.x)
+        if not self._is_of_onednn():
+            return grad_x + grad_weight + copied + self._columns_bytes()
+        copied += self._weight_copy_bytes()
+        of_x = self._input_gradient_bytes() if wants_x else 0
+        of_weight = self._weight_gradient_bytes() if wants_weight else 0
+        return copied + max(of_x, grad_x + of_weight)
+
+    def _input_gradient_bytes(self) -> int:
+        """Copies of the output's gradient, the weight and the result at once, or the result in all layouts."""
+        if self._is_channels_last():
+            return self.x.nbytes + self._blocked_weight_bytes()
+        if self._is_by_rows(not self.is_transposed):
+            return max(self.y.nbytes + self._weight_by_rows_bytes() + self.x.nbytes, 3 * self.x.nbytes)
+        if not self._is_narrow() and not self._is_depthwise():
+            return self.x.nbytes + max(self._column_bytes(), self.x.nbytes)
+        blocked_x = self._blocked_bytes(self.x)
+        blocked_y = self._source_bytes(self.y) if self.is_transposed else self._blocked_bytes(self.y)
+        return max(blocked_y + self._blocked_weight_bytes() + blocked_x, blocked_x + self.x.nbytes)
+
+    def _weight_gradient_bytes(self) -> int:
+        """Copies of both activations and of the result at once, or the result in all layouts.
+
+        A convolution by matrices takes columns and sums in the place of copies.
+        """
+        weight, blocked_weight = self.weight.nbytes, self._blocked_weight_bytes()
+        has_kernel = self._has_kernel_of_its_own() if self._is_depthwise() else self._is_narrow()
+        if self._is_channels_last():
+            if self._is_depthwise() and not has_kernel:
+                # each channel's weight lies in a block of channels by channels
+                blocked_weight = (
+                    self.groups * _block() ** 2 * prod(self.weight.shape[2:]) * self.weight.element_size()
+                )
+            return blocked_weight + weight + self._weight_copy_bytes()
+        if not has_kernel:
+            inside = torch.get_num_threads() * (_REDUCTIONS * weight + self._column_bytes())
+            return weight + max(inside, weight)
+        source, other = (self.y, self.x) if self.is_transposed else (self.x, self.y)
+        return blocked_weight + max(self._source_bytes(source) + self._blocked_bytes(other), weight)
+
+    def _is_narrow(self) -> bool:
+        return self.weight.shape[-1] <= _WIDEST_KERNEL
+
+    def _column_bytes(self) -> int:
+        """Each output position's patch of one sample and group."""
+        numel = prod(self.weight.shape[1:]) * prod(self.y.shape[2:])
+        return numel * self.y.element_size()
+
+    def _is_of_onednn(self) -> bool:
+        kernel, samples = self.weight.shape[2:], self.x.shape[0]
+        pays = (
+            max(self.stride) > 1
+            or max(self.dilation) > 1
+            or samples >= _SMALL_BATCH
+            or set(kernel) != {1}
+            or torch.get_num_threads() > 1
+        )
+        is_large = (
+            self.groups > 1
+            or (len(kernel) > 1 and min(kernel[-2:]) > _SMALL_KERNEL)
+            or samples > 1
+            or self.x.numel() > _SMALL_NUMEL
+        )
+        return pays and is_large
+
+    def _is_depthwise(self) -> bool:
+        return 1 < self.groups == self.x.shape[1] == self.y.shape[1]
+
+    def _has_kernel_of_its_own(self) -> bool:
+        """Whether oneDNN has a kernel for the weight gradient of a depthwise convolution.
+
+        Source: oneDNN src/cpu/x64/jit_uni_dw_conv_kernel_utils.cpp, the weights' kernel's init_conf.
+        """
+        kernel, channels = self.weight.shape[2:], self.x.shape[1]
+        for size, step, pad, before, after in zip(
+            kernel,
+            *map(self._of_each_dimension, (self.stride, self.padding)),
+            self.x.shape[2:],
+            self.y.shape[2:],
+            strict=True,
+        ):
+            end_pad = (after - 1) * step + size - before - pad
+            if max(pad, end_pad) > size // 2 or before < size + -pad % step:
+                return False
+        return max(self.dilation) == 1 and kernel[-1] <= _DEPTHWISE_KERNEL and channels % _block() == 0
+
+    def _of_each_dimension(self, numbers: Sequence[int]) -> Sequence[int]:
+        return numbers if len(numbers) > 1 else [numbers[0]] * (self.weight.dim() - 2)
+
+    def _is_by_rows(self, widens: bool) -> bool:
+        """Whether the kernel for what widens by a stride is used: it takes rows of channels, without blocks."""
+        return widens and max(self.stride) > 1 and self.groups == 1
+
+    def _is_channels_last(self) -> bool:
+        layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
+        return any(
+            tensor.dim() in layouts
+            and not tensor.is_contiguous()
+            and tensor.is_contiguous(memory_format=layouts[tensor.dim()])
+            for tensor in (self.x, self.weight)
+        )
+
+    def _copied_bytes(self, tensor: Tensor) -> int:
+        """The copy that torch makes of what does not lie in the layout of the convolution."""
+        return 0 if tensor.is_contiguous(memory_format=self._memory_format()) else tensor.nbytes
+
+    def _weight_copy_bytes(self) -> int:
+        return self._copied_bytes(self.weight)
+
+    def _memory_format(self) -> torch.memory_format:
+        if not self._is_channels_last():
+            return torch.contiguous_format
+        return torch.channels_last if self.x.dim() == 4 else torch.channels_last_3d
+
+    def _columns_bytes(self) -> int:
+        """Each output position's patch of the input, (C_in · kernel sizes, positions), where it is no row."""
+        if set(self.weight.shape[2:]) == {1} and max(self.stride) == 1 and max(self.padding) == 0:
+            return 0
+        return self.y.shape[0] * self._column_bytes()
+
+    def _source_bytes(self, tensor: Tensor) -> int:
+        """None for a source of less than a block: oneDNN reads it as it is."""
+        if self.groups == 1 and tensor.shape[1] < _block():
+            return 0
+        return self._blocked_bytes(tensor)
+
+    def _blocked_bytes(self, tensor: Tensor) -> int:
+        """Bytes of an (N, C, ...) tensor with C filled up to whole blocks."""
+        samples, channels, *space = tensor.shape
+        return samples * _up(channels) * prod(space) * tensor.element_size()
+
+    def _weight_by_rows_bytes(self) -> int:
+        """Bytes of the weight with the channels of what it makes filled up, which are its second dimension."""
+        return self.weight.nbytes // self.weight.shape[1] * _up(self.weight.shape[1])
+
+    def _blocked_weight_bytes(self) -> int:
+        """Bytes of the weight with its channels filled up, the groups' own where each has one channel."""
+        outer, inner, *kernel = self.weight.shape
+        if self._is_depthwise():
+            numel = _up(self.groups)
+        else:
+            read = inner if self.groups == 1 and inner < _block() else _up(inner)
+            numel = self.groups * _up(outer // self.groups) * read
+        return numel * prod(kernel) * self.weight.element_size()
+
+
+def _block() -> int:
+    return _BLOCKS[torch.backends.cpu.get_cpu_capability()]
+
+
+def _up(channels: int) -> int:
+    return round_up(channels, _block())
