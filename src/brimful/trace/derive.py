@@ -1,4 +1,4 @@
-"""Traces derived from others: of one micro-batch from those of two, of a size from those of other steps.
+"""Traces derived from others: of one micro-batch from two, of one step more, of a size from other steps.
 
 They tell what to choose; what is chosen is captured.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from brimful.trace.records import Category, EventKind, Op, Phase, Storage, Trace, TraceLine
+from brimful.trace.records import Category, Event, EventKind, Op, Phase, Storage, Trace
+from brimful.trace.scaling import TraceLine
 
 
 def with_one_micro_batch(trace: Trace) -> Trace:
@@ -46,6 +47,46 @@ def with_one_micro_batch(trace: Trace) -> Trace:
         ops=tuple(ops),
         storages=tuple(s if s.op is None else replace(s, op=index[s.op]) for s in alone.storages),
         events=tuple(events),
+    )
+
+
+def with_last_step_again(trace: Trace) -> Trace:
+    """The trace as if its last step were run once more; see `Trace.with_last_step_again`."""
+    step = trace.captured_steps - 1
+    first = next((i for i, op in enumerate(trace.ops) if op.step == step and op.phase is not Phase.SETUP), 0)
+    ops = [replace(op, step=step + 1) for op in trace.ops[first:]]
+    shift = len(trace.ops) - first
+    freed = {event.storage for event in trace.events if event.kind is EventKind.FREE and event.op >= first}
+    # What the step makes before its first op, such as a saved random state, follows the last op before it.
+    events = [
+        event
+        for event in trace.events
+        if event.op >= first
+        or (
+            event.op == first - 1
+            and event.storage in freed
+            and trace.storages[event.storage].category in (Category.INPUTS, Category.TEMPORARIES)
+        )
+    ]
+    made = [e.storage for e in events if e.kind is EventKind.ALLOCATE and e.storage in freed]
+    again = {storage: len(trace.storages) + i for i, storage in enumerate(made)}
+    storages = [trace.storages[storage] for storage in made]
+    return replace(
+        trace,
+        captured_steps=trace.captured_steps + 1,
+        ops=(*trace.ops, *ops),
+        storages=(
+            *trace.storages,
+            *(s if s.op is None else replace(s, op=s.op + shift) for s in storages),
+        ),
+        events=(
+            *trace.events,
+            *(
+                Event(kind=event.kind, storage=again[event.storage], op=event.op + shift)
+                for event in events
+                if event.storage in again
+            ),
+        ),
     )
 
 

@@ -40,8 +40,8 @@ class StorageLedger:
         self.blocks: list[Block] = []
         self.events: list[BlockEvent] = []
         self._ops, self._facts = ops, facts
-        self._live: dict[int, int] = {}
-        """Index of the block of the live storage at an address."""
+        self.live: dict[int, int] = {}
+        """Indices of the blocks that tensors hold now, by the addresses of their storages."""
         self._ends: dict[int, _StorageEnd] = {}
         self._temporaries: list[Block] = []
         """Of the op that is being recorded."""
@@ -63,7 +63,7 @@ class StorageLedger:
             self._facts.note(f"a {tensor.layout} tensor made by {label}")
             return None
         address, size_bytes = storage._cdata, storage.nbytes()
-        index = self._live.get(address)
+        index = self.live.get(address)
         if index is None:
             fresh = self._add(Block(size_bytes, op, label))
             end = self._ends[address] = _StorageEnd(storage, self._drop)
@@ -74,7 +74,7 @@ class StorageLedger:
                 return index
             self.free(index)  # resized: another block from now on
             fresh = self._add(Block(size_bytes, block.op, block.label, category=block.category))
-        self._live[address] = fresh
+        self.live[address] = fresh
         return fresh
 
     def mark(self, tensor: Tensor, category: Category, label: str | None = None) -> None:
@@ -87,7 +87,7 @@ class StorageLedger:
 
     def index_of(self, tensor: Tensor) -> int | None:
         """Index of the block of a tensor's storage; None if it is not tracked."""
-        return self._live.get(tensor.untyped_storage()._cdata)
+        return self.live.get(tensor.untyped_storage()._cdata)
 
     def allocate(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> int:
         """Record a block that no tensor owns, such as a library's workspace.
@@ -108,7 +108,7 @@ class StorageLedger:
 
     def free_tensor(self, tensor: Tensor) -> int:
         """Record that the storage of a tensor is free from now on; its bytes, 0 if it is not tracked."""
-        index = self._live.pop(tensor.untyped_storage()._cdata, None)
+        index = self.live.pop(tensor.untyped_storage()._cdata, None)
         if index is None:
             return 0
         self.free(index)
@@ -144,12 +144,7 @@ class StorageLedger:
     @property
     def live_bytes(self) -> int:
         """What tensors hold now, without blocks that no tensor owns."""
-        return sum(self.blocks[index].size_bytes for index in self._live.values())
-
-    @property
-    def live_blocks(self) -> frozenset[int]:
-        """Indices of the blocks that tensors hold now."""
-        return frozenset(self._live.values())
+        return sum(self.blocks[index].size_bytes for index in self.live.values())
 
     def _add(self, block: Block) -> int:
         index = len(self.blocks)
@@ -159,6 +154,6 @@ class StorageLedger:
 
     def _drop(self, end: _StorageEnd) -> None:
         self._ends.pop(end.address, None)
-        index = self._live.pop(end.address, None)
+        index = self.live.pop(end.address, None)
         if index is not None:
             self.free(index)

@@ -56,10 +56,10 @@ class BlockedConvolution(Rule):
         if func is aten.convolution.default:
             x, weight, _bias, *how = args
             (y,) = outputs
-            inside = _Convolution.of(x, weight, y, *how).forward_bytes()
+            inside = _forward_bytes(_convolution(x, weight, y, how))
         elif func is aten.convolution_backward.default:
             grad_y, x, weight, _bias_sizes, *how, wants = args
-            inside = _Convolution.of(x, weight, grad_y, *how).backward_bytes(*wants[:2])
+            inside = _backward_bytes(_convolution(x, weight, grad_y, how), *wants[:2])
         else:
             return
         hidden_bytes = inside - sum(output.nbytes for output in outputs)
@@ -69,6 +69,8 @@ class BlockedConvolution(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Convolution:
+    """One convolution: its tensors, and what copies of them in oneDNN's layouts take."""
+
     x: Tensor
     weight: Tensor
     y: Tensor
@@ -79,99 +81,15 @@ class _Convolution:
     is_transposed: bool
     groups: int
 
-    @classmethod
-    def of(
-        cls,
-        x: Tensor,
-        weight: Tensor,
-        y: Tensor,
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        is_transposed: bool,
-        _output_padding: Sequence[int],
-        groups: int,
-    ) -> _Convolution:
-        """From the arguments of `aten.convolution`."""
-        return cls(
-            x=x,
-            weight=weight,
-            y=y,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
-            is_transposed=is_transposed,
-            groups=groups,
-        )
-
-    def forward_bytes(self) -> int:
-        """The most that is live at once, the output included."""
-        y = self.y.nbytes
-        copied = self._copied_bytes(self.x)
-        if not self._is_of_onednn():
-            return y + copied + self._columns_bytes()
-        if self._is_channels_last():
-            return y + copied + self._weight_copy_bytes() + self._blocked_weight_bytes()
-        if self._is_by_rows(self.is_transposed):
-            return copied + max(self.x.nbytes + self._weight_by_rows_bytes() + y, 3 * y)
-        blocked_y = self._blocked_bytes(self.y)
-        return copied + max(
-            self._source_bytes(self.x) + self._blocked_weight_bytes() + blocked_y, blocked_y + y
-        )
-
-    def backward_bytes(self, wants_x: bool, wants_weight: bool) -> int:
-        """The same for both gradients: the input's comes first, the weight's beside it."""
-        grad_x = self.x.nbytes if wants_x else 0
-        grad_weight = self.weight.nbytes if wants_weight else 0
-        copied = self._copied_bytes(self.y) + self._copied_bytes(self.x)
-        if not self._is_of_onednn():
-            return grad_x + grad_weight + copied + self._columns_bytes()
-        copied += self._weight_copy_bytes()
-        of_x = self._input_gradient_bytes() if wants_x else 0
-        of_weight = self._weight_gradient_bytes() if wants_weight else 0
-        return copied + max(of_x, grad_x + of_weight)
-
-    def _input_gradient_bytes(self) -> int:
-        """Copies of the output's gradient, the weight and the result at once, or the result in all layouts."""
-        if self._is_channels_last():
-            return self.x.nbytes + self._blocked_weight_bytes()
-        if self._is_by_rows(not self.is_transposed):
-            return max(self.y.nbytes + self._weight_by_rows_bytes() + self.x.nbytes, 3 * self.x.nbytes)
-        if not self._is_narrow() and not self._is_depthwise():
-            return self.x.nbytes + max(self._column_bytes(), self.x.nbytes)
-        blocked_x = self._blocked_bytes(self.x)
-        blocked_y = self._source_bytes(self.y) if self.is_transposed else self._blocked_bytes(self.y)
-        return max(blocked_y + self._blocked_weight_bytes() + blocked_x, blocked_x + self.x.nbytes)
-
-    def _weight_gradient_bytes(self) -> int:
-        """Copies of both activations and of the result at once, or the result in all layouts.
-
-        A convolution by matrices takes columns and sums in the place of copies.
-        """
-        weight, blocked_weight = self.weight.nbytes, self._blocked_weight_bytes()
-        has_kernel = self._has_kernel_of_its_own() if self._is_depthwise() else self._is_narrow()
-        if self._is_channels_last():
-            if self._is_depthwise() and not has_kernel:
-                # each channel's weight lies in a block of channels by channels
-                blocked_weight = (
-                    self.groups * _block() ** 2 * prod(self.weight.shape[2:]) * self.weight.element_size()
-                )
-            return blocked_weight + weight + self._weight_copy_bytes()
-        if not has_kernel:
-            inside = torch.get_num_threads() * (_REDUCTIONS * weight + self._column_bytes())
-            return weight + max(inside, weight)
-        source, other = (self.y, self.x) if self.is_transposed else (self.x, self.y)
-        return blocked_weight + max(self._source_bytes(source) + self._blocked_bytes(other), weight)
-
-    def _is_narrow(self) -> bool:
+    def is_narrow(self) -> bool:
         return self.weight.shape[-1] <= _WIDEST_KERNEL
 
-    def _column_bytes(self) -> int:
+    def column_bytes(self) -> int:
         """Each output position's patch of one sample and group."""
         numel = prod(self.weight.shape[1:]) * prod(self.y.shape[2:])
         return numel * self.y.element_size()
 
-    def _is_of_onednn(self) -> bool:
+    def is_of_onednn(self) -> bool:
         kernel, samples = self.weight.shape[2:], self.x.shape[0]
         pays = (
             max(self.stride) > 1
@@ -188,35 +106,14 @@ class _Convolution:
         )
         return pays and is_large
 
-    def _is_depthwise(self) -> bool:
+    def is_depthwise(self) -> bool:
         return 1 < self.groups == self.x.shape[1] == self.y.shape[1]
 
-    def _has_kernel_of_its_own(self) -> bool:
-        """Whether oneDNN has a kernel for the weight gradient of a depthwise convolution.
-
-        Source: oneDNN src/cpu/x64/jit_uni_dw_conv_kernel_utils.cpp, the weights' kernel's init_conf.
-        """
-        kernel, channels = self.weight.shape[2:], self.x.shape[1]
-        for size, step, pad, before, after in zip(
-            kernel,
-            *map(self._of_each_dimension, (self.stride, self.padding)),
-            self.x.shape[2:],
-            self.y.shape[2:],
-            strict=True,
-        ):
-            end_pad = (after - 1) * step + size - before - pad
-            if max(pad, end_pad) > size // 2 or before < size + -pad % step:
-                return False
-        return max(self.dilation) == 1 and kernel[-1] <= _DEPTHWISE_KERNEL and channels % _block() == 0
-
-    def _of_each_dimension(self, numbers: Sequence[int]) -> Sequence[int]:
-        return numbers if len(numbers) > 1 else [numbers[0]] * (self.weight.dim() - 2)
-
-    def _is_by_rows(self, widens: bool) -> bool:
+    def is_by_rows(self, widens: bool) -> bool:
         """Whether the kernel for what widens by a stride is used: it takes rows of channels, without blocks."""
         return widens and max(self.stride) > 1 and self.groups == 1
 
-    def _is_channels_last(self) -> bool:
+    def is_channels_last(self) -> bool:
         layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
         return any(
             tensor.dim() in layouts
@@ -225,48 +122,141 @@ class _Convolution:
             for tensor in (self.x, self.weight)
         )
 
-    def _copied_bytes(self, tensor: Tensor) -> int:
+    def copied_bytes(self, tensor: Tensor) -> int:
         """The copy that torch makes of what does not lie in the layout of the convolution."""
-        return 0 if tensor.is_contiguous(memory_format=self._memory_format()) else tensor.nbytes
+        layout = torch.contiguous_format
+        if self.is_channels_last():
+            layout = torch.channels_last if self.x.dim() == 4 else torch.channels_last_3d
+        return 0 if tensor.is_contiguous(memory_format=layout) else tensor.nbytes
 
-    def _weight_copy_bytes(self) -> int:
-        return self._copied_bytes(self.weight)
-
-    def _memory_format(self) -> torch.memory_format:
-        if not self._is_channels_last():
-            return torch.contiguous_format
-        return torch.channels_last if self.x.dim() == 4 else torch.channels_last_3d
-
-    def _columns_bytes(self) -> int:
+    def columns_bytes(self) -> int:
         """Each output position's patch of the input, (C_in · kernel sizes, positions), where it is no row."""
         if set(self.weight.shape[2:]) == {1} and max(self.stride) == 1 and max(self.padding) == 0:
             return 0
-        return self.y.shape[0] * self._column_bytes()
+        return self.y.shape[0] * self.column_bytes()
 
-    def _source_bytes(self, tensor: Tensor) -> int:
+    def source_bytes(self, tensor: Tensor) -> int:
         """None for a source of less than a block: oneDNN reads it as it is."""
         if self.groups == 1 and tensor.shape[1] < _block():
             return 0
-        return self._blocked_bytes(tensor)
+        return _blocked_bytes(tensor)
 
-    def _blocked_bytes(self, tensor: Tensor) -> int:
-        """Bytes of an (N, C, ...) tensor with C filled up to whole blocks."""
-        samples, channels, *space = tensor.shape
-        return samples * _up(channels) * prod(space) * tensor.element_size()
-
-    def _weight_by_rows_bytes(self) -> int:
+    def weight_by_rows_bytes(self) -> int:
         """Bytes of the weight with the channels of what it makes filled up, which are its second dimension."""
         return self.weight.nbytes // self.weight.shape[1] * _up(self.weight.shape[1])
 
-    def _blocked_weight_bytes(self) -> int:
+    def blocked_weight_bytes(self) -> int:
         """Bytes of the weight with its channels filled up, the groups' own where each has one channel."""
         outer, inner, *kernel = self.weight.shape
-        if self._is_depthwise():
+        if self.is_depthwise():
             numel = _up(self.groups)
         else:
             read = inner if self.groups == 1 and inner < _block() else _up(inner)
             numel = self.groups * _up(outer // self.groups) * read
         return numel * prod(kernel) * self.weight.element_size()
+
+
+def _convolution(x: Tensor, weight: Tensor, y: Tensor, how: Sequence[Any]) -> _Convolution:
+    """From the arguments of `aten.convolution` after the bias."""
+    stride, padding, dilation, is_transposed, _output_padding, groups = how
+    return _Convolution(
+        x=x,
+        weight=weight,
+        y=y,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        is_transposed=is_transposed,
+        groups=groups,
+    )
+
+
+def _forward_bytes(c: _Convolution) -> int:
+    """The most that is live at once, the output included."""
+    y = c.y.nbytes
+    copied = c.copied_bytes(c.x)
+    if not c.is_of_onednn():
+        return y + copied + c.columns_bytes()
+    if c.is_channels_last():
+        return y + copied + c.copied_bytes(c.weight) + c.blocked_weight_bytes()
+    if c.is_by_rows(c.is_transposed):
+        return copied + max(c.x.nbytes + c.weight_by_rows_bytes() + y, 3 * y)
+    blocked_y = _blocked_bytes(c.y)
+    return copied + max(c.source_bytes(c.x) + c.blocked_weight_bytes() + blocked_y, blocked_y + y)
+
+
+def _backward_bytes(c: _Convolution, wants_x: bool, wants_weight: bool) -> int:
+    """The same for both gradients: the input's comes first, the weight's beside it."""
+    grad_x = c.x.nbytes if wants_x else 0
+    grad_weight = c.weight.nbytes if wants_weight else 0
+    copied = c.copied_bytes(c.y) + c.copied_bytes(c.x)
+    if not c.is_of_onednn():
+        return grad_x + grad_weight + copied + c.columns_bytes()
+    copied += c.copied_bytes(c.weight)
+    of_x = _input_gradient_bytes(c) if wants_x else 0
+    of_weight = _weight_gradient_bytes(c) if wants_weight else 0
+    return copied + max(of_x, grad_x + of_weight)
+
+
+def _input_gradient_bytes(c: _Convolution) -> int:
+    """Copies of the output's gradient, the weight and the result at once, or the result in all layouts."""
+    if c.is_channels_last():
+        return c.x.nbytes + c.blocked_weight_bytes()
+    if c.is_by_rows(not c.is_transposed):
+        return max(c.y.nbytes + c.weight_by_rows_bytes() + c.x.nbytes, 3 * c.x.nbytes)
+    if not c.is_narrow() and not c.is_depthwise():
+        return c.x.nbytes + max(c.column_bytes(), c.x.nbytes)
+    blocked_x = _blocked_bytes(c.x)
+    blocked_y = c.source_bytes(c.y) if c.is_transposed else _blocked_bytes(c.y)
+    return max(blocked_y + c.blocked_weight_bytes() + blocked_x, blocked_x + c.x.nbytes)
+
+
+def _weight_gradient_bytes(c: _Convolution) -> int:
+    """Copies of both activations and of the result at once, or the result in all layouts.
+
+    A convolution by matrices takes columns and sums in the place of copies.
+    """
+    weight, blocked_weight = c.weight.nbytes, c.blocked_weight_bytes()
+    has_kernel = _has_kernel_of_its_own(c) if c.is_depthwise() else c.is_narrow()
+    if c.is_channels_last():
+        if c.is_depthwise() and not has_kernel:
+            # each channel's weight lies in a block of channels by channels
+            blocked_weight = c.groups * _block() ** 2 * prod(c.weight.shape[2:]) * c.weight.element_size()
+        return blocked_weight + weight + c.copied_bytes(c.weight)
+    if not has_kernel:
+        inside = torch.get_num_threads() * (_REDUCTIONS * weight + c.column_bytes())
+        return weight + max(inside, weight)
+    source, other = (c.y, c.x) if c.is_transposed else (c.x, c.y)
+    return blocked_weight + max(c.source_bytes(source) + _blocked_bytes(other), weight)
+
+
+def _has_kernel_of_its_own(c: _Convolution) -> bool:
+    """Whether oneDNN has a kernel for the weight gradient of a depthwise convolution.
+
+    Source: oneDNN src/cpu/x64/jit_uni_dw_conv_kernel_utils.cpp, the weights' kernel's init_conf.
+    """
+    kernel, channels = c.weight.shape[2:], c.x.shape[1]
+    for size, step, pad, before, after in zip(
+        kernel,
+        *(_of_each_dimension(numbers, len(kernel)) for numbers in (c.stride, c.padding)),
+        c.x.shape[2:],
+        c.y.shape[2:],
+        strict=True,
+    ):
+        end_pad = (after - 1) * step + size - before - pad
+        if max(pad, end_pad) > size // 2 or before < size + -pad % step:
+            return False
+    return max(c.dilation) == 1 and kernel[-1] <= _DEPTHWISE_KERNEL and channels % _block() == 0
+
+
+def _of_each_dimension(numbers: Sequence[int], dimensions: int) -> Sequence[int]:
+    return numbers if len(numbers) > 1 else [numbers[0]] * dimensions
+
+
+def _blocked_bytes(tensor: Tensor) -> int:
+    """Bytes of an (N, C, ...) tensor with C filled up to whole blocks."""
+    samples, channels, *space = tensor.shape
+    return samples * _up(channels) * prod(space) * tensor.element_size()
 
 
 def _block() -> int:
