@@ -1,7 +1,15 @@
 """A job → a `Trace` of one training step on fake tensors: no GPU, no weights, seconds.
 
-Start reading at `step.capture_step`, then `captured_step` and `recorder`. `corrections/` holds one rule per
-file: where CUDA or a CPU differs from the fake step.
+Start reading at `step.capture_step`, then `session`, `captured_step` and `recording/recorder`.
+
+| module | input → output |
+|---|---|
+| `step`, `session` | job, settings, device → trace |
+| `captured_step`, `captured_optimizer`, `loop`, `marks` | brimful's own step, or the job's own loop, run and marked |
+| `recording/` | code that runs on fake tensors → ops and blocks of memory |
+| `fakes/`, `values/` | models and batches without weights; the values that are known nevertheless |
+| `corrections/` | where CUDA or a CPU differs from the fake step: one rule a file |
+| `compiled`, `coupling`, `growth`, `sharding` | what is found beside: compiled code, coupled samples, leaks, FSDP2 |
 """
 
 from brimful.capture.cautious import CautiousCapture

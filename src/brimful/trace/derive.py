@@ -91,7 +91,7 @@ def with_last_step_again(trace: Trace) -> Trace:
 
 
 class Counterparts:
-    """Tells a trace with recomputed units at other micro-batch sizes, from a capture at one.
+    """Derives a trace with recomputed units at other micro-batch sizes, from a capture at one.
 
     What a recomputation runs, the forward ran too. So each op of the trace is like one of the step with
     everything kept, which was captured at two sizes.

@@ -70,7 +70,7 @@ class Category(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One kernel call. Ops that only make views are left out."""
+    """One kernel call. Ops that only make views are not recorded."""
 
     name: str
     """Name with overload, such as "aten.mm.default"."""

@@ -50,7 +50,7 @@ def divide_unit(trace: Trace, unit: str) -> tuple[str, ...]:
     Returns:
         In the order in which their forwards begin, parts of which at least two free an eighth of the unit or
         more when they are recomputed; the unit alone if it has none such. A part that frees nothing may be
-        among them: if it is nested, its input is let go.
+        among them: if it is nested, its input is freed.
     """
     tree = SavedTree(trace)
     return tuple(sorted(_parts(tree, unit), key=tree.first_op)) or (unit,)

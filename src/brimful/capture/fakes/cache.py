@@ -134,8 +134,8 @@ def _key_of_call(
     if fakes:
         return key
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-    is_told = mode is not None and kwargs.get("dtype") is not None  # else torch's default type decides
-    return (*key, id(mode)) if is_told else None
+    is_typed = mode is not None and kwargs.get("dtype") is not None  # else torch's default type decides
+    return (*key, id(mode)) if is_typed else None
 
 
 def _key(value: Any, fakes: list[Tensor]) -> Hashable:

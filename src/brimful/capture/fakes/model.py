@@ -42,7 +42,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
     Args:
         job: Its `model` is a module or builds one.
         mode: The fake mode the tensors will belong to.
-        known: Is told the values of the buffers.
+        known: Keeps the values of the buffers.
 
     Returns:
         The model in training mode.

@@ -65,7 +65,7 @@ class OutsideTensors:
 
     Args:
         mode: The fake mode of the capture.
-        known: Is told the values of small ones that are not parameters.
+        known: Keeps the values of small ones that are not parameters.
     """
 
     def __init__(self, mode: FakeTensorMode, known: KnownValues) -> None:

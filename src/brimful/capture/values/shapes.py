@@ -67,7 +67,7 @@ def run_with_largest_shape(known: KnownValues, func: Any, args: tuple[Any, ...],
     repeated.
 
     Args:
-        known: Is told what is assumed of masks.
+        known: Keeps what is assumed of masks.
         func: An op that cannot be run on fake tensors for that reason.
         args: Its arguments.
         kwargs: Its keyword arguments.

@@ -33,7 +33,6 @@ class FakeForms(Rule):
         "torch/_meta_registrations.py, _meta_grouped_mm_common; torch/_decomp/decompositions.py against the "
         "strides that the CPU's kernels return; torch aten/src/ATen/native/Onehot.cpp (checked: 2.13)"
     )
-
     device_kinds = ("cuda", "cpu")
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:

@@ -28,7 +28,6 @@ class HostArrays(Rule):
 
     name = "host_arrays"
     source = "torch.Tensor.numpy, __array__ and tolist, torch.tensor, as_tensor and from_numpy (checked: 2.13)"
-
     device_kinds = ("cuda", "cpu")
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:

@@ -1,4 +1,4 @@
-"""Ops whose memory nobody has told: what they take inside is not known, only bounded."""
+"""Ops whose internal memory is not known, only bounded."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class UnknownOps(Rule):
 
     name = "unknown_ops"
     source = "no source: as much again as the op's inputs and outputs is a guess"
-
     device_kinds = ("cuda", "cpu")
 
     def watches_op(self, func: Any) -> bool:

@@ -55,7 +55,6 @@ class ContiguousCopies(Rule):
         "torch aten/src/ATen/native: `contiguous` in SoftMax.cpp, layer_norm.cpp, Embedding.cpp and others; "
         "TensorIterator.cpp, promote_inputs_to_common_dtype; seen by torch 2.13's profiler"
     )
-
     device_kinds = ("cpu",)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

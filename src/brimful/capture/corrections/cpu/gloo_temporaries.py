@@ -20,10 +20,11 @@ class GlooTemporaries(Rule):
         "ProcessGroupGloo.cpp, AsyncAllgatherWork (newLikeFlat of the outputs) and reduce_scatter (an "
         "all-reduce on a clone of the input); torch 2.13, seen by the profiler"
     )
+    device_kinds = ("cpu",)
 
     def applies(self) -> bool:
         """Under FSDP2 on CPUs."""
-        return self.settings.divides_model and self.target.kind == "cpu"
+        return super().applies() and self.settings.divides_model
 
     def watches_op(self, func: Any) -> bool:
         """The two collectives of FSDP2."""

@@ -27,7 +27,6 @@ class KernelTemporaries(Rule):
 
     name = "kernel_temporaries"
     source = "torch aten/src/ATen/native, each op's own file; seen by torch 2.13's profiler"
-
     device_kinds = ("cpu",)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

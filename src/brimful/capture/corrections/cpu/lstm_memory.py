@@ -28,7 +28,6 @@ class LstmMemory(Rule):
         "workspace: oneDNN src/cpu/rnn/rnn_utils.hpp, set_workspace_sizes, .cpp, set_offsets (checked: 3.12); "
         "backward: measured with torch 2.13's profiler"
     )
-
     device_kinds = ("cpu",)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

@@ -19,7 +19,6 @@ class PaddedSequences(Rule):
 
     name = "padded_sequences"
     source = "torch aten/src/ATen/native/PackedSequence.cpp, _pad_packed_sequence (checked: 2.13)"
-
     device_kinds = ("cpu",)
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:

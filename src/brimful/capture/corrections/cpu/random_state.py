@@ -20,7 +20,6 @@ class RandomState(Rule):
 
     name = "random_state"
     source = "torch/utils/checkpoint.py, preserve_rng_state; torch/random.py, get_rng_state (checked: 2.13)"
-
     device_kinds = ("cpu",)
 
     @contextmanager

@@ -26,7 +26,6 @@ class ReducedLosses(Rule):
 
     name = "reduced_losses"
     source = "torch aten/src/ATen/native/Loss.cpp; the profiler and `untyped_storage` of torch 2.13"
-
     device_kinds = ("cpu",)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Which kernel CUDA runs scaled dot-product attention in: torch's checks, one function for each kernel.
 
 Source: torch aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, 001f694a (newer than 2.13) and a copy of
-about 2.9; what differs between them is told apart by torch's version below.
+about 2.9; what differs between them depends on torch's version below.
 """
 
 from __future__ import annotations

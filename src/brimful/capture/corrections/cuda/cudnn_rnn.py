@@ -61,7 +61,7 @@ class CudnnRnn(Rule):
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Torch does not know the shapes that `_cudnn_rnn_backward` returns; it is told while this is open."""
+        """Registers the shapes that `_cudnn_rnn_backward` returns, which torch does not know."""
         library = torch.library.Library("aten", "IMPL")
         library.impl("_cudnn_rnn_backward", _backward_shapes, "Meta")
         try:

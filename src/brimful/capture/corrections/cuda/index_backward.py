@@ -60,6 +60,6 @@ class IndexBackward(Rule):
 
 
 def _lie_together(indices: list[Tensor | None]) -> bool:
-    """Whether no dimension between indexed ones is left out."""
+    """Whether the indexed dimensions follow one another."""
     given = [place for place, index in enumerate(indices) if index is not None]
     return given == list(range(given[0], given[0] + len(given)))
