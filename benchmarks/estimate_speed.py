@@ -120,8 +120,8 @@ def mem_tracker_seconds(job: Any, micro_batch_size: int) -> float:
     from torch.distributed._tools.mem_tracker import MemTracker
 
     from brimful.batches import make_batch, map_tensors
-    from brimful.capture.fakes import build_fake_model, fakes_behave, to_fake
-    from brimful.capture.values import KnownValues
+    from brimful.capture.fakes.model import build_fake_model, fakes_behave, to_fake
+    from brimful.capture.values.known import KnownValues
     from brimful.optimizers import make_optimizer
 
     start = time.perf_counter()

@@ -57,7 +57,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from brimful.batches import map_tensors, tensors_in
 from brimful.capture import capture_step
-from brimful.capture.recorder import Recorder
+from brimful.capture.recording.recorder import Recorder
 from brimful.cost import Roofline
 from brimful.execution.precision import autocast
 from brimful.job import Batch

@@ -77,7 +77,7 @@ READERS = {
     "recipes/text_models.py": {"from_pretrained": TRANSFORMERS},
     "recipes/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
     "recipes/weights.py": {"load_file": OTHERS_WEIGHTS, "torch.load": OTHERS_WEIGHTS},
-    "trace/records.py": {
+    "trace/file_format.py": {
         "read_regular_file": TRACE,
         "parse_json": TRACE,
         "decode_directly": TRACE,

@@ -1,11 +1,19 @@
 """A job → a `Trace` of one training step on fake tensors: no GPU, no weights, seconds.
 
-Start reading at `step.capture_step`, then `captured_step` and `recorder`. `corrections/` holds one rule per
-file: where CUDA or a CPU differs from the fake step.
+Start reading at `step.capture_step`, then `session`, `captured_step` and `recording/recorder`.
+
+| module | input → output |
+|---|---|
+| `step`, `session` | job, settings, device → trace |
+| `captured_step`, `captured_optimizer`, `loop`, `marks` | brimful's step, or the job's loop, run and marked |
+| `recording/` | code that runs on fake tensors → ops and blocks of memory |
+| `fakes/`, `values/` | models and batches without weights; the values that are known nevertheless |
+| `corrections/` | where CUDA or a CPU differs from the fake step: one rule a file |
+| `compiled`, `coupling`, `growth`, `sharding` | compiled code, coupled samples, growing loops, FSDP2 |
 """
 
 from brimful.capture.cautious import CautiousCapture
-from brimful.capture.fakes import fake_model
+from brimful.capture.fakes.model import fake_model
 from brimful.capture.step import capture_step
 
 __all__ = [

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from brimful.capture.recorder import Recorder
+from brimful.capture.recording.recorder import Recorder
 from brimful.trace import Phase
 
 _WARM_ITERATIONS = 2
@@ -62,7 +62,7 @@ class ClosureSteps:
             (group,) = optimizer.param_groups
             self._options[id(optimizer)] = dict(group)
             flat_bytes = sum(p.nbytes for p in group["params"])
-            self._rejected[id(optimizer)] = self._recorder.allocate_block(
+            self._rejected[id(optimizer)] = self._recorder.ledger.allocate(
                 0, "pair that LBFGS rejects", most_bytes=2 * flat_bytes
             )
             # Nothing but their number ends the iterations.
@@ -78,11 +78,11 @@ class ClosureSteps:
         options = self._options.pop(id(optimizer), None)
         if options is None:
             return
-        self._recorder.release_block(self._rejected.pop(id(optimizer)))
+        self._recorder.ledger.free(self._rejected.pop(id(optimizer)))
         (group,) = optimizer.param_groups
         group.update(options)
         _fill_history(optimizer, group["history_size"])
-        self._recorder.note_uncertain(
+        self._recorder.facts.note(
             f"when LBFGS ends a step: all {group['max_iter']} iterations are predicted, and a full history of "
             f"{group['history_size']}"
         )
@@ -91,14 +91,14 @@ class ClosureSteps:
         self, closure: Callable[[], Any], micro_batch: int, searched_bytes: int
     ) -> Callable[[], Any]:
         def run() -> Any:
-            searched = self._recorder.allocate_block(searched_bytes, "line search") if searched_bytes else None
-            self._recorder.at(Phase.FORWARD, micro_batch)
+            searched = self._recorder.ledger.allocate(searched_bytes, "line search") if searched_bytes else None
+            self._recorder.position.enter(Phase.FORWARD, micro_batch)
             try:
                 return closure()
             finally:
-                self._recorder.at(Phase.OPTIMIZER, micro_batch)
+                self._recorder.position.enter(Phase.OPTIMIZER, micro_batch)
                 if searched is not None:
-                    self._recorder.release_block(searched)
+                    self._recorder.ledger.free(searched)
 
         return run
 

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from brimful.batches import own_part
-from brimful.capture.lines import calling_line, defining_line
-from brimful.capture.recorder import Recorder
+from brimful.capture.recording.lines import calling_line, defining_line
+from brimful.capture.recording.recorder import Recorder
 from brimful.capture.replaced import replaced
 
 
@@ -72,12 +72,12 @@ class CompiledCode:
         if self._modules and (adds or are_kept_apart):
             most = max(_gradient_bytes(module or model) for module in self._modules.values())
             label = "gradients of compiled code, all at once"
-            self._block = recorder.allocate_block(0, label, most_bytes=most)
+            self._block = recorder.ledger.allocate(0, label, most_bytes=most)
 
     def end_backward(self, recorder: Recorder) -> None:
         """Record that they are added up."""
         if self._block is not None:
-            recorder.release_block(self._block)
+            recorder.ledger.free(self._block)
             self._block = None
 
     def _note(self, frame: FrameType) -> None:

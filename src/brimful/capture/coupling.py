@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from brimful.capture.outside import OutsideTensors, is_state
+from brimful.capture.fakes.outside import OutsideTensors, is_state
 from brimful.module_names import plain_namer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from brimful.capture.recorder import Recorder
+from brimful.capture.recording.recorder import Recorder
 from brimful.quantities import format_bytes
 
 _LEAST_FRACTION = 1 / 1000
@@ -24,8 +24,8 @@ class Growth:
 
     def note_step(self) -> None:
         """Note what is held; to be called before each step and after the last."""
-        self._held_bytes.append(self._recorder.live_bytes)
-        live = self._recorder.live_storages
+        self._held_bytes.append(self._recorder.ledger.live_bytes)
+        live = frozenset(self._recorder.ledger.live.values())
         self._new, self._latest = live - self._latest, live
 
     def report(self) -> None:
@@ -35,7 +35,7 @@ class Growth:
         first, second, third = self._held_bytes[-3:]
         grown_bytes = min(third - second, second - first)
         if grown_bytes > third * _LEAST_FRACTION:
-            self._recorder.note_uncertain(
+            self._recorder.facts.note(
                 f"memory that grows by {format_bytes(grown_bytes)} with every step{self._line()}: "
                 f"{len(self._held_bytes) - 1} steps are predicted. A loss that is kept keeps its graph; keep "
                 "loss.item() or loss.detach()"
@@ -43,8 +43,8 @@ class Growth:
 
     def _line(self) -> str:
         """Where the largest tensor was made that the latest step kept."""
-        makers, sizes = self._recorder.makers, self._recorder.sizes
-        largest = max(self._new, key=lambda index: sizes[index], default=None)
-        maker = None if largest is None else makers[largest]
+        blocks = [self._recorder.ledger.blocks[index] for index in self._new]
+        largest = max(blocks, key=lambda block: block.size_bytes, default=None)
+        maker = None if largest is None else largest.op
         line = "" if maker is None else self._recorder.ops[maker].line
         return f" (the largest tensor kept was made in {line})" if line else ""

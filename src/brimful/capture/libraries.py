@@ -18,7 +18,7 @@ def answers_of_a_real_step() -> Iterator[None]:
 
     Where a tensor is fake, transformers builds an attention mask for each pair of tokens without asking whether
     one is needed, which a real step does ask; and a mask rules out flash attention. It may ask here too: the
-    values it looks at are known, see `brimful.capture.values`.
+    values it looks at are known, see `brimful.capture.values.known`.
 
     Source: transformers.utils.import_utils, `is_tracing` and `is_fake_tensor` (checked: 5.23).
     """

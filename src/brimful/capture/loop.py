@@ -17,12 +17,11 @@ from torch.optim.optimizer import (
 )
 
 from brimful.batches import named_tensors
+from brimful.capture.captured_step import StepObservers
 from brimful.capture.closures import ClosureSteps
-from brimful.capture.compiled import CompiledCode
-from brimful.capture.corrections.base import CorrectedFunctions
+from brimful.capture.corrections.functions import CorrectedFunctions
 from brimful.capture.growth import Growth
 from brimful.capture.marks import mark_gradients, mark_model, mark_state
-from brimful.capture.recorder import Recorder
 from brimful.errors import CaptureError
 from brimful.execution.job_loop import LoopBatches
 from brimful.job import Batch, Job
@@ -33,9 +32,8 @@ def run_loop(
     job: Job,
     model: nn.Module,
     batch: Batch,
-    recorder: Recorder,
+    observers: StepObservers,
     functions: CorrectedFunctions,
-    compiled: CompiledCode,
     *,
     steps: int,
     begin_step: Callable[[], None],
@@ -46,9 +44,8 @@ def run_loop(
         job: Its `loop` is called.
         model: With fake parameters, on the device already.
         batch: A fake batch on the host; the loop gets it again and again.
-        recorder: Is in force.
-        functions: In force too; tells when backward runs.
-        compiled: Notes code for `torch.compile`.
+        observers: Their recorder is in force.
+        functions: In force too; follows backward.
         steps: How many optimizer steps it may make. Optimizers that step on one batch make one together.
         begin_step: Called before each.
 
@@ -59,7 +56,8 @@ def run_loop(
         CaptureError: The loop took no batch, or never stepped an optimizer.
     """
     assert job.loop is not None
-    recorder.at(Phase.SETUP, 0)
+    recorder = observers.recorder
+    recorder.position.enter(Phase.SETUP, 0)
     mark_model(model, recorder)
     if recorder.host_is_device:
         tensors = dict(named_tensors(batch))
@@ -71,10 +69,10 @@ def run_loop(
         if batches.micro_batch == 0:
             growth.note_step()
             begin_step()
-        recorder.at(Phase.FORWARD, batches.micro_batch, batches.steps)
+        recorder.position.enter(Phase.FORWARD, batches.micro_batch, batches.steps)
 
     batches = LoopBatches(batch, steps, begin_batch, growth.note_step)
-    with _phases_followed(model, recorder, functions, compiled, batches):
+    with _phases_followed(model, observers, functions, batches):
         batches.feed(job, model, CaptureError)
     growth.report()
     return LoopSteps(steps=batches.steps, micro_batches=batches.micro_batches[-1])
@@ -92,20 +90,19 @@ class LoopSteps(NamedTuple):
 @contextmanager
 def _phases_followed(
     model: nn.Module,
-    recorder: Recorder,
+    observers: StepObservers,
     functions: CorrectedFunctions,
-    compiled: CompiledCode,
     batches: LoopBatches,
 ) -> Iterator[None]:
-    """Say what phase the loop is in: backward, an optimizer's step, else forward."""
-
+    """The recorder follows the phase of the loop: backward, an optimizer's step, else forward."""
+    recorder, compiled = observers.recorder, observers.compiled
     closures = ClosureSteps(recorder)
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         mark_model(model, recorder)  # `model.to(dtype)` gives parameters other storages
         mark_gradients(model, recorder)
         at, is_last = batches.micro_batch, batches.is_last_step
-        recorder.at(Phase.OPTIMIZER, at)
+        recorder.position.enter(Phase.OPTIMIZER, at)
         return closures.begin(optimizer, args, kwargs, micro_batch=at, is_last=is_last)
 
     def after_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -113,10 +110,10 @@ def _phases_followed(
         mark_gradients(model, recorder)
         mark_state(optimizer, model, recorder)
         batches.note_optimizer_step()
-        recorder.at(Phase.FORWARD, batches.micro_batch)
+        recorder.position.enter(Phase.FORWARD, batches.micro_batch)
 
     def around_backward(begins: bool) -> None:
-        recorder.at(Phase.BACKWARD if begins else Phase.FORWARD, batches.micro_batch)
+        recorder.position.enter(Phase.BACKWARD if begins else Phase.FORWARD, batches.micro_batch)
         if begins:
             compiled.begin_backward(model, recorder, are_kept_apart=False)
         else:
@@ -125,5 +122,5 @@ def _phases_followed(
     with ExitStack() as stack:
         stack.callback(register_optimizer_step_pre_hook(before_step).remove)
         stack.callback(register_optimizer_step_post_hook(after_step).remove)
-        stack.enter_context(functions.backward_told(around_backward))
+        stack.enter_context(functions.follow_backward(around_backward))
         yield

@@ -1,4 +1,4 @@
-"""Telling the recorder what tensors of a training step hold."""
+"""What the tensors of a training step hold, marked in the recorder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.batches import InputMover, named_tensors
-from brimful.capture.recorder import Recorder
+from brimful.capture.recording.recorder import Recorder
 from brimful.job import Batch
 from brimful.module_names import plain_namer
 from brimful.trace import Category
@@ -41,14 +41,16 @@ def mark_state(optimizer: Optimizer, model: nn.Module, recorder: Recorder) -> No
 def mark_batch(batch: Batch, recorder: Recorder) -> None:
     """A batch that is in the device's memory, as there before the first step."""
     tensors = dict(named_tensors(batch))
-    recorder.mark_global_batch(tensors.values(), tensors)
+    recorder.mark(tensors.values(), Category.INPUTS, tensors)
+    indices = (recorder.ledger.index_of(tensor) for tensor in tensors.values() if tensor.dim())
+    recorder.facts.global_batch = tuple(dict.fromkeys(index for index in indices if index is not None))
 
 
 def input_mover(recorder: Recorder, *, repeats: bool = False) -> InputMover:
     """What brings micro-batches to the device, recorded as the step's input; see `InputMover.to`."""
 
     def copied(path: str, tensor: Tensor) -> Tensor:
-        copy = recorder.empty_copy(tensor)
+        copy = recorder.values.empty_copy(tensor)
         recorder.mark([copy], Category.INPUTS, [path])
         return copy
 

@@ -1,7 +1,7 @@
 """A step of one of several ranks under FSDP2, run without the others.
 
 FSDP2 itself runs, on fake tensors and over torch's fake process group, which sends nothing. What it does beside
-ops is told to the recorder: it makes and frees room for gathered parameters by resizing their storage, and
+ops is recorded too: it makes and frees room for gathered parameters by resizing their storage, and
 DTensor works out global shapes by running ops on fakes of its own, which no device does.
 
 Private torch APIs used here: `torch.testing._internal.distributed.fake_pg`,
@@ -24,7 +24,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from brimful.capture.recorder import Recorder
+from brimful.capture.recording.recorder import Recorder
+from brimful.capture.replaced import replaced
 from brimful.errors import CaptureError
 from brimful.settings import Settings
 
@@ -58,7 +59,7 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def sharding_seen(recorder: Recorder, settings: Settings) -> Iterator[None]:
+def sharding_recorded(recorder: Recorder, settings: Settings) -> Iterator[None]:
     """Within, the recorder sees what FSDP2 frees, and not what DTensor only works out.
 
     With `offload_parameters` for a GPU, a shard is copied there before it is gathered, and a gradient is copied
@@ -69,14 +70,14 @@ def sharding_seen(recorder: Recorder, settings: Settings) -> Iterator[None]:
 
     def seen_allocate(tensor: Tensor) -> None:
         allocate(tensor)
-        recorder.see(tensor, GATHERED)
+        recorder.ledger.track(tensor, GATHERED)
 
     def seen_free(tensor: Tensor) -> None:
-        recorder.release_early(tensor)
+        recorder.ledger.free_tensor(tensor)
         free(tensor)
 
     def unseen_propagate(propagator: ShardingPropagator, schema: Any) -> Any:
-        with recorder.looking_away():
+        with recorder.paused():
             return propagate(propagator, schema)
 
     sharded: Any = FSDPParam
@@ -85,12 +86,12 @@ def sharding_seen(recorder: Recorder, settings: Settings) -> Iterator[None]:
     def gradient_on_host(parameter: FSDPParam, tensor: Tensor) -> Any:
         if not hasattr(parameter, "sharded_param"):  # not a gradient, but its part while it is divided
             return make_part(parameter, tensor)
-        with recorder.on_host():
+        with recorder.position.on_host():
             return make_part(parameter, tensor.clone())
 
     def gathered_from_host(parameter: FSDPParam) -> Any:
         own = parameter._sharded_param_data
-        parameter._sharded_param_data = recorder.empty_copy(own)
+        parameter._sharded_param_data = recorder.values.empty_copy(own)
         try:
             return gather(parameter)
         finally:
@@ -107,15 +108,5 @@ def sharding_seen(recorder: Recorder, settings: Settings) -> Iterator[None]:
         stand_ins.append((sharded, "all_gather_inputs", property(gathered_from_host)))
     with ExitStack() as stack:
         for where, name, stand_in in stand_ins:
-            stack.enter_context(_replaced(where, name, stand_in))
+            stack.enter_context(replaced(where, name, stand_in))
         yield
-
-
-@contextmanager
-def _replaced(where: Any, name: str, stand_in: Any) -> Iterator[None]:
-    before = getattr(where, name)
-    setattr(where, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(where, name, before)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from brimful.batches import InputMover
-from brimful.capture.outside import is_state
+from brimful.capture.fakes.outside import is_state
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import loss_of
 from brimful.execution.precision import device_of

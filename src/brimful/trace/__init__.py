@@ -5,10 +5,13 @@ It can be saved as JSON and planned on another machine. Start reading at `record
 
 | module | input → output |
 |---|---|
-| `records` | the frozen records and their JSON |
-| `modules`, `units` | a trace → its module tree; the units that a planner may keep, recompute or offload |
-| `derive` | traces of two micro-batch sizes → the trace of any size |
-| `ddp`, `zero` | a trace of one process → the trace of one rank under DDP or DeepSpeed ZeRO |
+| `records` | the frozen records |
+| `file_format`, `consistency` | a trace → JSON and back; what is wrong with one that was read |
+| `scaling` | traces of two micro-batch sizes → the trace of any size |
+| `modules`, `saved_tree` | a trace → its modules; what each of them saves |
+| `units` | a trace → the units that a planner may keep, recompute or offload |
+| `derive` | traces → those of one micro-batch, of one step more, of a step with recomputation |
+| `ddp`, `zero`, `edit` | a trace of one process → the trace of one rank under DDP or DeepSpeed ZeRO |
 | `kernel_memory` | sizes of an operator → memory that its CUDA kernels allocate internally |
 """
 
@@ -25,8 +28,8 @@ from brimful.trace.records import (
     Phase,
     Storage,
     Trace,
-    TraceLine,
 )
+from brimful.trace.scaling import TraceLine
 from brimful.trace.units import divide_unit, find_units
 
 __all__ = [

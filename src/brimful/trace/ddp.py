@@ -44,7 +44,7 @@ def per_rank_trace(trace: Trace) -> Trace:
     if trace.settings.parallelism.is_zero:
         return of_one_zero_rank(trace)
     gradients = {i for i, storage in enumerate(trace.storages) if storage.category is Category.GRADIENTS}
-    # Each step makes them anew, and the buckets are made once; what setup makes the optimizer's state with is
+    # Each step makes new ones, and the buckets are made once; what setup makes the optimizer's state with is
     # not there beside the buckets.
     of_setup = {i for i in gradients if _is_of_setup(trace, trace.storages[i])}
     of_a_step = [

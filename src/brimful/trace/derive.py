@@ -1,4 +1,4 @@
-"""Traces derived from others: of one micro-batch from those of two, of a size from those of other steps.
+"""Traces derived from others: of one micro-batch from two, of one step more, of a size from other steps.
 
 They tell what to choose; what is chosen is captured.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import replace
 
-from brimful.trace.records import Category, EventKind, Op, Phase, Storage, Trace, TraceLine
+from brimful.trace.records import Category, Event, EventKind, Op, Phase, Storage, Trace
+from brimful.trace.scaling import TraceLine
 
 
 def with_one_micro_batch(trace: Trace) -> Trace:
@@ -38,8 +39,8 @@ def with_one_micro_batch(trace: Trace) -> Trace:
             if (event.op >= 0 and is_dropped[event.op]) or is_second_batch:
                 gone.add(event.storage)
         if event.storage not in gone:
-            op = index[event.op] if event.op >= 0 else event.op
-            events.append(event if op == event.op else replace(event, op=op))
+            now = index[event.op] if event.op >= 0 else event.op
+            events.append(event if now == event.op else replace(event, op=now))
     alone = trace.with_settings(replace(trace.settings, gradient_accumulation_steps=1))
     return replace(
         alone,
@@ -52,8 +53,48 @@ def with_one_micro_batch(trace: Trace) -> Trace:
     )
 
 
+def with_last_step_again(trace: Trace) -> Trace:
+    """The trace as if its last step were run once more; see `Trace.with_last_step_again`."""
+    step = trace.captured_steps - 1
+    first = next((i for i, op in enumerate(trace.ops) if op.step == step and op.phase is not Phase.SETUP), 0)
+    ops = [replace(op, step=step + 1) for op in trace.ops[first:]]
+    shift = len(trace.ops) - first
+    freed = {event.storage for event in trace.events if event.kind is EventKind.FREE and event.op >= first}
+    # What the step makes before its first op, such as a saved random state, follows the last op before it.
+    events = [
+        event
+        for event in trace.events
+        if event.op >= first
+        or (
+            event.op == first - 1
+            and event.storage in freed
+            and trace.storages[event.storage].category in (Category.INPUTS, Category.TEMPORARIES)
+        )
+    ]
+    made = [e.storage for e in events if e.kind is EventKind.ALLOCATE and e.storage in freed]
+    again = {storage: len(trace.storages) + i for i, storage in enumerate(made)}
+    storages = [trace.storages[storage] for storage in made]
+    return replace(
+        trace,
+        captured_steps=trace.captured_steps + 1,
+        ops=(*trace.ops, *ops),
+        storages=(
+            *trace.storages,
+            *(s if s.op is None else replace(s, op=s.op + shift) for s in storages),
+        ),
+        events=(
+            *trace.events,
+            *(
+                Event(kind=event.kind, storage=again[event.storage], op=event.op + shift)
+                for event in events
+                if event.storage in again
+            ),
+        ),
+    )
+
+
 class Counterparts:
-    """Tells a trace with recomputed units at other micro-batch sizes, from a capture at one.
+    """Derives a trace with recomputed units at other micro-batch sizes, from a capture at one.
 
     What a recomputation runs, the forward ran too. So each op of the trace is like one of the step with
     everything kept, which was captured at two sizes.

@@ -1,7 +1,7 @@
 """Memory that CUDA kernels take inside, as functions of the sizes they work on.
 
 Such memory is not affine in the micro-batch as tensors are: it saturates, or sets in above a size. So a trace
-keeps what it depends on, and it is worked out anew for another micro-batch.
+keeps what it depends on, and it is computed again for another micro-batch.
 """
 
 from __future__ import annotations

@@ -21,10 +21,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from brimful.settings import OptimizerImplementation, Parallelism
-from brimful.trace.records import Category, Event, EventKind, Phase, Storage, Trace
+from brimful.trace.edit import AFTER, BEFORE, TraceEdit
+from brimful.trace.records import Category, Phase, Trace
 
 BUCKET_ELEMENTS = 13_107_200
 """Elements that are reduced or gathered together: 50 MiB of float32. DeepSpeed's own 500 million are 2 GB. A
@@ -41,8 +42,6 @@ GLOO_HELD_BUCKETS = 2
 _BYTES = 4
 """Of a float32 number; others are not trained."""
 
-_BEFORE, _WITHIN, _AFTER = range(3)
-
 
 def bucket_elements(elements: int) -> int:
     """Of a model with so many parameters; DeepSpeed wants an even number."""
@@ -58,13 +57,13 @@ def of_one_zero_rank(trace: Trace) -> Trace:
     Returns:
         The same with what is divided in parts, and with what DeepSpeed makes beside it.
     """
-    change = _Change(trace)
-    change.divide_state()
-    change.reduce_gradients()
+    division = _Division(trace)
+    division.divide_state()
+    division.reduce_gradients()
     if trace.settings.parallelism is Parallelism.ZERO3:
-        change.divide_parameters()  # what is gathered is let go of after gradients are reduced
-    change.step_parts()
-    return change.changed()
+        division.divide_parameters()  # what is gathered is freed after gradients are reduced
+    division.step_parts()
+    return division.edit.result()
 
 
 @dataclass(slots=True)
@@ -77,8 +76,8 @@ class _MicroBatch:
     backward: list[int] = field(default_factory=list)
 
 
-class _Change:
-    """A trace in change: new sizes of storages, new storages, and events before or after those of an op."""
+class _Division:
+    """What DeepSpeed divides among the ranks of a trace, and what it adds."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -86,9 +85,7 @@ class _Change:
         self._stage = {Parallelism.ZERO1: 1, Parallelism.ZERO2: 2, Parallelism.ZERO3: 3}[
             trace.settings.parallelism
         ]
-        self._storages = list(trace.storages)
-        self._dropped: set[tuple[EventKind, int]] = set()
-        self._added: list[tuple[int, int, Event]] = []
+        self.edit = TraceEdit(trace, "DeepSpeed's")
         self._copies = 2 if trace.device_kind == "cpu" else 1
         """Gloo works on a flat copy of what it gathers and of what it is to scatter."""
         gradients = [
@@ -96,22 +93,17 @@ class _Change:
             for i, storage in enumerate(trace.storages)
             if storage.category is Category.GRADIENTS and storage.op is not None
         ]
-        of_setup = [i for i in gradients if trace.ops[self._op(i)].phase is Phase.SETUP]
-        self._gradients = [i for i in gradients if trace.ops[self._op(i)].phase is not Phase.SETUP]
+        of_setup = [i for i in gradients if trace.ops[_maker(self._trace, i)].phase is Phase.SETUP]
+        self._gradients = [i for i in gradients if trace.ops[_maker(self._trace, i)].phase is not Phase.SETUP]
         for i in of_setup:  # what the optimizer's state is made with
-            self._resize(i, 0)
+            self.edit.resize(i, 0)
         last = trace.captured_steps - 1
-        of_last = [i for i in self._gradients if trace.ops[self._op(i)].step == last]
+        of_last = [i for i in self._gradients if trace.ops[_maker(self._trace, i)].step == last]
         self._total_bytes = sum(trace.storages[i].size_bytes for i in of_last)
         self._trained = {trace.storages[i].label for i in of_last}
         self._whole_bytes = self._most_whole_bytes()
         """Most that parameters of which a rank steps a part take together."""
         self._bucket_bytes = _BYTES * bucket_elements(trace.parameter_count)
-
-    def _op(self, storage: int) -> int:
-        op = self._trace.storages[storage].op
-        assert op is not None
-        return op
 
     def _most_whole_bytes(self) -> int:
         part = self._part(self._total_bytes)
@@ -124,55 +116,8 @@ class _Change:
                 begins = ends
         return max(touched)
 
-    def _resize(self, storage: int, size_bytes: int) -> None:
-        self._storages[storage] = replace(self._storages[storage], size_bytes=size_bytes, most_bytes=None)
-
     def _part(self, size_bytes: int) -> int:
         return math.ceil(size_bytes / self._ranks / _BYTES) * _BYTES
-
-    def _holds(
-        self,
-        size_bytes: int,
-        category: Category,
-        label: str,
-        since: tuple[int, int],
-        until: tuple[int, int] | None,
-        *,
-        most_bytes: int | None = None,
-    ) -> None:
-        """Let something be held from before or after an op until before or after another; None: for good."""
-        op, place = since
-        storage = len(self._storages)
-        self._storages.append(
-            Storage(
-                size_bytes=size_bytes,
-                category=category,
-                op=op if op >= 0 else None,
-                label=f"DeepSpeed's {label}",
-                most_bytes=most_bytes,
-            )
-        )
-        self._added.append((op, place, Event(kind=EventKind.ALLOCATE, storage=storage, op=op)))
-        if until is not None:
-            op, place = until
-            self._added.append((op, place, Event(kind=EventKind.FREE, storage=storage, op=op)))
-
-    def _free(self, storage: int, op: int) -> None:
-        """Let a storage be freed after an op, not when it was."""
-        self._dropped.add((EventKind.FREE, storage))
-        self._added.append((op, _AFTER, Event(kind=EventKind.FREE, storage=storage, op=op)))
-
-    def changed(self) -> Trace:
-        """What came of it."""
-        kept = [
-            (event.op, _WITHIN, event)
-            for event in self._trace.events
-            if (event.kind, event.storage) not in self._dropped
-        ]
-        ordered = sorted([*kept, *self._added], key=lambda each: each[:2])
-        return replace(
-            self._trace, storages=tuple(self._storages), events=tuple(event for *_place, event in ordered)
-        )
 
     def divide_state(self) -> None:
         """Each rank has its part of the optimizer state, and steps its part of the parameters."""
@@ -180,25 +125,25 @@ class _Change:
         sizes -= {_BYTES}
         for i, storage in enumerate(self._trace.storages):
             if storage.category is Category.OPTIMIZER_STATE and storage.size_bytes in sizes:
-                self._resize(i, self._part(storage.size_bytes))
+                self.edit.resize(i, self._part(storage.size_bytes))
         if self._stage < 3:
-            since = (-1, _AFTER)
-            self._holds(self._part(self._total_bytes), Category.PARAMETERS, "part to step", since, None)
+            since = (-1, AFTER)
+            self.edit.hold(self._part(self._total_bytes), Category.PARAMETERS, "part to step", since, None)
 
     def divide_parameters(self) -> None:
         """Each rank has its part of each parameter, and gathers a module's while it runs."""
         of_module: defaultdict[str, int] = defaultdict(int)
         for i, storage in enumerate(self._trace.storages):
             if storage.category is Category.PARAMETERS and storage.label in self._trained:
-                self._resize(i, self._part(storage.size_bytes))
+                self.edit.resize(i, self._part(storage.size_bytes))
                 of_module[storage.label.rpartition(".")[0]] += storage.size_bytes
-        for each in self._micro_batches():
+        for each in _micro_batches(self._trace):
             for ops in (each.forward, each.backward):
                 for module, size_bytes in of_module.items():
                     self._gather(module, size_bytes, ops)
             ahead = self._bucket_bytes // PREFETCHED_PART * self._copies
-            since, until = (each.forward[0], _BEFORE), (each.backward[-1], _BEFORE)
-            self._holds(ahead, Category.PARAMETERS, "parameters gathered ahead", since, until)
+            since, until = (each.forward[0], BEFORE), (each.backward[-1], BEFORE)
+            self.edit.hold(ahead, Category.PARAMETERS, "parameters gathered ahead", since, until)
 
     def _gather(self, module: str, size_bytes: int, ops: list[int]) -> None:
         ran = [i for i in ops if _is_within(self._trace.ops[i].module, module)]
@@ -206,50 +151,56 @@ class _Change:
             module = module.rpartition(".")[0]
             ran = [i for i in ops if _is_within(self._trace.ops[i].module, module)]
         if ran:
-            first, last = (ran[0], _BEFORE), (ran[-1], _AFTER)
-            self._holds(size_bytes, Category.PARAMETERS, f"gathered {module}", first, last)
+            first, last = (ran[0], BEFORE), (ran[-1], AFTER)
+            self.edit.hold(size_bytes, Category.PARAMETERS, f"gathered {module}", first, last)
             copies = size_bytes * self._copies
-            self._holds(copies, Category.TEMPORARIES, f"copies of {module}", first, (ran[0], _AFTER))
+            self.edit.hold(copies, Category.TEMPORARIES, f"copies of {module}", first, (ran[0], AFTER))
 
     def reduce_gradients(self) -> None:
         """Gradients go through a bucket, and each rank keeps its part: at once, or under stage 1 at the end."""
         if self._stage == 3:
             part = self._part(self._total_bytes)
             for label, size_bytes in (("bucket", self._bucket_bytes), ("part of the gradients", part)):
-                self._holds(size_bytes, Category.GRADIENTS, label, (-1, _AFTER), None)
+                self.edit.hold(size_bytes, Category.GRADIENTS, label, (-1, AFTER), None)
         if self._trace.device_kind == "cpu":
             most = GLOO_HELD_BUCKETS * self._bucket_bytes
-            since = (-1, _AFTER)
-            self._holds(0, Category.TEMPORARIES, "buckets in gloo", since, None, most_bytes=most)
-        last_of_step = {each.step: each.number for each in self._micro_batches()}
-        for each in self._micro_batches():
-            ends = (each.backward[-1], _AFTER)
+            since = (-1, AFTER)
+            self.edit.hold(0, Category.TEMPORARIES, "buckets in gloo", since, None, most_bytes=most)
+        last_of_step = {each.step: each.number for each in _micro_batches(self._trace)}
+        for each in _micro_batches(self._trace):
+            ends = (each.backward[-1], AFTER)
             in_backward = set(each.backward)
-            made = [i for i in self._gradients if self._op(i) in in_backward]
+            made = [i for i in self._gradients if _maker(self._trace, i) in in_backward]
             if self._stage > 1:
                 for i in made:
-                    self._free(i, self._op(i))
+                    self.edit.free(i, _maker(self._trace, i))
             elif last_of_step[each.step] == each.number:
-                of_step = [i for i in self._gradients if self._trace.ops[self._op(i)].step == each.step]
+                of_step = [
+                    i for i in self._gradients if self._trace.ops[_maker(self._trace, i)].step == each.step
+                ]
                 for i in of_step:
-                    self._free(i, ends[0])
+                    self.edit.free(i, ends[0])
             if self._stage > 1 or last_of_step[each.step] == each.number:
                 copies = min(self._bucket_bytes, self._total_bytes) * (self._copies if self._stage == 3 else 1)
-                self._holds(copies, Category.TEMPORARIES, "copy of the bucket", ends, ends)
+                self.edit.hold(copies, Category.TEMPORARIES, "copy of the bucket", ends, ends)
             if self._stage < 3:
                 self._keep_part(each, is_last=last_of_step[each.step] == each.number)
-                since = (min(map(self._op, made)), _AFTER) if made else (each.backward[0], _BEFORE)
-                self._holds(self._bucket_bytes, Category.GRADIENTS, "bucket", since, ends)
+                since = (
+                    (min(_maker(self._trace, i) for i in made), AFTER) if made else (each.backward[0], BEFORE)
+                )
+                self.edit.hold(self._bucket_bytes, Category.GRADIENTS, "bucket", since, ends)
 
     def _keep_part(self, each: _MicroBatch, *, is_last: bool) -> None:
         """What a rank keeps of gradients: whole ones, of all parameters of which it steps a part."""
         if self._stage == 1 and not is_last:
             return
-        begins, ends = (each.backward[0], _BEFORE), (each.backward[-1], _AFTER)
+        begins, ends = (each.backward[0], BEFORE), (each.backward[-1], AFTER)
         since = begins if self._stage == 2 and self._total_bytes > self._bucket_bytes else ends
         is_first_of_stage_2 = self._stage == 2 and each.number == 0
-        until = (self._update_of(each.step)[0], _BEFORE) if is_first_of_stage_2 or self._stage == 1 else ends
-        self._holds(self._whole_bytes, Category.GRADIENTS, "part of the gradients", since, until)
+        until = (
+            (_update_of(self._trace, each.step)[0], BEFORE) if is_first_of_stage_2 or self._stage == 1 else ends
+        )
+        self.edit.hold(self._whole_bytes, Category.GRADIENTS, "part of the gradients", since, until)
 
     def step_parts(self) -> None:
         """The optimizer steps its part of all parameters at once."""
@@ -266,26 +217,32 @@ class _Change:
                 Phase.SETUP,
             )
             if is_of_update and storage.category is Category.TEMPORARIES and storage.size_bytes in sizes:
-                self._resize(i, part if is_one_by_one else self._part(storage.size_bytes))
+                self.edit.resize(i, part if is_one_by_one else self._part(storage.size_bytes))
         for step in range(self._trace.captured_steps):
-            begins, *_others, ends = self._update_of(step)
-            self._holds(part, Category.GRADIENTS, "flat gradient", (begins, _BEFORE), (ends, _AFTER))
+            begins, *_others, ends = _update_of(self._trace, step)
+            self.edit.hold(part, Category.GRADIENTS, "flat gradient", (begins, BEFORE), (ends, AFTER))
             if self._stage < 3 and self._copies > 1:
-                at = (ends, _AFTER)
-                self._holds(self._total_bytes, Category.TEMPORARIES, "copy of what is gathered", at, at)
+                at = (ends, AFTER)
+                self.edit.hold(self._total_bytes, Category.TEMPORARIES, "copy of what is gathered", at, at)
 
-    def _micro_batches(self) -> Iterable[_MicroBatch]:
-        found: dict[tuple[int, int], _MicroBatch] = {}
-        for i, op in enumerate(self._trace.ops):
-            if op.phase in (Phase.FORWARD, Phase.BACKWARD):
-                each = found.setdefault(
-                    (op.step, op.micro_batch), _MicroBatch(step=op.step, number=op.micro_batch)
-                )
-                (each.forward if op.phase is Phase.FORWARD else each.backward).append(i)
-        return found.values()
 
-    def _update_of(self, step: int) -> list[int]:
-        return [i for i, op in enumerate(self._trace.ops) if op.phase is Phase.OPTIMIZER and op.step == step]
+def _maker(trace: Trace, storage: int) -> int:
+    op = trace.storages[storage].op
+    assert op is not None
+    return op
+
+
+def _micro_batches(trace: Trace) -> Iterable[_MicroBatch]:
+    found: dict[tuple[int, int], _MicroBatch] = {}
+    for i, op in enumerate(trace.ops):
+        if op.phase in (Phase.FORWARD, Phase.BACKWARD):
+            each = found.setdefault((op.step, op.micro_batch), _MicroBatch(step=op.step, number=op.micro_batch))
+            (each.forward if op.phase is Phase.FORWARD else each.backward).append(i)
+    return found.values()
+
+
+def _update_of(trace: Trace, step: int) -> list[int]:
+    return [i for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER and op.step == step]
 
 
 def _is_within(module: str, outer: str) -> bool:

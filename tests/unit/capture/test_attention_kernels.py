@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brimful.capture.corrections.attention_backward import (
+from brimful.capture.corrections.cuda.attention_backward import (
     cudnn_backward_bytes,
     efficient_backward_bytes,
     flash_backward_bytes,
 )
-from brimful.capture.corrections.attention_choice import AttentionCall, AttentionKernel, choose_kernel
+from brimful.capture.corrections.cuda.attention_choice import AttentionBackend, AttentionCall, choose_backend
 from brimful.devices import Device, find_device
 from brimful.settings import Precision
 from brimful.trace import Category, Phase, Trace
@@ -25,7 +25,7 @@ from helpers.captured_jobs import A100, H100, V100, capture, job, made_by, ops
 # B batch, H heads, G heads of keys and values, M query length, N key length, D head size
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-CUDNN, FLASH, EFFICIENT, MATH = AttentionKernel
+CUDNN, FLASH, EFFICIENT, MATH = AttentionBackend
 RTX_4090 = find_device("RTX 4090")
 
 
@@ -45,12 +45,12 @@ def chosen(
     last_stride: int = 1,
     trains: bool = True,
     version: tuple[int, int] = (2, 13),
-) -> AttentionKernel:
+) -> AttentionBackend:
     def made(heads: int, length: int, size: int) -> Tensor:
         x = torch.empty(2, heads, length, size * last_stride, dtype=dtype, device="meta")
         return x[..., ::last_stride].requires_grad_(trains)
 
-    return choose_kernel(
+    return choose_backend(
         AttentionCall(
             query=made(4, rows, head_size),
             key=made(key_heads, columns, head_size),
@@ -68,7 +68,7 @@ def chosen(
 SOME_MASK = torch.ones(16, 16, dtype=torch.bool, device="meta")
 A, H, B, ADA, GEFORCE_BLACKWELL, VOLTA = (8, 0), (9, 0), (10, 0), (8, 9), (12, 0), (7, 0)
 
-CHOICES: list[tuple[tuple[int, int], torch.dtype, dict[str, Any], AttentionKernel]] = [
+CHOICES: list[tuple[tuple[int, int], torch.dtype, dict[str, Any], AttentionBackend]] = [
     # cuDNN comes first on data-center Hopper and Blackwell alone
     (H, BF16, {}, CUDNN),
     (B, FP16, {}, CUDNN),
@@ -127,7 +127,7 @@ CHOICES: list[tuple[tuple[int, int], torch.dtype, dict[str, Any], AttentionKerne
 
 @pytest.mark.parametrize(("capability", "dtype", "asked", "kernel"), CHOICES)
 def test_the_first_kernel_that_takes_a_call_runs_it(
-    capability: tuple[int, int], dtype: torch.dtype, asked: dict[str, Any], kernel: AttentionKernel
+    capability: tuple[int, int], dtype: torch.dtype, asked: dict[str, Any], kernel: AttentionBackend
 ) -> None:
     assert chosen(capability, dtype, **asked) is kernel
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
-from brimful.capture.corrections.recurrent import lstm_workspace_bytes
+from brimful.capture.corrections.cpu.lstm_memory import lstm_workspace_bytes
 from brimful.devices import Device
 from brimful.job import Job
 from brimful.memory import predict_memory

@@ -46,7 +46,11 @@ class Temporaries:
 
     sizes: list[int] = field(default_factory=list)
 
-    def add_temporary(self, size_bytes: int, label: str, *, most_bytes: int | None = None) -> None:
+    @property
+    def ledger(self) -> Temporaries:
+        return self
+
+    def add_temporary(self, size_bytes: int, label: str, **_others: Any) -> None:
         self.sizes.append(size_bytes)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from brimful.capture.corrections.cudnn_rnn import RnnSizes, reserve_bytes, workspace_bytes
+from brimful.capture.corrections.cuda.cudnn_rnn import RnnSizes, reserve_bytes, workspace_bytes
 from brimful.settings import Precision
 from brimful.trace import Category, Phase, Trace
 from helpers.captured_jobs import A100, capture, job, made_by, ops

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from brimful.capture.memo import FakeResults
-from brimful.capture.wrapping import Wrapper
+from brimful.capture.fakes.cache import FakeCache
+from brimful.capture.fakes.wrapper import Wrapper
 
 aten = torch.ops.aten
 
@@ -61,7 +61,7 @@ def described(out: Any) -> Any:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_second_result_is_as_the_first_and_shares_nothing_with_it(name: str) -> None:
-    results = FakeResults()
+    results = FakeCache()
     with FakeTensorMode():
         calls = CALLS[name](torch.empty(2, 4, 8, 8))
         for func, args, kwargs in calls:
@@ -75,20 +75,20 @@ def test_the_second_result_is_as_the_first_and_shares_nothing_with_it(name: str)
 
 
 def test_what_is_written_over_is_returned_itself() -> None:
-    results = FakeResults()
+    results = FakeCache()
     with FakeTensorMode():
         for total in (torch.empty(2, 3), torch.empty(2, 3)):
             assert results.run(aten.add_.Tensor, (total, torch.empty(2, 3)), {}).out is total
-        assert results.run(aten.add_.Tensor, (total, torch.empty(2, 3)), {}).remembered is not None
+        assert results.run(aten.add_.Tensor, (total, torch.empty(2, 3)), {}).cached is not None
 
 
 def test_ops_without_tensors_are_remembered_within_their_fake_mode_where_their_type_is_said() -> None:
-    results = FakeResults()
+    results = FakeCache()
     with FakeTensorMode():
         first, second = (results.run(aten.zeros.default, ([3],), {"dtype": torch.int64}) for _ in range(2))
         assert described(first.out) == described(second.out)
-        assert first.remembered is second.remembered is not None
-        assert results.run(aten.zeros.default, ([3],), {}).remembered is None
+        assert first.cached is second.cached is not None
+        assert results.run(aten.zeros.default, ([3],), {}).cached is None
     assert type(results.run(aten.zeros.default, ([3],), {"dtype": torch.int64}).out) is Tensor
 
 

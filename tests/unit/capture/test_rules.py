@@ -19,6 +19,14 @@ def test_each_rule_has_its_own_name_and_says_where_it_is_from() -> None:
     assert all(make.source and make.__doc__ for make in RULES)
 
 
+def test_a_rule_its_class_and_its_file_have_one_name_and_lie_with_the_rules_of_its_devices() -> None:
+    for make in RULES:
+        *_package, folder, module = make.__module__.split(".")
+        assert module == make.name
+        assert make.__name__ == make.name.title().replace("_", "")
+        assert folder == ("common" if len(make.device_kinds) > 1 else make.device_kinds[0])
+
+
 def test_rules_are_those_of_the_device_in_the_order_of_the_list() -> None:
     order = [make.name for make in RULES]
     on_cpu = [rule.name for rule in rules_for(CPU, SETTINGS)]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brimful.capture.modules import ModuleCalls
-from brimful.capture.recorder import Recorder
-from brimful.capture.values import KnownValues
+from brimful.capture.recording.modules import ModuleCalls
+from brimful.capture.recording.recorder import Recorder
+from brimful.capture.values.known import KnownValues
 
 VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda x: x.view(2, -1),

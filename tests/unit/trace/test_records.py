@@ -16,7 +16,7 @@ from brimful.errors import FileFormatError
 from brimful.memory import predict_memory
 from brimful.settings import Action, Settings, UnitAction
 from brimful.trace import Category, Kernel, Phase, Trace
-from brimful.trace import records as trace_module
+from brimful.trace import file_format as trace_module
 from helpers.traces import TraceWriter
 
 Document = dict[str, Any]

@@ -4,47 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from brimful.capture.corrections.attention import FusedAttention
-from brimful.capture.corrections.attention_backward import AttentionBackward
-from brimful.capture.corrections.autocast import CudaAutocastLists
-from brimful.capture.corrections.base import Rule
-from brimful.capture.corrections.contiguous import ContiguousCopies
-from brimful.capture.corrections.convolution import BlockedConvolution
-from brimful.capture.corrections.cublas import CublasWorkspace
-from brimful.capture.corrections.cuda_calls import CudaCalls
-from brimful.capture.corrections.cudnn_convolution import CudnnConvolution
-from brimful.capture.corrections.cudnn_rnn import CudnnRnn
-from brimful.capture.corrections.device_calls import DeviceCalls
-from brimful.capture.corrections.dropout import MaskedDropout
-from brimful.capture.corrections.embedding import EmbeddingBackward
-from brimful.capture.corrections.fake_forms import FakeForms
-from brimful.capture.corrections.foreach import ForeachOptimizers
-from brimful.capture.corrections.foreach_norm import ForeachNorm
-from brimful.capture.corrections.gloo import GlooTemporaries
-from brimful.capture.corrections.hidden_copies import HiddenCopies
-from brimful.capture.corrections.host_arrays import HostArrays
-from brimful.capture.corrections.indexing import IndexBackward, SortMemory
-from brimful.capture.corrections.kernel_temporaries import KernelTemporaries
-from brimful.capture.corrections.losses import ReducedLosses
-from brimful.capture.corrections.normalization import NormMemory
-from brimful.capture.corrections.out_of_place import InPlaceBackward
-from brimful.capture.corrections.packed_sequences import PackedSequences
-from brimful.capture.corrections.padded import PaddedSequences
-from brimful.capture.corrections.random_state import RandomState
-from brimful.capture.corrections.recurrent import LstmMemory
-from brimful.capture.corrections.reductions import ReductionStaging
-from brimful.capture.corrections.unknown_ops import UnknownOps
+from brimful.capture.corrections.common.fake_forms import FakeForms
+from brimful.capture.corrections.common.host_arrays import HostArrays
+from brimful.capture.corrections.common.in_place_backward import InPlaceBackward
+from brimful.capture.corrections.common.unknown_ops import UnknownOps
+from brimful.capture.corrections.cpu.blocked_convolution import BlockedConvolution
+from brimful.capture.corrections.cpu.contiguous_copies import ContiguousCopies
+from brimful.capture.corrections.cpu.gloo_temporaries import GlooTemporaries
+from brimful.capture.corrections.cpu.kernel_temporaries import KernelTemporaries
+from brimful.capture.corrections.cpu.lstm_memory import LstmMemory
+from brimful.capture.corrections.cpu.padded_sequences import PaddedSequences
+from brimful.capture.corrections.cpu.random_state import RandomState
+from brimful.capture.corrections.cpu.reduced_losses import ReducedLosses
+from brimful.capture.corrections.cuda.attention_backward import AttentionBackward
+from brimful.capture.corrections.cuda.attention_kernel import AttentionKernel
+from brimful.capture.corrections.cuda.autocast_lists import AutocastLists
+from brimful.capture.corrections.cuda.cublas_workspace import CublasWorkspace
+from brimful.capture.corrections.cuda.cuda_calls import CudaCalls
+from brimful.capture.corrections.cuda.cudnn_convolution import CudnnConvolution
+from brimful.capture.corrections.cuda.cudnn_rnn import CudnnRnn
+from brimful.capture.corrections.cuda.device_calls import DeviceCalls
+from brimful.capture.corrections.cuda.dropout_mask import DropoutMask
+from brimful.capture.corrections.cuda.embedding_backward import EmbeddingBackward
+from brimful.capture.corrections.cuda.foreach_norm import ForeachNorm
+from brimful.capture.corrections.cuda.foreach_optimizer import ForeachOptimizer
+from brimful.capture.corrections.cuda.hidden_copies import HiddenCopies
+from brimful.capture.corrections.cuda.index_backward import IndexBackward
+from brimful.capture.corrections.cuda.norm_parts import NormParts
+from brimful.capture.corrections.cuda.packed_sequences import PackedSequences
+from brimful.capture.corrections.cuda.reduction_staging import ReductionStaging
+from brimful.capture.corrections.cuda.sort import Sort
+from brimful.capture.corrections.rule import Rule
 from brimful.devices import Device
 from brimful.errors import UnknownNameError
 from brimful.settings import Settings
 
 RULES: tuple[type[Rule], ...] = (
     DeviceCalls,
-    MaskedDropout,
-    FusedAttention,
+    DropoutMask,
+    AttentionKernel,
     AttentionBackward,
-    CudaAutocastLists,
-    ForeachOptimizers,
+    AutocastLists,
+    ForeachOptimizer,
     CublasWorkspace,
     ReductionStaging,
     CudnnConvolution,
@@ -52,8 +53,8 @@ RULES: tuple[type[Rule], ...] = (
     PackedSequences,
     EmbeddingBackward,
     IndexBackward,
-    SortMemory,
-    NormMemory,
+    Sort,
+    NormParts,
     HiddenCopies,
     ForeachNorm,
     UnknownOps,

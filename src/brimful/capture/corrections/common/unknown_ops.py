@@ -1,0 +1,90 @@
+"""Ops whose internal memory is not known, only bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.rule import Rule
+
+aten = torch.ops.aten
+
+_KNOWN_NAMESPACES = frozenset(
+    {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp"}
+)
+_KNOWN_ON_CUDA = frozenset(
+    {"bitsandbytes::optimizer_update_8bit_blockwise", "bitsandbytes::optimizer_update_32bit"}
+)
+"""Kernels that work in place and are handed nothing else to write to (bitsandbytes 0.50, backends/cuda)."""
+_NOT_MODELLED = frozenset(
+    {
+        aten._ctc_loss.default,
+        aten._ctc_loss.Tensor,
+        aten._ctc_loss_backward.default,
+        aten._ctc_loss_backward.Tensor,
+        aten._embedding_bag.default,
+        aten._embedding_bag_dense_backward.default,
+        aten._fft_r2c.default,
+        aten._fft_c2c.default,
+        aten._fft_c2r.default,
+        aten._linalg_eigh.default,
+        aten._linalg_svd.default,
+        aten.linalg_qr.default,
+        aten.linalg_cholesky_ex.default,
+        aten.linalg_lu_factor_ex.default,
+        aten.linalg_inv_ex.default,
+        aten.linalg_solve_triangular.default,
+        aten.grid_sampler_2d_backward.default,
+        aten.kthvalue.default,
+        aten.median.default,
+        aten.median.dim,
+    }
+)
+"""Aten ops that on CUDA ask a library, or allocate by rules not written down here: cuFFT, cuSOLVER, sorting."""
+
+
+_MATMULS = frozenset({aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default})
+_CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+_DIMS_OF_IMAGES = 4
+_NOT_MODELLED_ON_CPU = _MATMULS | _CONVOLUTIONS | {aten.linalg_matrix_exp.default}
+_MATRIX_POWERS = (6, 12)
+"""Times the argument: what it takes for small norms, and for any. Source: torch
+aten/src/ATen/native/LinearAlgebra.cpp, compute_T2 to compute_T18_scale_square; torch 2.13's profiler."""
+
+
+class UnknownOps(Rule):
+    """Widen the interval by what an unknown op reads and writes, and name it.
+
+    Such are ops of `torch.library`, Triton's and those of other packages, and a few of aten. On a CPU these are
+    matrix products in bfloat16 and convolutions of volumes, for which oneDNN chooses layouts of its own, and
+    matrix exponentials, whose powers depend on the norm.
+    """
+
+    name = "unknown_ops"
+    source = "no source: as much again as the op's inputs and outputs is a guess"
+    device_kinds = ("cuda", "cpu")
+
+    def watches_op(self, func: Any) -> bool:
+        """Those it knows nothing of."""
+        if func.namespace in _KNOWN_NAMESPACES:
+            return func in (_NOT_MODELLED_ON_CPU if self.target.kind == "cpu" else _NOT_MODELLED)
+        return self.target.kind != "cuda" or func._schema.name not in _KNOWN_ON_CUDA
+
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+        """Add a block of no likely size."""
+        inputs = [value for value in args if isinstance(value, Tensor)]
+        if func in _MATMULS and outputs[0].dtype is not torch.bfloat16:
+            return
+        if func in _CONVOLUTIONS and inputs[0].dim() <= _DIMS_OF_IMAGES:
+            return
+        most = sum(tensor.nbytes for tensor in (*inputs, *outputs))
+        likely = 0
+        if func is aten.linalg_matrix_exp.default:
+            likely, most = (factor * inputs[0].nbytes for factor in _MATRIX_POWERS)
+        self.add(likely, f"inside {func}", most_bytes=most)
+        what = "neither what it takes inside nor its arithmetic is known"
+        if func in _NOT_MODELLED_ON_CPU and self.target.kind == "cpu":
+            what = "what the CPU's library takes inside is not known"
+        self.recorder.facts.note(f"{func}: {what}")

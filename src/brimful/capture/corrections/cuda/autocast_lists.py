@@ -1,0 +1,104 @@
+"""Autocast on CUDA runs norms, softmax, sums and powers in float32; the CPU's lists leave them in bfloat16."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from brimful.capture.corrections.rule import Rule
+
+_FLOAT32_OPS = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
+    "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
+    "layer_norm", "native_layer_norm", "rms_norm", "group_norm", "cosine_similarity", "nll_loss", "nll_loss2d",
+    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "kl_div", "logsumexp",
+    "binary_cross_entropy_with_logits", "norm.Scalar", "norm.ScalarOpt_dim",
+)  # fmt: skip
+"""Their inputs are cast. Source: torch aten/src/ATen/autocast_mode.h, the fp32 list (checked: 2.13)."""
+
+_FLOAT32_RESULTS = (
+    "softmax.int", "log_softmax.int", "cumsum", "cumprod", "prod", "prod.dim_int", "sum", "sum.dim_IntList",
+    "linalg_vector_norm",
+)  # fmt: skip
+"""They are given dtype=float32 and read their inputs as they are. Source: as above, fp32_set_opt_dtype."""
+
+
+_HALF_TO_FLOAT = {
+    torch.ops.aten.softmax.int: torch.ops.aten._softmax.default,
+    torch.ops.aten.log_softmax.int: torch.ops.aten._log_softmax.default,
+}
+"""Of float16 their kernels give float32 without a copy; bfloat16 is converted first. Source: torch
+aten/src/ATen/native/SoftMax.cpp."""
+
+_NOT_LISTED = ("cross_entropy_loss",)
+"""On the CPU's float32 list but on none of CUDA's: its parts are, so its input is not cast as a whole."""
+
+
+class AutocastLists(Rule):
+    """Register CUDA's float32 list for the CPU's autocast while the capture runs."""
+
+    name = "autocast_lists"
+    source = "torch aten/src/ATen/autocast_mode.h (checked: 2.13)"
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """The kernels are registered while the context is open, and gone after it."""
+        library = torch.library.Library("aten", "IMPL")
+        try:
+            with warnings.catch_warnings():
+                # Some of them are on the CPU's own list and are registered over, which is meant.
+                warnings.filterwarnings("ignore", "Warning only once for all operators")
+                for names, kernel in (
+                    (_FLOAT32_OPS, self._in_float32),
+                    (_FLOAT32_RESULTS, self._to_give_float32),
+                ):
+                    for name in names:
+                        packet, _, overload = name.partition(".")
+                        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+                        library.impl(name, kernel(op), "AutocastCPU", allow_override=True)
+                for name in _NOT_LISTED:
+                    library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+            yield
+        finally:
+            library._destroy()
+
+    def _in_float32(self, op: Any) -> Any:
+        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+                return op(*(self._to_float32(arg) for arg in args), **kwargs)
+
+        return run
+
+    def _to_give_float32(self, op: Any) -> Any:
+        autocast_key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            is_half = isinstance(args[0], Tensor) and args[0].dtype in (torch.float16, torch.bfloat16)
+            is_asked = _asked_dtype(op, args, kwargs)
+            with torch._C._ExcludeDispatchKeyGuard(autocast_key):
+                if is_half and not is_asked and args[0].dtype is torch.float16 and op in _HALF_TO_FLOAT:
+                    return _HALF_TO_FLOAT[op](args[0], args[1], True)
+                if is_half and not is_asked:
+                    kwargs["dtype"] = torch.float32
+                return op(*args, **kwargs)
+
+        return run
+
+    def _to_float32(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+            self.count(value.numel() * 4)
+            return value.float()
+        return value
+
+
+def _asked_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the caller has said which type the result is to have, by keyword or by position."""
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+    return kwargs.get("dtype") is not None or (len(args) > position and args[position] is not None)

@@ -1,0 +1,95 @@
+"""The function mode that calls the functions of rules instead of torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from brimful.capture.corrections.rule import Rule
+
+
+class CorrectedFunctions(TorchFunctionMode):
+    """Calls the functions of the rules instead of torch's, in backward too.
+
+    A function mode is out of force inside `Tensor.backward`; a recomputation there would choose other ops than
+    the forward did. So backward runs under the mode once more.
+    """
+
+    def __init__(self, rules: Iterable[Rule]) -> None:
+        super().__init__()
+        self._stand_ins = {
+            function: stand_in for rule in rules for function, stand_in in rule.functions().items()
+        }
+        self._on_backward: Callable[[bool], None] = lambda _begins: None
+        self._backward_depth = 0
+        """Reentrant checkpointing runs a backward pass inside another."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            return self._backward(*args, **kwargs)
+        if func is torch.autograd.grad:
+            with self._in_backward():
+                return func(*args, **kwargs)
+        stand_in = self._stand_ins.get(func)
+        if stand_in is not None:
+            return stand_in(*args, **kwargs)
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}  # where the fakes are
+        return func(*args, **kwargs)
+
+    @contextmanager
+    def follow_backward(self, call: Callable[[bool], None]) -> Iterator[None]:
+        """Call `call` with True as a backward pass begins and with False as it ends."""
+        before, self._on_backward = self._on_backward, call
+        try:
+            yield
+        finally:
+            self._on_backward = before
+
+    def _backward(
+        self,
+        tensors: Any,
+        gradient: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+        grad_tensors: Any = None,
+        **_unused: Any,
+    ) -> None:
+        roots = tuple(tensors) if isinstance(tensors, (tuple, list)) else (tensors,)
+        given = gradient if gradient is not None else grad_tensors
+        if given is None:
+            with torch.no_grad():
+                given = tuple(torch.ones_like(root) for root in roots)
+        elif isinstance(given, torch.Tensor):
+            given = (given,)
+        wanted = () if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+        with self._in_backward(), self:
+            torch.autograd.graph._engine_run_backward(
+                roots,
+                tuple(given),
+                create_graph if retain_graph is None else retain_graph,
+                create_graph,
+                wanted,
+                allow_unreachable=True,
+                accumulate_grad=True,
+            )
+
+    @contextmanager
+    def _in_backward(self) -> Iterator[None]:
+        if self._backward_depth == 0:
+            self._on_backward(True)
+        self._backward_depth += 1
+        try:
+            yield
+        finally:
+            self._backward_depth -= 1
+            if self._backward_depth == 0:
+                self._on_backward(False)

@@ -1,0 +1,177 @@
+"""The results of ops on fake tensors, cached by the shapes of their arguments.
+
+A step runs the same ops on the same shapes again and again, once for each block of a model. Fake tensors
+have a cache too, but it tells cases apart in greater detail than a capture needs, which takes most of its time.
+
+Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.DisableTorchFunction`,
+`torch._C._DisableTorchDispatch` (checked: torch 2.13; the first two in 2.11 too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from brimful.capture.fakes.wrapper import Wrapper
+
+
+class _Fresh(NamedTuple):
+    """A tensor in a storage of its own."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class CachedResult:
+    """What calls alike return, and their work."""
+
+    __slots__ = ("_device", "_made", "_mode", "work")
+
+    def __init__(self, made: tuple[_Fresh | int | None, ...] | None, like: FakeTensor) -> None:
+        self._made = made  # None: they write to their first argument and return it
+        self._mode = like.fake_mode
+        self._device = like.fake_device
+        self.work: Any = None
+        """`OpWork` of all such calls, once it is computed; None where it is not the same for all."""
+
+
+class OpResult(NamedTuple):
+    """What a call of an op returned."""
+
+    out: Any
+    inputs: list[Tensor] | None
+    """The tensors among its arguments, in order; None where they were not looked for."""
+    cached: CachedResult | None
+    """What calls alike have in common; None where the result is not cached."""
+
+
+class FakeCache:
+    """The results of ops that only make new tensors, and of those that only write over their first argument.
+
+    Within one capture nothing else decides what they return than their arguments: tensors by shape, strides and
+    type, all else by value.
+
+    Args:
+        wrapper: Makes the new tensors.
+    """
+
+    def __init__(self, wrapper: Wrapper | None = None) -> None:
+        self._wrapper = wrapper or Wrapper()
+        self._known: dict[Hashable, CachedResult] = {}
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpResult:
+        """Run an op, or return what calls alike returned.
+
+        Args:
+            func: The op. Its schema says that it neither writes to its arguments nor returns views of them; or
+                that it writes to the first, without changing its shape, and returns it.
+            args: Its arguments, fake tensors among them.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            With new fake tensors, singly or as the op packs them.
+        """
+        fakes: list[Tensor] = []
+        with torch._C.DisableTorchFunction():  # modes need not see that tensors are asked for their shape
+            key = _key_of_call(func, args, kwargs, fakes)
+            known = None if key is None else self._known.get(key)
+            if known is not None:
+                return OpResult(args[0] if known._made is None else self._remade(func, known), fakes, known)
+        out = func(*args, **kwargs)
+        if key is None:
+            return OpResult(out, None, None)
+        with torch._C.DisableTorchFunction():
+            return OpResult(out, fakes, self._store(key, args, fakes, out))
+
+    def _store(
+        self, key: Hashable, args: tuple[Any, ...], fakes: list[Tensor], out: Any
+    ) -> CachedResult | None:
+        if type(out) is FakeTensor and out is args[0]:
+            self._known[key] = cached = CachedResult(None, out)
+            return cached
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        tensors = [each for each in outputs if isinstance(each, Tensor)]
+        if not tensors or not all(map(_is_fresh, outputs)) or not _lie_apart((*fakes, *tensors), len(tensors)):
+            return None
+        made = tuple(
+            _Fresh(each.shape, each.stride(), each.dtype) if isinstance(each, Tensor) else each
+            for each in outputs
+        )
+        self._known[key] = cached = CachedResult(made, tensors[0])  # type: ignore[arg-type]
+        return cached
+
+    def _remade(self, func: Any, known: CachedResult) -> Any:
+        assert known._made is not None
+        made = [self._empty(each, known) if isinstance(each, _Fresh) else each for each in known._made]
+        returns = func._schema.returns
+        if len(returns) == 1:
+            return made if isinstance(returns[0].type, torch.ListType) else made[0]
+        return tuple(made)
+
+    def _empty(self, fresh: _Fresh, known: CachedResult) -> FakeTensor:
+        with torch._C._DisableTorchDispatch():  # no mode need see it
+            meta = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype, device="meta")
+        return self._wrapper.fake(known._mode, meta, known._device)
+
+
+class _NotCachedError(Exception):
+    """An argument decides in a way that is not looked at."""
+
+
+def _key_of_call(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Tensor]
+) -> Hashable | None:
+    """What decides the result of a call; None if something else does. Leaves its tensors in `fakes`."""
+    try:
+        key = (func, _key(args, fakes), _key(tuple(kwargs.items()), fakes))
+    except _NotCachedError:
+        return None
+    if fakes:
+        return key
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    is_typed = mode is not None and kwargs.get("dtype") is not None  # else torch's default type decides
+    return (*key, id(mode)) if is_typed else None
+
+
+def _key(value: Any, fakes: list[Tensor]) -> Hashable:
+    """An argument as far as it decides what is returned; leaves its tensors in `fakes`."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None or value.layout is not torch.strided:
+            raise _NotCachedError
+        fakes.append(value)
+        return value.shape, value.stride(), value.dtype
+    if kind is tuple or kind is list:
+        return tuple([_key(item, fakes) for item in value])
+    if isinstance(value, (Tensor, torch.Generator)):
+        raise _NotCachedError
+    return kind, value  # 1, 1.0 and True are equal
+
+
+def _is_fresh(result: Any) -> bool:
+    """Whether a result is nothing, an integer, or a tensor that fills a storage."""
+    if result is None or type(result) is int:
+        return True
+    if type(result) is not FakeTensor or result.constant is not None or result.layout is not torch.strided:
+        return False
+    return result.storage_offset() == 0 and result.untyped_storage().nbytes() == spanned_bytes(result)
+
+
+def spanned_bytes(tensor: Tensor) -> int:
+    """Bytes from the first element of a tensor to its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def _lie_apart(tensors: Sequence[Tensor], count: int) -> bool:
+    """Whether the last tensors share their storages with no other."""
+    addresses = [tensor.untyped_storage()._cdata for tensor in tensors]
+    last = set(addresses[-count:])
+    return len(last) == count and not last & set(addresses[:-count])

@@ -1,0 +1,250 @@
+"""A job's model on fake tensors: its structure without its weights.
+
+Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._foreach_utils` (checked: 2.13).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
+from torch.utils import _foreach_utils
+
+from brimful.capture.fakes.cache import spanned_bytes
+from brimful.capture.replaced import replaced
+from brimful.capture.values.known import KnownValues
+from brimful.errors import CaptureError, UsageError
+from brimful.job import Job
+from brimful.trace import Guess
+
+
+def fake_model(job: Job) -> nn.Module:
+    """The job's model with parameters that have shapes and no values; raises as `build_fake_model` does."""
+    return build_fake_model(job, FakeTensorMode(allow_non_fake_inputs=True), KnownValues(Guess.EXPECTED))
+
+
+def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.Module:
+    """The job's model with fake CPU parameters and buffers of the same shapes and types.
+
+    A model that is given as a module is copied, sharing nothing that training changes. One that is given as a
+    function is built for real, each parameter moved to `meta` as it registers, so that constructors may compute
+    while no memory is taken for weights.
+
+    Args:
+        job: Its `model` is a module or builds one.
+        mode: The fake mode the tensors will belong to.
+        known: Keeps the values of the buffers.
+
+    Returns:
+        The model in training mode.
+
+    Raises:
+        UsageError: `job.model` is or returns something else.
+        CaptureError: The model cannot be built without its weights.
+    """
+    if isinstance(job.model, nn.Module):
+        fakes = {id(tensor): to_fake(tensor, mode) for tensor in _tensors(job.model)}
+        for tensor in job.model.buffers():
+            known.remember(fakes[id(tensor)], tensor)
+        model = copy.deepcopy(job.model, fakes)
+        for original, copied in zip(job.model.modules(), model.modules(), strict=True):
+            if original._compiled_call_impl is not None:  # a copy forgets it; here it only is noted
+                copied.compile(backend="eager")
+        return model.train()
+    try:
+        with _parameters_on_meta():
+            model = job.model()
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        raise CaptureError(
+            f"the model of {job.name!r} reads its weights while it is built, and there are none to read: "
+            f"{error}. Build it yourself and give the module instead of the function."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    _replace_tensors(model, mode, known)
+    return model.train()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not _is_lazy(param) and param.device.type != "meta":
+            light = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            light.__dict__.update(param.__dict__)
+            module._parameters[name] = light
+
+    with (
+        replaced(nn.Module, "register_parameter", register_on_meta),
+        replaced(nn.Module, "to", _without_device(nn.Module.to)),
+        replaced(nn.Module, "cuda", lambda module, *_device, **_named: module),
+    ):
+        yield
+
+
+def _without_device(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`Module.to` without the device, which need not be there."""
+
+    def moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        _device, dtype, _non_blocking, memory_format = torch._C._nn._parse_to(*args, **options)
+        return to(module, dtype=dtype, memory_format=memory_format)
+
+    return moved
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    return isinstance(tensor, UninitializedTensorMixin)
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _replace_tensors(model: nn.Module, mode: FakeTensorMode, known: KnownValues) -> None:
+    """Put fakes in the place of all parameters and buffers; what was shared stays shared."""
+    fakes: dict[int, Any] = {}
+    for module in list(model.modules()):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                if id(tensor) not in fakes:
+                    fakes[id(tensor)] = to_fake(tensor, mode)
+                    known.remember(fakes[id(tensor)], tensor)
+                # By setattr, not through `_parameters`: an RNN keeps a second list of its weights.
+                setattr(module, name, fakes[id(tensor)])
+
+
+@contextmanager
+def _fakes_in_lists() -> Iterator[None]:
+    """Let torch's choice of foreach kernels take fake tensors for the plain ones they stand for."""
+    lists: list[list[Any]] = [
+        _foreach_utils._foreach_supported_types,
+        optimizer_module._foreach_supported_types,
+    ]
+    for supported in lists:
+        supported.append(FakeTensor)
+    try:
+        yield
+    finally:
+        for supported in lists:
+            supported.remove(FakeTensor)
+
+
+@contextmanager
+def fakes_behave() -> Iterator[None]:
+    """Let fake tensors pass for the real ones they stand for, where torch treats them otherwise."""
+    with _fakes_in_lists(), _fakes_converted_in_place(), _fakes_in_text():
+        yield
+
+
+@contextmanager
+def no_gradient_overflows() -> Iterator[None]:
+    """Let a loss scaler step its optimizer without looking for an overflow, which fakes cannot tell of.
+
+    Source: torch/amp/grad_scaler.py, GradScaler._maybe_opt_step (checked: 2.13).
+    """
+
+    def step(_scaler: GradScaler, optimizer: Optimizer, _state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    with replaced(GradScaler, "_maybe_opt_step", step):
+        yield
+
+
+@contextmanager
+def _fakes_in_text() -> Iterator[None]:
+    """Let a fake number be formatted as a number: some models name their parts so."""
+    plain = Tensor.__format__
+
+    def as_number(tensor: Tensor, spec: str) -> str:
+        return format(tensor.item(), spec) if tensor.dim() == 0 else plain(tensor, spec)
+
+    with replaced(Tensor, "__format__", as_number):
+        yield
+
+
+@contextmanager
+def _fakes_converted_in_place() -> Iterator[None]:
+    """Let `module.to(dtype)` change fake parameters as it changes real ones, by setting their data.
+
+    Torch swaps fakes instead, which it cannot do once anything refers to them weakly, as the recorder does.
+
+    Source: torch/nn/modules/module.py, Module._apply (checked: 2.13).
+    """
+    apply = nn.Module._apply
+
+    def apply_to_fakes(
+        module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> nn.Module:
+        if not any(isinstance(tensor, FakeTensor) for tensor in _tensors(module)):
+            return apply(module, convert, recurse)
+        for part in module.modules() if recurse else (module,):
+            for parameter in part._parameters.values():
+                for tensor in (parameter, None if parameter is None else parameter.grad):
+                    if tensor is not None:
+                        with torch.no_grad():
+                            tensor.data = convert(tensor)
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else convert(buffer)
+        return module
+
+    with replaced(nn.Module, "_apply", apply_to_fakes):
+        yield
+
+
+@contextmanager
+def fakes_can_be_copied() -> Iterator[None]:
+    """Let `copy.deepcopy`, which averages of weights use, clone fake tensors; torch reads their memory."""
+
+    def copied(fake: FakeTensor, memo: dict[int, Any]) -> Tensor:
+        if id(fake) not in memo:
+            clone = fake.detach().clone().requires_grad_(fake.requires_grad)
+            if isinstance(fake, nn.Parameter):
+                clone._is_param = True  # what makes a fake one an nn.Parameter
+            memo[id(fake)] = clone
+        copy: Tensor = memo[id(fake)]
+        return copy
+
+    with replaced(FakeTensor, "__deepcopy__", copied):
+        yield
+
+
+def to_fake(tensor: Tensor, mode: FakeTensorMode, *, parts: int = 1) -> Tensor:
+    """A fake CPU tensor or parameter of the same shape, layout and type.
+
+    Args:
+        tensor: On any device, `meta` too.
+        mode: The fake mode it will belong to.
+        parts: How many such tensors its storage holds; it is the first of them.
+
+    Returns:
+        A tensor without memory, which requires a gradient if `tensor` does.
+
+    Raises:
+        CaptureError: `tensor` has no shape yet.
+    """
+    if _is_lazy(tensor):
+        raise CaptureError("a lazy parameter has no shape yet. Run one forward pass first, or give the sizes.")
+    with mode:
+        if parts == 1:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        else:
+            numel = parts * spanned_bytes(tensor) // tensor.element_size()
+            whole = torch.empty(numel, dtype=tensor.dtype, device="cpu")
+            fake = whole.as_strided(tensor.size(), tensor.stride())
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake.requires_grad_(tensor.requires_grad)

@@ -1,0 +1,67 @@
+"""Lines of the user's code, or of a library's, as people name them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGE = Path(__file__).parents[2]
+_OWN_FOLDER, _OWN_MODELS = f"{_PACKAGE}/", f"{_PACKAGE / 'models'}/"
+_CAPTURE_FILE = str(_PACKAGE / "capture" / "step.py")
+"""Where capturing begins: what called it is no part of the step."""
+_TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
+_PYTHON_FOLDER = f"{Path(contextlib.__file__).parent}/"
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+
+
+def calling_line() -> str:
+    """The innermost calling line of the user's or a library's code, as "file.py:12"; "" if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _CAPTURE_FILE:
+        name = _shown_file(frame.f_code.co_filename)
+        if name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def defining_line(function: Any) -> str:
+    """Where a function of the user's or a library's is defined, as "file.py:12"; "" for another's."""
+    code: Any = getattr(function, "__code__", None)
+    name = "" if code is None else _shown_file(code.co_filename)
+    return f"{name}:{code.co_firstlineno}" if name else ""
+
+
+def is_users_own(file: str) -> bool:
+    """Whether a source file is the user's: not of torch, Python, brimful or a package that is installed."""
+    return bool(_shown_file(file)) and not any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
+
+
+def raising_line(error: BaseException) -> str:
+    """The innermost such line that an error came through, as "file.py:12"; "" if there is none."""
+    found, traceback = "", error.__traceback__
+    while traceback is not None:
+        name = _shown_file(traceback.tb_frame.f_code.co_filename)
+        if name:
+            found = f"{name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return found
+
+
+@cache
+def _shown_file(file: str) -> str:
+    """A source file as people name it; "" for torch, Python and brimful but for the models it brings."""
+    is_own = file.startswith(_OWN_FOLDER) and not file.startswith(_OWN_MODELS)
+    is_package = any(f"/{name}/" in file for name in _PACKAGE_FOLDERS)
+    if is_own or file.startswith(("<", _TORCH_FOLDER)) or (file.startswith(_PYTHON_FOLDER) and not is_package):
+        return ""
+    path, here = Path(file), Path.cwd()
+    for folder in map(Path, sys.path):
+        if folder.name in _PACKAGE_FOLDERS and path.is_relative_to(folder):
+            return str(path.relative_to(folder))
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

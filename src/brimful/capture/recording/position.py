@@ -1,0 +1,53 @@
+"""The part of a training step that the next op belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from brimful.trace import Phase
+
+
+class StepPosition:
+    """Phase, step and micro-batch of the next op, and whether the host runs it.
+
+    Args:
+        host_is_device: Whether the host's memory is the device's, as on a CPU.
+    """
+
+    def __init__(self, *, host_is_device: bool = False) -> None:
+        self.host_is_device = host_is_device
+        self.phase = Phase.SETUP
+        self.step = 0
+        self.micro_batch = 0
+        self.is_on_host = False
+        """Whether the host runs the ops, where the device is another."""
+        self._is_updating = False
+
+    def enter(self, phase: Phase, micro_batch: int, step: int | None = None) -> None:
+        """Begin a phase; without `step`, of the same step."""
+        self.phase, self.micro_batch = phase, micro_batch
+        self.step = self.step if step is None else step
+
+    @property
+    def is_in_optimizer(self) -> bool:
+        """Whether the optimizer runs, which makes its state in setup."""
+        return self._is_updating or self.phase is Phase.OPTIMIZER or self.phase is Phase.SETUP
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The optimizer runs while the context is open, in backward too."""
+        self._is_updating = True
+        try:
+            yield
+        finally:
+            self._is_updating = False
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """The host runs the ops while the context is open, and their results are in its memory."""
+        before, self.is_on_host = self.is_on_host, not self.host_is_device
+        try:
+            yield
+        finally:
+            self.is_on_host = before

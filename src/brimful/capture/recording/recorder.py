@@ -1,0 +1,173 @@
+"""The dispatch mode of a capture: sees each op below autograd, runs it on fake tensors and records it.
+
+Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autograd_node`,
+`torch._C.DisableTorchFunction`, `torch.utils._pytree` (checked: torch 2.13, 2.11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from brimful.batches import own_part, tensors_in
+from brimful.capture.corrections.rule import Rule
+from brimful.capture.fakes.cache import OpResult
+from brimful.capture.fakes.outside import OutsideTensors, is_real
+from brimful.capture.recording.facts import StepFacts
+from brimful.capture.recording.ledger import StorageLedger
+from brimful.capture.recording.lines import calling_line
+from brimful.capture.recording.modules import ModuleCalls
+from brimful.capture.recording.op_info import OpInfo, describe_op
+from brimful.capture.recording.op_log import OpLog
+from brimful.capture.recording.position import StepPosition
+from brimful.capture.recording.runner import FakeRunner
+from brimful.capture.recording.value_reader import ValueReader
+from brimful.capture.recording.work import depends_on_shape_alone, work_of
+from brimful.capture.values.known import KnownValues, is_followed
+from brimful.trace import Category, Op, Phase
+
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+class Recorder(TorchDispatchMode):
+    """Records ops, blocks of memory and what is uncertain of them while it is entered.
+
+    Args:
+        modules: Finds the module that an op belongs to.
+        known: The values of some tensors.
+        rules: Corrections that watch ops.
+        outside: Has fakes for real tensors that ops read beside the model; None leaves those as they are.
+        host_is_device: Whether copies on the host are in the device's memory, as on a CPU.
+    """
+
+    def __init__(
+        self,
+        modules: ModuleCalls,
+        known: KnownValues,
+        rules: Iterable[Rule] = (),
+        *,
+        outside: OutsideTensors | None = None,
+        host_is_device: bool = False,
+    ) -> None:
+        super().__init__()
+        self.host_is_device = host_is_device
+        self.facts = StepFacts()
+        self.position = StepPosition(host_is_device=host_is_device)
+        self.values = ValueReader(known, modules, self.position, self.facts)
+        self._log = OpLog(modules, self.position)
+        self.ledger = StorageLedger(self._log.ops, self.facts)
+        self._runner = FakeRunner(self.values)
+        self._outside = outside
+        self._rules = tuple(rules)
+        self._infos: dict[Any, OpInfo] = {}
+        self._is_paused = False
+
+    @property
+    def ops(self) -> list[Op]:
+        """The ops recorded so far."""
+        return self._log.ops
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is recorded while the context is open: what runs is not part of the step."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def mark(self, tensors: Iterable[Tensor], category: Category, labels: Iterable[str] = ()) -> None:
+        """Set what tensors hold, and their names; those that are not tracked yet are allocated now."""
+        names = iter(labels)
+        for tensor in tensors:
+            name, own = next(names, None), own_part(tensor)
+            own = own if self._outside is None else self._outside.known_stand_in(own)
+            self.ledger.mark(own, category, name)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not wrap every call to keep its compiler out."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
+        if DTensor in types:
+            return NotImplemented  # it calls its ops on this rank's parts, which come here again
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = describe_op(func, self._rules)
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # asked often; through the fake mode the answer takes 30 times as long
+        if info.is_metadata:
+            return func(*args, **kwargs)
+        if self._outside is not None and self._outside.are_read_by(func, args, kwargs):
+            args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
+        in_backward = self.position.phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None
+        for before_op in info.before:
+            before_op(func, args, in_backward=in_backward)
+        result = self._runner.run(info, func, args, kwargs)
+        with torch._C.DisableTorchFunction():  # modes need not see what is asked of tensors here
+            self._record(info, func, args, kwargs, result)
+        return result.out
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """The fake in the place of a real tensor; one from outside of the model is there from the start."""
+        if self._outside is None or not is_real(tensor) or self.ledger.index_of(tensor) is not None:
+            return tensor
+        fake, is_new = self._outside.stand_in(tensor)
+        if is_new and (self.host_is_device or tensor.dim() or tensor.device.type != "cpu"):
+            shape = "×".join(map(str, tensor.shape)) or "1"
+            line = calling_line()
+            label = f"{shape} {str(tensor.dtype).removeprefix('torch.')}" + (f" read in {line}" if line else "")
+            self.mark([fake], Category.OTHER_TENSORS, [label])
+        return fake
+
+    def _record(
+        self, info: OpInfo, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: OpResult
+    ) -> None:
+        """Record an op that was run, what it made, and what rules know of it."""
+        out, found, cached = result
+        inputs = list(tensors_in((args, kwargs))) if found is None else found
+        outputs = list(tensors_in(out))
+        for after_op in info.after:
+            after_op(func, args, kwargs, outputs)
+        work = None if cached is None else cached.work
+        may_be_known = work.may_be_known if work else all(map(is_followed, outputs))
+        if info.writes or info.chooses or may_be_known or self.values.known.has_choices:
+            self.values.follow(info, func, args, kwargs, inputs, outputs)
+        if info.has_no_cost:
+            return
+        if work is None:
+            work = work_of(info, func, args, kwargs, out, inputs, outputs)
+            if cached is not None and all(map(depends_on_shape_alone, inputs)):
+                cached.work = work
+        made_ops_ago = self._made_ops_ago(args[0]) if info.is_in_place else 0
+        op = self._log.add(info, work, made_ops_ago)
+        if not self.position.is_on_host and (self.host_is_device or not info.is_copy_to_host):
+            for tensor in outputs:
+                self.ledger.track(tensor, info.name, op)
+        self.ledger.record_temporaries()
+
+    def _made_ops_ago(self, tensor: object) -> int:
+        """How many ops before the one to be recorded a tensor's memory was made; 0 if not by one."""
+        if (
+            self.position.is_in_optimizer
+            or not isinstance(tensor, Tensor)
+            or tensor.layout is not torch.strided
+        ):
+            return 0
+        index = self.ledger.index_of(tensor)
+        maker = None if index is None else self.ledger.blocks[index].op
+        return 0 if maker is None else len(self.ops) - maker

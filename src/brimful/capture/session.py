@@ -1,0 +1,222 @@
+"""One capture: a model and a batch on fake tensors, the contexts in which steps run, and their trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from brimful.batches import layout_of
+from brimful.capture.captured_step import CapturedStep, StepObservers, captured_micro_batches
+from brimful.capture.compiled import CompiledCode
+from brimful.capture.corrections import CorrectedFunctions, Rule
+from brimful.capture.coupling import Coupling
+from brimful.capture.fakes.batch import make_fake_batch
+from brimful.capture.fakes.model import (
+    build_fake_model,
+    fakes_behave,
+    fakes_can_be_copied,
+    no_gradient_overflows,
+)
+from brimful.capture.fakes.outside import OutsideTensors
+from brimful.capture.libraries import answers_of_a_real_step, nothing_is_saved
+from brimful.capture.loop import run_loop
+from brimful.capture.marks import input_mover
+from brimful.capture.recording.blocks import to_events, to_storages
+from brimful.capture.recording.modules import ModuleCalls
+from brimful.capture.recording.recorder import Recorder
+from brimful.capture.sharding import fake_ranks, sharding_recorded
+from brimful.capture.values.known import KnownValues
+from brimful.devices import Device
+from brimful.distributed.fsdp import Sharded
+from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
+from brimful.execution.precision import autocast
+from brimful.job import Batch, Job
+from brimful.settings import Settings
+from brimful.trace import Guess, Phase, Trace
+from brimful.transforms import apply_units
+
+_ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
+
+
+class CaptureSession:
+    """Builds the model and the batch on fake tensors when it is made; `run` runs steps.
+
+    Args:
+        job: What is trained.
+        settings: How.
+        device: The device whose decisions are followed.
+        rules: The corrections for it.
+        guess: What is assumed of values that decide sizes and are not known.
+        compiled: Notes code for `torch.compile`; in force.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        settings: Settings,
+        device: Device,
+        rules: list[Rule],
+        guess: Guess,
+        compiled: CompiledCode,
+    ) -> None:
+        self._job, self._settings, self._device, self._rules = job, settings, device, rules
+        self._mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known = known = KnownValues(guess)
+        is_cpu = device.kind == "cpu"
+        self._batch = make_fake_batch(job, settings, mode, known, host_is_device=is_cpu)
+        self._model = build_fake_model(job, mode, known)
+        self._modules = ModuleCalls(self._model)
+        self._outside = OutsideTensors(mode, known)
+        self._observers = StepObservers(
+            recorder=Recorder(self._modules, known, rules, outside=self._outside, host_is_device=is_cpu),
+            compiled=compiled,
+            coupling=Coupling(self._model, self._outside),
+        )
+        self._captured: CapturedStep | None = None
+        """Kept until the trace is made: what it holds is not freed by a step."""
+
+    def run(
+        self, steps: int, *, evaluates: bool, written_inputs: frozenset[str]
+    ) -> tuple[Trace, frozenset[str]]:
+        """Run steps and record them.
+
+        Args:
+            steps: Optimizer steps to run.
+            evaluates: Run the loss once more afterwards, in evaluation mode.
+            written_inputs: Tensors of the batch that the loss is known to write to in place.
+
+        Returns:
+            The trace, and those tensors with the ones that were found.
+        """
+        observers, settings = self._observers, self._settings
+        micro_batches, written = captured_micro_batches(settings), written_inputs
+        with self._patched() as sharded:
+            applied = apply_units(self._model, settings)
+            with self._recording() as functions:
+                if self._job.loop is not None:
+                    steps, micro_batches = run_loop(
+                        self._job,
+                        self._model,
+                        self._batch,
+                        observers,
+                        functions,
+                        steps=steps,
+                        begin_step=self._begin_step,
+                    )
+                    settings = replace(settings, gradient_accumulation_steps=micro_batches)
+                else:
+                    written = self._run_steps(steps, sharded, written_inputs)
+                    if evaluates:
+                        observers.recorder.position.enter(Phase.EVALUATION, 0, steps)
+                        _evaluate(self._job, settings, self._model, self._batch, observers.recorder)
+        trace = self._trace(settings, steps, micro_batches)
+        applied.remove()
+        return trace, written
+
+    @contextmanager
+    def _patched(self) -> Iterator[Sharded | None]:
+        """Torch and libraries treat fakes as a real step does; yields the model as FSDP2 divides it, if so."""
+        recorder, settings = self._observers.recorder, self._settings
+        with ExitStack() as stack:
+            for rule in self._rules:
+                rule.recorder = recorder
+                stack.enter_context(rule.context())
+            stack.enter_context(answers_of_a_real_step())
+            stack.enter_context(nothing_is_saved())
+            stack.enter_context(fakes_behave())
+            stack.enter_context(no_gradient_overflows())
+            stack.enter_context(fakes_can_be_copied())
+            sharded = None
+            if settings.divides_model:
+                mesh = stack.enter_context(fake_ranks(settings))
+                stack.enter_context(sharding_recorded(recorder, settings))
+                with self._mode:
+                    sharded = Sharded(self._model, mesh, settings)
+            yield sharded
+
+    @contextmanager
+    def _recording(self) -> Iterator[CorrectedFunctions]:
+        """The modes of a capture are in force."""
+        functions = CorrectedFunctions(self._rules)
+        with (
+            self._modules.follow(),
+            self._outside.left_alone(self._model),
+            self._mode,
+            functions,
+            self._observers.recorder,
+        ):
+            yield functions
+
+    def _run_steps(self, steps: int, sharded: Sharded | None, written_inputs: frozenset[str]) -> frozenset[str]:
+        """Run brimful's own step; the tensors of the batch that the loss wrote to."""
+        move = input_mover(self._observers.recorder)
+        move.written = written_inputs
+        self._captured = CapturedStep(
+            self._job, self._settings, self._model, self._batch, self._observers, move, sharded
+        )
+        for step in range(steps):
+            self._begin_step()
+            self._captured.run(step)
+        return move.written
+
+    def _begin_step(self) -> None:
+        for rule in self._rules:
+            rule.begin_step()
+
+    def _trace(self, settings: Settings, steps: int, micro_batches: int) -> Trace:
+        recorder, coupling = self._observers.recorder, self._observers.coupling
+        facts, ledger, parameters = recorder.facts, recorder.ledger, list(self._model.parameters())
+        return Trace(
+            job=self._job.name,
+            settings=settings,
+            device_kind=self._device.kind,
+            torch_version=torch.__version__,
+            captured_steps=steps,
+            captured_micro_batches=micro_batches,
+            ops=tuple(recorder.ops),
+            storages=to_storages(ledger.blocks, ledger.events, recorder.ops),
+            events=to_events(ledger.blocks, ledger.events),
+            module_classes=self._modules.classes,
+            corrections=tuple(rule.record() for rule in self._rules),
+            uncertain_ops=(*facts.uncertain, *([_ASSUMED] if self._known.has_assumed else [])),
+            compiled_lines=self._observers.compiled.lines,
+            batch_coupled_modules=(*coupling.batch_norms(), *coupling.stateful()),
+            stateful_modules=coupling.stateful(),
+            is_own_loop=self._job.loop is not None,
+            sizes_are_guessed=facts.sizes_are_guessed,
+            guess=self._known.guess,
+            sizes_depend_on_values=facts.sizes_depend_on_values,
+            parameter_count=sum(p.numel() for p in parameters),
+            trainable_parameter_count=sum(p.numel() for p in parameters if p.requires_grad),
+            couples_samples=self._job.embed is not None and self._job.loop is None,
+            global_batch=facts.global_batch,
+            host_state_bytes=facts.host_state_bytes,
+            host_staging_bytes=0 if recorder.host_is_device else facts.host_staging_bytes,
+        )
+
+
+def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
+    """One micro-batch as validation runs it; all of the global batch where the loss couples them."""
+    loss, move = loss_of(job), input_mover(recorder, repeats=True)
+    model.eval()
+    with torch.no_grad(), autocast(model, settings.precision):
+        if isinstance(loss, CoupledLoss):
+            embed = partial(loss.embed, model)
+            steps = settings.gradient_accumulation_steps
+            gathered = gather_embeddings(
+                embed,
+                [batch] * min(steps, 2),
+                move,
+                count=layout_of(job, whole=settings.micro_batch_size).count,
+                last_repeats=max(steps - 1, 1),
+            )
+            loss.of_embeddings(gathered)
+        else:
+            loss(model, move(batch))
+    model.train()
