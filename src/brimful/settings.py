@@ -9,7 +9,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any, TypeVar
 
-from brimful.codec import ALWAYS_WRITTEN, PositiveInt, from_builtins, unknown_field
+from brimful.codec import ALWAYS_WRITTEN, JsonForm, PositiveInt, from_builtins, json_form, unknown_field
 from brimful.errors import UsageError
 
 
@@ -554,3 +554,6 @@ def settings_from_json(document: Any, *, where: str = "the settings") -> Setting
         FileFormatError: A field is unknown, missing, of another type or out of range.
     """
     return from_builtins(settings_fields(document, where=where), Settings, where=where)
+
+
+json_form(JsonForm(write=settings_to_json, rename=settings_fields))(Settings)

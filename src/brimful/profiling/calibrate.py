@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -28,8 +28,10 @@ from brimful.codec import (
     PositiveFloat,
     PositiveInt,
     from_builtins,
+    from_json_document,
     parse_json,
     read_regular_file,
+    to_json_document,
 )
 from brimful.devices import MEASURED_BUSY, Device, Dispatch, RateCurve, find_device
 from brimful.errors import FileFormatError
@@ -437,7 +439,7 @@ def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, R
         entries = from_builtins(document.get(section), dict[str, Any], where=f"{where}: field `{section}`")
         for key, values in entries.items():
             try:
-                kept[key] = from_builtins(values, record, where=f"{where}: {key[:_MOST_SHOWN]!r}")
+                kept[key] = from_json_document(values, record, where=f"{where}: {key[:_MOST_SHOWN]!r}")
             except FileFormatError as error:
                 damage.append(error)
     except FileFormatError as error:
@@ -456,7 +458,10 @@ def write_kept(file_name: str, section: str, kept: Mapping[str, DataclassInstanc
         kept: All records to be kept.
         what: Names them in the warning.
     """
-    document = {"version": CACHE_VERSION, section: {key: asdict(record) for key, record in kept.items()}}
+    document = {
+        "version": CACHE_VERSION,
+        section: {key: to_json_document(record) for key, record in kept.items()},
+    }
     try:
         path = cache_directory() / file_name
         path.parent.mkdir(parents=True, exist_ok=True)
