@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
+from brimful.decode_errors import one_line, readable, without_capital
 from brimful.errors import FileFormatError
 from brimful.quantities import MIB, format_bytes
 
@@ -49,9 +49,6 @@ DOCUMENT_BYTES = 64 * MIB
 
 _LARGEST = 2**62
 """Beyond every size and count; sums of a few still fit the 64 bits of other readers. A choice."""
-
-_MOST_SHOWN = 300
-"""Characters of a file's content that an error shows. A choice."""
 
 PositiveInt = Annotated[int, Meta(ge=1, le=_LARGEST)]
 NonNegativeInt = Annotated[int, Meta(ge=0, le=_LARGEST)]
@@ -199,7 +196,7 @@ def fields_of_version(document: Any, key: str, version: int, *, what: str, where
     found = document[key]
     if type(found) is not int or found != version:
         is_shown = isinstance(found, str | float) or (isinstance(found, int) and abs(found) < _LARGEST)
-        written = _one_line(repr(found)) if is_shown else type(found).__name__
+        written = one_line(repr(found)) if is_shown else type(found).__name__
         raise FileFormatError(
             f"{where}: field `{key}`: this is version {written}; this brimful reads version {version}."
         )
@@ -218,8 +215,8 @@ class JsonForm:
     """Fields that are not written."""
     write: Callable[[Any], Any] | None = None
     """Writes the record instead."""
-    rename: Callable[..., Any] | None = None
-    """Called with an object and `where`; gives its keys the names of the fields."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """By field: its key, where that is not its name."""
 
 
 _FORMS: dict[type, JsonForm] = {}
@@ -274,7 +271,9 @@ def _record_to_builtins(record: Any) -> Any:
         return form.write(record)
     names = dict.fromkeys([*form.order, *(each.name for each in fields(record)), *form.derived])
     return {
-        name: to_builtins(form.derived[name](record) if name in form.derived else getattr(record, name))
+        form.keys.get(name, name): to_builtins(
+            form.derived[name](record) if name in form.derived else getattr(record, name)
+        )
         for name in names
         if name not in form.omitted
     }
@@ -298,7 +297,7 @@ def from_json_document(document: Any, record: type[T], *, where: str) -> T:
 
 
 def _in_fields(value: Any, hint: Any, where: str, path: str = "") -> Any:
-    """A part of a document, its keys the names of fields, its numbers floats; what does not match stays."""
+    """A part of a document by the names of fields, its numbers floats; what does not match stays."""
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Annotated:
         if _UNBOUNDED in hint.__metadata__:
@@ -309,17 +308,18 @@ def _in_fields(value: Any, hint: Any, where: str, path: str = "") -> Any:
             value = _in_fields(value, each, where, path)
     elif isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
         form, hints = _FORMS.get(kind, _PLAIN_FORM), _hints(kind)
-        if form.rename is not None:
-            value = form.rename(value, where=f"{where}: field `{path}`" if path else where)
+        if wrong := value.keys() & form.keys.keys():
+            raise unknown_field(f"{path}{min(wrong)}", where=where)
+        names: dict[Any, Any] = {key: name for name, key in form.keys.items()}
         return {
-            name: _in_fields(each, hints.get(name), where, f"{path}.{name}" if path else str(name))
-            for name, each in value.items()
-            if name not in form.derived
+            (name := names.get(key, key)): _in_fields(each, hints.get(name), where, f"{path}{key}.")
+            for key, each in value.items()
+            if key not in form.derived
         }
     elif isinstance(value, dict) and kind in _MAPPINGS:
         return {key: _in_fields(each, arguments[1], where, path) for key, each in value.items()}
     elif isinstance(value, list | tuple) and arguments[1:] in ((), (Ellipsis,)) and arguments:
-        return [_in_fields(each, arguments[0], where, f"{path}[{at}]") for at, each in enumerate(value)]
+        return [_in_fields(each, arguments[0], where, f"{path[:-1]}[{at}].") for at, each in enumerate(value)]
     return value
 
 
@@ -343,21 +343,21 @@ def _errors_naming(where: str, kind: Any, path: str = "") -> Iterator[None]:
     except RecursionError as error:
         raise FileFormatError(f"{where} is nested too deeply.") from error
     except msgspec.ValidationError as error:
-        raise FileFormatError(f"{where}: {_readable(str(error), kind, path)}.") from error
+        raise FileFormatError(f"{where}: {readable(str(error), kind, path)}.") from error
     except (msgspec.DecodeError, UnicodeError) as error:
-        reason = _one_line(_without_capital(str(error)))
+        reason = one_line(without_capital(str(error)))
         raise FileFormatError(f"{where} is not valid JSON: {reason}.") from error
 
 
 def unknown_field(name: str, *, where: str) -> FileFormatError:
     """The error for a field that a record does not have."""
     reason = "unknown; written by another version, or misspelled"
-    return FileFormatError(f"{where}: field `{_one_line(name)}`: {reason}.")
+    return FileFormatError(f"{where}: field `{one_line(name)}`: {reason}.")
 
 
 def missing_field(name: str, *, where: str) -> FileFormatError:
     """The error for a field that every file has, and this one has not."""
-    return FileFormatError(f"{where}: missing field `{_one_line(name)}`.")
+    return FileFormatError(f"{where}: missing field `{one_line(name)}`.")
 
 
 class _Misfit(NamedTuple):
@@ -399,58 +399,3 @@ def _fields_by_name(made: Any) -> dict[str, Any] | None:
     if isinstance(made, msgspec.Struct):
         return {name: getattr(made, name) for name in made.__struct_fields__}
     return {str(name): value for name, value in made.items()} if isinstance(made, dict) else None
-
-
-def _readable(message: str, kind: Any, path: str) -> str:
-    """msgspec's message, the field first: "field `units[0].fqn`: expected `str`, got `int`"."""
-    reason, _, inner = message.partition(" - at `$")
-    inner = inner.rstrip("`")
-    reason = re.sub(r"Object missing required field `(\w+)`", r"Missing field `\1`", reason)
-    said = _one_line(_without_capital(reason))
-    if reason.startswith("Invalid enum value") and (choices := _choices(kind, inner)):
-        said += f"; expected {' or '.join(choices)}"
-    field = f"{path}{inner}".removeprefix(".")
-    return f"field `{_one_line(field)}`: {said}" if field else said
-
-
-def _choices(kind: Any, path: str) -> list[str]:
-    """What an enumeration may be that is at a path, such as `.units[0].action`, of a type."""
-    nodes: list[Any] = [msgspec.inspect.type_info(kind)]
-    for name in re.findall(r"\w+|\.\.\.", path):
-        nodes = [inside for node in _alternatives(nodes) for inside in _inside(node, name)]
-    values: list[Any] = []
-    for node in _alternatives(nodes):
-        if isinstance(node, msgspec.inspect.EnumType):
-            values += [member.value for member in node.cls]
-        elif isinstance(node, msgspec.inspect.LiteralType):
-            values += node.values
-    return [repr(value) for value in values]
-
-
-def _alternatives(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Those of unions one by one."""
-    for node in nodes:
-        yield from getattr(node, "types", (node,))
-
-
-def _inside(node: Any, name: str) -> Iterator[Any]:
-    """What a field, or a place in a sequence or mapping, may be."""
-    for number, field in enumerate(getattr(node, "fields", ())):
-        if name in (field.encode_name, str(number)):  # by its number where fields are written as an array
-            yield field.type
-    for attribute in ("item_type", "value_type"):
-        if hasattr(node, attribute):
-            yield getattr(node, attribute)
-    items = getattr(node, "item_types", ())
-    if name.isdecimal() and int(name) < len(items):
-        yield items[int(name)]
-
-
-def _without_capital(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:].rstrip(".")
-
-
-def _one_line(text: str) -> str:
-    """What a file may make long or fill with control characters, fit to be shown."""
-    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-    return shown if shown.isprintable() else shown.encode("unicode_escape").decode()

@@ -9,7 +9,7 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any, TypeVar
 
-from brimful.codec import ALWAYS_WRITTEN, JsonForm, PositiveInt, from_builtins, json_form, unknown_field
+from brimful.codec import ALWAYS_WRITTEN, JsonForm, PositiveInt, from_json_document, json_form
 from brimful.errors import UsageError
 
 
@@ -510,27 +510,6 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
     return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
 
 
-def settings_fields(document: Any, *, where: str = "the settings") -> Any:
-    """A JSON object of settings with the names of the record's fields for keys.
-
-    Args:
-        document: As read from JSON; anything but an object is returned as it is.
-        where: Names it in errors.
-
-    Returns:
-        An object that `codec.from_builtins` makes `Settings` of.
-
-    Raises:
-        FileFormatError: A key is the name of a field that has another key in JSON.
-    """
-    if not isinstance(document, dict):
-        return document
-    if wrong := document.keys() & _JSON_KEYS.keys():
-        raise unknown_field(min(wrong), where=where)
-    names = {key: name for name, key in _JSON_KEYS.items()}
-    return {names.get(key, key): value for key, value in document.items()}
-
-
 def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
     document: dict[str, Any] = {"fqn": unit.fqn, "action": str(unit.action)}
     if unit.saved:
@@ -553,7 +532,7 @@ def settings_from_json(document: Any, *, where: str = "the settings") -> Setting
     Raises:
         FileFormatError: A field is unknown, missing, of another type or out of range.
     """
-    return from_builtins(settings_fields(document, where=where), Settings, where=where)
+    return from_json_document(document, Settings, where=where)
 
 
-json_form(JsonForm(write=settings_to_json, rename=settings_fields))(Settings)
+json_form(JsonForm(write=settings_to_json, keys=_JSON_KEYS))(Settings)

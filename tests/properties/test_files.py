@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
@@ -240,7 +239,9 @@ def test_settings_are_read_back_as_they_were_written(how: Settings) -> None:
     assert settings_from_json(through_a_file(settings_to_json(how))) == how
 
 
-QUICK = settings(max_examples=20, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+QUICK = settings(
+    max_examples=20, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)
 
 
 @pytest.mark.parametrize("record", [each for each in WRITTEN_AND_READ if each not in (UnitAction, ChunkedLoss)])

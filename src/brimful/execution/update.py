@@ -11,7 +11,7 @@ known how often a step changes each tensor, usually in the first two steps, are 
 the host, and a step is taken back instead.
 
 Any other error is raised to the caller. Parameters and state are then as before the step if nothing was changed
-yet, or if there are copies; else the error is a `HalfUpdatedError`.
+yet, or if there are copies; else the error is a `PartialUpdateError`.
 
 If there is not enough memory for all parameters at once (`foreach` takes a copy of all) they are taken by
 halves, quarters, … down to single ones, which compute the same.
@@ -35,14 +35,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from brimful.batches import map_leaves, tensors_in
 from brimful.dispatch_mode import EagerDispatchMode
-from brimful.errors import HalfUpdatedError
+from brimful.errors import PartialUpdateError
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
 
 _Place = tuple[int, int]
 """Where a tensor's bytes are, and how many: the same for a tensor and a view of the whole of it."""
 
 
-class WholeUpdate:
+class AtomicUpdate:
     """An optimizer's step that is taken whole or ends the run.
 
     For parameters that are divided over ranks, and for updates on the host, which take nothing of the device.
@@ -67,11 +67,11 @@ class WholeUpdate:
             step: Calls the optimizer's `step`. What it raises before it has begun is raised as it is.
 
         Raises:
-            HalfUpdatedError: An error was raised once the step had begun.
+            PartialUpdateError: An error was raised once the step had begun.
         """
         try:
             ran_out = _whether_ran_out(step)
-        except HalfUpdatedError:
+        except PartialUpdateError:
             raise
         except BaseException as error:
             if not self._has_begun():
@@ -81,13 +81,13 @@ class WholeUpdate:
             return
         if not self._has_begun():
             raise torch.OutOfMemoryError(ran_out.message)
-        raise HalfUpdatedError(
+        raise PartialUpdateError(
             f"memory ran out in the optimizer's update of {self._what}: {ran_out.message}.\n"
             f"  {self._way_out(ran_out.message)}"
         )
 
 
-class SurvivingUpdate:
+class ResumableUpdate:
     """An optimizer's step in whose course memory may run out.
 
     Args:
@@ -109,11 +109,11 @@ class SurvivingUpdate:
 
         Args:
             step: Calls the optimizer's `step`. Where it raises, all is as before, or there is a
-                `HalfUpdatedError`.
+                `PartialUpdateError`.
 
         Raises:
             torch.OutOfMemoryError: Memory ran out, and the step cannot be finished; all is as before.
-            HalfUpdatedError: An error was raised, and the step can neither be finished nor taken back.
+            PartialUpdateError: An error was raised, and the step can neither be finished nor taken back.
         """
         before = _Before(self._optimizer, self._layout)
         self._layout = before.layout
@@ -130,7 +130,7 @@ class SurvivingUpdate:
             ran_out = self._finish(step, before) if copies is None else self._take_again(step, before, copies)
             if ran_out is not None:
                 raise self._unfinished(ran_out, is_undone=copies is not None)
-        except HalfUpdatedError:
+        except PartialUpdateError:
             raise
         except BaseException as error:
             self._undo(before, copies, error)
@@ -145,13 +145,13 @@ class SurvivingUpdate:
         )
         if is_undone:
             return torch.OutOfMemoryError(f"{what}: {ran_out.message}. Train {with_less}")
-        return HalfUpdatedError(
+        return PartialUpdateError(
             f"{what}: {ran_out.message}. Some parameters are updated and others not. Resume from the last "
             f"checkpoint, {with_less}"
         )
 
     def _undo(self, before: _Before, copies: _Copies | None, error: BaseException) -> None:
-        """Leave parameters and state as before a step that raised, or raise HalfUpdatedError."""
+        """Leave parameters and state as before a step that raised, or raise PartialUpdateError."""
         if copies is None and not (self._is_of_torch and before.has_changed_nothing()):
             raise _half_updated(f"the update by {type(self._optimizer).__name__}", error) from error
         try:
@@ -179,7 +179,7 @@ class SurvivingUpdate:
         def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
             before.restore_numbers()
             with before.counting():
-                return _whether_ran_out(partial(_again, step, before.changes(), self._optimizer, some))
+                return _whether_ran_out(partial(_replay, step, before.changes(), self._optimizer, some))
 
         changes = before.changes_by_parameter()
         return self._by_parts(
@@ -358,7 +358,7 @@ class _Counter(EagerDispatchMode):
         return result
 
 
-class _Again(EagerDispatchMode):
+class _ReplayMode(EagerDispatchMode):
     """Leaves out changes that were made already, and refuses to compute a change from what is ahead.
 
     Args:
@@ -425,14 +425,14 @@ class _Again(EagerDispatchMode):
         return tensor in self._wrong or self._times_ahead(tensor) > 0
 
     def _refuse(self, func: torch._ops.OpOverload) -> None:
-        raise HalfUpdatedError(
+        raise PartialUpdateError(
             f"memory ran out in the optimizer's update, which cannot be completed: {func} needs a value "
             "that was overwritten since. Resume from the last checkpoint."
         )
 
 
-def _half_updated(where: str, error: BaseException) -> HalfUpdatedError:
-    return HalfUpdatedError(
+def _half_updated(where: str, error: BaseException) -> PartialUpdateError:
+    return PartialUpdateError(
         f"an error was raised in {where}: {type(error).__name__}: {error}. Some parameters may be updated and "
         "others not. Resume from the last checkpoint."
     )
@@ -443,19 +443,19 @@ def _whether_ran_out(step: Callable[[], object]) -> RanOut | None:
     return found if isinstance(found, RanOut) else None
 
 
-def _again(
+def _replay(
     step: Callable[[], object],
     ahead: dict[_Place, int],
     optimizer: Optimizer,
     parameters: Sequence[nn.Parameter],
 ) -> None:
     had_state = [bool(optimizer.state.get(parameter)) for parameter in parameters]
-    with _Again(ahead) as again:
+    with _ReplayMode(ahead) as again:
         step()
     for parameter, had in zip(parameters, had_state, strict=True):
         made = not had and ahead.get(_place(parameter))
         if made or any(map(again.is_wrong, _state_tensors(optimizer, parameter))):
-            raise HalfUpdatedError(
+            raise PartialUpdateError(
                 "memory ran out in the optimizer's update, which cannot be completed: state was made from a "
                 "value that was overwritten since. Resume from the last checkpoint."
             )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.batches import InputMover, layout_of, make_batch
-from brimful.errors import CertificateError, HalfUpdatedError
+from brimful.errors import CertificateError, PartialUpdateError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.execution.executor import StepExecutor, StepHooks
 from brimful.execution.setup import build_model, choose_device, device_name
@@ -125,7 +125,7 @@ def _certificate(
     """Of `settings`, which may be those that are planned with fewer samples."""
     try:
         return _compared(job, planned, settings, model, device, seed)
-    except HalfUpdatedError as error:
+    except PartialUpdateError as error:
         raise CertificateError(
             f"{job.name}: the plan cannot be compared with plain training: {error}"
         ) from error

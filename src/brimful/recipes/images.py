@@ -30,7 +30,7 @@ from brimful.job import Batch, Data, Job
 from brimful.models import architecture_names, find_architecture
 from brimful.models.vision import VISION_ARCHITECTURES
 from brimful.optimizers import named_optimizer
-from brimful.recipes.bad_samples import BadSample, BadSamples, heed
+from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
 from brimful.recipes.classes import (
     accuracy,
@@ -254,7 +254,7 @@ def _find_images(
     is_alone = len(by_name) == 1
     if training_folder is not None and (apart or is_alone):
         lost = _lost_links(directory)
-        heed(lost, of=len(by_name) + len(lost), asked=bad)
+        check_bad_samples(lost, of=len(by_name) + len(lost), asked=bad)
     if training_folder is not None and apart:
         classes, found = _images_of(training_folder, None, bad=bad, decodes=decodes)
         _, validation_found = _images_of(apart[0], classes, bad=bad, decodes=decodes)
@@ -319,7 +319,7 @@ def _images_of(
             BadSample(where=str(directory / name), why="no class of the training data") for name in unknown
         ]
         files = [(path, name) for path, name in files if name in classes]
-    heed(broken, of=len(files) + len(broken), asked=bad)
+    check_bad_samples(broken, of=len(files) + len(broken), asked=bad)
     classes = classes or tuple(sorted(present))
     if len(classes) < 2:
         raise UsageError(

@@ -13,12 +13,14 @@ from typing import Any
 
 from brimful.codec import (
     ALWAYS_WRITTEN,
+    JsonForm,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     UnboundedFloat,
     fields_of_version,
     from_json_document,
+    json_form,
     to_json_document,
 )
 from brimful.display import PrintedResult
@@ -173,6 +175,7 @@ def waiting_fraction(steps: Sequence[StepRecord]) -> float:
     return sum(step.data_seconds for step in steps) / total if total else 0.0
 
 
+@json_form(JsonForm(keys={"loss_unit": "counted"}))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult(PrintedResult):
     """A training run.
@@ -208,7 +211,7 @@ class TrainingResult(PrintedResult):
     recoveries: tuple[Recovery, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Each time that memory ran out."""
     run_dir: Path | None = field(default=None, metadata=ALWAYS_WRITTEN)
-    counted: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
+    loss_unit: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """What the job's `count` counts; None if its loss is a mean over samples."""
     predicted_mfu: NonNegativeFloat | None = field(default=None, metadata=ALWAYS_WRITTEN)
     data_loading: DataLoading | None = field(default=None, metadata=ALWAYS_WRITTEN)

@@ -94,6 +94,6 @@ class Options:
     """On this rank."""
 
     @property
-    def counted(self) -> str | None:
+    def loss_unit(self) -> str | None:
         """What the job counts, for a reader; None if it counts nothing."""
         return None if self.job.count is None else self.job.counted

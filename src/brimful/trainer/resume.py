@@ -12,9 +12,9 @@ from brimful.settings import Settings
 from brimful.trainer.options import Options
 from brimful.trainer.step.schedules import Schedule
 from brimful.trainer.storage.checkpoint import Rates, RunIdentity
-from brimful.trainer.storage.relaunch import leave_settings, settings_left
+from brimful.trainer.storage.relaunch import read_fallback, write_fallback
 from brimful.trainer.storage.restore import Save, newest_save
-from brimful.trainer.storage.run_directory import JOB, LOWERED, check_run_directory
+from brimful.trainer.storage.run_directory import FALLBACK, JOB, check_run_directory
 from brimful.trainer.storage.unsaved import check_restart
 
 
@@ -28,7 +28,7 @@ class Start:
     """With which the run was saved last, or begins; a launch may have lowered them since."""
     settings: Settings
     """Those to go on with."""
-    lowered: Recovery | None
+    fallback: Recovery | None
     """Why they are lower, where memory ran out on one of the ranks of the launch before this."""
 
 
@@ -54,8 +54,8 @@ def find_start(options: Options, ranks: Ranks) -> Start:
     else:
         _check_same_run(options, saved)
         before = _settings_to_resume(options, saved)
-    settings, lowered = _lowered(options, before, ranks)
-    return Start(saved=saved, settings_of_save=before, settings=settings, lowered=lowered)
+    settings, fallback = _fallback(options, before, ranks)
+    return Start(saved=saved, settings_of_save=before, settings=settings, fallback=fallback)
 
 
 def schedule_fallback(options: Options, start: Start, after: Settings, recovery: Recovery) -> str:
@@ -73,7 +73,7 @@ def schedule_fallback(options: Options, start: Start, after: Settings, recovery:
     run_dir = options.saving.run_dir
     if run_dir is None:
         return f"Without a run directory nothing is saved. Train with {after.describe()}."
-    leave_settings(run_dir, start.settings_of_save, after, recovery)
+    write_fallback(run_dir, start.settings_of_save, after, recovery)
     return (
         "Launched again with resume, as `torchrun --max-restarts` does, the run goes on from its last save "
         f"in {run_dir} with {after.describe()}."
@@ -177,14 +177,14 @@ def _settings_to_resume(options: Options, saved: Save) -> Settings:
     return saved.checkpoint.state.settings
 
 
-def _lowered(options: Options, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
+def _fallback(options: Options, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
     """The settings to go on with, and what happened if the launch before this left others."""
     if options.saving.resumes and ranks.is_distributed:
         assert options.saving.run_dir is not None
         try:
-            left = settings_left(options.saving.run_dir, settings)
+            left = read_fallback(options.saving.run_dir, settings)
         except (FileFormatError, KeyError, TypeError) as error:  # the run goes on as it was saved
-            warnings.warn(f"{LOWERED} is not used: {error}", stacklevel=3)
+            warnings.warn(f"{FALLBACK} is not used: {error}", stacklevel=3)
             left = None
         if left is not None:
             return left

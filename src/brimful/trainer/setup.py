@@ -11,13 +11,13 @@ from brimful.job import Data
 from brimful.results import Certificate
 from brimful.trainer.data.batches import Batches, check_validation, find_data, refuse_single_samples
 from brimful.trainer.data.stream import BatchStream
-from brimful.trainer.monitor.logger import Journal
+from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.monitor.progress import make_progress
 from brimful.trainer.options import Options
 from brimful.trainer.resume import Start, find_start, schedule_fallback
 from brimful.trainer.state import TrainState, make_state, seeded_model
-from brimful.trainer.step.fallback import Lowering
+from brimful.trainer.step.fallback import MemoryFallback
 from brimful.trainer.step.runner import StepRunner
 from brimful.trainer.storage.saves import Saves
 from brimful.trainer.verify import certified
@@ -79,7 +79,7 @@ def set_up_run(options: Options, ranks: Ranks) -> RunContext:
     utilisation = Utilisation(options.plan, options.job)
     model = seeded_model(options, start)
     if ranks.is_first:
-        batches.tell_small(model)
+        batches.warn_small_batches(model)
     certificate = certified(model, options, ranks) if start.saved is None else None
     state = make_state(
         model,
@@ -101,15 +101,15 @@ def set_up_run(options: Options, ranks: Ranks) -> RunContext:
     )
 
 
-def make_journal(run: RunContext) -> Journal:
-    """The journal of a run, which the first rank alone writes, but for saves of which each has a part."""
+def make_logger(run: RunContext) -> RunLogger:
+    """The logger of a run, which the first rank alone writes, but for saves of which each has a part."""
     options = run.options
     saving = options.saving
-    return Journal(
+    return RunLogger(
         run_dir=saving.run_dir if run.ranks.is_first else None,
         plan=options.plan or options.settings,
         job=options.job,
-        progress=make_progress(run.total_steps, show=options.shows_progress, counted=options.counted),
+        progress=make_progress(run.total_steps, show=options.shows_progress, loss_unit=options.loss_unit),
         keep_saves=saving.keep,
         may_resume=saving.resumes,
         resumed=run.start.saved,
@@ -117,15 +117,15 @@ def make_journal(run: RunContext) -> Journal:
     )
 
 
-def make_runner(run: RunContext, journal: Journal) -> StepRunner:
-    """What runs the steps, and reports to the journal where memory ran out."""
+def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
+    """What runs the steps, and reports to the logger where memory ran out."""
     options = run.options
     return StepRunner(
         options.job,
         run.state,
         corrects_batch_norm=options.updating.corrects_batch_norm,
-        shrink=Lowering(options.job, options.plan, options.device),
-        on_recovery=journal.add_recovery,
+        shrink=MemoryFallback(options.job, options.plan, options.device),
+        on_recovery=logger.add_recovery,
         schedule_fallback=partial(schedule_fallback, options, run.start),
     )
 

@@ -190,7 +190,7 @@ class Trainer:
             CertificateError: The plan does not compute what plain training does; nothing was trained.
             OutOfMemoryError: Memory ran out however little was taken, or outside of a step; says what is saved.
             DataError: The training data raised; the run is saved.
-            HalfUpdatedError: An error came in an update that could not be finished; the weights are not saved.
+            PartialUpdateError: An update raised and could not be finished; the weights are not saved.
             NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
             SaveError: A file could not be written; what was there before stays.
         """

@@ -53,7 +53,7 @@ RESULT = TrainingResult(
     measured_step_seconds=None,
     temporaries_at_peak=(OpTemporary(op="aten::conv", size_bytes=7),),
     run_dir=Path("runs/a"),
-    counted="tokens",
+    loss_unit="tokens",
     predicted_mfu=0.25,
     data_loading=DataLoading(workers=2, persistent_workers=True, pins_memory=False, processors=4),
 )
@@ -110,7 +110,9 @@ def test_documents_that_are_not_a_result_are_refused_by_their_field(document, sa
 )
 def test_a_damaged_step_is_refused_by_its_field(damage, said):
     with pytest.raises(FileFormatError, match=said):
-        from_json_document(to_json_document(RESULT.steps[0]) | damage, StepRecord, where="metrics.jsonl, line 3")
+        from_json_document(
+            to_json_document(RESULT.steps[0]) | damage, StepRecord, where="metrics.jsonl, line 3"
+        )
 
 
 def test_a_validation_and_a_recovery_are_refused_by_their_field():

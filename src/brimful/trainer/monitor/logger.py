@@ -34,7 +34,7 @@ from brimful.trainer.storage.unsaved import set_unsaved_run_aside
 from brimful.trainer.storage.weights import AVERAGE, BEST, WEIGHTS
 
 
-class Journal:
+class RunLogger:
     """Everything a run tells and leaves behind; a context that opens it and closes it.
 
     A run that fails before its first step leaves the run directory empty.

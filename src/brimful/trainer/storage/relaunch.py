@@ -15,7 +15,7 @@ from brimful.codec import decode_json, read_regular_file, to_json_document
 from brimful.files import write_file
 from brimful.results import Recovery
 from brimful.settings import Settings
-from brimful.trainer.storage.run_directory import LOWERED
+from brimful.trainer.storage.run_directory import FALLBACK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Fallback:
     recovery: Recovery
 
 
-def leave_settings(run_dir: Path, before: Settings, after: Settings, recovery: Recovery) -> None:
+def write_fallback(run_dir: Path, before: Settings, after: Settings, recovery: Recovery) -> None:
     """Write down with which settings the run is to go on.
 
     Args:
@@ -40,12 +40,12 @@ def leave_settings(run_dir: Path, before: Settings, after: Settings, recovery: R
         SaveError: It cannot be written.
     """
     document = to_json_document(Fallback(before=before, after=after, recovery=recovery))
-    partial = run_dir / f".{LOWERED}.{os.getpid()}.partial"  # two ranks may run out together
+    partial = run_dir / f".{FALLBACK}.{os.getpid()}.partial"  # two ranks may run out together
     write_file(partial, json.dumps(document, indent=2) + "\n")
-    partial.replace(run_dir / LOWERED)
+    partial.replace(run_dir / FALLBACK)
 
 
-def settings_left(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] | None:
+def read_fallback(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] | None:
     """The settings to go on with, if memory ran out with those of the last save.
 
     Args:
@@ -58,7 +58,7 @@ def settings_left(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] 
     Raises:
         FileFormatError: What was left is damaged.
     """
-    path = run_dir / LOWERED
+    path = run_dir / FALLBACK
     if not os.path.lexists(path):
         return None
     left = decode_json(read_regular_file(path, what="file"), Fallback, where=str(path))
