@@ -310,9 +310,9 @@ def _in_fields(value: Any, hint: Any, where: str, path: str = "") -> Any:
         form, hints = _FORMS.get(kind, _PLAIN_FORM), _hints(kind)
         if wrong := value.keys() & form.keys.keys():
             raise unknown_field(f"{path}{min(wrong)}", where=where)
-        names: dict[Any, Any] = {key: name for name, key in form.keys.items()}
+        names = {key: name for name, key in form.keys.items()}
         return {
-            (name := names.get(key, key)): _in_fields(each, hints.get(name), where, f"{path}{key}.")
+            (name := str(names.get(key, key))): _in_fields(each, hints.get(name), where, f"{path}{key}.")
             for key, each in value.items()
             if key not in form.derived
         }

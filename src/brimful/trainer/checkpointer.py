@@ -7,7 +7,7 @@ from contextlib import suppress
 from brimful.errors import NonFiniteError, SaveError, UsageError
 from brimful.results import StepRecord
 from brimful.trainer.monitor.logger import RunLogger
-from brimful.trainer.options import Options
+from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import check_rates, run_identity
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.not_finite import step_not_finite, update_not_finite
@@ -19,14 +19,14 @@ class Checkpointer:
     """Saves the state of a run as its last step left it, and restores it.
 
     Args:
-        options: Of the run.
+        config: Of the run.
         state: What is saved.
         logger: Writes, where there is a run directory.
     """
 
-    def __init__(self, *, options: Options, state: TrainState, logger: RunLogger) -> None:
-        self._options = options
-        self._run_dir = options.saving.run_dir
+    def __init__(self, *, config: RunConfig, state: TrainState, logger: RunLogger) -> None:
+        self._config = config
+        self._run_dir = config.run_dir
         self._ranks = state.ranks
         self._state = state
         self._logger = logger
@@ -43,7 +43,7 @@ class Checkpointer:
         optimizer_state = saved.optimizer_state_for(self._state.optimizer)
         self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state).state)
         saved.release()
-        check_rates(self._options, self._state.rates, saved)
+        check_rates(self._config, self._state.rates, saved)
 
     def save(self) -> None:
         """Save a checkpoint, unless there is one of this step, or NaN or infinity in the weights."""
@@ -53,7 +53,7 @@ class Checkpointer:
         if not needs_save or not self._state.is_finite():
             return
         checkpoint = Checkpoint(
-            run=run_identity(self._options, self._state.rates), state=self._state.state_dict()
+            run=run_identity(self._config, self._state.rates), state=self._state.state_dict()
         )
         in_parts = self._state.parallel.saves_parts
         model = self._state.model if in_parts else self._state.whole_model(self._run_dir)
@@ -69,7 +69,7 @@ class Checkpointer:
         state = self._state
         state.broadcast_buffers()
         if not state.is_finite():
-            raise update_not_finite(state.step, self._options.settings, self._weights_before())
+            raise update_not_finite(state.step, self._config.settings, self._weights_before())
         self._write_weights()
         if state.average is not None:
             with state.averaged():
@@ -126,7 +126,7 @@ class Checkpointer:
         else:
             where = self._weights_before()
         of_first = self._ranks.of_first(where)  # which alone has written
-        return step_not_finite(record, self._options.settings, of_first)
+        return step_not_finite(record, self._config.settings, of_first)
 
     def _write_weights(self) -> None:
         if self._run_dir is not None:

@@ -58,7 +58,7 @@ class Run:
 
     def __init__(self, run: RunContext, *, stop: Stop, callbacks: Callbacks) -> None:
         self._run = run
-        self._options = run.options
+        self._config = run.config
         self._ranks = run.ranks
         self._state = run.state
         self._stream = run.state.stream
@@ -70,7 +70,7 @@ class Run:
         """Of an epoch whose length was not as the data said, so that not each of them is noted."""
         self._logger = make_logger(run)
         self._runner = make_runner(run, self._logger)
-        self._checkpointer = Checkpointer(options=run.options, state=run.state, logger=self._logger)
+        self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
 
     def train(self) -> TrainingResult:
         """Train to the end; the model has its own forward again afterwards, whatever happened.
@@ -121,7 +121,7 @@ class Run:
             self._logger.note(f"resumed after step {start.saved.step} from {start.saved.path}")
         if start.fallback is not None:
             self._logger.add_recovery(start.fallback)
-        decay = self._options.updating.ema_decay
+        decay = self._config.options.ema_decay
         if decay is not None and self._run.data.validation is not None:
             self._logger.note(
                 "validation, the best weights and early stopping are of the average of weights: begun at the "
@@ -150,7 +150,7 @@ class Run:
             raise
         if not isinstance(found, RanOut):
             return found
-        make_room(self._options.device)
+        make_room(self._config.device)
         ran_out = OutOfMemoryError(f"memory ran out outside of a step ({found.place}): {found.message}.")
         self._checkpointer.save_after(ran_out)
         raise ran_out
@@ -169,8 +169,8 @@ class Run:
 
     def _run_epochs(self) -> StopReason:
         validator = self._validator()
-        patience = self._options.length.patience
-        while not (self._has_enough() or self._options.length.is_past(self._stream.position.epoch)):
+        patience = self._config.length.patience
+        while not (self._has_enough() or self._config.length.is_past(self._stream.position.epoch)):
             stopped_because = self._run_epoch(validator)
             if stopped_because is not None:
                 return stopped_because
@@ -208,7 +208,7 @@ class Run:
             raise DataError(f"the training data gave no batch in epoch {place.epoch}.")
         if promised is None or place.batches == promised:
             return
-        length = self._options.length
+        length = self._config.length
         total_steps = length.steps
         if length.epochs is not None:
             by_epochs = self._state.step + (length.epochs - place.epoch) * place.batches
@@ -220,7 +220,7 @@ class Run:
         note = f"epoch {place.epoch} ended after {place.batches} of {promised} batches; the data gave no more"
         if place.batches > promised:
             note = f"epoch {place.epoch} had {place.batches} batches, and the data said {promised}"
-        if isinstance(self._options.updating.schedule, Schedule):
+        if isinstance(self._config.options.schedule, Schedule):
             note += f". The schedule is for {self._run.total_steps} steps"
         self._logger.add_note(note)
 
@@ -265,10 +265,10 @@ class Run:
                 self._stream.advance()
 
     def _has_enough(self) -> bool:
-        return self._options.length.has_enough(self._state.step)
+        return self._config.length.has_enough(self._state.step)
 
     def _is_to_be_saved(self) -> bool:
-        every = self._options.saving.every
+        every = self._config.options.save_every
         return every is not None and self._state.step % every == 0
 
     def _is_to_be_measured(self, batch: Batch) -> bool:
@@ -281,22 +281,22 @@ class Run:
         if total_steps is not None:
             measured_update = min(MEASURED_UPDATE, total_steps - before.taken)
         is_steady = self._state.updates - before.updates >= max(measured_update - 1, 1)
-        layout = layout_of(self._options.job, whole=self._options.settings.global_batch_size)
+        layout = layout_of(self._config.job, whole=self._config.settings.global_batch_size)
         return self._runner.peak is None and is_steady and layout.count(batch) >= self._full_samples
 
     def _holds_copies(self) -> bool:
         """Whether copies on the host, by which an update can be taken back, are in the memory of the device."""
         is_early = self._state.updates - self._start.updates < MEASURED_UPDATE - 1
-        shares_memory = self._options.device.type == "cpu" and not self._state.parallel.is_sharded
+        shares_memory = self._config.device.type == "cpu" and not self._state.parallel.is_sharded
         return is_early and shares_memory
 
     @property
     def _full_samples(self) -> int:
         """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first; all
         where the loss couples them."""
-        settings = self._options.settings
+        settings = self._config.settings
         of_rank = settings.rank_batch_size
-        if self._options.job.embed is None:
+        if self._config.job.embed is None:
             of_rank = min(of_rank, 2 * settings.micro_batch_size)
         return of_rank * self._ranks.count
 
@@ -306,11 +306,11 @@ class Run:
             return None
         return Validator(
             self._state.model,
-            self._options.job,
+            self._config.job,
             self._run.data.validation,
             micro_batch_size=self._state.settings.micro_batch_size,
             global_batch_size=self._state.settings.global_batch_size,
-            device=self._options.device,
+            device=self._config.device,
             on_recovery=self._logger.add_recovery,
             ranks=self._ranks,
             parallel=self._state.parallel,
@@ -330,7 +330,7 @@ class Run:
             )
             if record is None:
                 return
-            run_dir = self._options.saving.run_dir
+            run_dir = self._config.run_dir
             is_written = run_dir is not None and self._logger.is_best(record)
             model = self._state.whole_model(run_dir) if is_written else self._state.model
             self._logger.add_validation(record, model)
@@ -338,7 +338,7 @@ class Run:
 
     def _memory_text(self) -> str:
         """How much memory is in use, or will be, for a reader."""
-        plan, device, peak = self._options.plan, self._options.device, self._runner.peak
+        plan, device, peak = self._config.plan, self._config.device, self._runner.peak
         budget_bytes = None if plan is None else plan.budget_bytes
         if device.type == "cuda":
             # what the process holds of the device, as the budget means it, but for the context
@@ -349,11 +349,11 @@ class Run:
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
     def _advise_on_data(self) -> None:
-        on_gpu = self._options.device.type == "cuda"
+        on_gpu = self._config.device.type == "cuda"
         for label, line in feeding_lines(self._logger.steps, self._data_loading, on_gpu=on_gpu):
             self._logger.note(f"{label}  {line}")
 
     def _handle_signal(self, number: signal.Signals) -> None:
         self._stop.handle(number)
-        if self._options.shows_progress:
+        if self._config.shows_progress:
             write_from_signal("\nEnding after this step; the weights are saved. Once more to stop at once.\n")

@@ -32,11 +32,11 @@ def result_of(
     Returns:
         All of it, in one record.
     """
-    options = run.options
-    plan = options.plan
+    config = run.config
+    plan = config.plan
     return TrainingResult(
-        job=options.job.name,
-        device=device_name(options.device),
+        job=config.job.name,
+        device=device_name(config.device),
         settings=run.state.settings,
         stopped_because=stopped_because,
         steps=tuple(logger.steps),
@@ -49,12 +49,12 @@ def result_of(
         predicted_peak_device_bytes=None if plan is None else plan.predicted_peak_device_bytes,
         measured_peak_device_bytes=None if peak is None else peak.device_bytes,
         predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
-        measured_step_seconds=_steady_seconds(logger.steps, options.settings.global_batch_size),
+        measured_step_seconds=_steady_seconds(logger.steps, config.settings.global_batch_size),
         temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
         certificate=run.certificate,
         recoveries=tuple(logger.recoveries),
-        run_dir=options.saving.run_dir,
-        loss_unit=options.loss_unit,
+        run_dir=config.run_dir,
+        loss_unit=config.loss_unit,
         predicted_mfu=None if plan is None else plan.predicted_mfu,
         data_loading=data_loading,
         notes=tuple(logger.notes),
