@@ -35,6 +35,7 @@ from attacks.saves import EXECUTING, sign, sign_manifest
 from brimful.devices import find_device
 from brimful.errors import BrimfulError, FileFormatError, UsageError
 from brimful.profiling import calibrate, with_kept_calibration
+from brimful.profiling.cache import write_kept
 from brimful.recipes import image_classification, language_model, text_classification
 from brimful.recipes.weights import load_matching
 from brimful.results import Recovery
@@ -326,7 +327,7 @@ def test_settings_of_a_launch_before_that_are_no_file_are_refused(place: Path, k
 def kept(monkeypatch: pytest.MonkeyPatch, place: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     gpu = find_device("T4")
-    calibrate.write_kept(
+    write_kept(
         calibrate.GPU_CACHE_FILE, "gpus", {calibrate._cache_key(gpu): CALIBRATION}, what="a test's calibration"
     )
     return place / "brimful" / calibrate.GPU_CACHE_FILE

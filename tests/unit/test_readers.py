@@ -63,11 +63,8 @@ READERS = {
     "files.py": {"os.open": LOCK},
     "devices/data_rows.py": {"read_text": SYSTEM, "DictReader": SYSTEM},
     "devices/this_machine.py": {"read_text": SYSTEM},
-    "profiling/calibrate.py": {
-        "read_regular_file": CALIBRATION,
-        "parse_json": CALIBRATION,
-        "read_text": SYSTEM,
-    },
+    "profiling/cache.py": {"read_regular_file": CALIBRATION, "parse_json": CALIBRATION},
+    "profiling/calibrate.py": {"read_text": SYSTEM},
     "profiling/cuda_context.py": {"decode_json": OWN},
     "profiling/timing.py": {"read_bytes": SYSTEM},
     "planner/plan.py": {"read_regular_file": PLAN, "parse_json": PLAN},

@@ -1,11 +1,11 @@
 """An optimizer step that ends well although memory runs out in the middle of it.
 
 An optimizer writes to the parameters and its own state op by op; where memory runs out between two of them,
-some are written and others are not. Nothing is copied beforehand for that rare case. Instead `writes.py` counts how
-often each tensor was written to, and the step is run again by `replay.py`, which skips the writes that were
-already made. So the step ends as if memory had not run out, or says that it cannot. Only until it is known how
-often a step writes to each tensor, usually in the first two steps, are parameters and state copied to the host,
-and a step is undone instead.
+some are written and others are not. Nothing is copied beforehand for that rare case. Instead `writes.py` counts
+how often each tensor was written to, and `replay.py` runs the step again and skips the writes that were already
+made. So the step ends as if memory had not run out, or says that it cannot. Only until it is known how often a
+step writes to each tensor, usually in the first two steps, are parameters and state copied to the host, and a
+step is undone instead.
 
 Any other error is raised to the caller. Parameters and state are then as before the step if nothing was written
 yet, or if there are copies; else the error is a `PartialUpdateError`.
