@@ -1,28 +1,46 @@
-"""Reading files that may hold anything: bounded, from regular files only, checked against type hints.
+"""Records ↔ JSON by type hints; and reading files that may hold anything, bounded, from regular files only.
 
 brimful's own files (plans, traces, manifests, metrics, calibrations) are decoded by msgspec into frozen
 records, whose annotations are the schema: `Annotated[int, Meta(ge=1)]` is a range that a file cannot break, and
 costs nothing where the record is made in Python. Reading executes no code, and neither blocks nor fills memory.
+
+`to_json_document` writes a record and `from_json_document` reads it: a field that is added to a record is in
+both. Where its JSON differs from its fields, the record declares that with `json_form`.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
-from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, TypeVar
+from types import MappingProxyType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
 from msgspec import Meta
 
+from brimful.decode_errors import one_line, readable, without_capital
 from brimful.errors import FileFormatError
 from brimful.quantities import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -32,13 +50,15 @@ DOCUMENT_BYTES = 64 * MIB
 _LARGEST = 2**62
 """Beyond every size and count; sums of a few still fit the 64 bits of other readers. A choice."""
 
-_MOST_SHOWN = 300
-"""Characters of a file's content that an error shows. A choice."""
-
 PositiveInt = Annotated[int, Meta(ge=1, le=_LARGEST)]
 NonNegativeInt = Annotated[int, Meta(ge=0, le=_LARGEST)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
+_UNBOUNDED = "may be nan or infinite"
+UnboundedFloat = Annotated[float, _UNBOUNDED]
+"""Of a field whose number `to_json_document` may write as "nan", "inf" or "-inf", which JSON lacks."""
+UnboundedNonNegativeFloat = Annotated[float, Meta(ge=0), _UNBOUNDED]
+"""The same, from 0 to infinity."""
 
 
 ALWAYS_WRITTEN: Mapping[str, bool] = MappingProxyType({"always_written": True})
@@ -94,7 +114,7 @@ def decode_json(content: bytes | str, record: type[T], *, where: str) -> T:
     Raises:
         FileFormatError: One line with the file, the field and what was expected.
     """
-    return from_builtins(parse_json(content, where=where), record, where=where)
+    return from_json_document(parse_json(content, where=where), record, where=where)
 
 
 def parse_json(content: bytes | str, *, where: str) -> Any:
@@ -176,38 +196,136 @@ def fields_of_version(document: Any, key: str, version: int, *, what: str, where
     found = document[key]
     if type(found) is not int or found != version:
         is_shown = isinstance(found, str | float) or (isinstance(found, int) and abs(found) < _LARGEST)
-        written = _one_line(repr(found)) if is_shown else type(found).__name__
+        written = one_line(repr(found)) if is_shown else type(found).__name__
         raise FileFormatError(
             f"{where}: field `{key}`: this is version {written}; this brimful reads version {version}."
         )
     return {name: value for name, value in document.items() if name != key}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonForm:
+    """How the JSON of a record differs from its fields."""
+
+    derived: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Keys whose values follow from the fields: written, and ignored where they are read."""
+    order: tuple[str, ...] = ()
+    """The first keys; the others follow in the order of the fields, derived ones last."""
+    omitted: Collection[str] = ()
+    """Fields that are not written."""
+    write: Callable[[Any], Any] | None = None
+    """Writes the record instead."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """By field: its key, where that is not its name."""
+
+
+_FORMS: dict[type, JsonForm] = {}
+
+
+def json_form(form: JsonForm) -> Callable[[type[T]], type[T]]:
+    """Declare the form of a record's JSON; a decorator."""
+
+    def declare(record: type[T]) -> type[T]:
+        _FORMS[record] = form
+        return record
+
+    return declare
+
+
+_PLAIN_FORM = JsonForm()
 _NOT_FINITE = ("nan", "inf", "-inf")
+_MAPPINGS = (dict, Mapping)
 
 
-def number_to_json(value: float | None) -> float | str | None:
-    """A number as JSON can hold it: "nan", "inf" and "-inf" are strings."""
-    return value if value is None or math.isfinite(value) else str(value)
-
-
-def numbers_from_json(document: Any, names: Collection[str] | None = None) -> Any:
-    """An object with those strings that `number_to_json` wrote as numbers again.
+def to_json_document(record: DataclassInstance) -> dict[str, Any]:
+    """A record as JSON can hold it.
 
     Args:
-        document: As read from JSON; anything but an object is returned as it is.
-        names: Of the fields that are numbers; None takes all.
+        record: Of mappings, sequences, enumerations, paths, numbers, strings and records.
 
     Returns:
-        The object; its other values are as they were.
+        Dicts, lists and what JSON has; numbers that it lacks are "nan", "inf" and "-inf".
     """
-    if not isinstance(document, dict):
-        return document
-    meant = document if names is None else names
+    document: dict[str, Any] = to_builtins(record)
+    return document
+
+
+def to_builtins(value: Any) -> Any:
+    """What a record may hold, as `to_json_document` writes it."""
+    if is_dataclass(value):
+        return _record_to_builtins(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {to_builtins(key): to_builtins(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_builtins(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _record_to_builtins(record: Any) -> Any:
+    form = _FORMS.get(type(record), _PLAIN_FORM)
+    if form.write is not None:
+        return form.write(record)
+    names = dict.fromkeys([*form.order, *(each.name for each in fields(record)), *form.derived])
     return {
-        name: float(value) if name in meant and value in _NOT_FINITE else value
-        for name, value in document.items()
+        form.keys.get(name, name): to_builtins(
+            form.derived[name](record) if name in form.derived else getattr(record, name)
+        )
+        for name in names
+        if name not in form.omitted
     }
+
+
+def from_json_document(document: Any, record: type[T], *, where: str) -> T:
+    """The record that `to_json_document` wrote.
+
+    Args:
+        document: As `parse_json` gives it.
+        record: A dataclass.
+        where: Names the file in errors.
+
+    Returns:
+        A record equal to the one written.
+
+    Raises:
+        FileFormatError: A field is unknown, missing, of another type or out of range.
+    """
+    return from_builtins(_in_fields(document, record, where), record, where=where)
+
+
+def _in_fields(value: Any, hint: Any, where: str, path: str = "") -> Any:
+    """A part of a document by the names of fields, its numbers floats; what does not match stays."""
+    kind, arguments = get_origin(hint) or hint, get_args(hint)
+    if kind is Annotated:
+        if _UNBOUNDED in hint.__metadata__:
+            return float(value) if isinstance(value, str) and value in _NOT_FINITE else value
+        return _in_fields(value, arguments[0], where, path)
+    if kind in (Union, UnionType):
+        for each in arguments:
+            value = _in_fields(value, each, where, path)
+    elif isinstance(value, dict) and isinstance(kind, type) and is_dataclass(kind):
+        form, hints = _FORMS.get(kind, _PLAIN_FORM), _hints(kind)
+        if wrong := value.keys() & form.keys.keys():
+            raise unknown_field(f"{path}{min(wrong)}", where=where)
+        names = {key: name for name, key in form.keys.items()}
+        return {
+            (name := str(names.get(key, key))): _in_fields(each, hints.get(name), where, f"{path}{key}.")
+            for key, each in value.items()
+            if key not in form.derived
+        }
+    elif isinstance(value, dict) and kind in _MAPPINGS:
+        return {key: _in_fields(each, arguments[1], where, path) for key, each in value.items()}
+    elif isinstance(value, list | tuple) and arguments[1:] in ((), (Ellipsis,)) and arguments:
+        return [_in_fields(each, arguments[0], where, f"{path[:-1]}[{at}].") for at, each in enumerate(value)]
+    return value
+
+
+@cache
+def _hints(record: type) -> dict[str, Any]:
+    return get_type_hints(record, include_extras=True)
 
 
 def _path(kind: type, value: Any) -> Any:
@@ -225,21 +343,21 @@ def _errors_naming(where: str, kind: Any, path: str = "") -> Iterator[None]:
     except RecursionError as error:
         raise FileFormatError(f"{where} is nested too deeply.") from error
     except msgspec.ValidationError as error:
-        raise FileFormatError(f"{where}: {_readable(str(error), kind, path)}.") from error
+        raise FileFormatError(f"{where}: {readable(str(error), kind, path)}.") from error
     except (msgspec.DecodeError, UnicodeError) as error:
-        reason = _one_line(_without_capital(str(error)))
+        reason = one_line(without_capital(str(error)))
         raise FileFormatError(f"{where} is not valid JSON: {reason}.") from error
 
 
 def unknown_field(name: str, *, where: str) -> FileFormatError:
     """The error for a field that a record does not have."""
     reason = "unknown; written by another version, or misspelled"
-    return FileFormatError(f"{where}: field `{_one_line(name)}`: {reason}.")
+    return FileFormatError(f"{where}: field `{one_line(name)}`: {reason}.")
 
 
 def missing_field(name: str, *, where: str) -> FileFormatError:
     """The error for a field that every file has, and this one has not."""
-    return FileFormatError(f"{where}: missing field `{_one_line(name)}`.")
+    return FileFormatError(f"{where}: missing field `{one_line(name)}`.")
 
 
 class _Misfit(NamedTuple):
@@ -261,9 +379,9 @@ def _first_misfit(document: Any, made: Any) -> _Misfit | None:
         for name in document:
             if known is not None and str(name) not in known:
                 return _Misfit(str(name), unknown_field)
-        for field in fields(made) if is_dataclass(made) else ():
-            if field.name not in document and field.metadata.get("always_written"):
-                return _Misfit(field.name, missing_field)
+        for each in fields(made) if is_dataclass(made) else ():
+            if each.name not in document and each.metadata.get("always_written"):
+                return _Misfit(each.name, missing_field)
         inner = ((str(name), value, (known or {}).get(str(name))) for name, value in document.items())
     elif isinstance(document, list | tuple) and isinstance(made, list | tuple):
         pairs = enumerate(zip(document, made, strict=False))
@@ -281,58 +399,3 @@ def _fields_by_name(made: Any) -> dict[str, Any] | None:
     if isinstance(made, msgspec.Struct):
         return {name: getattr(made, name) for name in made.__struct_fields__}
     return {str(name): value for name, value in made.items()} if isinstance(made, dict) else None
-
-
-def _readable(message: str, kind: Any, path: str) -> str:
-    """msgspec's message, the field first: "field `units[0].fqn`: expected `str`, got `int`"."""
-    reason, _, inner = message.partition(" - at `$")
-    inner = inner.rstrip("`")
-    reason = re.sub(r"Object missing required field `(\w+)`", r"Missing field `\1`", reason)
-    said = _one_line(_without_capital(reason))
-    if reason.startswith("Invalid enum value") and (choices := _choices(kind, inner)):
-        said += f"; expected {' or '.join(choices)}"
-    field = f"{path}{inner}".removeprefix(".")
-    return f"field `{_one_line(field)}`: {said}" if field else said
-
-
-def _choices(kind: Any, path: str) -> list[str]:
-    """What an enumeration may be that is at a path, such as `.units[0].action`, of a type."""
-    nodes: list[Any] = [msgspec.inspect.type_info(kind)]
-    for name in re.findall(r"\w+|\.\.\.", path):
-        nodes = [inside for node in _alternatives(nodes) for inside in _inside(node, name)]
-    values: list[Any] = []
-    for node in _alternatives(nodes):
-        if isinstance(node, msgspec.inspect.EnumType):
-            values += [member.value for member in node.cls]
-        elif isinstance(node, msgspec.inspect.LiteralType):
-            values += node.values
-    return [repr(value) for value in values]
-
-
-def _alternatives(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Those of unions one by one."""
-    for node in nodes:
-        yield from getattr(node, "types", (node,))
-
-
-def _inside(node: Any, name: str) -> Iterator[Any]:
-    """What a field, or a place in a sequence or mapping, may be."""
-    for number, field in enumerate(getattr(node, "fields", ())):
-        if name in (field.encode_name, str(number)):  # by its number where fields are written as an array
-            yield field.type
-    for attribute in ("item_type", "value_type"):
-        if hasattr(node, attribute):
-            yield getattr(node, attribute)
-    items = getattr(node, "item_types", ())
-    if name.isdecimal() and int(name) < len(items):
-        yield items[int(name)]
-
-
-def _without_capital(sentence: str) -> str:
-    return sentence[:1].lower() + sentence[1:].rstrip(".")
-
-
-def _one_line(text: str) -> str:
-    """What a file may make long or fill with control characters, fit to be shown."""
-    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-    return shown if shown.isprintable() else shown.encode("unicode_escape").decode()

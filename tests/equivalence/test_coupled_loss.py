@@ -266,7 +266,7 @@ def test_less_is_planned_for_each_time_though_a_smaller_micro_batch_is_to_take_m
         raise bf.InfeasibleError("nothing", budget_bytes=request.budget_bytes, smallest_peak_bytes=0)
 
     monkeypatch.setattr(lowering, "search", nothing_fits)
-    lower = lowering.Lowering(coupled_job(), None, torch.device("cpu"))
+    lower = lowering.MemoryFallback(coupled_job(), None, torch.device("cpu"))
     settings = Settings(micro_batch_size=8)
     while settings.micro_batch_size > 1:
         settings = lower(settings)

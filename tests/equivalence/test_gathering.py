@@ -23,7 +23,7 @@ from brimful.profiling.named_device import resolve_device
 from brimful.settings import Parallelism, Precision, Settings, settings_from_json, settings_to_json
 from brimful.trace import Category, Phase, Trace
 from brimful.trainer import Trainer
-from brimful.trainer.step.fallback import Lowering
+from brimful.trainer.step.fallback import MemoryFallback
 from helpers.ranks import on_ranks
 
 WIDTH, BLOCKS, GLOBAL_BATCH = 64, 6, 8
@@ -163,7 +163,7 @@ def test_what_is_held_is_let_go_of_before_the_micro_batch_gets_smaller() -> None
     """Where memory runs out on one of several ranks, which cannot plan anew."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        lower = Lowering(make_job(linear=True), None, torch.device("cpu"))
+        lower = MemoryFallback(make_job(linear=True), None, torch.device("cpu"))
         assert lower(HOLDING) == FSDP2
         assert lower(FSDP2) == FSDP2.with_micro_batch_size(FSDP2.micro_batch_size // 2)
     finally:

@@ -17,7 +17,7 @@ import brimful as bf
 from brimful.batches import BatchLayout
 from brimful.capture import capture_step
 from brimful.devices import find_device
-from brimful.errors import HalfUpdatedError, UsageError
+from brimful.errors import PartialUpdateError, UsageError
 from brimful.execution import host_optimizer
 from brimful.execution.host_optimizer import UpdateOnHost
 from brimful.memory import most_held_bytes, predict_memory
@@ -350,7 +350,10 @@ def test_memory_that_runs_out_in_the_update_ends_the_run() -> None:
     def fails(name: str, _args: Any) -> bool:
         return name.startswith("aten.addcdiv_")
 
-    with OutOfMemoryAt(fails=fails), pytest.raises(HalfUpdatedError, match="update of parameters on the host"):
+    with (
+        OutOfMemoryAt(fails=fails),
+        pytest.raises(PartialUpdateError, match="update of parameters on the host"),
+    ):
         trained(ON_HOST)
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.faults import OutOfMemoryAt
+from tests.helpers.models import GPT
+from tests.helpers.tiny_jobs import RECOMPUTE, Net, all_samples, make_job
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import brimful as bf
-from brimful.errors import EquivalenceError, HalfUpdatedError, NonFiniteError, OutOfMemoryError, UsageError
+from brimful.errors import EquivalenceError, NonFiniteError, OutOfMemoryError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
 from brimful.optimizers import named_optimizer
 from brimful.profiling import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
 from brimful.trainer import Trainer
-from helpers.faults import OutOfMemoryAt
-from helpers.models import GPT
-from helpers.tiny_jobs import RECOMPUTE, Net, all_samples, make_job
 
 IN_BACKWARD = Settings(micro_batch_size=8, optimizer_in_backward=True)
 NUMBERS_BYTES = 12
@@ -215,7 +215,7 @@ def test_memory_that_runs_out_before_the_first_update_is_survived_and_after_it_e
             model, result = run()
             assert len(result.recoveries) == 1
         else:
-            with pytest.raises(HalfUpdatedError, match="Resume from the last checkpoint"):
+            with pytest.raises(PartialUpdateError, match="Resume from the last checkpoint"):
                 run()
     assert fault.raised == 1
     if not is_survived:
@@ -250,7 +250,7 @@ def test_a_gradient_that_is_no_number_is_not_saved(tmp_path: Any) -> None:
             made: Tensor = super().forward(InfiniteGradient.apply(self.blocks[0](x)))
             return made
 
-    with pytest.raises(HalfUpdatedError, match="a gradient is NaN or infinite"):
+    with pytest.raises(PartialUpdateError, match="a gradient is NaN or infinite"):
         trained(make_job(model=Bad), IN_BACKWARD, run_dir=tmp_path / "run")
     assert not list((tmp_path / "run").rglob("*.safetensors"))
 
@@ -264,7 +264,7 @@ def test_a_gradient_in_parts_is_refused() -> None:
             made: Tensor = self.head(x)
             return made
 
-    with pytest.raises(HalfUpdatedError, match="use_reentrant=False"):
+    with pytest.raises(PartialUpdateError, match="use_reentrant=False"):
         trained(make_job(model=Reentrant), IN_BACKWARD, verify=False)
     with pytest.raises(EquivalenceError, match="use_reentrant=False"):
         bf.verify(make_job(model=Reentrant), IN_BACKWARD)  # by the step that training runs

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from brimful import plan
 from brimful.distributed.fsdp import Sharded, sharded_units
-from brimful.errors import HalfUpdatedError, NonFiniteError, UsageError
+from brimful.errors import NonFiniteError, PartialUpdateError, UsageError
 from brimful.job import Data, Job
 from brimful.results import Recovery, TrainingResult
 from brimful.settings import OptimizerImplementation, Parallelism, Settings
 from brimful.trainer import Trainer
-from brimful.trainer.storage.relaunch import leave_settings, settings_left
+from brimful.trainer.storage.relaunch import read_fallback, write_fallback
 from helpers.ranks import on_ranks, one_after_another
 from helpers.trained_on_ranks import (
     GLOBAL_BATCH,
@@ -94,12 +94,12 @@ def test_blocks_that_share_parameters_are_not_divided() -> None:
 def test_settings_that_ran_out_twice_before_a_save_are_lowered_twice(tmp_path: Path) -> None:
     begun, once, twice = (settings(2, accumulation=accumulation) for accumulation in (1, 2, 4))
     recovery = Recovery(step=1, during="step", message="", before="", after="", seconds=0.0)
-    leave_settings(tmp_path, begun, once, recovery)
-    leave_settings(tmp_path, begun, twice, recovery)
-    left = settings_left(tmp_path, begun)
+    write_fallback(tmp_path, begun, once, recovery)
+    write_fallback(tmp_path, begun, twice, recovery)
+    left = read_fallback(tmp_path, begun)
     assert left is not None
     assert left[0] == twice
-    assert settings_left(tmp_path, once) is None
+    assert read_fallback(tmp_path, once) is None
 
 
 def test_blocks_are_what_is_gathered_together() -> None:
@@ -218,7 +218,7 @@ def out_in_the_update(run: str) -> tuple[str, str, list[float]]:
     torch.optim.AdamW.step = runs_out
     try:
         trained(how, **options)
-    except HalfUpdatedError as error:
+    except PartialUpdateError as error:
         told = str(error)
     result, _weights = trained(how, **options)
     torch.optim.AdamW.step = step

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import brimful as bf
-from brimful.errors import HalfUpdatedError
+from brimful.errors import PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.planned_step import PlannedStep
 from brimful.settings import Action, ChunkedLoss, Precision, Settings, UnitAction
@@ -228,14 +228,14 @@ def test_an_error_in_a_later_update_leaves_everything_as_it_was_or_says_that_it_
     for op in range(first_of_update(ops), len(ops)):
         run = begin()
         before = run.state()
-        with pytest.raises((ValueError, HalfUpdatedError)) as error, OutOfMemoryAt(op, error=ValueError):
+        with pytest.raises((ValueError, PartialUpdateError)) as error, OutOfMemoryAt(op, error=ValueError):
             run.step(run.batches[STEADY])
         raised.append(error.type)
         if error.type is ValueError:
             assert run.state() == before
         assert run.state()["gradients"] == before["gradients"]
     assert raised[0] is ValueError
-    assert raised[-1] is HalfUpdatedError
+    assert raised[-1] is PartialUpdateError
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -459,7 +459,7 @@ def test_a_parameter_that_the_forward_pass_writes_to_is_as_before_from_the_secon
     ops, expected = undisturbed(begin, 0)
     run = begin()
     with (
-        pytest.raises(HalfUpdatedError, match=r"wrote to a parameter of shape \(6, 4\)"),
+        pytest.raises(PartialUpdateError, match=r"wrote to a parameter of shape \(6, 4\)"),
         OutOfMemoryAt(first_of_update(ops) - 1),
     ):
         run.step(run.batches[0])
@@ -580,7 +580,7 @@ def test_with_updates_in_backward_all_is_as_before_until_the_first_of_them() -> 
     assert after_two_steps(run, STEADY) == expected
     for op in range(first_of_update(ops) + 2, len(ops) - 2, 5):
         run = begin()
-        with pytest.raises(HalfUpdatedError, match="last checkpoint"), OutOfMemoryAt(op):
+        with pytest.raises(PartialUpdateError, match="last checkpoint"), OutOfMemoryAt(op):
             run.step(run.batches[STEADY])
         assert run.state()["gradients"] == [None] * 7
 
@@ -595,5 +595,5 @@ def test_with_the_optimizer_on_the_host_all_is_as_before_until_it_begins() -> No
         assert_as_before(run, STEADY, op, ERRORS[op % 3])
     assert after_two_steps(run, STEADY) == expected
     run = begin()
-    with pytest.raises(HalfUpdatedError, match="last checkpoint"), OutOfMemoryAt(first + 4):
+    with pytest.raises(PartialUpdateError, match="last checkpoint"), OutOfMemoryAt(first + 4):
         run.step(run.batches[STEADY])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from brimful.errors import HalfUpdatedError, OutOfMemoryError
+from brimful.errors import OutOfMemoryError, PartialUpdateError
 from brimful.settings import Settings
 from brimful.trainer import Callback, Trainer
 from helpers.faults import OutOfMemoryAt, Site, is_within
@@ -148,7 +148,7 @@ def test_a_step_that_cannot_be_taken_back_is_not_saved_as_if_it_were(undisturbed
             return len(raised) == 3
         return len(raised) == 3 and is_within("_undo")
 
-    with pytest.raises(HalfUpdatedError, match="undoing it raised") as error:
+    with pytest.raises(PartialUpdateError, match="undoing it raised") as error:
         fit(tmp_path / "run", around=OutOfMemoryAt(fails=fails))
     assert error.value.__notes__[-1].startswith("The run is saved after step 1;")
     assert_same(fit(tmp_path / "run", resume=True), undisturbed[0])
@@ -156,7 +156,7 @@ def test_a_step_that_cannot_be_taken_back_is_not_saved_as_if_it_were(undisturbed
 
 def test_an_average_that_cannot_follow_an_update_is_not_saved_as_if_it_had(undisturbed, tmp_path):
     fault = OutOfMemoryAt(fails=lambda name, _args: "_foreach_lerp_" in name and is_within("_complete"))
-    with pytest.raises(HalfUpdatedError, match="average of the weights could not follow"):
+    with pytest.raises(PartialUpdateError, match="average of the weights could not follow"):
         fit(tmp_path / "run", around=fault)
     assert_same(fit(tmp_path / "run", resume=True), undisturbed[0])
 

@@ -16,8 +16,8 @@ import brimful as bf
 from brimful.batches import BatchLayout
 from brimful.errors import (
     DataError,
-    HalfUpdatedError,
     OutOfMemoryError,
+    PartialUpdateError,
     SaveError,
     UsageError,
 )
@@ -279,7 +279,7 @@ def test_an_error_in_the_update_is_not_saved_as_if_the_step_had_not_been(job_wit
     job = job_with(model=linear, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     _, expected = trained(job, 16, epochs=2)
     broken = replace(job, optimizer=lambda p: Breaking(p, lr=0.1))
-    with pytest.raises(HalfUpdatedError, match="a hook of mine"):
+    with pytest.raises(PartialUpdateError, match="a hook of mine"):
         trained(broken, 16, epochs=2, run_dir=tmp_path / "run", save_every=2)
     _, result = trained(broken, 16, epochs=2, run_dir=tmp_path / "run", resume=True)
     assert result.losses == expected.losses

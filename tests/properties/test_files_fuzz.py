@@ -35,11 +35,12 @@ from attacks.saves import EXECUTING, sign, sign_manifest
 from brimful.devices import find_device
 from brimful.errors import BrimfulError, FileFormatError, UsageError
 from brimful.profiling import calibrate, with_kept_calibration
+from brimful.profiling.cache import write_kept
 from brimful.recipes import image_classification, language_model, text_classification
 from brimful.recipes.weights import load_matching
 from brimful.results import Recovery
 from brimful.trainer.storage import relaunch
-from brimful.trainer.storage.run_directory import LOWERED
+from brimful.trainer.storage.run_directory import FALLBACK
 from helpers.calibrated import CALIBRATION
 from helpers.tiny_jobs import one_thread
 
@@ -306,17 +307,17 @@ def test_weights_that_are_no_file_are_refused(place: Path, name: str, kind: str)
 @given(random=randoms)
 def test_changed_settings_of_a_launch_before_are_read_or_refused(place: Path, random: Random) -> None:
     before, after = bf.Settings(micro_batch_size=4), bf.Settings(micro_batch_size=2)
-    relaunch.leave_settings(place, before, after, RECOVERY)
-    path = place / LOWERED
+    relaunch.write_fallback(place, before, after, RECOVERY)
+    path = place / FALLBACK
     path.write_text(mutate_json(json.loads(path.read_text()), random).text)
-    read(lambda: relaunch.settings_left(place, before))
+    read(lambda: relaunch.read_fallback(place, before))
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"missing", "a dangling link"}))
 def test_settings_of_a_launch_before_that_are_no_file_are_refused(place: Path, kind: str) -> None:
-    put(kind, place / LOWERED)
+    put(kind, place / FALLBACK)
     with pytest.raises(BrimfulError), bounded():
-        relaunch.settings_left(place, bf.Settings(micro_batch_size=4))
+        relaunch.read_fallback(place, bf.Settings(micro_batch_size=4))
 
 
 # Calibrations
@@ -326,7 +327,7 @@ def test_settings_of_a_launch_before_that_are_no_file_are_refused(place: Path, k
 def kept(monkeypatch: pytest.MonkeyPatch, place: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     gpu = find_device("T4")
-    calibrate.write_kept(
+    write_kept(
         calibrate.GPU_CACHE_FILE, "gpus", {calibrate._cache_key(gpu): CALIBRATION}, what="a test's calibration"
     )
     return place / "brimful" / calibrate.GPU_CACHE_FILE

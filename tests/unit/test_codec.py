@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tracemalloc
@@ -16,15 +15,19 @@ import pytest
 
 from brimful.codec import (
     ALWAYS_WRITTEN,
+    JsonForm,
+    NonNegativeFloat,
     PositiveInt,
+    UnboundedFloat,
     decode_directly,
     decode_json,
     fields_of_version,
     from_builtins,
-    number_to_json,
-    numbers_from_json,
+    from_json_document,
+    json_form,
     parse_json,
     read_regular_file,
+    to_json_document,
 )
 from brimful.errors import FileFormatError
 
@@ -175,13 +178,42 @@ def test_a_value_inside_a_document_is_named_by_its_path() -> None:
         decode_directly(b'[1, "x"]', list[int], where="f.json", path="a.rows")
 
 
-def test_numbers_that_json_lacks_are_text_and_become_numbers_again() -> None:
-    written = {name: number_to_json(float(name)) for name in ("nan", "inf", "-inf", "1.5")}
-    read = numbers_from_json(json.loads(json.dumps(written, allow_nan=False)) | {"other": "much"})
-    assert math.isnan(read.pop("nan"))
-    assert read == {"inf": math.inf, "-inf": -math.inf, "1.5": 1.5, "other": "much"}
-    assert numbers_from_json({"a": "nan"}, ("b",)) == {"a": "nan"}
-    assert number_to_json(None) is None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    free: UnboundedFloat
+    bounded: NonNegativeFloat = 0.0
+    by_name: dict[str, UnboundedFloat | None]
+    words: str | UnboundedFloat = ""
+
+
+def test_numbers_that_json_lacks_are_text_and_become_numbers_where_the_field_may_hold_them() -> None:
+    by_name = {"inf": math.inf, "-inf": -math.inf, "half": 0.5, "none": None}
+    document = to_json_document(Numbers(free=math.nan, by_name=by_name))
+    assert document == {
+        "free": "nan",
+        "bounded": 0.0,
+        "by_name": {"inf": "inf", "-inf": "-inf", "half": 0.5, "none": None},
+        "words": "",
+    }
+    read = from_json_document(document, Numbers, where="f.json")
+    assert math.isnan(read.free)
+    assert read.by_name == by_name
+    with pytest.raises(FileFormatError, match="field `bounded`: expected `float`, got `str`"):
+        from_json_document(document | {"bounded": "inf"}, Numbers, where="f.json")
+
+
+@json_form(JsonForm(derived={"holds": lambda part: part.size > 1}, order=("size", "holds"), omitted={"note"}))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    name: str
+    size: PositiveInt
+    note: str = ""
+
+
+def test_a_record_declares_what_its_json_has_beside_its_fields() -> None:
+    document = to_json_document(Form(name="a", size=2, note="secret"))
+    assert list(document.items()) == [("size", 2), ("holds", True), ("name", "a")]
+    assert from_json_document(document | {"holds": None}, Form, where="f.json") == Form(name="a", size=2)
 
 
 class Tied(TypedDict):

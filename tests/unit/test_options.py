@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
 
 import brimful as bf
 from brimful.cli.options import field_docstrings
 from brimful.options import PlanOptions
 from brimful.settings import Precision
+from brimful.trainer.options import TrainKeywords, TrainOptions
 
 BESIDES = {"job", "device", "global_batch_size", "world_size", "num_nodes", "network"}
 """Parameters of `bf.plan` that say what is planned, and for what."""
@@ -23,6 +27,24 @@ def test_bf_plan_takes_every_option_with_the_same_default() -> None:
         assert same.get(field.name, {}).get(default, default) == field.default, field.name
 
 
-def test_every_option_has_its_help_below_it() -> None:
-    assert field_docstrings(PlanOptions).keys() == {field.name for field in fields(PlanOptions)}
-    assert all(text.endswith((".", "…")) for text in field_docstrings(PlanOptions).values())
+def test_the_trainer_takes_every_train_option_with_the_same_default() -> None:
+    names = [field.name for field in fields(TrainOptions)]
+    shown = inspect.signature(bf.Trainer).parameters
+    assert list(shown) == ["job", "plan", *names]
+    assert list(get_type_hints(TrainKeywords)) == names
+    assert get_type_hints(TrainKeywords) == get_type_hints(TrainOptions)
+    with pytest.raises(TypeError, match="epoch_count"):
+        bf.Trainer(None, None, epoch_count=1)  # type: ignore[arg-type, call-arg]
+
+
+def test_bf_fit_takes_train_options_with_the_same_default() -> None:
+    parameters = inspect.signature(bf.fit).parameters
+    for field in fields(TrainOptions):
+        if field.name not in {"data", "device", "verify"}:
+            assert parameters[field.name].default == field.default, field.name
+
+
+@pytest.mark.parametrize("record", [PlanOptions, TrainOptions])
+def test_every_option_has_its_help_below_it(record: type) -> None:
+    assert field_docstrings(record).keys() == {field.name for field in fields(record)}
+    assert all(text.endswith((".", "…")) for text in field_docstrings(record).values())

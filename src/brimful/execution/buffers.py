@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from brimful.errors import HalfUpdatedError
+from brimful.errors import PartialUpdateError
 
 _Place = tuple[nn.Module, str]
 """The module that a buffer is directly in, and its name there."""
@@ -65,7 +65,7 @@ class BufferSnapshot:
         """The step is not good: give the buffers back the values that were copied, if there are any.
 
         Raises:
-            HalfUpdatedError: One changed that never did before, and has no copy.
+            PartialUpdateError: One changed that never did before, and has no copy.
         """
         made = {place for place, _ in _buffers(self._modules)} - {kept.place for kept in self._kept}
         lost = [kept.place for kept in self._kept if kept.values is None and kept.is_written()]
@@ -81,7 +81,7 @@ class BufferSnapshot:
         self._modules, self._kept = (), []
         if lost:
             module, name = lost[0]
-            raise HalfUpdatedError(
+            raise PartialUpdateError(
                 f"the buffer {name!r} of {type(module).__name__} changed for the first time in a step that has "
                 "to be undone, and has no copy. Resume from the last checkpoint."
             )

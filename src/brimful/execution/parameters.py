@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.batches import own_part
-from brimful.errors import HalfUpdatedError
+from brimful.errors import PartialUpdateError
 
 
 class ParameterSnapshot:
@@ -63,7 +63,7 @@ class ParameterSnapshot:
         """Give gradients back, and parameters the values from before the forward passes.
 
         Raises:
-            HalfUpdatedError: A parameter was written to for the first time, and has no copy.
+            PartialUpdateError: A parameter was written to for the first time, and has no copy.
         """
         for i, (parameter, gradient) in enumerate(zip(self._parameters, self._gradients, strict=True)):
             if gradient is not None:
@@ -72,7 +72,7 @@ class ParameterSnapshot:
         for i in self._written_since() if self._written is None else self._written:
             parameter = self._parameters[i]
             if i not in self._values:
-                raise HalfUpdatedError(
+                raise PartialUpdateError(
                     f"a forward pass of a step that raised wrote to a parameter of shape "
                     f"{tuple(parameter.shape)} for the first time, so there is no copy of it. Resume from the "
                     "last checkpoint."

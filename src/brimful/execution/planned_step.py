@@ -59,7 +59,7 @@ class PlannedStep:
     - An update in which memory runs out is finished, and the call returns.
     - Any other error inside `optimizer.step` is undone in the first two updates of a parameter, for which
       parameters and state are copied to the host's memory. Later it is undone as long as nothing is written, as
-      in a hook before the step. From then on it is a `HalfUpdatedError`: load your last checkpoint.
+      in a hook before the step. From then on it is a `PartialUpdateError`: load your last checkpoint.
     - So is an error with `optimizer_in_backward` or `offload_optimizer` once an update has begun, and one after
       a forward pass wrote for the first time to a parameter, or to a buffer that the first step left alone.
     - Ctrl-C, and what handlers of SIGTERM and SIGALRM raise, is delayed while the optimizer updates: it is
@@ -143,7 +143,7 @@ class PlannedStep:
             BatchError: The batch cannot be split.
             LossError: The loss is not a scalar tensor or has no gradient.
             OutOfMemoryError: Memory ran out, and nothing that takes less is left to try; all is as before.
-            HalfUpdatedError: An error was raised that could not be undone; see the class.
+            PartialUpdateError: An error was raised that could not be undone; see the class.
         """
         samples = self._layout.count(global_batch)
         if (

@@ -15,7 +15,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from brimful.errors import HalfUpdatedError
+from brimful.errors import PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot, modules_of
 from brimful.execution.executor import StepExecutor
 from brimful.execution.hooks import StepHooks
@@ -23,7 +23,7 @@ from brimful.execution.out_of_memory import despite_out_of_memory, make_room
 from brimful.execution.parameters import ParameterSnapshot
 from brimful.execution.random_state import RandomState
 from brimful.execution.signals import HeldSignals
-from brimful.execution.update import SurvivingUpdate, WholeUpdate
+from brimful.execution.update import AtomicUpdate, ResumableUpdate
 
 Result = TypeVar("Result")
 
@@ -48,7 +48,7 @@ class StepTransaction:
         self,
         executor: StepExecutor,
         *,
-        update: SurvivingUpdate | WholeUpdate | None = None,
+        update: ResumableUpdate | AtomicUpdate | None = None,
         keeps_parameters: bool = True,
     ) -> None:
         self._executor = executor
@@ -80,7 +80,7 @@ class StepTransaction:
             What it returned.
 
         Raises:
-            HalfUpdatedError: It raised, and not everything is as before.
+            PartialUpdateError: It raised, and not everything is as before.
         """
         return self._run(step, keeps=True)
 
@@ -94,7 +94,7 @@ class StepTransaction:
             What it returned.
 
         Raises:
-            HalfUpdatedError: Not everything is as before.
+            PartialUpdateError: Not everything is as before.
         """
         return self._run(step, keeps=False)
 
@@ -150,28 +150,28 @@ class StepTransaction:
                 parts.callback(self._parameters.restore)
 
     def _undo_failed(self, random: RandomState, error: BaseException) -> None:
-        """Leave everything as before a step that raised, or raise HalfUpdatedError."""
+        """Leave everything as before a step that raised, or raise PartialUpdateError."""
         try:
             self._undo(random)
-        except HalfUpdatedError as failure:
+        except PartialUpdateError as failure:
             raise failure from error
         except BaseException as failure:
-            raise HalfUpdatedError(
+            raise PartialUpdateError(
                 f"a step raised {_said(error)}, and undoing it raised {_said(failure)}. {_WAY_OUT}"
             ) from error
-        if self._is_updated and not isinstance(error, HalfUpdatedError):
-            raise HalfUpdatedError(
+        if self._is_updated and not isinstance(error, PartialUpdateError):
+            raise PartialUpdateError(
                 f"a step raised {_said(error)}, after parameters were updated. {_WAY_OUT}"
             ) from error
 
 
-def _update_of(executor: StepExecutor) -> SurvivingUpdate | WholeUpdate:
+def _update_of(executor: StepExecutor) -> ResumableUpdate | AtomicUpdate:
     optimizer, on_host = executor.optimizer, executor.on_host
     if on_host is not None:
-        return WholeUpdate("parameters on the host", lambda _message: _WAY_OUT, lambda: on_host.has_begun)
+        return AtomicUpdate("parameters on the host", lambda _message: _WAY_OUT, lambda: on_host.has_begun)
     if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
-        return WholeUpdate("divided parameters", lambda _message: _WAY_OUT)
-    return SurvivingUpdate(optimizer, partial(make_room, executor.device))
+        return AtomicUpdate("divided parameters", lambda _message: _WAY_OUT)
+    return ResumableUpdate(optimizer, partial(make_room, executor.device))
 
 
 def _said(error: BaseException) -> str:

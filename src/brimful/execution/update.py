@@ -1,48 +1,37 @@
 """An optimizer step that ends well although memory runs out in the middle of it.
 
-An optimizer changes the parameters and its own state op by op; where memory runs out between two of them, some
-are changed and others are not. Nothing is copied beforehand for that rare case. Instead it is known afterwards
-how often each tensor was changed: torch counts the changes of a tensor (its version) by ops on single tensors,
-and a dispatch mode counts those by ops on lists of tensors (`foreach`, `fused`), which torch does not; they are
-few. The step is then run once more, and the changes that were made already are left out. Where it computes
-something from a tensor that is ahead of it, the result is wrong and followed: a change that is still to be made
-from it is refused. So the step ends as if memory had not run out, or says that it cannot. Only until it is
-known how often a step changes each tensor, usually in the first two steps, are parameters and state copied to
-the host, and a step is taken back instead.
+An optimizer writes to the parameters and its own state op by op; where memory runs out between two of them,
+some are written and others are not. Nothing is copied beforehand for that rare case. Instead `writes.py` counts
+how often each tensor was written to, and `replay.py` runs the step again and skips the writes that were already
+made. So the step ends as if memory had not run out, or says that it cannot. Only until it is known how often a
+step writes to each tensor, usually in the first two steps, are parameters and state copied to the host, and a
+step is undone instead.
 
-Any other error is raised to the caller. Parameters and state are then as before the step if nothing was changed
-yet, or if there are copies; else the error is a `HalfUpdatedError`.
+Any other error is raised to the caller. Parameters and state are then as before the step if nothing was written
+yet, or if there are copies; else the error is a `PartialUpdateError`.
 
 If there is not enough memory for all parameters at once (`foreach` takes a copy of all) they are taken by
 halves, quarters, … down to single ones, which compute the same.
-
-Private torch API used here: `OpOverload._schema`, `Tensor._version` (checked: torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from brimful.batches import map_leaves, tensors_in
-from brimful.dispatch_mode import EagerDispatchMode
-from brimful.errors import HalfUpdatedError
+from brimful.batches import map_leaves
+from brimful.errors import PartialUpdateError
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
+from brimful.execution.replay import replay
+from brimful.execution.writes import Layout, StepWrites
 
-_Place = tuple[int, int]
-"""Where a tensor's bytes are, and how many: the same for a tensor and a view of the whole of it."""
 
-
-class WholeUpdate:
+class AtomicUpdate:
     """An optimizer's step that is taken whole or ends the run.
 
     For parameters that are divided over ranks, and for updates on the host, which take nothing of the device.
@@ -67,11 +56,11 @@ class WholeUpdate:
             step: Calls the optimizer's `step`. What it raises before it has begun is raised as it is.
 
         Raises:
-            HalfUpdatedError: An error was raised once the step had begun.
+            PartialUpdateError: An error was raised once the step had begun.
         """
         try:
             ran_out = _whether_ran_out(step)
-        except HalfUpdatedError:
+        except PartialUpdateError:
             raise
         except BaseException as error:
             if not self._has_begun():
@@ -81,13 +70,13 @@ class WholeUpdate:
             return
         if not self._has_begun():
             raise torch.OutOfMemoryError(ran_out.message)
-        raise HalfUpdatedError(
+        raise PartialUpdateError(
             f"memory ran out in the optimizer's update of {self._what}: {ran_out.message}.\n"
             f"  {self._way_out(ran_out.message)}"
         )
 
 
-class SurvivingUpdate:
+class ResumableUpdate:
     """An optimizer's step in whose course memory may run out.
 
     Args:
@@ -100,7 +89,7 @@ class SurvivingUpdate:
         self._make_room = make_room
         # brimful's own is made of torch's
         self._is_of_torch = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._usual: dict[int, tuple[int, ...]] = {}
         """Changes that a step makes to a parameter and its state, by id; empty until they are known."""
 
@@ -109,13 +98,13 @@ class SurvivingUpdate:
 
         Args:
             step: Calls the optimizer's `step`. Where it raises, all is as before, or there is a
-                `HalfUpdatedError`.
+                `PartialUpdateError`.
 
         Raises:
             torch.OutOfMemoryError: Memory ran out, and the step cannot be finished; all is as before.
-            HalfUpdatedError: An error was raised, and the step can neither be finished nor taken back.
+            PartialUpdateError: An error was raised, and the step can neither be finished nor taken back.
         """
-        before = _Before(self._optimizer, self._layout)
+        before = StepWrites(self._optimizer, self._layout)
         self._layout = before.layout
         is_known = all(id(parameter) in self._usual for parameter in before.parameters)
         copies = None if is_known else _Copies(self._optimizer, before)
@@ -127,10 +116,10 @@ class SurvivingUpdate:
                     self._usual |= before.changes_by_parameter()
                 return
             self._make_room()
-            ran_out = self._finish(step, before) if copies is None else self._take_again(step, before, copies)
+            ran_out = self._finish(step, before) if copies is None else self._retry(step, before, copies)
             if ran_out is not None:
                 raise self._unfinished(ran_out, is_undone=copies is not None)
-        except HalfUpdatedError:
+        except PartialUpdateError:
             raise
         except BaseException as error:
             self._undo(before, copies, error)
@@ -145,13 +134,13 @@ class SurvivingUpdate:
         )
         if is_undone:
             return torch.OutOfMemoryError(f"{what}: {ran_out.message}. Train {with_less}")
-        return HalfUpdatedError(
+        return PartialUpdateError(
             f"{what}: {ran_out.message}. Some parameters are updated and others not. Resume from the last "
             f"checkpoint, {with_less}"
         )
 
-    def _undo(self, before: _Before, copies: _Copies | None, error: BaseException) -> None:
-        """Leave parameters and state as before a step that raised, or raise HalfUpdatedError."""
+    def _undo(self, before: StepWrites, copies: _Copies | None, error: BaseException) -> None:
+        """Leave parameters and state as before a step that raised, or raise PartialUpdateError."""
         if copies is None and not (self._is_of_torch and before.has_changed_nothing()):
             raise _half_updated(f"the update by {type(self._optimizer).__name__}", error) from error
         try:
@@ -161,8 +150,8 @@ class SurvivingUpdate:
         except BaseException as failure:
             raise _half_updated("taking back an update", failure) from error
 
-    def _take_again(self, step: Callable[[], object], before: _Before, copies: _Copies) -> RanOut | None:
-        """Take a step from its beginning, which is restored."""
+    def _retry(self, step: Callable[[], object], before: StepWrites, copies: _Copies) -> RanOut | None:
+        """Run a step from its beginning, which is restored."""
 
         def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
             copies.restore(some)
@@ -171,15 +160,15 @@ class SurvivingUpdate:
 
         return self._by_parts(before.parameters, attempt)
 
-    def _finish(self, step: Callable[[], object], before: _Before) -> RanOut | None:
-        """Go on with a step that memory ran out in."""
+    def _finish(self, step: Callable[[], object], before: StepWrites) -> RanOut | None:
+        """Complete a step that memory ran out in."""
         if not self._is_of_torch:
             return RanOut("what an optimizer of another library has written cannot be told")
 
         def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
             before.restore_numbers()
             with before.counting():
-                return _whether_ran_out(partial(_again, step, before.changes(), self._optimizer, some))
+                return _whether_ran_out(partial(replay, step, before.changes(), self._optimizer, some))
 
         changes = before.changes_by_parameter()
         return self._by_parts(
@@ -205,89 +194,10 @@ class SurvivingUpdate:
         return None
 
 
-class _Layout:
-    """Where an optimizer keeps what; the same from step to step once its state is made."""
-
-    def __init__(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-        states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-        self.tensors = {id(p): (p, *_state_tensors(optimizer, p)) for p in parameters}
-        """Of each parameter: itself and its state."""
-        self.all_tensors = [tensor for each in self.tensors.values() for tensor in each]
-        self.ids = tuple(map(id, self.all_tensors))
-        self.holders_of_numbers = [holder for holder in states if _numbers_in(holder)]
-        self._known = [(id(parameter), len(state)) for parameter, state in zip(parameters, states, strict=True)]
-
-    def is_of(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether nothing was added or taken away since."""
-        state = optimizer.state
-        return self._known == [(id(p), len(state[p]) if p in state else 0) for p in parameters]
-
-
-class _Before:
-    """What an optimizer's tensors and numbers were before a step, and how often each tensor changed since."""
-
-    def __init__(self, optimizer: Optimizer, layout: _Layout | None) -> None:
-        self._optimizer = optimizer
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        is_known = layout is not None and layout.is_of(optimizer, self.parameters)
-        self.layout = layout if layout is not None and is_known else _Layout(optimizer, self.parameters)
-        self._gradients: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
-        takes_lists = any(map(_takes_lists, optimizer.param_groups))
-        ids = (*self.layout.ids, *map(id, self._gradients))
-        self._counter = _Counter(ids) if takes_lists else None
-        versions = self._counter is None
-        self._versions = [tensor._version for tensor in self.layout.all_tensors] if versions else []
-        self._gradient_versions = [gradient._version for gradient in self._gradients] if versions else []
-        holders = (*optimizer.param_groups, *self.layout.holders_of_numbers)
-        self._numbers = [(holder, _numbers_in(holder)) for holder in holders]
-
-    def counting(self) -> AbstractContextManager[object]:
-        """Within, changes are counted, if torch does not."""
-        return nullcontext() if self._counter is None else self._counter
-
-    def has_seen_all(self) -> bool:
-        """Whether the step made no state of which it was not known before."""
-        return self.layout.is_of(self._optimizer, self.parameters)
-
-    def has_changed_nothing(self) -> bool:
-        """Whether parameters and state are what they were, numbers aside."""
-        kept = islice(self._changes(), len(self.layout.all_tensors))  # the gradients come after them
-        return self.has_seen_all() and not any(times for _tensor, times in kept)
-
-    def changes(self) -> dict[_Place, int]:
-        """How often each tensor was changed since."""
-        return {_place(tensor): times for tensor, times in self._changes()}
-
-    def changes_by_parameter(self) -> dict[int, tuple[int, ...]]:
-        """The same of each parameter and its state."""
-        changes = {id(tensor): times for tensor, times in self._changes()}
-        return {
-            key: tuple(changes[id(tensor)] for tensor in tensors)
-            for key, tensors in self.layout.tensors.items()
-        }
-
-    def restore_numbers(self) -> None:
-        """Give state and groups their numbers back; a step that is run again changes them again."""
-        for holder, numbers in self._numbers:
-            holder.update(numbers)
-
-    def _changes(self) -> Iterator[tuple[Tensor, int]]:
-        tensors = [*self.layout.all_tensors, *self._gradients]
-        if self._counter is not None:
-            yield from ((tensor, self._counter.changes(tensor)) for tensor in tensors)
-            return
-        for tensor, version in zip(tensors, [*self._versions, *self._gradient_versions], strict=True):
-            yield tensor, tensor._version - version
-
-
-def _numbers_in(holder: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in holder.items() if isinstance(value, int | float)}
-
-
 class _Copies:
     """Copies on the host of parameters and state before a step."""
 
-    def __init__(self, optimizer: Optimizer, before: _Before) -> None:
+    def __init__(self, optimizer: Optimizer, before: StepWrites) -> None:
         self._optimizer = optimizer
         self._parameters = {id(p): _Copy(p) for p in before.parameters}
         state = optimizer.state
@@ -324,115 +234,8 @@ class _Copy:
         return self._tensor
 
 
-def _state_tensors(optimizer: Optimizer, parameter: nn.Parameter) -> list[Tensor]:
-    return list(filter(_is_tensor, optimizer.state.get(parameter, {}).values()))
-
-
-class _Counter(EagerDispatchMode):
-    """Counts the changes of tensors.
-
-    Args:
-        ids: Of those to count, which live longer than this.
-    """
-
-    def __init__(self, ids: Iterable[int]) -> None:
-        super().__init__()
-        self._changes = dict.fromkeys(ids, 0)
-
-    def changes(self, tensor: Tensor) -> int:
-        """How often a tensor was changed."""
-        return self._changes[id(tensor)]
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        changes = self._changes
-        for key in map(id, _written(func, args, kwargs or {})):
-            if key in changes:
-                changes[key] += 1
-        return result
-
-
-class _Again(EagerDispatchMode):
-    """Leaves out changes that were made already, and refuses to compute a change from what is ahead.
-
-    Args:
-        ahead: How many changes of each parameter, gradient and state were made already.
-    """
-
-    def __init__(self, ahead: dict[_Place, int]) -> None:
-        super().__init__()
-        self._ahead = dict(ahead)
-        self._wrong = WeakTensorKeyDictionary()
-        """Temporaries whose values are not those of the first run."""
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        written = _written(func, args, kwargs)
-        were_made = [self._times_ahead(tensor) > 0 for tensor in written]
-        if any(were_made):
-            return self._leave_out(func, args, kwargs, written, were_made)
-        if not any(self.is_wrong(leaf) for leaf in tree_leaves((args, dict(kwargs))) if _is_tensor(leaf)):
-            return func(*args, **kwargs)
-        if any(_place(tensor) in self._ahead or tensor._is_view() for tensor in written):
-            self._refuse(func)
-        result = func(*args, **kwargs)
-        wrong = [*written, *filter(_is_tensor, tree_leaves(result))]
-        if not wrong:  # a number, on which the step may decide
-            self._refuse(func)
-        for tensor in wrong:
-            self._wrong[tensor] = True
-        return result
-
-    def _leave_out(
-        self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        written: list[Tensor],
-        were_made: list[bool],
-    ) -> Any:
-        if not all(were_made):
-            self._refuse(func)
-        for tensor in written:
-            self._ahead[self._counted_at(tensor)] -= 1
-        if not func._schema.returns:
-            return None
-        return args[0] if args else next(iter(kwargs.values()))
-
-    def _times_ahead(self, tensor: Tensor) -> int:
-        return self._ahead.get(self._counted_at(tensor), 0)
-
-    def _counted_at(self, tensor: Tensor) -> _Place:
-        """Where the changes of a tensor are counted; those of a part with those of the whole."""
-        place = _place(tensor)
-        whole = tensor._base
-        return place if place in self._ahead or whole is None else _place(whole)
-
-    def is_wrong(self, tensor: Tensor) -> bool:
-        """Whether a tensor's value is not that of the first run at this point."""
-        return tensor in self._wrong or self._times_ahead(tensor) > 0
-
-    def _refuse(self, func: torch._ops.OpOverload) -> None:
-        raise HalfUpdatedError(
-            f"memory ran out in the optimizer's update, which cannot be completed: {func} needs a value "
-            "that was overwritten since. Resume from the last checkpoint."
-        )
-
-
-def _half_updated(where: str, error: BaseException) -> HalfUpdatedError:
-    return HalfUpdatedError(
+def _half_updated(where: str, error: BaseException) -> PartialUpdateError:
+    return PartialUpdateError(
         f"an error was raised in {where}: {type(error).__name__}: {error}. Some parameters may be updated and "
         "others not. Resume from the last checkpoint."
     )
@@ -441,24 +244,6 @@ def _half_updated(where: str, error: BaseException) -> HalfUpdatedError:
 def _whether_ran_out(step: Callable[[], object]) -> RanOut | None:
     found = unless_out_of_memory(step)
     return found if isinstance(found, RanOut) else None
-
-
-def _again(
-    step: Callable[[], object],
-    ahead: dict[_Place, int],
-    optimizer: Optimizer,
-    parameters: Sequence[nn.Parameter],
-) -> None:
-    had_state = [bool(optimizer.state.get(parameter)) for parameter in parameters]
-    with _Again(ahead) as again:
-        step()
-    for parameter, had in zip(parameters, had_state, strict=True):
-        made = not had and ahead.get(_place(parameter))
-        if made or any(map(again.is_wrong, _state_tensors(optimizer, parameter))):
-            raise HalfUpdatedError(
-                "memory ran out in the optimizer's update, which cannot be completed: state was made from a "
-                "value that was overwritten since. Resume from the last checkpoint."
-            )
 
 
 @contextmanager
@@ -478,36 +263,3 @@ def _only(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Iterator[
     finally:
         for parameter, gradient in others:
             parameter.grad = gradient
-
-
-def _takes_lists(group: Mapping[str, Any]) -> bool:
-    """Whether a group of parameters is updated by ops on lists of tensors; on CUDA that is torch's default."""
-    on_cuda = any(parameter.is_cuda for parameter in group["params"][:1])
-    return bool(group.get("fused") or group.get("foreach") or (group.get("foreach") is None and on_cuda))
-
-
-def _written(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an op changes."""
-    found: list[Tensor] = []
-    for position, name in _written_arguments(func):
-        given = args[position] if position < len(args) else kwargs.get(name)
-        found += given if isinstance(given, list) else tensors_in(given)
-    return found
-
-
-@cache
-def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of each argument that an op changes."""
-    return tuple(
-        (position, argument.name)
-        for position, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-
-
-def _place(tensor: Tensor) -> _Place:
-    return tensor.data_ptr(), tensor.nbytes
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)

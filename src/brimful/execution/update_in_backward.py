@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from brimful.errors import HalfUpdatedError, UsageError
+from brimful.errors import PartialUpdateError, UsageError
 
 
 def clipped_in_backward(max_gradient_norm: float) -> UsageError:
@@ -79,7 +79,7 @@ class UpdateInBackward:
             Scalar: the 2-norm of all gradients.
 
         Raises:
-            HalfUpdatedError: A parameter got its gradient in parts, by several backwards in one.
+            PartialUpdateError: A parameter got its gradient in parts, by several backwards in one.
         """
         norms: list[Tensor] = []
         done: set[int] = set()
@@ -101,7 +101,7 @@ class UpdateInBackward:
             assert isinstance(parameter, nn.Parameter)
             assert parameter.grad is not None
             if id(parameter) in done:
-                raise HalfUpdatedError(
+                raise PartialUpdateError(
                     "a parameter got another part of its gradient after it was updated by the first: reentrant "
                     "checkpointing (use_reentrant=True) runs a backward of its own for each segment. Train "
                     "without optimizer_in_backward, or checkpoint with use_reentrant=False."

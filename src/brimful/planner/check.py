@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+from brimful.codec import JsonForm, json_form, to_json_document
 from brimful.devices import Device
 from brimful.display import PrintedResult
 from brimful.planner.plan import Plan
@@ -14,6 +16,7 @@ from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
 
 
+@json_form(JsonForm(derived={"fits": attrgetter("fits")}, order=("fits",), omitted=("settings",)))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheck(PrintedResult):
     """A plan's settings, predicted for the model of today."""
@@ -36,16 +39,7 @@ class PlanCheck(PrintedResult):
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the record's own names."""
-        return {
-            "fits": self.fits,
-            "job": self.job,
-            "device": self.device,
-            "budget_bytes": self.budget_bytes,
-            "predicted_peak_device_bytes": self.predicted_peak_device_bytes,
-            "planned_peak_device_bytes": self.planned_peak_device_bytes,
-            "predicted_step_seconds": self.predicted_step_seconds,
-            "planned_step_seconds": self.planned_step_seconds,
-        }
+        return to_json_document(self)
 
 
 def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> PlanCheck:

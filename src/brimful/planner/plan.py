@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,15 +17,16 @@ from brimful.codec import (
     PositiveFloat,
     PositiveInt,
     fields_of_version,
-    from_builtins,
+    from_json_document,
     parse_json,
     read_regular_file,
+    to_json_document,
 )
 from brimful.display import PrintedResult
 from brimful.errors import UsageError
 from brimful.files import write_file
 from brimful.options import PlanOptions
-from brimful.settings import Settings, settings_fields, settings_to_json
+from brimful.settings import Settings
 
 PLAN_VERSION = 1
 
@@ -94,7 +95,16 @@ class Plan(PrintedResult):
     predicted_peak_allocated_bytes: PositiveInt
     predicted_peak_reserved_bytes: PositiveInt
     predicted_peak_device_bytes: PositiveInt
+    predicted_pinned_host_bytes: NonNegativeInt = 0
+    """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
+    training."""
+    predicted_host_state_bytes: NonNegativeInt = 0
+    """Optimizer state in the host's memory; with `offload_parameters` parts of parameters and gradients too."""
     predicted_step_seconds: PositiveFloat
+    model_flops: Annotated[int, Meta(ge=0)] | None = None
+    """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
+    peak_flops_per_second: PositiveFloat | None = None
+    """Of the device in the plan's precision; None if it is not known, as for a CPU nobody calibrated."""
     plain: Alternative
     """Training as it would be without a plan: the whole global batch at once, everything kept."""
     alternatives: tuple[Alternative, ...]
@@ -103,15 +113,6 @@ class Plan(PrintedResult):
     """Where in the step most memory is held: the part of the step, and the module if it is in one."""
     budget_curve: tuple[BudgetPoint, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
-    predicted_pinned_host_bytes: NonNegativeInt = 0
-    """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
-    training."""
-    predicted_host_state_bytes: NonNegativeInt = 0
-    """Optimizer state in the host's memory; with `offload_parameters` parts of parameters and gradients too."""
-    model_flops: Annotated[int, Meta(ge=0)] | None = None
-    """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
-    peak_flops_per_second: PositiveFloat | None = None
-    """Of the device in the plan's precision; None if it is not known, as for a CPU nobody calibrated."""
     notes: tuple[str, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """What a reader should know: what could not be searched, and why."""
     source: JobSource | None = field(default=None, metadata=ALWAYS_WRITTEN)
@@ -147,35 +148,7 @@ class Plan(PrintedResult):
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the record's own names."""
-        return {
-            "brimful_plan": PLAN_VERSION,
-            "status": str(self.status),
-            "job": self.job,
-            "device": self.device,
-            "device_kind": self.device_kind,
-            "budget_bytes": self.budget_bytes,
-            "settings": settings_to_json(self.settings),
-            "predicted_peak_allocated_bytes": self.predicted_peak_allocated_bytes,
-            "predicted_peak_reserved_bytes": self.predicted_peak_reserved_bytes,
-            "predicted_peak_device_bytes": self.predicted_peak_device_bytes,
-            "predicted_pinned_host_bytes": self.predicted_pinned_host_bytes,
-            "predicted_host_state_bytes": self.predicted_host_state_bytes,
-            "predicted_step_seconds": self.predicted_step_seconds,
-            "model_flops": self.model_flops,
-            "peak_flops_per_second": self.peak_flops_per_second,
-            "plain": _alternative_to_json(self.plain),
-            "alternatives": [_alternative_to_json(other) for other in self.alternatives],
-            "peak_at": self.peak_at,
-            "budget_curve": [
-                {"budget_bytes": point.budget_bytes, "predicted_step_seconds": point.predicted_step_seconds}
-                for point in self.budget_curve
-            ],
-            "notes": list(self.notes),
-            "source": None
-            if self.source is None
-            else {"name": self.source.name, "options": dict(self.source.options)},
-            "asked": asdict(self.asked) | {"allow_optimizers": list(self.asked.allow_optimizers)},
-        }
+        return {"brimful_plan": PLAN_VERSION, **to_json_document(self)}
 
     @classmethod
     def from_json(cls, document: Any, *, where: str = "the plan") -> Plan:
@@ -193,7 +166,7 @@ class Plan(PrintedResult):
                 another type or out of range.
         """
         values = fields_of_version(document, "brimful_plan", PLAN_VERSION, what="plan", where=where)
-        return from_builtins(_with_settings_fields(values, where=where), cls, where=where)
+        return from_json_document(values, cls, where=where)
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON.
@@ -221,27 +194,3 @@ class Plan(PrintedResult):
         """
         where = f"the plan {path}"
         return cls.from_json(parse_json(read_regular_file(path, what="plan"), where=where), where=where)
-
-
-def _alternative_to_json(alternative: Alternative) -> dict[str, Any]:
-    return {
-        "label": alternative.label,
-        "settings": settings_to_json(alternative.settings),
-        "predicted_peak_reserved_bytes": alternative.predicted_peak_reserved_bytes,
-        "predicted_step_seconds": alternative.predicted_step_seconds,
-        "fits": alternative.fits,
-    }
-
-
-def _with_settings_fields(document: Any, *, where: str) -> Any:
-    """A plan's document with the keys of all settings in it replaced by their fields' names."""
-    if isinstance(document, list):
-        return [_with_settings_fields(each, where=where) for each in document]
-    if not isinstance(document, dict):
-        return document
-    return {
-        key: settings_fields(value, where=f"{where}: field `settings`")
-        if key == "settings"
-        else _with_settings_fields(value, where=where)
-        for key, value in document.items()
-    }

@@ -12,7 +12,6 @@ Start reading at `measure.measure_step`.
 
 from brimful.profiling.calibrate import (
     THOROUGH_SWEEPS,
-    Progress,
     cache_path,
     calibrate_cpu,
     calibrate_gpu,
@@ -23,6 +22,7 @@ from brimful.profiling.equivalence import verify, verify_model
 from brimful.profiling.local_device import device_record
 from brimful.profiling.measure import measure_step, repeated_step
 from brimful.profiling.peak import PeakMemory, peak_memory
+from brimful.profiling.rates import Progress
 from brimful.profiling.splitting import (
     LayerSplitWarning,
     SplitWarning,

@@ -1,89 +1,46 @@
-"""What a device of this machine really does: every kind of work by size, links, launches and Python, kept.
+"""What was measured of a device of this machine, kept in the cache, and applied to its row of the table.
 
 Checked with torch 2.13 on a CPU; the few lines for CUDA alone were not run on a GPU.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import statistics
-import tempfile
 import time
-import warnings
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated
 
 import torch
 from msgspec import Meta
-from torch import Tensor
 
-from brimful.codec import (
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    from_builtins,
-    parse_json,
-    read_regular_file,
-)
+from brimful.codec import NonNegativeFloat, PositiveFloat, PositiveInt
 from brimful.devices import MEASURED_BUSY, Device, Dispatch, RateCurve, find_device
-from brimful.errors import FileFormatError
+from brimful.profiling.cache import cache_directory, read_kept, write_kept
 from brimful.profiling.dispatch import measure_dispatch
-from brimful.profiling.probes import Pool, Probe, probes
-from brimful.profiling.timing import Typical, typical_seconds
-from brimful.quantities import MIB
-from brimful.status import report
+from brimful.profiling.rates import (
+    Progress,
+    host_update_bytes_per_second,
+    link_bytes_per_second,
+    measure_curves,
+    page_fault_seconds_per_byte,
+)
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-CACHE_VERSION = 2
 CACHE_FILE = "cpu.json"
 GPU_CACHE_FILE = "gpus.json"
 
-_POOL_BYTES = 64 * MIB
-"""Beyond the caches of most CPUs and GPUs."""
-_VARIANTS = 32
-"""Most sets of operands that take turns."""
-_PROBE_SECONDS = 0.012
-"""To spend on one size of one kind at a time, if nothing disturbs it."""
 THOROUGH_SWEEPS = 3
 """How often `brimful calibrate` goes through all kinds. The best of the times counts: a machine has slow
 seconds."""
 QUICK_SWEEPS = 1
 """The same where a prediction for "cpu" finds nothing kept and must not take long."""
-_LARGEST_RUN_SECONDS = 5e-3
-"""A larger size is not tried after a run of this length if its rate is reached: longer runs seldom end before
-another program has its turn."""
-_LEAST_SIZES = 4
-"""That many are tried always: a curve of one point tells all other amounts by its rate."""
-_STEADY = 1.5
-"""A rate that is reached differs by less from that of the size before. A small op may take a time slice of
-another program, 4 to 8 ms: to stop there and go on at its rate would make a large one take minutes. A choice;
-sizes are two to eight times apart in work."""
-_FRESH_BYTES = 64 * MIB
-"""A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
-_FRESH_SECONDS = 0.4
-_LINK_BYTES = 256 * MIB
-_UPDATED_BYTES = 256 * MIB
-"""Of parameters: with their gradients and state 1 GiB, beyond nearly all caches."""
-_ADAMW_TRAFFIC = 7
-"""Reads parameter, gradient and two of state, and writes all but the gradient."""
-
 _BUSY_FRACTION = 0.1
 """A choice."""
 _BUSY_FOR_SECONDS = 3600.0
 """After which what was measured on a busy machine is measured again, as it may be quiet by then: a choice."""
 
 MEASURED = "measured on this machine"
-
-Progress = Callable[[str], None]
-"""Is told what is measured next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +134,7 @@ def calibrate_cpu(
     Args:
         remeasure: Measure even if there is a kept measurement.
         sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
-        progress: Is told what is measured next.
+        progress: Called with what is measured next.
 
     Returns:
         `find_device("cpu")` with measured rates, and "measured on this machine" as source.
@@ -201,7 +158,7 @@ def calibrate_gpu(
         where: The torch device that it is.
         remeasure: Measure even if there is a kept measurement.
         sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
-        progress: Is told what is measured next.
+        progress: Called with what is measured next.
 
     Returns:
         The row with what was measured.
@@ -240,7 +197,7 @@ def measure_device(
         device: The row that `where` belongs to.
         where: A CPU or CUDA device of this machine.
         sweeps: How often all kinds are gone through.
-        progress: Is told what is measured next.
+        progress: Called with what is measured next.
 
     Returns:
         Typical times, of runs that no other program disturbed where there were any.
@@ -280,192 +237,9 @@ def measure_device(
     )
 
 
-def _report_measuring(what: str) -> None:
-    report(f"measuring this machine once: {what}")
-
-
-def measure_curves(
-    where: torch.device, *, sweeps: int, progress: Progress | None = None
-) -> tuple[tuple[RateCurve, ...], float]:
-    """One curve for every kind of work that there is a probe for.
-
-    Args:
-        where: A torch device.
-        sweeps: How often all are gone through; the best of an amount's times counts.
-        progress: Is told what is measured next.
-
-    Returns:
-        The curves, and the part of the sizes that other work disturbed in all sweeps.
-    """
-    pools: dict[torch.dtype, Pool] = {}
-    measured: dict[str, dict[int, Typical]] = {}
-    with torch.no_grad():
-        for sweep in range(1, sweeps + 1):
-            for probe in probes(where):
-                kind = probe.kind.replace(":", " in ").replace("_", " ")
-                (progress or _report_measuring)(f"{kind} ({sweep} of {sweeps})")
-                if probe.dtype not in pools:
-                    pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
-                found = measure_probe(probe, pools[probe.dtype])
-                best = measured.setdefault(probe.kind, found)
-                for amount, one in found.items():
-                    best[amount] = min(one, best.get(amount, one), key=_by_quiet_and_time)
-    curves = tuple(
-        RateCurve.through(
-            kind, [(amount, each.seconds) for amount, each in found.items()], is_arithmetic=":" in kind
-        )
-        for kind, found in measured.items()
-    )
-    sizes = [each for found in measured.values() for each in found.values()]
-    return curves, statistics.fmean(not each.is_quiet for each in sizes)
-
-
-def _by_quiet_and_time(found: Typical) -> tuple[bool, float]:
-    """What nothing disturbed comes first: of what is disturbed the shortest round counts, not a typical one."""
-    return not found.is_quiet, found.seconds
-
-
-def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
-    """A probe's sizes by amount, up to one that runs long at its full rate: some types have no fast kernels."""
-    measured: dict[int, Typical] = {}
-    rate_before = 0.0
-    with probe.mode():
-        for size in probe.sizes:
-            before = pool.taken
-            run, amount = probe.make(size, pool)
-            variants = min(_VARIANTS, pool.numbers // max(pool.taken - before, 1))
-            runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
-            found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
-            rate = amount / found.seconds
-            is_steady = rate_before / _STEADY < rate < rate_before * _STEADY
-            is_reached = len(measured) >= _LEAST_SIZES and is_steady
-            if found.seconds > _LARGEST_RUN_SECONDS and is_reached:
-                break
-            rate_before = rate
-    return measured
-
-
-def page_fault_seconds_per_byte() -> float:
-    """What the first touch of memory adds to a product of tensors, per byte of the result."""
-    cpu = torch.device("cpu")
-    x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
-    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=_FRESH_SECONDS).seconds
-    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=_FRESH_SECONDS).seconds
-    return max(fresh - warm, 0.0) / _FRESH_BYTES
-
-
-def link_bytes_per_second(where: torch.device) -> tuple[float, float]:
-    """Rates to the device and back, from and to pinned memory.
-
-    Args:
-        where: A CUDA device; for a CPU memory is copied within it, which tests use.
-
-    Returns:
-        Bytes per second, one way at a time.
-    """
-    on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=where.type == "cuda")
-    on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=where)
-
-    def rate(target: Tensor, source: Tensor) -> float:
-        copy = partial(target.copy_, source, non_blocking=True)
-        return _LINK_BYTES / typical_seconds([copy], where, most_seconds=0.5).seconds
-
-    return rate(on_device, on_host), rate(on_host, on_device)
-
-
-def host_update_bytes_per_second() -> float:
-    """At which this machine's processors read and write memory in a fused AdamW's update."""
-    parameter = torch.nn.Parameter(torch.zeros(_UPDATED_BYTES // 4))
-    parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW([parameter], fused=True)
-    optimizer.step()  # makes its state
-    seconds = typical_seconds([optimizer.step], torch.device("cpu"), most_seconds=0.5).seconds
-    return _ADAMW_TRAFFIC * _UPDATED_BYTES / seconds
-
-
 def cache_path(device_kind: str = "cpu") -> Path:
     """Where measurements of CPUs are kept, or of GPUs, in `cache_directory`."""
     return cache_directory() / _CACHES[device_kind][0]
-
-
-def cache_directory() -> Path:
-    """Where all measurements of this machine are kept.
-
-    Returns:
-        `$XDG_CACHE_HOME/brimful`, else `~/.cache/brimful`; it need not exist yet.
-
-    Raises:
-        RuntimeError: There is no home directory.
-    """
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "brimful"
-
-
-_MOST_SHOWN = 100
-"""Characters of an entry's key that a warning shows. A choice."""
-
-Record = TypeVar("Record", bound="DataclassInstance")
-
-
-def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, Record]:
-    """Measurements kept earlier; none if the file is missing or of another version.
-
-    What is damaged is a warning, and is not used.
-
-    Args:
-        file_name: In the cache directory.
-        section: The document's part that holds them.
-        record: What an entry is.
-
-    Returns:
-        The records, each under the key it was kept with.
-    """
-    try:
-        path = cache_directory() / file_name
-    except RuntimeError:  # there is no home directory
-        return {}
-    if not os.path.lexists(path):
-        return {}
-    where = f"the cache of measurements {path}"
-    kept: dict[str, Record] = {}
-    damage: list[FileFormatError] = []
-    try:
-        content = parse_json(read_regular_file(path, what="cache of measurements"), where=where)
-        document = from_builtins(content, dict[str, Any], where=where)
-        if document.get("version") != CACHE_VERSION:
-            return {}
-        entries = from_builtins(document.get(section), dict[str, Any], where=f"{where}: field `{section}`")
-        for key, values in entries.items():
-            try:
-                kept[key] = from_builtins(values, record, where=f"{where}: {key[:_MOST_SHOWN]!r}")
-            except FileFormatError as error:
-                damage.append(error)
-    except FileFormatError as error:
-        damage.append(error)
-    if damage:
-        warnings.warn(f"{damage[0]} It is not used; what is needed is measured again.", stacklevel=3)
-    return kept
-
-
-def write_kept(file_name: str, section: str, kept: Mapping[str, DataclassInstance], *, what: str) -> None:
-    """Keep measurements for later; where the file cannot be written, that is a warning.
-
-    Args:
-        file_name: In the cache directory; is replaced as a whole.
-        section: The document's part that holds them.
-        kept: All records to be kept.
-        what: Names them in the warning.
-    """
-    document = {"version": CACHE_VERSION, section: {key: asdict(record) for key, record in kept.items()}}
-    try:
-        path = cache_directory() / file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read meanwhile: it must see the old file or the new one.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(document, file, indent=2)
-        Path(file.name).replace(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
-        warnings.warn(f"{what} could not be kept: {error}", stacklevel=3)
 
 
 _CACHES = {"cpu": (CACHE_FILE, "cpus"), "cuda": (GPU_CACHE_FILE, "gpus")}

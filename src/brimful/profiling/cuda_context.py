@@ -20,7 +20,7 @@ from torch import nn
 from brimful.codec import PositiveFloat, PositiveInt, decode_json
 from brimful.devices import CudaContext, Device, cuda_context, find_device
 from brimful.errors import FileFormatError, UsageError
-from brimful.profiling.calibrate import read_kept, write_kept
+from brimful.profiling.cache import read_kept, write_kept
 
 CACHE_FILE = "cuda_contexts.json"
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.batches import InputMover, layout_of, make_batch
-from brimful.errors import EquivalenceError, HalfUpdatedError
+from brimful.errors import EquivalenceError, PartialUpdateError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.execution.executor import StepExecutor
 from brimful.execution.hooks import StepHooks
@@ -127,7 +127,7 @@ def _certificate(
     """Of `settings`, which may be those that are planned with fewer samples."""
     try:
         return _compared(job, planned, settings, model, device, seed)
-    except HalfUpdatedError as error:
+    except PartialUpdateError as error:
         raise EquivalenceError(
             f"{job.name}: the plan cannot be compared with plain training: {error}"
         ) from error

@@ -9,13 +9,13 @@ from brimful.errors import UsageError
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.profiling.calibrate import (
     THOROUGH_SWEEPS,
-    Progress,
     calibrate_cpu,
     calibrate_gpu,
     with_kept_calibration,
 )
 from brimful.profiling.cuda_context import best_context, measure_context
 from brimful.profiling.local_device import device_record
+from brimful.profiling.rates import Progress
 
 DeviceLike = str | int | torch.device | Device
 """What names a device; see `resolve_device`."""

@@ -45,7 +45,7 @@ class BadSample:
     why: str
 
 
-def heed(bad: Iterable[BadSample], of: int, asked: BadSamples) -> None:
+def check_bad_samples(bad: Iterable[BadSample], of: int, asked: BadSamples) -> None:
     """List samples that cannot be used, and refuse them unless they may be left out.
 
     Args:

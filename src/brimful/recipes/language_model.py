@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from brimful.errors import DataError, UsageError
 from brimful.job import Batch, Data, Job
-from brimful.recipes.bad_samples import BadSample, BadSamples, heed
+from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
 from brimful.recipes.rows import TABLES, Row, read_rows, read_text, undecoded
 from brimful.recipes.text_models import find_text_model
@@ -111,7 +111,9 @@ def _read(paths: Sequence[Path], text_column: str, encoding: str, asked: BadSamp
     """The texts of each file."""
     of_files = [list(_texts_of(path, text_column, encoding)) for path in paths]
     everything = list(chain.from_iterable(of_files))
-    heed((entry for entry in everything if isinstance(entry, BadSample)), of=len(everything), asked=asked)
+    check_bad_samples(
+        (entry for entry in everything if isinstance(entry, BadSample)), of=len(everything), asked=asked
+    )
     return [[entry.values[0] for entry in entries if isinstance(entry, Row)] for entries in of_files]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.models.checks import check_multiple
-from brimful.recipes.bad_samples import BadSample, BadSamples, heed
+from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
 from brimful.recipes.classes import (
     accuracy,
@@ -197,7 +197,7 @@ def text_classification(
 
 def _good_rows(path: Path, columns: Sequence[str], encoding: str, asked: BadSamples) -> list[Row]:
     rows = [_with_a_label(row) for row in read_rows(path, columns, encoding)]
-    heed((row for row in rows if isinstance(row, BadSample)), of=len(rows), asked=asked)
+    check_bad_samples((row for row in rows if isinstance(row, BadSample)), of=len(rows), asked=asked)
     good = [row for row in rows if isinstance(row, Row)]
     if not good:
         raise UsageError(f"{path} has no rows.")
@@ -227,7 +227,7 @@ def _classes(labels: Sequence[str], file: Path | str) -> tuple[str, ...]:
 def _known(rows: list[Row], classes: tuple[str, ...], asked: BadSamples) -> list[Row]:
     """The rows to validate with, of which none may have a class that is not trained on."""
     unknown = [row for row in rows if _label(row) not in classes]
-    heed(
+    check_bad_samples(
         (
             BadSample(where=row.where, why=f"class {_label(row)!r} is not in the training data")
             for row in unknown

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
+from brimful.codec import to_builtins, to_json_document
 from brimful.devices import Device, RateCurve
 from brimful.quantities import format_bytes, format_seconds
 
@@ -21,21 +21,18 @@ def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dic
         Per device its rates, and per kind of work the points (amount, seconds): bytes, or FLOPs where the name
         has a type after a colon.
     """
+    return {"devices": [_device_document(device, path) for device, path in zip(devices, paths, strict=True)]}
+
+
+def _device_document(device: Device, path: str) -> dict[str, Any]:
+    rates = ("launch_seconds", "page_fault_seconds_per_byte", "host_link_bytes_per_second", "context_bytes")
     return {
-        "devices": [
-            {
-                "name": device.name,
-                "source": device.source,
-                "kept_in": path,
-                "launch_seconds": device.launch_seconds,
-                "page_fault_seconds_per_byte": device.page_fault_seconds_per_byte,
-                "host_link_bytes_per_second": device.host_link_bytes_per_second,
-                "context_bytes": device.context_bytes,
-                "dispatch": asdict(device.dispatch),
-                "curves": {curve.kind: [list(point) for point in curve.points] for curve in device.curves},
-            }
-            for device, path in zip(devices, paths, strict=True)
-        ]
+        "name": device.name,
+        "source": device.source,
+        "kept_in": path,
+        **{name: getattr(device, name) for name in rates},
+        "dispatch": to_json_document(device.dispatch),
+        "curves": {curve.kind: to_builtins(curve.points) for curve in device.curves},
     }
 
 

@@ -3,50 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from operator import attrgetter
 from typing import Any
 
+from brimful.codec import JsonForm, json_form, to_json_document
 from brimful.errors import InfeasibleError
+from brimful.memory import AllocatorSettings
 from brimful.planner import GpuFit
 from brimful.prediction import Estimate
-from brimful.settings import settings_to_json
 
 
 def estimate_document(estimate: Estimate) -> dict[str, Any]:
     """What `brimful estimate --json` prints."""
-    return {
-        "job": estimate.job,
-        "device": estimate.device,
-        "settings": settings_to_json(estimate.settings),
-        "is_own_loop": estimate.is_own_loop,
-        "verdict": str(estimate.verdict),
-        "capacity_bytes": estimate.capacity_bytes,
-        "predicted_peak_allocated_bytes": estimate.predicted_peak_allocated_bytes,
-        "predicted_peak_reserved_bytes": estimate.predicted_peak_reserved_bytes,
-        "predicted_peak_device_bytes": estimate.predicted_peak_device_bytes,
-        "predicted_device_interval_bytes": list(estimate.predicted_device_interval_bytes),
-        "smallest_surviving_capacity_bytes": estimate.smallest_surviving_capacity_bytes,
-        "predicted_step_seconds": estimate.predicted_step_seconds,
-        "predicted_samples_per_second": estimate.predicted_samples_per_second,
-        "breakdown": {str(category): size_bytes for category, size_bytes in estimate.breakdown},
-        "peak": {
-            "phase": str(estimate.peak_phase),
-            "module": estimate.peak_module,
-            "op": estimate.peak_op,
+    return to_json_document(estimate)
+
+
+json_form(
+    JsonForm(
+        derived={
+            "verdict": attrgetter("verdict"),
+            "predicted_samples_per_second": attrgetter("predicted_samples_per_second"),
+            "breakdown": lambda estimate: dict(estimate.breakdown),
+            "peak": lambda estimate: {
+                "phase": estimate.peak_phase,
+                "module": estimate.peak_module,
+                "op": estimate.peak_op,
+            },
+            "uncertain_ops": attrgetter("uncertain"),
         },
-        "largest": [asdict(block) for block in estimate.largest],
-        "modules": [asdict(share) for share in estimate.modules],
-        "phases": [asdict(phase) for phase in estimate.phases],
-        "allocators": [
-            asdict(what_if) | {"settings": str(what_if.settings)} for what_if in estimate.allocators
-        ],
-        "context_source": estimate.context_source,
-        "cache_flushes": estimate.cache_flushes,
-        "out_of_memory_at": None if estimate.out_of_memory_at is None else asdict(estimate.out_of_memory_at),
-        "corrections": [asdict(rule) for rule in estimate.corrections],
-        "uncertain_ops": list(estimate.uncertain),
-        "parameter_count": estimate.parameter_count,
-    }
+        order=(
+            *("job", "device", "settings", "is_own_loop", "verdict", "capacity_bytes"),
+            *("predicted_peak_allocated_bytes", "predicted_peak_reserved_bytes", "predicted_peak_device_bytes"),
+            *("predicted_device_interval_bytes", "smallest_surviving_capacity_bytes"),
+            *("predicted_step_seconds", "predicted_samples_per_second", "breakdown", "peak", "largest"),
+            *("modules", "phases", "allocators", "context_source", "cache_flushes", "out_of_memory_at"),
+        ),
+        omitted=(
+            *("peak_phase", "peak_module", "peak_op", "step_time", "own_checkpoints"),
+            *("predicted_pinned_host_bytes", "predicted_host_state_bytes"),
+        ),
+    )
+)(Estimate)
+json_form(JsonForm(write=str))(AllocatorSettings)
+json_form(
+    JsonForm(
+        derived={"predicted_samples_per_second": attrgetter("predicted_samples_per_second")},
+        order=(
+            *("device", "capacity_bytes", "plain_fits", "predicted_plain_peak_device_bytes", "settings"),
+            *("predicted_peak_device_bytes", "predicted_step_seconds", "predicted_samples_per_second"),
+            "predicted_smallest_peak_device_bytes",
+        ),
+    )
+)(GpuFit)
 
 
 def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> dict[str, Any]:
@@ -54,21 +62,7 @@ def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> d
     return {
         "job": job,
         "global_batch_size": global_batch_size,
-        "gpus": [
-            {
-                "device": fit.device,
-                "capacity_bytes": fit.capacity_bytes,
-                "plain_fits": fit.plain_fits,
-                "predicted_plain_peak_device_bytes": fit.predicted_plain_peak_device_bytes,
-                "settings": None if fit.settings is None else settings_to_json(fit.settings),
-                "predicted_peak_device_bytes": fit.predicted_peak_device_bytes,
-                "predicted_step_seconds": fit.predicted_step_seconds,
-                "predicted_samples_per_second": fit.predicted_samples_per_second,
-                "predicted_smallest_peak_device_bytes": fit.predicted_smallest_peak_device_bytes,
-                "change": fit.change,
-            }
-            for fit in fits
-        ],
+        "gpus": [to_json_document(fit) for fit in fits],
     }
 
 

@@ -125,8 +125,8 @@ def _feeding(result: TrainingResult) -> Iterator[str]:
 def _throughput(result: TrainingResult) -> Iterator[str]:
     """Samples and terms per second, waiting included, and the part of the device's peak that is."""
     rates = [(result.samples_per_second, "samples")]
-    if result.counted is not None:
-        rates.append((result.terms_per_second, result.counted))
+    if result.loss_unit is not None:
+        rates.append((result.terms_per_second, result.loss_unit))
     said = [format_rate(rate, what) for rate, what in rates if rate is not None]
     if result.measured_mfu is not None:
         predicted = "" if result.predicted_mfu is None else f" ({result.predicted_mfu:.0%} predicted)"

@@ -15,12 +15,7 @@ from brimful.results.training_run import (
     StopReason,
     TrainingResult,
     ValidationRecord,
-    recovery_from_json,
     steady_steps,
-    step_from_json,
-    step_to_json,
-    validation_from_json,
-    validation_to_json,
     waiting_fraction,
 )
 
@@ -37,11 +32,6 @@ __all__ = [
     "StopReason",
     "TrainingResult",
     "ValidationRecord",
-    "recovery_from_json",
     "steady_steps",
-    "step_from_json",
-    "step_to_json",
-    "validation_from_json",
-    "validation_to_json",
     "waiting_fraction",
 ]

@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from brimful.codec import NonNegativeFloat, PositiveInt, from_builtins, number_to_json, numbers_from_json
+from brimful.codec import (
+    JsonForm,
+    NonNegativeFloat,
+    PositiveInt,
+    UnboundedNonNegativeFloat,
+    from_json_document,
+    json_form,
+    to_json_document,
+)
 from brimful.display import PrintedResult
 
 
+def _holds(comparison: Comparison) -> bool | None:
+    """None of a comparison that was not made."""
+    return None if comparison.left_out_because else comparison.holds
+
+
+@json_form(JsonForm(derived={"holds": _holds}, order=("name", "holds")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(PrintedResult):
     """Loss, gradients and buffers of one batch, computed in two ways."""
@@ -18,7 +33,7 @@ class Comparison(PrintedResult):
     "splitting"; of the last the loss alone: "splitting, in evaluation mode"."""
     is_bitwise: bool = False
     """Whether all of them are equal to the last bit."""
-    largest_difference: NonNegativeFloat = 0.0
+    largest_difference: UnboundedNonNegativeFloat = 0.0
     """The largest of any entry, over the largest entry of its tensor."""
     where: str = ""
     """The tensor it is in; empty if there is none."""
@@ -36,6 +51,7 @@ class Comparison(PrintedResult):
         return self.is_bitwise or bool(self.left_out_because) or 0 < self.largest_difference <= self.bound
 
 
+@json_form(JsonForm(derived={"holds": attrgetter("holds")}, order=("holds",)))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EquivalenceReport(PrintedResult):
     """Whether training under a plan computes what plain training does."""
@@ -98,41 +114,8 @@ class EquivalenceReport(PrintedResult):
         Raises:
             FileFormatError: A field is unknown, missing, of another type or out of range.
         """
-        fields = _without_verdict(document)
-        if isinstance(fields, dict) and isinstance(fields.get("comparisons"), list | tuple):
-            fields["comparisons"] = [
-                numbers_from_json(_without_verdict(entry), _NUMBERS) for entry in fields["comparisons"]
-            ]
-        return from_builtins(fields, cls, where=where)
+        return from_json_document(document, cls, where=where)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the records' own names; a difference that is not finite is written as "inf"."""
-        return {
-            "holds": self.holds,
-            "job": self.job,
-            "device": self.device,
-            "samples": self.samples,
-            "comparisons": [
-                {
-                    "name": comparison.name,
-                    "holds": None if comparison.left_out_because else comparison.holds,
-                    "is_bitwise": comparison.is_bitwise,
-                    "largest_difference": number_to_json(comparison.largest_difference),
-                    "where": comparison.where,
-                    "bound": comparison.bound,
-                    "left_out_because": comparison.left_out_because,
-                    "is_known_to_differ": comparison.is_known_to_differ,
-                }
-                for comparison in self.comparisons
-            ],
-        }
-
-
-_NUMBERS = ("largest_difference",)
-
-
-def _without_verdict(entry: Any) -> Any:
-    """What was written less `holds`, which follows from the rest."""
-    return (
-        {name: value for name, value in entry.items() if name != "holds"} if isinstance(entry, dict) else entry
-    )
+        return to_json_document(self)

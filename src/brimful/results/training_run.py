@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
@@ -13,18 +13,20 @@ from typing import Any
 
 from brimful.codec import (
     ALWAYS_WRITTEN,
+    JsonForm,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
+    UnboundedFloat,
     fields_of_version,
-    from_builtins,
-    number_to_json,
-    numbers_from_json,
+    from_json_document,
+    json_form,
+    to_json_document,
 )
 from brimful.display import PrintedResult
 from brimful.results.equivalence import EquivalenceReport
 from brimful.results.measurement import OpTemporary
-from brimful.settings import Settings, settings_fields, settings_to_json
+from brimful.settings import Settings
 
 RESULT_VERSION = 3
 
@@ -56,9 +58,9 @@ class StepRecord:
     """From 1: how many steps had been taken when this one was done."""
     epoch: PositiveInt
     """From 1."""
-    loss: float
+    loss: UnboundedFloat
     """Mean over the global batch, before the update."""
-    gradient_norm: float
+    gradient_norm: UnboundedFloat
     """2-norm of all gradients, before clipping."""
     seconds: NonNegativeFloat
     """From the batch on the host to the updated parameters; loading the batch is not in it."""
@@ -69,13 +71,13 @@ class StepRecord:
     """Waited for the batch before the step."""
     memory_measured: bool = False
     """Whether the peak was measured in this step, which slows it down."""
-    terms: float = 0.0
+    terms: UnboundedFloat = 0.0
     """What the loss is a mean over: what the job counts in the global batch, else its samples."""
-    mfu: float | None = None
+    mfu: UnboundedFloat | None = None
     """Model FLOPs utilisation: FLOPs of forward and backward, nothing recomputed, over what the device could do
     in the step and the waiting before it. None where either is not known, or the batch has another shape than
     was planned for."""
-    learning_rate: float | None = None
+    learning_rate: UnboundedFloat | None = None
     """Of the first group of parameters, in this step; None where there is none, or a GPU has it."""
 
     @property
@@ -97,9 +99,9 @@ class ValidationRecord:
     """Optimizer steps taken before it."""
     epoch: NonNegativeInt
     """From 1: the epoch that it ends."""
-    loss: float
+    loss: UnboundedFloat
     """Mean over everything that the job's `count` counts in the validation data."""
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, UnboundedFloat]
     """Means over the validation samples, by name."""
     samples: NonNegativeInt
     seconds: NonNegativeFloat
@@ -173,6 +175,7 @@ def waiting_fraction(steps: Sequence[StepRecord]) -> float:
     return sum(step.data_seconds for step in steps) / total if total else 0.0
 
 
+@json_form(JsonForm(keys={"loss_unit": "counted"}))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult(PrintedResult):
     """A training run.
@@ -208,7 +211,7 @@ class TrainingResult(PrintedResult):
     recoveries: tuple[Recovery, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Each time that memory ran out."""
     run_dir: Path | None = field(default=None, metadata=ALWAYS_WRITTEN)
-    counted: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
+    loss_unit: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """What the job's `count` counts; None if its loss is a mean over samples."""
     predicted_mfu: NonNegativeFloat | None = field(default=None, metadata=ALWAYS_WRITTEN)
     data_loading: DataLoading | None = field(default=None, metadata=ALWAYS_WRITTEN)
@@ -254,19 +257,7 @@ class TrainingResult(PrintedResult):
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object with the record's own names; numbers that JSON lacks are written as "nan" and "inf"."""
-        document: dict[str, Any] = {"brimful_training": RESULT_VERSION}
-        for each in fields(self):
-            document[each.name] = getattr(self, each.name)
-        document["settings"] = settings_to_json(self.settings)
-        document["stopped_because"] = str(self.stopped_because)
-        document["steps"] = [step_to_json(step) for step in self.steps]
-        document["validations"] = [validation_to_json(validation) for validation in self.validations]
-        document["temporaries_at_peak"] = [asdict(temporary) for temporary in self.temporaries_at_peak]
-        document["recoveries"] = [asdict(recovery) for recovery in self.recoveries]
-        document["certificate"] = None if self.certificate is None else self.certificate.to_json()
-        document["run_dir"] = None if self.run_dir is None else str(self.run_dir)
-        document["data_loading"] = None if self.data_loading is None else asdict(self.data_loading)
-        return document
+        return {"brimful_training": RESULT_VERSION, **to_json_document(self)}
 
     @classmethod
     def from_json(cls, document: Any, *, where: str = "the training result") -> TrainingResult:
@@ -286,74 +277,4 @@ class TrainingResult(PrintedResult):
         values = fields_of_version(
             document, "brimful_training", RESULT_VERSION, what="training result", where=where
         )
-        for name, read in (("steps", _step_numbers), ("validations", _validation_numbers)):
-            if isinstance(values.get(name), list | tuple):
-                values[name] = [read(entry) for entry in values[name]]
-        if "settings" in values:
-            values["settings"] = settings_fields(values["settings"], where=f"{where}: field `settings`")
-        certificate = None
-        if values.get("certificate") is not None:
-            certificate = EquivalenceReport.from_json(values["certificate"], where=f"{where}: the certificate")
-            values["certificate"] = None
-        return replace(from_builtins(values, cls, where=where), certificate=certificate)
-
-
-def step_to_json(record: StepRecord) -> dict[str, Any]:
-    """A step as a JSON object with the record's own names."""
-    document = asdict(record)
-    for name in _STEP_NUMBERS:
-        document[name] = number_to_json(document[name])
-    return document
-
-
-def validation_to_json(record: ValidationRecord) -> dict[str, Any]:
-    """A validation as a JSON object with the record's own names."""
-    return {
-        "step": record.step,
-        "epoch": record.epoch,
-        "loss": number_to_json(record.loss),
-        "metrics": {name: number_to_json(value) for name, value in record.metrics.items()},
-        "samples": record.samples,
-        "seconds": record.seconds,
-    }
-
-
-_STEP_NUMBERS = ("loss", "gradient_norm", "terms", "learning_rate", "mfu")
-"""Those of a step that may be NaN or infinite."""
-
-
-def step_from_json(document: Any, *, where: str = "the step") -> StepRecord:
-    """The step that `step_to_json` wrote.
-
-    Args:
-        document: As read from JSON.
-        where: Names it in errors.
-
-    Returns:
-        A record equal to the one written.
-
-    Raises:
-        FileFormatError: A field is unknown, missing, of another type or out of range.
-    """
-    return from_builtins(_step_numbers(document), StepRecord, where=where)
-
-
-def validation_from_json(document: Any, *, where: str = "the validation") -> ValidationRecord:
-    """The validation that `validation_to_json` wrote; see `step_from_json`."""
-    return from_builtins(_validation_numbers(document), ValidationRecord, where=where)
-
-
-def recovery_from_json(document: Any, *, where: str = "the recovery") -> Recovery:
-    """The recovery that `dataclasses.asdict` made a JSON object of; see `step_from_json`."""
-    return from_builtins(document, Recovery, where=where)
-
-
-def _step_numbers(document: Any) -> Any:
-    return numbers_from_json(document, _STEP_NUMBERS)
-
-
-def _validation_numbers(document: Any) -> Any:
-    read = numbers_from_json(document, ("loss",))
-    if isinstance(read, dict) and "metrics" in read:
-        read["metrics"] = numbers_from_json(read["metrics"])
-    return read
+        return from_json_document(values, cls, where=where)

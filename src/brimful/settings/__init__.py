@@ -12,7 +12,7 @@ from brimful.settings.choices import (
     check_count,
     check_counts,
 )
-from brimful.settings.document import settings_fields, settings_from_json, settings_to_json
+from brimful.settings.document import settings_from_json, settings_to_json
 from brimful.settings.settings import Settings
 from brimful.settings.units import ChunkedLoss, Span, UnitAction, op_kind
 
@@ -28,7 +28,6 @@ __all__ = [
     "check_count",
     "check_counts",
     "op_kind",
-    "settings_fields",
     "settings_from_json",
     "settings_to_json",
 ]

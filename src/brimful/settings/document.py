@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from brimful.codec import from_builtins, unknown_field
+from brimful.codec import JsonForm, from_json_document, json_form
 from brimful.settings.choices import Parallelism
 from brimful.settings.settings import Settings
 from brimful.settings.units import UnitAction
@@ -51,27 +51,6 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
     return {_JSON_KEYS.get(name, name): value for name, value in document.items()}
 
 
-def settings_fields(document: Any, *, where: str = "the settings") -> Any:
-    """A JSON object of settings with the names of the record's fields for keys.
-
-    Args:
-        document: As read from JSON; anything but an object is returned as it is.
-        where: Names it in errors.
-
-    Returns:
-        An object that `codec.from_builtins` makes `Settings` of.
-
-    Raises:
-        FileFormatError: A key is the name of a field that has another key in JSON.
-    """
-    if not isinstance(document, dict):
-        return document
-    if wrong := document.keys() & _JSON_KEYS.keys():
-        raise unknown_field(min(wrong), where=where)
-    names = {key: name for name, key in _JSON_KEYS.items()}
-    return {names.get(key, key): value for key, value in document.items()}
-
-
 def _unit_to_json(unit: UnitAction) -> dict[str, Any]:
     document: dict[str, Any] = {"fqn": unit.fqn, "action": str(unit.action)}
     if unit.saved:
@@ -94,4 +73,7 @@ def settings_from_json(document: Any, *, where: str = "the settings") -> Setting
     Raises:
         FileFormatError: A field is unknown, missing, of another type or out of range.
     """
-    return from_builtins(settings_fields(document, where=where), Settings, where=where)
+    return from_json_document(document, Settings, where=where)
+
+
+json_form(JsonForm(write=settings_to_json, keys=_JSON_KEYS))(Settings)

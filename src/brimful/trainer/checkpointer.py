@@ -6,8 +6,8 @@ from contextlib import suppress
 
 from brimful.errors import NonFiniteError, SaveError, UsageError
 from brimful.results import StepRecord
-from brimful.trainer.monitor.logger import Journal
-from brimful.trainer.options import Options
+from brimful.trainer.monitor.logger import RunLogger
+from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import check_rates, run_identity
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.not_finite import step_not_finite, update_not_finite
@@ -19,17 +19,17 @@ class Checkpointer:
     """Saves the state of a run as its last step left it, and restores it.
 
     Args:
-        options: Of the run.
+        config: Of the run.
         state: What is saved.
-        journal: Writes, where there is a run directory.
+        logger: Writes, where there is a run directory.
     """
 
-    def __init__(self, *, options: Options, state: TrainState, journal: Journal) -> None:
-        self._options = options
-        self._run_dir = options.saving.run_dir
+    def __init__(self, *, config: RunConfig, state: TrainState, logger: RunLogger) -> None:
+        self._config = config
+        self._run_dir = config.run_dir
         self._ranks = state.ranks
         self._state = state
-        self._journal = journal
+        self._logger = logger
 
     def restore(self, saved: Save) -> None:
         """Load a checkpoint into the state; the model has its weights already.
@@ -43,21 +43,21 @@ class Checkpointer:
         optimizer_state = saved.optimizer_state_for(self._state.optimizer)
         self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state).state)
         saved.release()
-        check_rates(self._options, self._state.rates, saved)
+        check_rates(self._config, self._state.rates, saved)
 
     def save(self) -> None:
         """Save a checkpoint, unless there is one of this step, or NaN or infinity in the weights."""
         if self._run_dir is None:
             return
-        needs_save = self._ranks.any(self._journal.needs_save(self._state.step))
+        needs_save = self._ranks.any(self._logger.needs_save(self._state.step))
         if not needs_save or not self._state.is_finite():
             return
         checkpoint = Checkpoint(
-            run=run_identity(self._options, self._state.rates), state=self._state.state_dict()
+            run=run_identity(self._config, self._state.rates), state=self._state.state_dict()
         )
         in_parts = self._state.parallel.saves_parts
         model = self._state.model if in_parts else self._state.whole_model(self._run_dir)
-        self._journal.save(model, checkpoint)
+        self._logger.save(model, checkpoint)
 
     def save_weights(self) -> None:
         """Write the weights, and their average, unless the last step left NaN or infinity in them.
@@ -69,11 +69,11 @@ class Checkpointer:
         state = self._state
         state.broadcast_buffers()
         if not state.is_finite():
-            raise update_not_finite(state.step, self._options.settings, self._weights_before())
+            raise update_not_finite(state.step, self._config.settings, self._weights_before())
         self._write_weights()
         if state.average is not None:
             with state.averaged():
-                self._journal.save_average(state.model, state.step)
+                self._logger.save_average(state.model, state.step)
 
     def save_after(self, error: Exception) -> None:
         """Save what there is before an error ends the run, and add to the error where it is."""
@@ -91,20 +91,20 @@ class Checkpointer:
         if self._run_dir is None or self._ranks.is_distributed:
             return
         with suppress(SaveError, UsageError):
-            self._journal.wait_for_save()
+            self._logger.wait_for_save()
         error.add_note(self._where_saved())
 
     def _save_now(self) -> None:
         """Save, and wait for it; once more if a save of this step was under way and fails."""
         self.save()
         try:
-            self._journal.wait_for_save()
+            self._logger.wait_for_save()
         except SaveError:
             self.save()
-            self._journal.wait_for_save()
+            self._logger.wait_for_save()
 
     def _where_saved(self) -> str:
-        step = self._journal.saved_run_step
+        step = self._logger.saved_run_step
         if step is None:
             return f"The run has no save; resuming {self._run_dir} starts from the beginning."
         return f"The run is saved after step {step}; resuming {self._run_dir} continues there."
@@ -120,20 +120,20 @@ class Checkpointer:
         """
         if self._state.is_finite():
             self._write_weights()
-            path = self._journal.weights_path
+            path = self._logger.weights_path
             written = path or "in the model (Trainer.model); without run_dir nothing is written"
             where = f"after step {self._state.step}, {written}"
         else:
             where = self._weights_before()
         of_first = self._ranks.broadcast(where)  # which alone has written
-        return step_not_finite(record, self._options.settings, of_first)
+        return step_not_finite(record, self._config.settings, of_first)
 
     def _write_weights(self) -> None:
         if self._run_dir is not None:
-            self._journal.save_weights(self._state.whole_model(self._run_dir), self._state.step)
+            self._logger.save_weights(self._state.whole_model(self._run_dir), self._state.step)
 
     def _weights_before(self) -> str:
         """Where those of an earlier step are."""
-        if self._journal.saved_step is None:
+        if self._logger.saved_step is None:
             return "none were saved before"
-        return f"after step {self._journal.saved_step}, {self._journal.weights_path}"
+        return f"after step {self._logger.saved_step}, {self._logger.weights_path}"

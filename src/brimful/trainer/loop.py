@@ -9,7 +9,7 @@ import torch
 
 from brimful.batches import layout_of
 from brimful.display import write_from_signal
-from brimful.errors import DataError, HalfUpdatedError, NonFiniteError, OutOfMemoryError
+from brimful.errors import DataError, NonFiniteError, OutOfMemoryError, PartialUpdateError
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.execution.precision import matmul_precision
 from brimful.job import Batch
@@ -21,7 +21,7 @@ from brimful.trainer.data.stream import worker_errors
 from brimful.trainer.monitor.callbacks import Callbacks
 from brimful.trainer.monitor.progress import memory_text
 from brimful.trainer.result import result_of
-from brimful.trainer.setup import RunContext, make_journal, make_runner
+from brimful.trainer.setup import RunContext, make_logger, make_runner
 from brimful.trainer.step.runner import NotFiniteStep
 from brimful.trainer.step.schedules import Schedule
 from brimful.trainer.stop import Stop, stops_on_signals
@@ -58,7 +58,7 @@ class Run:
 
     def __init__(self, run: RunContext, *, stop: Stop, callbacks: Callbacks) -> None:
         self._run = run
-        self._options = run.options
+        self._config = run.config
         self._ranks = run.ranks
         self._state = run.state
         self._stream = run.state.stream
@@ -68,9 +68,9 @@ class Run:
         self._start = _Counts()
         self._batches_noted: int | None = None
         """Of an epoch whose length was not as the data said, so that not each of them is noted."""
-        self._journal = make_journal(run)
-        self._runner = make_runner(run, self._journal)
-        self._checkpointer = Checkpointer(options=run.options, state=run.state, journal=self._journal)
+        self._logger = make_logger(run)
+        self._runner = make_runner(run, self._logger)
+        self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
 
     def train(self) -> TrainingResult:
         """Train to the end; the model has its own forward again afterwards, whatever happened.
@@ -98,32 +98,32 @@ class Run:
 
     def _trained(self) -> TrainingResult:
         precision = self._state.settings.precision
-        with self._journal, matmul_precision(precision), stops_on_signals(self._heed_signal):
+        with self._logger, matmul_precision(precision), stops_on_signals(self._handle_signal):
             self._tell_start()
             self._dry_run()
             stopped_because = self._run_epochs_and_save()
-            self._journal.wait_for_save()
+            self._logger.wait_for_save()
             result = result_of(
                 self._run,
-                self._journal,
+                self._logger,
                 peak=self._runner.peak,
                 data_loading=self._data_loading,
                 stopped_because=stopped_because,
             )
-            self._journal.write_result(result)
+            self._logger.write_result(result)
         return result
 
     def _tell_start(self) -> None:
         """Tell from where the run goes on, and all ranks what was told before."""
         start = self._run.start
         if start.saved is not None:
-            self._journal.load_history(*self._ranks.broadcast(self._journal.history()))
-            self._journal.note(f"resumed after step {start.saved.step} from {start.saved.path}")
-        if start.lowered is not None:
-            self._journal.add_recovery(start.lowered)
-        decay = self._options.updating.ema_decay
+            self._logger.load_history(*self._ranks.broadcast(self._logger.history()))
+            self._logger.note(f"resumed after step {start.saved.step} from {start.saved.path}")
+        if start.fallback is not None:
+            self._logger.add_recovery(start.fallback)
+        decay = self._config.options.ema_decay
         if decay is not None and self._run.data.validation is not None:
-            self._journal.note(
+            self._logger.note(
                 "validation, the best weights and early stopping are of the average of weights: begun at the "
                 f"initial ones, with a decay of {decay:g} it follows in some {1 / (1 - decay):.0f} steps"
             )
@@ -142,7 +142,7 @@ class Run:
             found = unless_out_of_memory(self._run_epochs_and_write)
         except NotFiniteStep as step:
             raise self._not_finite(step.record) from None
-        except HalfUpdatedError as error:
+        except PartialUpdateError as error:
             self._checkpointer.note_save_before(error)  # what is in the model is not to be saved
             raise
         except Exception as error:
@@ -150,7 +150,7 @@ class Run:
             raise
         if not isinstance(found, RanOut):
             return found
-        make_room(self._options.device)
+        make_room(self._config.device)
         ran_out = OutOfMemoryError(f"memory ran out outside of a step ({found.place}): {found.message}.")
         self._checkpointer.save_after(ran_out)
         raise ran_out
@@ -164,18 +164,18 @@ class Run:
     def _not_finite(self, record: StepRecord) -> NonFiniteError:
         if self._state.step:
             self._checkpointer.save()  # before the step is told, which a resumed run takes anew
-        self._journal.add_step(record, self._memory_text())
+        self._logger.add_step(record, self._memory_text())
         return self._checkpointer.not_finite(record)
 
     def _run_epochs(self) -> StopReason:
         validator = self._validator()
-        patience = self._options.length.patience
-        while not (self._has_enough() or self._options.length.is_past(self._stream.position.epoch)):
+        patience = self._config.length.patience
+        while not (self._has_enough() or self._config.length.is_past(self._stream.position.epoch)):
             stopped_because = self._run_epoch(validator)
             if stopped_because is not None:
                 return stopped_because
             self._checkpointer.save_weights()
-            if patience is not None and self._journal.validations_without_improvement >= patience:
+            if patience is not None and self._logger.validations_without_improvement >= patience:
                 return StopReason.NOT_IMPROVING
             self._stream.begin_next_epoch()
         return StopReason.FINISHED
@@ -185,20 +185,20 @@ class Run:
         has_ended = False
         for batch, data_seconds in self._stream.rest_of_epoch(self._stop.is_requested, self._add_reading):
             self._take_step(batch, data_seconds)
-            stopped_because = self._stop.agreed(self._ranks)
+            stopped_because = self._stop.synced(self._ranks)
             if self._is_to_be_saved():
                 self._checkpointer.save()
             if stopped_because is not None or self._has_enough():
                 break
         else:
             has_ended = True
-        stopped_because = self._stop.agreed(self._ranks)
+        stopped_because = self._stop.synced(self._ranks)
         if has_ended and stopped_because is None:
             self._check_batches()
         self._checkpointer.save()
         if stopped_because is None and validator is not None:
             self._validate(validator)
-            stopped_because = self._stop.agreed(self._ranks)
+            stopped_because = self._stop.synced(self._ranks)
         return stopped_because
 
     def _check_batches(self) -> None:
@@ -208,26 +208,26 @@ class Run:
             raise DataError(f"the training data gave no batch in epoch {place.epoch}.")
         if promised is None or place.batches == promised:
             return
-        length = self._options.length
+        length = self._config.length
         total_steps = length.steps
         if length.epochs is not None:
             by_epochs = self._state.step + (length.epochs - place.epoch) * place.batches
             total_steps = by_epochs if total_steps is None else min(by_epochs, total_steps)
-        self._journal.show_total(total_steps)
+        self._logger.show_total(total_steps)
         if place.batches == self._batches_noted:
             return
         self._batches_noted = place.batches
         note = f"epoch {place.epoch} ended after {place.batches} of {promised} batches; the data gave no more"
         if place.batches > promised:
             note = f"epoch {place.epoch} had {place.batches} batches, and the data said {promised}"
-        if isinstance(self._options.updating.schedule, Schedule):
+        if isinstance(self._config.options.schedule, Schedule):
             note += f". The schedule is for {self._run.total_steps} steps"
-        self._journal.add_note(note)
+        self._logger.add_note(note)
 
     def _add_reading(self, message: str, seconds: float) -> None:
         """Record that memory ran out in reading a batch, which was read again."""
         how = self._state.settings.describe()
-        self._journal.add_recovery(
+        self._logger.add_recovery(
             Recovery(
                 step=self._state.step + 1,
                 during="reading",
@@ -241,8 +241,8 @@ class Run:
     def _take_step(self, batch: Batch, data_seconds: float) -> None:
         """Take a step on a batch, and tell of it."""
         record = self._taken(batch, data_seconds)
-        self._journal.add_step(record, self._memory_text())
-        if len(self._journal.steps) == STEPS_BEFORE_ADVICE:
+        self._logger.add_step(record, self._memory_text())
+        if len(self._logger.steps) == STEPS_BEFORE_ADVICE:
             self._advise_on_data()
         self._callbacks.on_step(record)
 
@@ -251,7 +251,7 @@ class Run:
         before = self._state.step
         is_measured = self._is_to_be_measured(batch)
         if is_measured and self._holds_copies():
-            self._journal.note(_COPIES_NOTE)
+            self._logger.note(_COPIES_NOTE)
         try:
             record = self._runner.run(
                 batch,
@@ -265,10 +265,10 @@ class Run:
                 self._stream.advance()
 
     def _has_enough(self) -> bool:
-        return self._options.length.has_enough(self._state.step)
+        return self._config.length.has_enough(self._state.step)
 
     def _is_to_be_saved(self) -> bool:
-        every = self._options.saving.every
+        every = self._config.options.save_every
         return every is not None and self._state.step % every == 0
 
     def _is_to_be_measured(self, batch: Batch) -> bool:
@@ -281,22 +281,22 @@ class Run:
         if total_steps is not None:
             measured_update = min(MEASURED_UPDATE, total_steps - before.taken)
         is_steady = self._state.updates - before.updates >= max(measured_update - 1, 1)
-        layout = layout_of(self._options.job, whole=self._options.settings.global_batch_size)
+        layout = layout_of(self._config.job, whole=self._config.settings.global_batch_size)
         return self._runner.peak is None and is_steady and layout.count(batch) >= self._full_samples
 
     def _holds_copies(self) -> bool:
         """Whether copies on the host, by which an update can be taken back, are in the memory of the device."""
         is_early = self._state.updates - self._start.updates < MEASURED_UPDATE - 1
-        shares_memory = self._options.device.type == "cpu" and not self._state.parallel.is_sharded
+        shares_memory = self._config.device.type == "cpu" and not self._state.parallel.is_sharded
         return is_early and shares_memory
 
     @property
     def _full_samples(self) -> int:
         """Samples that bring a step to its peak: a second micro-batch, run beside the gradients of a first; all
         where the loss couples them."""
-        settings = self._options.settings
+        settings = self._config.settings
         of_rank = settings.rank_batch_size
-        if self._options.job.embed is None:
+        if self._config.job.embed is None:
             of_rank = min(of_rank, 2 * settings.micro_batch_size)
         return of_rank * self._ranks.count
 
@@ -306,12 +306,12 @@ class Run:
             return None
         return Validator(
             self._state.model,
-            self._options.job,
+            self._config.job,
             self._run.data.validation,
             micro_batch_size=self._state.settings.micro_batch_size,
             global_batch_size=self._state.settings.global_batch_size,
-            device=self._options.device,
-            on_recovery=self._journal.add_recovery,
+            device=self._config.device,
+            on_recovery=self._logger.add_recovery,
             ranks=self._ranks,
             parallel=self._state.parallel,
             stream=self._stream.randomness,
@@ -326,19 +326,19 @@ class Run:
                 step=self._state.step,
                 epoch=self._stream.position.epoch,
                 is_stopped=self._stop.is_requested,
-                on_samples=self._journal.show_validating,
+                on_samples=self._logger.show_validating,
             )
             if record is None:
                 return
-            run_dir = self._options.saving.run_dir
-            is_written = run_dir is not None and self._journal.is_best(record)
+            run_dir = self._config.run_dir
+            is_written = run_dir is not None and self._logger.is_best(record)
             model = self._state.whole_model(run_dir) if is_written else self._state.model
-            self._journal.add_validation(record, model)
+            self._logger.add_validation(record, model)
         self._callbacks.on_validation(record)
 
     def _memory_text(self) -> str:
         """How much memory is in use, or will be, for a reader."""
-        plan, device, peak = self._options.plan, self._options.device, self._runner.peak
+        plan, device, peak = self._config.plan, self._config.device, self._runner.peak
         budget_bytes = None if plan is None else plan.budget_bytes
         if device.type == "cuda":
             # what the process holds of the device, as the budget means it, but for the context
@@ -349,11 +349,11 @@ class Run:
         return memory_text(predicted_bytes, budget_bytes, predicted=True)
 
     def _advise_on_data(self) -> None:
-        on_gpu = self._options.device.type == "cuda"
-        for label, line in feeding_lines(self._journal.steps, self._data_loading, on_gpu=on_gpu):
-            self._journal.note(f"{label}  {line}")
+        on_gpu = self._config.device.type == "cuda"
+        for label, line in feeding_lines(self._logger.steps, self._data_loading, on_gpu=on_gpu):
+            self._logger.note(f"{label}  {line}")
 
-    def _heed_signal(self, number: signal.Signals) -> None:
-        self._stop.heed(number)
-        if self._options.shows_progress:
+    def _handle_signal(self, number: signal.Signals) -> None:
+        self._stop.handle(number)
+        if self._config.shows_progress:
             write_from_signal("\nEnding after this step; the weights are saved. Once more to stop at once.\n")

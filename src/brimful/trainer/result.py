@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from brimful.execution.setup import device_name
 from brimful.profiling import PeakMemory
 from brimful.results import DataLoading, StepRecord, StopReason, TrainingResult
-from brimful.trainer.monitor.logger import Journal
+from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.setup import RunContext
 
 
 def result_of(
     run: RunContext,
-    journal: Journal,
+    logger: RunLogger,
     *,
     peak: PeakMemory | None,
     data_loading: DataLoading | None,
@@ -24,7 +24,7 @@ def result_of(
 
     Args:
         run: What was asked and predicted, and the final settings.
-        journal: The records of the run.
+        logger: The records of the run.
         peak: The measured memory of a step; None if the run was too short to measure it.
         data_loading: How the data were loaded.
         stopped_because: Why it ended.
@@ -32,15 +32,15 @@ def result_of(
     Returns:
         All of it, in one record.
     """
-    options = run.options
-    plan = options.plan
+    config = run.config
+    plan = config.plan
     return TrainingResult(
-        job=options.job.name,
-        device=device_name(options.device),
+        job=config.job.name,
+        device=device_name(config.device),
         settings=run.state.settings,
         stopped_because=stopped_because,
-        steps=tuple(journal.steps),
-        validations=tuple(journal.validations),
+        steps=tuple(logger.steps),
+        validations=tuple(logger.validations),
         budget_bytes=None if plan is None else plan.budget_bytes,
         predicted_peak_allocated_bytes=None if plan is None else plan.predicted_peak_allocated_bytes,
         measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
@@ -49,15 +49,15 @@ def result_of(
         predicted_peak_device_bytes=None if plan is None else plan.predicted_peak_device_bytes,
         measured_peak_device_bytes=None if peak is None else peak.device_bytes,
         predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
-        measured_step_seconds=_steady_seconds(journal.steps, options.settings.global_batch_size),
+        measured_step_seconds=_steady_seconds(logger.steps, config.settings.global_batch_size),
         temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
         certificate=run.certificate,
-        recoveries=tuple(journal.recoveries),
-        run_dir=options.saving.run_dir,
-        counted=options.counted,
+        recoveries=tuple(logger.recoveries),
+        run_dir=config.run_dir,
+        loss_unit=config.loss_unit,
         predicted_mfu=None if plan is None else plan.predicted_mfu,
         data_loading=data_loading,
-        notes=tuple(journal.notes),
+        notes=tuple(logger.notes),
     )
 
 

@@ -11,13 +11,13 @@ from brimful.job import Data
 from brimful.results import EquivalenceReport
 from brimful.trainer.data.batches import Batches, check_validation, find_data, refuse_single_samples
 from brimful.trainer.data.stream import BatchStream
-from brimful.trainer.monitor.logger import Journal
+from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.monitor.progress import make_progress
-from brimful.trainer.options import Options
+from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start, find_start, schedule_fallback
 from brimful.trainer.state import TrainState, make_state, seeded_model
-from brimful.trainer.step.fallback import Lowering
+from brimful.trainer.step.fallback import MemoryFallback
 from brimful.trainer.step.runner import StepRunner
 from brimful.trainer.storage.saves import Saves
 from brimful.trainer.verify import certified
@@ -27,7 +27,7 @@ from brimful.trainer.verify import certified
 class RunContext:
     """A run before its first step."""
 
-    options: Options
+    config: RunConfig
     ranks: Ranks
     start: Start
     data: Data
@@ -40,17 +40,17 @@ class RunContext:
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None if that is not known."""
-        return self.options.length.total_steps(self.batches.steps_per_epoch)
+        return self.config.length.total_steps(self.batches.steps_per_epoch)
 
 
-def set_up_run(options: Options, ranks: Ranks) -> RunContext:
+def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
     """Set up a run from its beginning or from a checkpoint: its data, model and optimizer.
 
     The seed decides the weights, then the random numbers of the data, which are alike on every rank; from
     there on those of the ranks differ.
 
     Args:
-        options: What was asked.
+        config: What was asked.
         ranks: All of them call this together.
 
     Returns:
@@ -62,35 +62,35 @@ def set_up_run(options: Options, ranks: Ranks) -> RunContext:
         ResumeError: No save is whole, or they are of another run.
         EquivalenceError: The plan does not compute what plain training does.
     """
-    start = find_start(options, ranks)
-    data = find_data(options.job, options.data)
-    layout = layout_of(options.job, whole=start.settings.global_batch_size)
+    start = find_start(config, ranks)
+    data = find_data(config.job, config.options.data)
+    layout = layout_of(config.job, whole=start.settings.global_batch_size)
     batches = Batches(
         data.train,
         global_batch_size=start.settings.global_batch_size,
-        seed=options.seed,
+        seed=config.options.seed,
         layout=layout,
-        device=options.device,
+        device=config.device,
         warns=ranks.is_first,
     )
     if data.validation is not None:
         check_validation(data.validation, layout)
-    refuse_single_samples(options.job, data, batches, start.settings.micro_batch_size)
-    utilisation = Utilisation(options.plan, options.job)
-    model = seeded_model(options, start)
+    refuse_single_samples(config.job, data, batches, start.settings.micro_batch_size)
+    utilisation = Utilisation(config.plan, config.job)
+    model = seeded_model(config, start)
     if ranks.is_first:
-        batches.tell_small(model)
-    certificate = certified(model, options, ranks) if start.saved is None else None
+        batches.warn_small_batches(model)
+    certificate = certified(model, config, ranks) if start.saved is None else None
     state = make_state(
         model,
-        options,
+        config,
         start,
         ranks,
         BatchStream(batches, ranks=ranks),
-        total_steps=options.length.total_steps(batches.steps_per_epoch),
+        total_steps=config.length.total_steps(batches.steps_per_epoch),
     )
     return RunContext(
-        options=options,
+        config=config,
         ranks=ranks,
         start=start,
         data=data,
@@ -101,40 +101,39 @@ def set_up_run(options: Options, ranks: Ranks) -> RunContext:
     )
 
 
-def make_journal(run: RunContext) -> Journal:
-    """The journal of a run, which the first rank alone writes, but for saves of which each has a part."""
-    options = run.options
-    saving = options.saving
-    return Journal(
-        run_dir=saving.run_dir if run.ranks.is_first else None,
-        plan=options.plan or options.settings,
-        job=options.job,
-        progress=make_progress(run.total_steps, show=options.shows_progress, counted=options.counted),
-        keep_saves=saving.keep,
-        may_resume=saving.resumes,
+def make_logger(run: RunContext) -> RunLogger:
+    """The logger of a run, which the first rank alone writes, but for saves of which each has a part."""
+    config = run.config
+    return RunLogger(
+        run_dir=config.run_dir if run.ranks.is_first else None,
+        plan=config.plan or config.settings,
+        job=config.job,
+        progress=make_progress(run.total_steps, show=config.shows_progress, loss_unit=config.loss_unit),
+        keep_saves=config.options.keep_saves,
+        may_resume=config.options.resume,
         resumed=run.start.saved,
         saves=_saves_of_parts(run),
     )
 
 
-def make_runner(run: RunContext, journal: Journal) -> StepRunner:
-    """What runs the steps, and reports to the journal where memory ran out."""
-    options = run.options
+def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
+    """What runs the steps, and reports to the logger where memory ran out."""
+    config = run.config
     return StepRunner(
-        options.job,
+        config.job,
         run.state,
-        corrects_batch_norm=options.updating.corrects_batch_norm,
-        shrink=Lowering(options.job, options.plan, options.device),
-        on_recovery=journal.add_recovery,
-        schedule_fallback=partial(schedule_fallback, options, run.start),
+        corrects_batch_norm=config.options.correct_batch_norm,
+        shrink=MemoryFallback(config.job, config.plan, config.device),
+        on_recovery=logger.add_recovery,
+        schedule_fallback=partial(schedule_fallback, config, run.start),
     )
 
 
 def _saves_of_parts(run: RunContext) -> Saves | None:
     """Every rank's own, where each writes what it has of the model and of the optimizer's state."""
-    saving = run.options.saving
-    if saving.run_dir is None or not run.state.parallel.saves_parts:
+    run_dir = run.config.run_dir
+    if run_dir is None or not run.state.parallel.saves_parts:
         return None
     saved = run.start.saved
     saved_step = None if saved is None else saved.step
-    return Saves(saving.run_dir, keep=saving.keep, ranks=run.ranks.apart(), saved_step=saved_step)
+    return Saves(run_dir, keep=run.config.options.keep_saves, ranks=run.ranks.apart(), saved_step=saved_step)

@@ -30,7 +30,7 @@ from brimful.optimizers import make_optimizer, set_implementation
 from brimful.settings import Settings
 from brimful.trainer.data.rng import random_state_now, seed_all
 from brimful.trainer.data.stream import BatchStream
-from brimful.trainer.options import Options
+from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start
 from brimful.trainer.step.ema import MovingAverage
 from brimful.trainer.step.not_finite import has_finite_parameters
@@ -205,24 +205,24 @@ class TrainState:
         return self.parallel.whole_model(self.model, folder)
 
 
-def seeded_model(options: Options, start: Start) -> nn.Module:
+def seeded_model(config: RunConfig, start: Start) -> nn.Module:
     """The model as the seed initializes it, on the device, in training mode, the same on every rank.
 
     One whose weights will be loaded from a checkpoint does not load the job's own first.
     """
-    set_up_allocator(start.settings, options.device)
-    job = options.job if start.saved is None else replace(options.job, weights=None)
+    set_up_allocator(start.settings, config.device)
+    job = config.job if start.saved is None else replace(config.job, weights=None)
 
     def built() -> nn.Module:
-        seed_all(options.seed)
-        return build_model(job).to(options.device).train()
+        seed_all(config.options.seed)
+        return build_model(job).to(config.device).train()
 
     return with_room(built, during="the model is built")
 
 
 def make_state(
     model: nn.Module,
-    options: Options,
+    config: RunConfig,
     start: Start,
     ranks: Ranks,
     stream: BatchStream,
@@ -233,7 +233,7 @@ def make_state(
 
     Args:
         model: On the device, the same on each rank; its parameters may become shards.
-        options: Of the run.
+        config: Of the run.
         start: From where; `load_state_dict` resumes the rest of it.
         ranks: All of them. Each draws random numbers of its own from here on.
         stream: The batches.
@@ -247,37 +247,37 @@ def make_state(
         ResumeError: The checkpoint is of another model.
     """
     if ranks.rank:
-        seed_all(options.seed, ranks.rank)  # dropout must differ between ranks
-    updating = options.updating
-    parallel = data_parallel(options.job, model, start.settings, options.device, ranks)
-    if parallel.is_sharded and updating.ema_decay is not None:
+        seed_all(config.options.seed, ranks.rank)  # dropout must differ between ranks
+    options = config.options
+    parallel = data_parallel(config.job, model, start.settings, config.device, ranks)
+    if parallel.is_sharded and options.ema_decay is not None:
         raise UsageError("ema_decay is not supported under FSDP2 and ZeRO. Use DDP, or no ema_decay.")
     if start.saved is not None:
         with_room(partial(start.saved.load_model, model), during="the saved weights are loaded")
     average = None
-    if updating.ema_decay is not None:
+    if options.ema_decay is not None:
         average = with_room(
-            partial(MovingAverage, model, updating.ema_decay), during="the average of the weights is made"
+            partial(MovingAverage, model, options.ema_decay), during="the average of the weights is made"
         )
-    make = partial(make_optimizer, options.job, model, start.settings)
+    make = partial(make_optimizer, config.job, model, start.settings)
     optimizer = parallel.divided(with_room(make, during="the optimizer is made"))
     rates = _rates(optimizer)
     return TrainState(
         executor=StepExecutor(
-            options.job,
+            config.job,
             start.settings,
             model,
             optimizer,
-            device=options.device,
-            max_gradient_norm=updating.max_gradient_norm,
+            device=config.device,
+            max_gradient_norm=options.max_gradient_norm,
         ),
-        scheduler=make_scheduler(updating.schedule, optimizer, total_steps),
+        scheduler=make_scheduler(options.schedule, optimizer, total_steps),
         average=average,
         stream=stream,
         ranks=ranks,
         parallel=parallel,
         rates=rates,
-        seed=options.seed,
+        seed=config.options.seed,
         settings=start.settings,
     )
 

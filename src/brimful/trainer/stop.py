@@ -29,7 +29,7 @@ class Stop:
         """Ask for the end of the run."""
         self._is_requested = True
 
-    def heed(self, number: signal.Signals) -> None:
+    def handle(self, number: signal.Signals) -> None:
         """Ask for it as a signal does."""
         self._is_terminated = number is signal.SIGTERM
         self.request()
@@ -38,7 +38,7 @@ class Stop:
         """Whether this rank is asked, which the others may not know yet."""
         return self._is_requested
 
-    def agreed(self, ranks: Ranks) -> StopReason | None:
+    def synced(self, ranks: Ranks) -> StopReason | None:
         """Why all ranks stop, at the same point: where any of them is asked to.
 
         Args:

@@ -17,15 +17,15 @@ from brimful.profiling import (
     verify_model,
 )
 from brimful.results import EquivalenceReport
-from brimful.trainer.options import Options
+from brimful.trainer.options import RunConfig
 
 
-def certified(model: nn.Module, options: Options, ranks: Ranks) -> EquivalenceReport | None:
+def certified(model: nn.Module, config: RunConfig, ranks: Ranks) -> EquivalenceReport | None:
     """What the first rank finds; the others wait for it, and end with it.
 
     Args:
         model: Which is to be trained, on the device; it is left as it was.
-        options: What was asked, the plan above all.
+        config: What was asked, the plan above all.
         ranks: All of them.
 
     Returns:
@@ -37,7 +37,7 @@ def certified(model: nn.Module, options: Options, ranks: Ranks) -> EquivalenceRe
     certificate, failure = None, None
     if ranks.is_first:
         try:
-            certificate = _certified_here(model, options)
+            certificate = _certified_here(model, config)
         except EquivalenceError as error:
             failure = error
     told = ranks.broadcast(None if failure is None else str(failure))
@@ -46,14 +46,16 @@ def certified(model: nn.Module, options: Options, ranks: Ranks) -> EquivalenceRe
     return certificate
 
 
-def _certified_here(model: nn.Module, options: Options) -> EquivalenceReport | None:
-    settings = options.settings
+def _certified_here(model: nn.Module, config: RunConfig) -> EquivalenceReport | None:
+    settings = config.settings
     is_plain = not settings.changed and settings.chunked_loss is None and not settings.optimizer_in_backward
-    if not options.verify or (is_plain and settings.gradient_accumulation_steps == 1):
+    if not config.options.verify or (is_plain and settings.gradient_accumulation_steps == 1):
         return None
-    certificate = unless_out_of_memory(lambda: verify_model(options.job, settings, model, seed=options.seed))
+    certificate = unless_out_of_memory(
+        lambda: verify_model(config.job, settings, model, seed=config.options.seed)
+    )
     if isinstance(certificate, RanOut):
-        make_room(options.device)
+        make_room(config.device)
         warnings.warn(
             "the plan was not compared with plain training, as memory ran out in that: "
             f"{certificate.message}. `brimful plan --verify` compares them on a CPU.",

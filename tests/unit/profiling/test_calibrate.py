@@ -17,20 +17,18 @@ from brimful import api
 from brimful.codec import DOCUMENT_BYTES, from_builtins
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS
 from brimful.devices import Device, find_device
-from brimful.profiling import calibrate, probes, timing, with_kept_calibration
+from brimful.profiling import calibrate, probes, rates, timing, with_kept_calibration
 from brimful.profiling.calibrate import (
     Calibration,
     cache_path,
     calibrate_cpu,
     calibrate_gpu,
-    link_bytes_per_second,
     measure_device,
-    measure_probe,
-    page_fault_seconds_per_byte,
 )
 from brimful.profiling.dispatch import measure_dispatch
 from brimful.profiling.named_device import resolve_device
 from brimful.profiling.probes import Pool, Probe
+from brimful.profiling.rates import link_bytes_per_second, measure_probe, page_fault_seconds_per_byte
 from brimful.profiling.timing import Duration, Typical, typical, typical_seconds
 from helpers.calibrated import CALIBRATION
 
@@ -389,7 +387,7 @@ def test_sizes_go_on_until_their_rate_is_steady(
 ) -> None:
     """A time slice of other work, always as long, must not tell the rate of larger sizes."""
     found = (Typical(seconds=each / 1e3, is_quiet=True) for each in milliseconds)
-    monkeypatch.setattr(calibrate, "typical_seconds", lambda *_args, **_kwargs: next(found))
+    monkeypatch.setattr(rates, "typical_seconds", lambda *_args, **_kwargs: next(found))
     probe = next(probe for probe in probes.probes(CPU) if probe.kind == "elementwise")
     probe = replace(probe, sizes=(64, 128, 256, 512, 1024, 2048))
     assert len(measure_probe(probe, Pool(CPU, torch.float32, 1 << 16))) == sizes
@@ -397,8 +395,8 @@ def test_sizes_go_on_until_their_rate_is_steady(
 
 def test_what_nothing_disturbed_comes_before_what_was_shorter() -> None:
     quiet, disturbed = Typical(seconds=1.0, is_quiet=True), Typical(seconds=0.9, is_quiet=False)
-    assert min(disturbed, quiet, key=calibrate._by_quiet_and_time) is quiet
-    assert min(replace(quiet, seconds=0.8), quiet, key=calibrate._by_quiet_and_time).seconds == 0.8
+    assert min(disturbed, quiet, key=rates._by_quiet_and_time) is quiet
+    assert min(replace(quiet, seconds=0.8), quiet, key=rates._by_quiet_and_time).seconds == 0.8
 
 
 def test_a_pool_hands_out_other_memory_each_time_until_it_is_used_up() -> None:

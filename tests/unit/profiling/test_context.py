@@ -15,7 +15,8 @@ from brimful.devices import cuda_context, find_device, with_context
 from brimful.errors import UsageError
 from brimful.profiling import calibrate
 from brimful.profiling import cuda_context as context
-from brimful.profiling.calibrate import cache_directory, cache_path, calibrate_cpu
+from brimful.profiling.cache import cache_directory
+from brimful.profiling.calibrate import cache_path, calibrate_cpu
 from brimful.profiling.cuda_context import CACHE_FILE, best_context, kept_context, measure_context
 from brimful.quantities import MIB
 from helpers.calibrated import CALIBRATION

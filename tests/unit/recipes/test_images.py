@@ -15,7 +15,7 @@ import brimful as bf
 from brimful.errors import DataError, UnknownNameError, UsageError
 from brimful.job import Data
 from brimful.recipes import image_classification
-from brimful.recipes.images import _opened, _random_box
+from brimful.recipes.image_reader import opened, random_box
 from brimful.trainer.data.rng import generator_of
 
 COLOURS = {"blue": (20, 30, 220), "green": (20, 220, 30), "red": (220, 30, 20)}
@@ -92,7 +92,7 @@ def test_workers_and_chunks_do_not_change_what_is_read(folder: Path) -> None:
 
 def test_crops_lie_within_the_image_and_have_the_areas_and_ratios_that_are_said() -> None:
     for index in range(300):
-        left, top, right, bottom = _random_box(400, 400, generator_of(0, 0, index))
+        left, top, right, bottom = random_box(400, 400, generator_of(0, 0, index))
         assert 0 <= left < right <= 400 + 1e-9
         assert 0 <= top < bottom <= 400 + 1e-9
         assert (right - left) * (bottom - top) >= 0.079 * 400 * 400 * (3 / 4)
@@ -209,14 +209,14 @@ def test_nothing_to_validate_with_is_no_error(tmp_path: Path) -> None:
 def test_images_of_16_bits_and_on_their_side_are_read_as_they_are_meant(tmp_path: Path) -> None:
     ramp = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
     Image.fromarray(ramp).save(tmp_path / "deep.png")
-    grey = np.asarray(_opened(tmp_path / "deep.png"))[..., 0]
+    grey = np.asarray(opened(tmp_path / "deep.png"))[..., 0]
     assert grey.min() == 0
     assert grey.max() == 255
     assert len(np.unique(grey)) == 64
     exif = Image.Exif()
     exif[0x0112] = 6  # to be turned by a quarter
     Image.new("RGB", (8, 4)).save(tmp_path / "aside.jpg", exif=exif)
-    assert _opened(tmp_path / "aside.jpg").size == (4, 8)
+    assert opened(tmp_path / "aside.jpg").size == (4, 8)
 
 
 def test_hidden_folders_and_other_files_are_left_out_and_the_latter_told(folder: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_last_batch_of_a_few_samples_is_told_of_where_batch_norm_normalises_ov
     for model, is_told in ((nn.LayerNorm(3), False), (nn.BatchNorm1d(3), few)):
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            batches.tell_small(model)
+            batches.warn_small_batches(model)
         assert len(told) == is_told
     if few:
         advised = int(str(told[0].message).split("A global batch of ")[1].split()[0])
@@ -227,6 +227,6 @@ def test_a_last_batch_of_a_few_samples_is_told_of_where_batch_norm_normalises_ov
 
 def test_the_global_batch_that_is_advised_leaves_no_few_samples_over():
     with pytest.warns(UserWarning, match=r"10 of 64 samples.* A global batch of \d+ leaves") as told:
-        Batches(torch.zeros(49_994, 1), global_batch_size=64, seed=0).tell_small(nn.BatchNorm1d(1))
+        Batches(torch.zeros(49_994, 1), global_batch_size=64, seed=0).warn_small_batches(nn.BatchNorm1d(1))
     advised = int(str(told[0].message).split("A global batch of ")[1].split()[0])
-    Batches(torch.zeros(49_994, 1), global_batch_size=advised, seed=0).tell_small(nn.BatchNorm1d(1))
+    Batches(torch.zeros(49_994, 1), global_batch_size=advised, seed=0).warn_small_batches(nn.BatchNorm1d(1))

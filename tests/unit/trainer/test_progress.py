@@ -83,7 +83,7 @@ def test_the_step_that_measured_memory_does_not_count_for_the_speed():
 
 def test_a_job_that_counts_tokens_is_told_them_and_what_part_of_the_peak_that_is():
     output = io.StringIO()
-    display = make_progress(60, show=True, counted="tokens", console=Console(file=output, width=120))
+    display = make_progress(60, show=True, loss_unit="tokens", console=Console(file=output, width=120))
     display.show_step(step(12, seconds=0.4, data_seconds=0.1, terms=1000.0, mfu=0.38), "")
     display.show_step(step(13, seconds=0.5, terms=1000.0, mfu=0.42), "")
     display.stop()

@@ -5,21 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from brimful.codec import from_json_document, to_json_document
 from brimful.errors import FileFormatError
 from brimful.results import (
     Comparison,
     DataLoading,
     EquivalenceReport,
     OpTemporary,
+    Recovery,
     StepRecord,
     StopReason,
     TrainingResult,
     ValidationRecord,
-    recovery_from_json,
-    step_from_json,
-    step_to_json,
-    validation_from_json,
-    validation_to_json,
 )
 from brimful.settings import Settings
 
@@ -56,7 +53,7 @@ RESULT = TrainingResult(
     measured_step_seconds=None,
     temporaries_at_peak=(OpTemporary(op="aten::conv", size_bytes=7),),
     run_dir=Path("runs/a"),
-    counted="tokens",
+    loss_unit="tokens",
     predicted_mfu=0.25,
     data_loading=DataLoading(workers=2, persistent_workers=True, pins_memory=False, processors=4),
 )
@@ -89,7 +86,7 @@ def test_nan_survives_json():
         (RESULT.to_json() | {"run_dir": 3}, "field `run_dir`: expected `path`, got `int`"),
         (RESULT.to_json() | {"budget_bytes": -1}, "field `budget_bytes`: expected `int` >= 0"),
         (RESULT.to_json() | {"losses": []}, "field `losses`: unknown"),
-        (RESULT.to_json() | {"certificate": {"holds": True}}, "the certificate: missing field `job`"),
+        (RESULT.to_json() | {"certificate": {"holds": True}}, "field `certificate`: missing field `job`"),
         ({name: value for name, value in RESULT.to_json().items() if name != "recoveries"}, "`recoveries`"),
     ],
 )
@@ -113,16 +110,20 @@ def test_documents_that_are_not_a_result_are_refused_by_their_field(document, sa
 )
 def test_a_damaged_step_is_refused_by_its_field(damage, said):
     with pytest.raises(FileFormatError, match=said):
-        step_from_json(step_to_json(RESULT.steps[0]) | damage, where="metrics.jsonl, line 3")
+        from_json_document(
+            to_json_document(RESULT.steps[0]) | damage, StepRecord, where="metrics.jsonl, line 3"
+        )
 
 
 def test_a_validation_and_a_recovery_are_refused_by_their_field():
     with pytest.raises(FileFormatError, match=r"line 4: field `metrics\[\.\.\.\]`: expected `float`"):
-        validation_from_json(
-            validation_to_json(RESULT.validations[0]) | {"metrics": {"accuracy": "high"}}, where="line 4"
+        from_json_document(
+            to_json_document(RESULT.validations[0]) | {"metrics": {"accuracy": "high"}},
+            ValidationRecord,
+            where="line 4",
         )
     with pytest.raises(FileFormatError, match="line 5: missing field `during`"):
-        recovery_from_json({"step": 1}, where="line 5")
+        from_json_document({"step": 1}, Recovery, where="line 5")
 
 
 def test_a_difference_without_bound_is_valid_json_and_read_back():

@@ -9,8 +9,8 @@ import pytest
 from brimful.errors import FileFormatError
 from brimful.results import Recovery
 from brimful.settings import Settings
-from brimful.trainer.storage.relaunch import leave_settings, settings_left
-from brimful.trainer.storage.run_directory import LOWERED
+from brimful.trainer.storage.relaunch import read_fallback, write_fallback
+from brimful.trainer.storage.run_directory import FALLBACK
 
 BEFORE, AFTER = Settings(micro_batch_size=4), Settings(micro_batch_size=2)
 RECOVERY = Recovery(step=3, during="step on rank 1", message="out", before="a", after="b", seconds=0.5)
@@ -18,15 +18,15 @@ RECOVERY = Recovery(step=3, during="step on rank 1", message="out", before="a", 
 
 @pytest.fixture
 def left(tmp_path: Path) -> Path:
-    leave_settings(tmp_path, BEFORE, AFTER, RECOVERY)
-    return tmp_path / LOWERED
+    write_fallback(tmp_path, BEFORE, AFTER, RECOVERY)
+    return tmp_path / FALLBACK
 
 
 def test_what_is_left_is_found_for_the_settings_it_was_left_for(left):
-    assert settings_left(left.parent, BEFORE) == (AFTER, RECOVERY)
-    assert settings_left(left.parent, AFTER) is None
+    assert read_fallback(left.parent, BEFORE) == (AFTER, RECOVERY)
+    assert read_fallback(left.parent, AFTER) is None
     left.unlink()
-    assert settings_left(left.parent, BEFORE) is None
+    assert read_fallback(left.parent, BEFORE) is None
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ def test_what_is_left_is_found_for_the_settings_it_was_left_for(left):
 )
 def test_a_damaged_one_is_refused(left, content):
     left.write_text(content)
-    with pytest.raises(FileFormatError, match=LOWERED):
-        settings_left(left.parent, BEFORE)
+    with pytest.raises(FileFormatError, match=FALLBACK):
+        read_fallback(left.parent, BEFORE)
 
 
 def test_an_unknown_field_is_refused(left):
     left.write_text(json.dumps(json.loads(left.read_text()) | {"more": 1}))
     with pytest.raises(FileFormatError, match="more"):
-        settings_left(left.parent, BEFORE)
+        read_fallback(left.parent, BEFORE)
 
 
 def test_a_fifo_is_refused_without_waiting(left):
     left.unlink()
     os.mkfifo(left)
     with pytest.raises(FileFormatError, match="not a regular file"):
-        settings_left(left.parent, BEFORE)
+        read_fallback(left.parent, BEFORE)

@@ -112,7 +112,7 @@ class Batches:
         """
         self._example = example
 
-    def tell_small(self, model: nn.Module) -> None:
+    def warn_small_batches(self, model: nn.Module) -> None:
         """Warn if no batch can be a whole global batch, or if BatchNorm will normalise over a few samples.
 
         Args:

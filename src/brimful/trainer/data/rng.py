@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from brimful.errors import HalfUpdatedError
+from brimful.errors import PartialUpdateError
 from brimful.execution.out_of_memory import with_room
 from brimful.execution.random_state import RandomState
 
@@ -30,7 +30,7 @@ class RandomStream:
         """Within, random numbers come from here.
 
         Raises:
-            HalfUpdatedError: The numbers of elsewhere could not be restored.
+            PartialUpdateError: The numbers of elsewhere could not be restored.
         """
         elsewhere = random_state_now(_HOST)
         try:
@@ -67,12 +67,12 @@ def restore_random_state(state: RandomState, device: torch.device) -> None:
         device: Whose generator counts beside the host's.
 
     Raises:
-        HalfUpdatedError: They could not be set back: what follows would draw other numbers, saved or not.
+        PartialUpdateError: They could not be set back: what follows would draw other numbers, saved or not.
     """
     try:
         with_room(partial(state.restore, device), during="random numbers are restored")
     except Exception as error:
-        raise HalfUpdatedError(
+        raise PartialUpdateError(
             f"random numbers could not be restored: {error} What follows would be another run, so it is not "
             "saved. Resume from the last save."
         ) from error

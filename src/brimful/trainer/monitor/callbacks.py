@@ -29,7 +29,7 @@ class Callback:
         """After the run; the result is None if an error ended it."""
 
 
-_TOLD = ("on_step", "on_validation", "on_end")
+_HOOKS = ("on_step", "on_validation", "on_end")
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
@@ -46,7 +46,7 @@ def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
     """
     given = tuple(callbacks)
     for callback in given:
-        missing = [name for name in _TOLD if not callable(getattr(callback, name, None))]
+        missing = [name for name in _HOOKS if not callable(getattr(callback, name, None))]
         if missing or isinstance(callback, type):
             lack = "is not an instance" if isinstance(callback, type) else f"has no {missing[0]}"
             raise UsageError(

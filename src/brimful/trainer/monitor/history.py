@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from brimful.codec import from_builtins, parse_json
+from brimful.codec import from_builtins, from_json_document, parse_json
 from brimful.errors import FileFormatError
-from brimful.results import Recovery, StepRecord, step_from_json
+from brimful.results import Recovery, StepRecord
 from brimful.trainer.monitor.step_log import StepLog
 from brimful.trainer.storage.checkpoint import Checkpoint
 
@@ -70,9 +70,9 @@ def _record(line: bytes) -> StepRecord | Recovery | str | None:
         raise FileFormatError("a line is not a JSON object.")
     kind = document.pop("kind", None)
     if kind == "step":
-        return step_from_json(document)
+        return from_json_document(document, StepRecord, where="a step")
     if kind == "recovery":
-        return from_builtins(document, Recovery, where="a recovery")
+        return from_json_document(document, Recovery, where="a recovery")
     if kind == "note":
         return from_builtins(document.get("message"), str, where="a note")
     if not isinstance(kind, str):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from torch import nn
 
+from brimful.codec import to_json_document
 from brimful.errors import SaveError, UsageError
 from brimful.job import Job
 from brimful.planner import Plan
@@ -20,10 +21,8 @@ from brimful.results import (
     StepRecord,
     TrainingResult,
     ValidationRecord,
-    step_to_json,
-    validation_to_json,
 )
-from brimful.settings import Settings, settings_to_json
+from brimful.settings import Settings
 from brimful.trainer.monitor.history import read_history
 from brimful.trainer.monitor.progress import ProgressDisplay, recovery_text
 from brimful.trainer.monitor.step_log import StepLog
@@ -35,7 +34,7 @@ from brimful.trainer.storage.unsaved import set_unsaved_run_aside
 from brimful.trainer.storage.weights import AVERAGE, BEST, WEIGHTS
 
 
-class Journal:
+class RunLogger:
     """Everything a run tells and leaves behind; a context that opens it and closes it.
 
     A run that fails before its first step leaves the run directory empty.
@@ -95,7 +94,7 @@ class Journal:
             if isinstance(self._plan, Plan):
                 self._directory.write_json(PLAN, self._plan.to_json())
             else:
-                self._directory.write_json(SETTINGS, settings_to_json(self._plan))
+                self._directory.write_json(SETTINGS, to_json_document(self._plan))
             if self._job.about is not None:
                 self._directory.write_json(JOB, dict(self._job.about))
         self._progress.start()
@@ -135,7 +134,7 @@ class Journal:
         """
         self.steps.append(record)
         if self._directory is not None:
-            self._directory.append_metrics({"kind": "step"} | step_to_json(record))
+            self._directory.append_metrics({"kind": "step"} | to_json_document(record))
         self._progress.show_step(record, memory)
 
     def add_recovery(self, recovery: Recovery) -> None:
@@ -149,7 +148,7 @@ class Journal:
         """
         self.recoveries.append(recovery)
         if self._directory is not None:
-            self._directory.append_metrics({"kind": "recovery"} | asdict(recovery))
+            self._directory.append_metrics({"kind": "recovery"} | to_json_document(recovery))
         self._progress.show_note(recovery_text(recovery))
 
     def show_validating(self, samples: int) -> None:
@@ -173,7 +172,7 @@ class Journal:
         is_best = self.is_best(record)
         self.validations.append(record)
         if self._directory is not None:
-            self._directory.append_metrics({"kind": "validation"} | validation_to_json(record))
+            self._directory.append_metrics({"kind": "validation"} | to_json_document(record))
             if is_best:
                 metadata = self._metadata(record.step) | {"validation_loss": repr(record.loss)}
                 self._directory.save_weights(model, BEST, metadata)

@@ -59,14 +59,14 @@ class ProgressDisplay(Protocol):
 
 
 def make_progress(
-    total_steps: int | None, *, show: bool, counted: str | None = None, console: Console | None = None
+    total_steps: int | None, *, show: bool, loss_unit: str | None = None, console: Console | None = None
 ) -> ProgressDisplay:
     """The display that suits where the output goes.
 
     Args:
         total_steps: Optimizer steps of the run; None if not known.
         show: False shows nothing.
-        counted: What the records' terms are, if the speed is to be told in them.
+        loss_unit: What the records' terms are, if the speed is to be told in them.
         console: Where to show it; None means standard error.
 
     Returns:
@@ -75,7 +75,7 @@ def make_progress(
     if not show:
         return _Silence()
     console = console or make_console()
-    pace = _Pace(total_steps, counted)
+    pace = _Pace(total_steps, loss_unit)
     return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(pace, console)
 
 
@@ -113,9 +113,9 @@ class _Silence:
 class _Pace:
     """How fast the recent steps were, waiting for data included, and how long it takes at that."""
 
-    def __init__(self, total_steps: int | None, counted: str | None) -> None:
+    def __init__(self, total_steps: int | None, loss_unit: str | None) -> None:
         self.total_steps = total_steps
-        self._counted = counted
+        self._loss_unit = loss_unit
         self._latest: StepRecord | None = None
         self._recent: deque[StepRecord] = deque(maxlen=_RECENT_STEPS)
 
@@ -134,8 +134,8 @@ class _Pace:
         parts = [f"loss {self._latest.loss:.4g}"]
         seconds = sum(record.total_seconds for record in self._recent)
         if seconds:
-            done = sum(record.terms if self._counted else record.samples for record in self._recent)
-            parts.append(format_rate(done / seconds, self._counted or "samples"))
+            done = sum(record.terms if self._loss_unit else record.samples for record in self._recent)
+            parts.append(format_rate(done / seconds, self._loss_unit or "samples"))
         if seconds and all(record.mfu is not None for record in self._recent):
             useful_seconds = sum((record.mfu or 0.0) * record.total_seconds for record in self._recent)
             parts.append(f"MFU {useful_seconds / seconds:.0%}")

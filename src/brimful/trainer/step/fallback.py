@@ -20,7 +20,7 @@ from brimful.requests import job_traits
 from brimful.settings import Action, Settings
 from brimful.trace import Trace, per_rank_trace
 
-LOWERED_FRACTION = 0.9
+FALLBACK_FRACTION = 0.9
 """What settings may take of what those took that ran out. On public GPU runs nine in ten predictions are within
 6.7 % (benchmarks/results/gpu_truth.json): what is predicted to take a tenth less takes less."""
 
@@ -29,7 +29,7 @@ _PINNED = {"all": Action.RECOMPUTE, "none": Action.KEEP}
 """Actions by what may be asked of them; auto pins none."""
 
 
-class Lowering:
+class MemoryFallback:
     """Finds settings that take less memory for the same global batch.
 
     Args:
@@ -84,7 +84,7 @@ class Lowering:
 
         taken = estimate_trace(per_rank_trace(capture(settings, 2)), device).predicted_peak_reserved_bytes
         taken = self._least_bytes = taken if self._least_bytes is None else min(taken, self._least_bytes)
-        request = self._request(settings, device, int(taken * LOWERED_FRACTION) + device.context_bytes)
+        request = self._request(settings, device, int(taken * FALLBACK_FRACTION) + device.context_bytes)
         return search(capture, request).settings
 
     def _request(self, settings: Settings, device: Device, budget_bytes: int) -> Request:

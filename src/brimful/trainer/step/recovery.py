@@ -16,9 +16,9 @@ from typing import TypeVar
 
 import torch
 
-from brimful.errors import HalfUpdatedError, OutOfMemoryError
+from brimful.errors import OutOfMemoryError, PartialUpdateError
 from brimful.execution.out_of_memory import RanOut, make_room, with_retries
-from brimful.execution.update import SurvivingUpdate, WholeUpdate
+from brimful.execution.update import AtomicUpdate, ResumableUpdate
 from brimful.optimizers import has_implementation
 from brimful.results import Recovery
 from brimful.settings import OptimizerImplementation, Settings
@@ -82,7 +82,7 @@ class OomRecovery:
 
         Raises:
             OutOfMemoryError: Nothing that takes less is left to try, or there are several ranks.
-            HalfUpdatedError: The step cannot be repeated.
+            PartialUpdateError: The step cannot be repeated.
         """
         device = self._state.device
         random = random_state_now(device)
@@ -160,7 +160,7 @@ class OomRecovery:
 
     def _check_batch_unchanged(self, ran_out: RanOut) -> None:
         if changed := self._state.executor.move.changed:
-            raise HalfUpdatedError(
+            raise PartialUpdateError(
                 f"memory ran out in a step whose loss had changed its batch in place "
                 f"({', '.join(sorted(changed))}): {ran_out.message}. The step cannot be repeated. Resume from "
                 "the last save, or let the loss work on a copy."
@@ -184,15 +184,15 @@ class OomRecovery:
         )
 
 
-def update_of(state: TrainState, recovery: OomRecovery) -> SurvivingUpdate | WholeUpdate:
+def update_of(state: TrainState, recovery: OomRecovery) -> ResumableUpdate | AtomicUpdate:
     """How the update of a run behaves when memory runs out in it."""
     on_host = state.executor.on_host
     if on_host is not None:  # it takes no memory of the device
         way_out = "Resume from the last save, on a host with more memory."
-        return WholeUpdate("parameters on the host", lambda _message: way_out, lambda: on_host.has_begun)
+        return AtomicUpdate("parameters on the host", lambda _message: way_out, lambda: on_host.has_begun)
     if state.parallel.is_sharded:
-        return WholeUpdate("divided parameters", recovery.schedule_smaller_update)
-    return SurvivingUpdate(state.optimizer, partial(make_room, state.device))
+        return AtomicUpdate("divided parameters", recovery.schedule_smaller_update)
+    return ResumableUpdate(state.optimizer, partial(make_room, state.device))
 
 
 def _allocator_retries(device: torch.device) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from brimful.batches import layout_of
-from brimful.errors import HalfUpdatedError
+from brimful.errors import PartialUpdateError
 from brimful.execution.hooks import StepHooks
 from brimful.execution.losses import counting_parts, loss_counts, shares_of
 from brimful.execution.out_of_memory import RanOut, unless_out_of_memory, with_room
@@ -128,7 +128,7 @@ class StepRunner:
             BatchError: The batch cannot be split.
             LossError: The loss is not a scalar tensor or has no gradient.
             OutOfMemoryError: Memory ran out, and nothing that takes less is left to try; all is as before.
-            HalfUpdatedError: An error was raised in the update, which could not be completed.
+            PartialUpdateError: An error was raised in the update, which could not be completed.
         """
         state = self._state
         rate = with_room(partial(learning_rate, state.optimizer), during="the learning rate is read")
@@ -215,7 +215,7 @@ class StepRunner:
         if state.scheduler is not None:
             found = unless_out_of_memory(state.scheduler.step)  # not called again: it may be stepped in part
             if isinstance(found, RanOut):
-                raise HalfUpdatedError(
+                raise PartialUpdateError(
                     f"memory ran out in {type(state.scheduler).__name__}.step, after an update: "
                     f"{found.message}. "
                     "The learning rates may be changed in part; they are not saved. Resume from the last save."
@@ -289,7 +289,7 @@ class StepRunner:
         """Check gradients that were used already."""
         self._finite = self._finite[0], float(outcome.gradient_norm)
         if not math.isfinite(self._finite[1]):
-            raise HalfUpdatedError(
+            raise PartialUpdateError(
                 f"a gradient is NaN or infinite in step {self._state.step + 1}, and optimizer_in_backward has "
                 "updated parameters with it. They are not saved. Resume from the last save, without "
                 "optimizer_in_backward: then such a step is not taken."
@@ -301,9 +301,9 @@ def _partial_update(what: str) -> Iterator[None]:
     """Within, any error leaves a model that is neither as before a step nor as after it."""
     try:
         yield
-    except HalfUpdatedError:
+    except PartialUpdateError:
         raise
     except Exception as error:
-        raise HalfUpdatedError(
+        raise PartialUpdateError(
             f"{what}: {type(error).__name__}: {error} The model is not saved so. Resume from the last save."
         ) from error

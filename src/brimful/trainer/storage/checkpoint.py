@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from msgspec import Meta
 from torch import Tensor
 
-from brimful.codec import NonNegativeInt, PositiveInt, decode_json, from_builtins
+from brimful.codec import NonNegativeInt, PositiveInt, decode_json, from_builtins, to_json_document
 from brimful.errors import FileFormatError
 from brimful.execution.random_state import RandomState
-from brimful.results import ValidationRecord, validation_from_json, validation_to_json
-from brimful.settings import Settings, settings_from_json, settings_to_json
+from brimful.results import ValidationRecord
+from brimful.settings import Settings
 
 T = TypeVar("T")
 
@@ -110,21 +110,21 @@ class Checkpoint:
     def run_document(self) -> dict[str, Any]:
         """The content of `run.json`."""
         run, state = self.run, self.state
-        return asdict(
-            _RunFile(
+        return to_json_document(
+            RunFile(
                 step=state.step,
                 updates=state.updates,
                 skipped_in_a_row=state.skipped_in_a_row,
                 epoch=state.data.epoch,
                 batches=state.data.batches,
-                settings=settings_to_json(state.settings),
+                settings=state.settings,
                 optimizer_class=state.optimizer_class,
-                asked_settings=settings_to_json(run.settings),
+                asked_settings=run.settings,
                 seed=run.seed,
                 about=run.about,
                 rates=run.rates,
                 schedule=run.schedule,
-                validations=tuple(validation_to_json(validation) for validation in self.validations),
+                validations=self.validations,
                 metrics_bytes=self.metrics_bytes,
             )
         )
@@ -157,11 +157,11 @@ class Checkpoint:
         Raises:
             FileFormatError: It is not; names the file and the field.
         """
-        run = decode_json(run_json, _RunFile, where=f"{where}run.json")
+        run = decode_json(run_json, RunFile, where=f"{where}run.json")
         found = _StateFile.checked(state, where=f"{where}state.pt")
         return cls(
             run=RunIdentity(
-                settings=_settings(run.asked_settings, where=f"{where}run.json: field `asked_settings`"),
+                settings=run.asked_settings,
                 seed=run.seed,
                 about=run.about,
                 rates=run.rates,
@@ -171,7 +171,7 @@ class Checkpoint:
                 step=run.step,
                 updates=run.updates,
                 skipped_in_a_row=run.skipped_in_a_row,
-                settings=_settings(run.settings, where=f"{where}run.json: field `settings`"),
+                settings=run.settings,
                 optimizer_class=run.optimizer_class,
                 optimizer=found.optimizer,
                 scheduler=found.scheduler,
@@ -185,13 +185,13 @@ class Checkpoint:
                 ),
                 random=found.random,
             ),
-            validations=_validations(run.validations, where=f"{where}run.json: field `validations`"),
+            validations=run.validations,
             metrics_bytes=run.metrics_bytes,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RunFile:
+class RunFile:
     """`run.json`: the annotations are its schema."""
 
     step: NonNegativeInt
@@ -199,14 +199,14 @@ class _RunFile:
     skipped_in_a_row: NonNegativeInt
     epoch: PositiveInt
     batches: NonNegativeInt
-    settings: dict[str, Any]
+    settings: Settings
     optimizer_class: str
-    asked_settings: dict[str, Any]
+    asked_settings: Settings
     seed: Annotated[int, Meta(ge=0)]
     about: Any
     rates: Rates
     schedule: str | None
-    validations: tuple[dict[str, Any], ...]
+    validations: tuple[ValidationRecord, ...]
     metrics_bytes: NonNegativeInt
 
 
@@ -243,14 +243,6 @@ class _StateFile:
             data_random=_random_state(document["data_random"], where=f"{where}: field `data_random`"),
             epoch_random=_random_state(document["epoch_random"], where=f"{where}: field `epoch_random`"),
         )
-
-
-def _settings(document: dict[str, Any], *, where: str) -> Settings:
-    return _decoded(lambda: settings_from_json(document), where=where)
-
-
-def _validations(documents: tuple[dict[str, Any], ...], *, where: str) -> tuple[ValidationRecord, ...]:
-    return _decoded(lambda: tuple(validation_from_json(document) for document in documents), where=where)
 
 
 _Word = Annotated[int, Meta(ge=0, lt=2**32)]

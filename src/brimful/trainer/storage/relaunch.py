@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from brimful.codec import decode_json, read_regular_file
+from brimful.codec import decode_json, read_regular_file, to_json_document
 from brimful.files import write_file
 from brimful.results import Recovery
-from brimful.settings import Settings, settings_from_json, settings_to_json
-from brimful.trainer.storage.run_directory import LOWERED
+from brimful.settings import Settings
+from brimful.trainer.storage.run_directory import FALLBACK
 
 
-def leave_settings(run_dir: Path, before: Settings, after: Settings, recovery: Recovery) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fallback:
+    """`fallback.json`."""
+
+    before: Settings
+    after: Settings
+    recovery: Recovery
+
+
+def write_fallback(run_dir: Path, before: Settings, after: Settings, recovery: Recovery) -> None:
     """Write down with which settings the run is to go on.
 
     Args:
@@ -31,17 +39,13 @@ def leave_settings(run_dir: Path, before: Settings, after: Settings, recovery: R
     Raises:
         SaveError: It cannot be written.
     """
-    document = {
-        "before": settings_to_json(before),
-        "after": settings_to_json(after),
-        "recovery": asdict(recovery),
-    }
-    partial = run_dir / f".{LOWERED}.{os.getpid()}.partial"  # two ranks may run out together
+    document = to_json_document(Fallback(before=before, after=after, recovery=recovery))
+    partial = run_dir / f".{FALLBACK}.{os.getpid()}.partial"  # two ranks may run out together
     write_file(partial, json.dumps(document, indent=2) + "\n")
-    partial.replace(run_dir / LOWERED)
+    partial.replace(run_dir / FALLBACK)
 
 
-def settings_left(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] | None:
+def read_fallback(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] | None:
     """The settings to go on with, if memory ran out with those of the last save.
 
     Args:
@@ -54,19 +58,8 @@ def settings_left(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] 
     Raises:
         FileFormatError: What was left is damaged.
     """
-    path = run_dir / LOWERED
+    path = run_dir / FALLBACK
     if not os.path.lexists(path):
         return None
-    left = decode_json(read_regular_file(path, what="file"), _Left, where=str(path))
-    if settings_from_json(left.before) != before:
-        return None
-    return settings_from_json(left.after), left.recovery
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Left:
-    """`lowered.json`."""
-
-    before: dict[str, Any]
-    after: dict[str, Any]
-    recovery: Recovery
+    left = decode_json(read_regular_file(path, what="file"), Fallback, where=str(path))
+    return (left.after, left.recovery) if left.before == before else None

@@ -9,7 +9,7 @@
 | `best.safetensors` | the weights with the lowest validation loss |
 | `average.safetensors` | their moving average, if one is kept |
 | `saves/` | what is needed to resume, see `saves.py`; made first, so that it is missed where it was moved |
-| `lowered.json` | settings to go on with, where memory ran out on one of several ranks |
+| `fallback.json` | settings to go on with, where memory ran out on one of several ranks |
 | `tensorboard/` | TensorBoard's event files, if they were asked for |
 | `result.json` | the `TrainingResult`, once the run has ended |
 | `report.txt` | what `brimful train` printed of it |
@@ -46,7 +46,7 @@ SETTINGS = "settings.json"
 JOB = "job.json"
 METRICS = "metrics.jsonl"
 RESULT = "result.json"
-LOWERED = "lowered.json"
+FALLBACK = "fallback.json"
 REPORT = "report.txt"
 SAVES = "saves"
 TENSORBOARD = "tensorboard"
@@ -304,7 +304,7 @@ def check_run_directory(path: Path) -> None:
     Raises:
         RunDirectoryError: It is a file, or has something in it, or cannot be read.
     """
-    present = [name for name in entries(path) if name != LOWERED]
+    present = [name for name in entries(path) if name != FALLBACK]
     if present:
         raise not_empty(path, present)
 

@@ -183,7 +183,7 @@ class Saves:
             self._failure = error
         except Exception as error:  # whatever it is, the thread's end is not to hide it
             self._failure = SaveError(
-                f"the save after step {copies.step} could not be written to {path}: {_told(error)}.\n"
+                f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
                 f"  {_needed(copies)}{_free(self._directory)}\n"
                 f"  {self._before()}"
             )
@@ -220,12 +220,12 @@ class Saves:
             if not self._ranks.is_distributed:
                 raise
             of_user = isinstance(error, UsageError)
-            failure = of_user, str(error) if of_user else f"rank {self._ranks.rank}: {_told(error)}"
+            failure = of_user, str(error) if of_user else f"rank {self._ranks.rank}: {_summary_line(error)}"
         found = self._ranks.all_gather((value, failure))
         for _value, told in found:
             if told is not None:
                 raise UsageError(told[1]) if told[0] else _FailedSomewhereError(told[1])
-        return [value for value, _told in found]  # type: ignore[misc]
+        return [value for value, _failure in found]  # type: ignore[misc]
 
     def _begin(self, partial: Path, copies: _Copies) -> None:
         if self._ranks.is_first:
@@ -288,7 +288,7 @@ class _FailedSomewhereError(Exception):
     """An action of a rank raised."""
 
 
-def _told(error: Exception) -> str:
+def _summary_line(error: Exception) -> str:
     return str(error) if isinstance(error, _FailedSomewhereError) else f"{type(error).__name__}: {error}"
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from brimful.errors import ResumeError, RunDirectoryError
 from brimful.trainer.storage.restore import find_saves
 from brimful.trainer.storage.run_directory import (
+    FALLBACK,
     JOB,
-    LOWERED,
     METRICS,
     NAMES,
     PLAN,
@@ -58,7 +58,7 @@ def check_restart(path: Path) -> None:
             f"not know how it was trained. Bring {PLAN} back; a run of `Trainer` with plain settings is "
             "resumed by `Trainer(…, resume=True)`."
         )
-    own = {*NAMES, *(f".{name}.partial" for name in NAMES), LOWERED, REPORT, SAVES, TENSORBOARD}
+    own = {*NAMES, *(f".{name}.partial" for name in NAMES), FALLBACK, REPORT, SAVES, TENSORBOARD}
     unknown = [name for name in present if name not in own and not _SET_ASIDE.fullmatch(name)]
     if unknown:
         raise not_empty(path, unknown)

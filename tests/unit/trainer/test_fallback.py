@@ -13,7 +13,7 @@ import brimful as bf
 from brimful.errors import OutOfMemoryError
 from brimful.options import PlanOptions
 from brimful.planner import Plan
-from brimful.trainer.step.fallback import Lowering
+from brimful.trainer.step.fallback import MemoryFallback
 
 # V vocabulary, T tokens, D width
 
@@ -49,7 +49,7 @@ def planned(the_job: bf.Job | None = None, **asked: Any) -> Plan:
 
 
 def lowered(plan: Plan) -> bf.Settings:
-    return Lowering(job(), plan, torch.device("cpu"))(plan.settings)
+    return MemoryFallback(job(), plan, torch.device("cpu"))(plan.settings)
 
 
 def test_a_loss_in_chunks_is_taken_only_where_it_is_permitted() -> None:
@@ -69,7 +69,7 @@ def test_a_pinned_action_stays(recompute: str) -> None:
 def test_a_pinned_micro_batch_stays_as_long_as_something_else_takes_less() -> None:
     wide = job(widening=128)
     plan = planned(wide, micro_batch_size=BATCH, chunked_loss=False)
-    lower = Lowering(wide, plan, torch.device("cpu"))
+    lower = MemoryFallback(wide, plan, torch.device("cpu"))
     settings = lower(plan.settings)
     assert settings.micro_batch_size == BATCH
     assert settings.recomputed
@@ -115,6 +115,6 @@ def test_a_batch_that_batch_norm_couples_is_split_only_if_that_was_permitted(mod
     asked = {"micro_batch_size": BATCH, "recompute": "none"}
     plan = planned(the_job, **asked)
     with pytest.raises(OutOfMemoryError, match="the batch was not split: 1 computes with the whole"):
-        Lowering(the_job, plan, torch.device("cpu"))(plan.settings)
+        MemoryFallback(the_job, plan, torch.device("cpu"))(plan.settings)
     permitted = planned(the_job, **asked, split_batch_norm=True)
-    assert Lowering(the_job, permitted, torch.device("cpu"))(permitted.settings).micro_batch_size < BATCH
+    assert MemoryFallback(the_job, permitted, torch.device("cpu"))(permitted.settings).micro_batch_size < BATCH

@@ -1,0 +1,68 @@
+"""What msgspec says of a document, in one line with the field first: "field `units[0].fqn`: expected `str`"."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+_MOST_SHOWN = 300
+"""Characters of a file's content that an error shows. A choice."""
+
+
+def readable(message: str, kind: Any, path: str) -> str:
+    """msgspec's message, the field first: "field `units[0].fqn`: expected `str`, got `int`"."""
+    reason, _, inner = message.partition(" - at `$")
+    inner = inner.rstrip("`")
+    reason = re.sub(r"Object missing required field `(\w+)`", r"Missing field `\1`", reason)
+    said = one_line(without_capital(reason))
+    if reason.startswith("Invalid enum value") and (choices := _choices(kind, inner)):
+        said += f"; expected {' or '.join(choices)}"
+    field = f"{path}{inner}".removeprefix(".")
+    return f"field `{one_line(field)}`: {said}" if field else said
+
+
+def _choices(kind: Any, path: str) -> list[str]:
+    """What an enumeration may be that is at a path, such as `.units[0].action`, of a type."""
+    nodes: list[Any] = [msgspec.inspect.type_info(kind)]
+    for name in re.findall(r"\w+|\.\.\.", path):
+        nodes = [inside for node in _alternatives(nodes) for inside in _inside(node, name)]
+    values: list[Any] = []
+    for node in _alternatives(nodes):
+        if isinstance(node, msgspec.inspect.EnumType):
+            values += [member.value for member in node.cls]
+        elif isinstance(node, msgspec.inspect.LiteralType):
+            values += node.values
+    return [repr(value) for value in values]
+
+
+def _alternatives(nodes: Iterable[Any]) -> Iterator[Any]:
+    """Those of unions one by one."""
+    for node in nodes:
+        yield from getattr(node, "types", (node,))
+
+
+def _inside(node: Any, name: str) -> Iterator[Any]:
+    """What a field, or a place in a sequence or mapping, may be."""
+    for number, field in enumerate(getattr(node, "fields", ())):
+        if name in (field.encode_name, str(number)):  # by its number where fields are written as an array
+            yield field.type
+    for attribute in ("item_type", "value_type"):
+        if hasattr(node, attribute):
+            yield getattr(node, attribute)
+    items = getattr(node, "item_types", ())
+    if name.isdecimal() and int(name) < len(items):
+        yield items[int(name)]
+
+
+def without_capital(sentence: str) -> str:
+    """As it is after a colon."""
+    return sentence[:1].lower() + sentence[1:].rstrip(".")
+
+
+def one_line(text: str) -> str:
+    """What a file may make long or fill with control characters, fit to be shown."""
+    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return shown if shown.isprintable() else shown.encode("unicode_escape").decode()

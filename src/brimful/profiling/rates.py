@@ -1,0 +1,149 @@
+"""Rates of a device of this machine: every kind of work by size, links and fresh memory, each timed.
+
+Checked with torch 2.13 on a CPU; the few lines for CUDA alone were not run on a GPU.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from brimful.devices import RateCurve
+from brimful.profiling.probes import Pool, Probe, probes
+from brimful.profiling.timing import Typical, typical_seconds
+from brimful.quantities import MIB
+from brimful.status import report
+
+_POOL_BYTES = 64 * MIB
+"""Beyond the caches of most CPUs and GPUs."""
+_VARIANTS = 32
+"""Most sets of operands that take turns."""
+_PROBE_SECONDS = 0.012
+"""To spend on one size of one kind at a time, if nothing disturbs it."""
+_LARGEST_RUN_SECONDS = 5e-3
+"""A larger size is not tried after a run of this length if its rate is reached: longer runs seldom end before
+another program has its turn."""
+_LEAST_SIZES = 4
+"""That many are tried always: a curve of one point tells all other amounts by its rate."""
+_STEADY = 1.5
+"""A rate that is reached differs by less from that of the size before. A small op may take a time slice of
+another program, 4 to 8 ms: to stop there and go on at its rate would make a large one take minutes. A choice;
+sizes are two to eight times apart in work."""
+_FRESH_BYTES = 64 * MIB
+"""A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
+_FRESH_SECONDS = 0.4
+_LINK_BYTES = 256 * MIB
+_UPDATED_BYTES = 256 * MIB
+"""Of parameters: with their gradients and state 1 GiB, beyond nearly all caches."""
+_ADAMW_TRAFFIC = 7
+"""Reads parameter, gradient and two of state, and writes all but the gradient."""
+
+Progress = Callable[[str], None]
+"""Called with what is measured next."""
+
+
+def _report_measuring(what: str) -> None:
+    report(f"measuring this machine once: {what}")
+
+
+def measure_curves(
+    where: torch.device, *, sweeps: int, progress: Progress | None = None
+) -> tuple[tuple[RateCurve, ...], float]:
+    """One curve for every kind of work that there is a probe for.
+
+    Args:
+        where: A torch device.
+        sweeps: How often all are gone through; the best of an amount's times counts.
+        progress: Called with what is measured next.
+
+    Returns:
+        The curves, and the part of the sizes that other work disturbed in all sweeps.
+    """
+    pools: dict[torch.dtype, Pool] = {}
+    measured: dict[str, dict[int, Typical]] = {}
+    with torch.no_grad():
+        for sweep in range(1, sweeps + 1):
+            for probe in probes(where):
+                kind = probe.kind.replace(":", " in ").replace("_", " ")
+                (progress or _report_measuring)(f"{kind} ({sweep} of {sweeps})")
+                if probe.dtype not in pools:
+                    pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
+                found = measure_probe(probe, pools[probe.dtype])
+                best = measured.setdefault(probe.kind, found)
+                for amount, one in found.items():
+                    best[amount] = min(one, best.get(amount, one), key=_by_quiet_and_time)
+    curves = tuple(
+        RateCurve.through(
+            kind, [(amount, each.seconds) for amount, each in found.items()], is_arithmetic=":" in kind
+        )
+        for kind, found in measured.items()
+    )
+    sizes = [each for found in measured.values() for each in found.values()]
+    return curves, statistics.fmean(not each.is_quiet for each in sizes)
+
+
+def _by_quiet_and_time(found: Typical) -> tuple[bool, float]:
+    """What nothing disturbed comes first: of what is disturbed the shortest round counts, not a typical one."""
+    return not found.is_quiet, found.seconds
+
+
+def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
+    """A probe's sizes by amount, up to one that runs long at its full rate: some types have no fast kernels."""
+    measured: dict[int, Typical] = {}
+    rate_before = 0.0
+    with probe.mode():
+        for size in probe.sizes:
+            before = pool.taken
+            run, amount = probe.make(size, pool)
+            variants = min(_VARIANTS, pool.numbers // max(pool.taken - before, 1))
+            runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
+            found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
+            rate = amount / found.seconds
+            is_steady = rate_before / _STEADY < rate < rate_before * _STEADY
+            is_reached = len(measured) >= _LEAST_SIZES and is_steady
+            if found.seconds > _LARGEST_RUN_SECONDS and is_reached:
+                break
+            rate_before = rate
+    return measured
+
+
+def page_fault_seconds_per_byte() -> float:
+    """What the first touch of memory adds to a product of tensors, per byte of the result."""
+    cpu = torch.device("cpu")
+    x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
+    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=_FRESH_SECONDS).seconds
+    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=_FRESH_SECONDS).seconds
+    return max(fresh - warm, 0.0) / _FRESH_BYTES
+
+
+def link_bytes_per_second(where: torch.device) -> tuple[float, float]:
+    """Rates to the device and back, from and to pinned memory.
+
+    Args:
+        where: A CUDA device; for a CPU memory is copied within it, which tests use.
+
+    Returns:
+        Bytes per second, one way at a time.
+    """
+    on_host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=where.type == "cuda")
+    on_device = torch.empty(_LINK_BYTES, dtype=torch.uint8, device=where)
+
+    def rate(target: Tensor, source: Tensor) -> float:
+        copy = partial(target.copy_, source, non_blocking=True)
+        return _LINK_BYTES / typical_seconds([copy], where, most_seconds=0.5).seconds
+
+    return rate(on_device, on_host), rate(on_host, on_device)
+
+
+def host_update_bytes_per_second() -> float:
+    """At which this machine's processors read and write memory in a fused AdamW's update."""
+    parameter = torch.nn.Parameter(torch.zeros(_UPDATED_BYTES // 4))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    optimizer.step()  # makes its state
+    seconds = typical_seconds([optimizer.step], torch.device("cpu"), most_seconds=0.5).seconds
+    return _ADAMW_TRAFFIC * _UPDATED_BYTES / seconds
