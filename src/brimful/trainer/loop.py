@@ -305,29 +305,17 @@ class Run:
         if self._run.data.validation is None:
             return None
         return Validator(
-            self._state.model,
+            self._state,
             self._config.job,
             self._run.data.validation,
-            micro_batch_size=self._state.settings.micro_batch_size,
-            global_batch_size=self._state.settings.global_batch_size,
-            device=self._config.device,
             on_recovery=self._logger.add_recovery,
-            ranks=self._ranks,
-            parallel=self._state.parallel,
-            stream=self._stream.randomness,
         )
 
     def _validate(self, validator: Validator) -> None:
         """Validate the model, or its average, and tell of it, unless a stop is requested meanwhile."""
         self._state.broadcast_buffers()
         with self._state.averaged():
-            record = validator.run(
-                self._state.settings.precision,
-                step=self._state.step,
-                epoch=self._stream.position.epoch,
-                is_stopped=self._stop.is_requested,
-                on_samples=self._logger.show_validating,
-            )
+            record = validator.run(is_stopped=self._stop.is_requested, on_samples=self._logger.show_validating)
             if record is None:
                 return
             run_dir = self._config.run_dir

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from brimful.batches import BatchLayout, InputMover, layout_of
-from brimful.distributed.ranks import SINGLE, Ranks
-from brimful.distributed.strategies import DataParallel
 from brimful.errors import OutOfMemoryError, UsageError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
@@ -23,123 +22,81 @@ from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.profiling.splitting import evaluation_mode
 from brimful.results import Recovery, ValidationRecord
-from brimful.settings import Precision
 from brimful.trainer.data.batches import is_one_batch, validation_batches
-from brimful.trainer.data.rng import RandomStream, random_state_now, restore_random_state
+from brimful.trainer.data.rng import random_state_now, restore_random_state
+from brimful.trainer.state import TrainState
 
 T = TypeVar("T")
 
 
 class Validator:
-    """Validates one model, again and again, whatever memory there is.
+    """Validates the model of a run, with fewer samples at once from when memory ran out.
 
     Args:
-        model: Its modules' modes are as before after each pass.
+        state: Of the run; its modules' modes are as before after each pass.
         job: Its loss, count and metrics.
         validation: One batch with all samples, or an iterable of batches.
-        micro_batch_size: Samples that are computed at once, until memory runs out.
-        global_batch_size: Samples of which a coupled loss is one, where None takes each batch as it is given;
-            and those for which a sum is given, where None means one.
-        device: Where they are copied to.
-        on_recovery: Told of each time that memory ran out.
-        ranks: Each computes its share of every batch.
-        parallel: How they share the model; None where each has all of it.
-        stream: The random numbers that the data draw from; None means the generators as they are.
+        on_recovery: Called each time that memory ran out.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        state: TrainState,
         job: Job,
         validation: Batch | Iterable[Batch],
         *,
-        micro_batch_size: int,
-        global_batch_size: int | None = None,
-        device: torch.device,
         on_recovery: Callable[[Recovery], None],
-        ranks: Ranks = SINGLE,
-        parallel: DataParallel | None = None,
-        stream: RandomStream | None = None,
     ) -> None:
-        self._ranks = ranks
-        self._parallel = parallel
-        self._stream = stream
-        self._model = model
+        self._state = state
         self._job = job
         self._validation = validation
-        self._micro_batch_size = micro_batch_size
-        self._global_batch_size = global_batch_size
-        self._device = device
+        self._micro_batch_size = state.settings.micro_batch_size
         self._on_recovery = on_recovery
-        self._buffers = BufferSnapshot(model)
+        self._buffers = BufferSnapshot(state.model)
 
     def run(
-        self,
-        precision: Precision,
-        *,
-        step: int,
-        epoch: int,
-        is_stopped: Callable[[], bool],
-        on_samples: Callable[[int], object] = lambda _samples: None,
+        self, *, is_stopped: Callable[[], bool], on_samples: Callable[[int], object] = lambda _samples: None
     ) -> ValidationRecord | None:
-        """One pass, made again where memory runs out: as before, then with ever fewer samples at once.
+        """One pass, repeated where memory runs out: as before, then with ever fewer samples at once.
 
         Args:
-            precision: Of the forward pass.
-            step: Optimizer steps taken.
-            epoch: The epoch that ends.
             is_stopped: Asked before each micro-batch.
-            on_samples: Called after each micro-batch with the number of samples so far.
+            on_samples: Called after each micro-batch with the number of samples so far, of this rank.
 
         Returns:
-            The means; None if `is_stopped` said so before the end.
+            The means; None if `is_stopped` returned True on any rank before the end.
 
         Raises:
             UsageError: The validation data have no samples, or nothing that the job counts.
             OutOfMemoryError: Memory ran out with one sample at a time.
         """
-        random = random_state_now(self._device)
-        of_data = None if self._stream is None else self._stream.state
+        state, stream = self._state, self._state.stream.randomness
+        random, of_data = random_state_now(state.device), stream.state
         is_again = False
         while True:
             start = time.perf_counter()
-            found = self._keeping_buffers(
-                lambda: validate(
-                    self._model,
-                    self._job,
-                    precision,
-                    self._validation,
-                    micro_batch_size=self._micro_batch_size,
-                    global_batch_size=self._global_batch_size,
-                    move=InputMover.copying_to(self._device),
-                    step=step,
-                    epoch=epoch,
-                    is_stopped=is_stopped,
-                    on_samples=on_samples,
-                    ranks=self._ranks,
-                    parallel=self._parallel,
-                    fetching=nullcontext if self._stream is None else self._stream.drawn_from,
-                )
+            each = _Pass(
+                state=state,
+                job=self._job,
+                validation=self._validation,
+                micro_batch_size=self._micro_batch_size,
+                is_stopped=is_stopped,
+                on_samples=on_samples,
             )
+            found = self._keeping_buffers(each.coupled_means if self._job.embed is not None else each.means)
             if not isinstance(found, RanOut):
                 return found
-            restore_random_state(random, self._device)
-            if self._stream is not None and of_data is not None:
-                self._stream.state = of_data
-            make_room(self._device)
-            if self._parallel is not None and self._parallel.is_sharded:
-                raise OutOfMemoryError(
-                    f"memory ran out on rank {self._ranks.rank} in the validation after step {step}: "
-                    f"{found.message}. The other ranks wait for its part of the model. Train with a smaller "
-                    "micro-batch, or validate apart from training."
-                )
+            restore_random_state(random, state.device)
+            stream.state = of_data
+            make_room(state.device)
+            self._check_repeatable(found)
             before = self._micro_batch_size
             if is_again:
-                self._take_less(found, step)
+                self._shrink(found)
             is_again = True
             self._on_recovery(
                 Recovery(
-                    step=step,
+                    step=state.step,
                     during="validation",
                     message=found.message,
                     before=f"{before} samples at once",
@@ -149,7 +106,7 @@ class Validator:
             )
 
     def _keeping_buffers(self, run: Callable[[], ValidationRecord | None]) -> ValidationRecord | RanOut | None:
-        """What a pass came to; unless it is complete, buffers that its forward passes changed are restored."""
+        """The result of a pass; unless it is complete, buffers that its forward passes changed are restored."""
         with_room(self._buffers.take, during="buffers are copied before the validation")
         found: ValidationRecord | RanOut | None = None
         try:
@@ -161,167 +118,124 @@ class Validator:
                 self._buffers.restore()
         return found
 
-    def _take_less(self, ran_out: RanOut, step: int) -> None:
+    def _check_repeatable(self, ran_out: RanOut) -> None:
+        if self._state.parallel.is_sharded:
+            raise OutOfMemoryError(
+                f"memory ran out on rank {self._state.ranks.rank} in the validation after step "
+                f"{self._state.step}: {ran_out.message}. The other ranks wait for its part of the model. Train "
+                "with a smaller micro-batch, or validate apart from training."
+            )
+
+    def _shrink(self, ran_out: RanOut) -> None:
         if self._micro_batch_size == 1:
             raise OutOfMemoryError(
-                f"memory ran out in the validation after step {step}, with one sample at a time: "
+                f"memory ran out in the validation after step {self._state.step}, with one sample at a time: "
                 f"{ran_out.message}. Train with a smaller budget, which leaves more to the validation."
             )
         self._micro_batch_size //= 2
 
 
-def validate(
-    model: nn.Module,
-    job: Job,
-    precision: Precision,
-    validation: Batch | Iterable[Batch],
-    *,
-    micro_batch_size: int,
-    global_batch_size: int | None = None,
-    move: Callable[[Batch], Batch],
-    step: int,
-    epoch: int,
-    is_stopped: Callable[[], bool] = lambda: False,
-    on_samples: Callable[[int], object] = lambda _samples: None,
-    ranks: Ranks = SINGLE,
-    parallel: DataParallel | None = None,
-    fetching: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> ValidationRecord | None:
-    """The validation loss and metrics of a model, in evaluation mode and without gradients.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """One pass over the validation data, in evaluation mode and without gradients.
 
     The loss is averaged by what the job counts, the metrics by samples, so that neither depends on how the data
-    are cut. A loss that is a sum is given for as many samples as a global batch has.
-
-    Args:
-        model: Its modules' modes are as before when this returns.
-        job: Its loss, count and metrics.
-        precision: Of the forward pass.
-        validation: One batch with all samples, or an iterable of batches.
-        micro_batch_size: Samples that are computed at once.
-        global_batch_size: Samples of which a coupled loss is one, where None takes each batch as it is given;
-            and those for which a sum is given, where None means one.
-        move: Brings a micro-batch to the device.
-        step: Optimizer steps taken.
-        epoch: The epoch that ends.
-        is_stopped: Asked before each micro-batch.
-        on_samples: Called after each micro-batch with the number of samples so far, of this rank.
-        ranks: Each computes its share of every batch.
-        parallel: How they share the model; None where each has all of it.
-        fetching: Around the reading of each micro-batch, not around what is computed with it.
-
-    Returns:
-        The means; None if `is_stopped` said so before the end on any rank.
-
-    Raises:
-        UsageError: The validation data have no samples, or nothing that the job counts.
+    are split. A loss that is a sum is given for as many samples as a global batch has.
     """
-    if job.embed is not None:
-        return _validate_coupled(
-            model,
-            job,
-            precision,
-            validation,
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            move=move,
-            step=step,
-            epoch=epoch,
-            is_stopped=is_stopped,
-            on_samples=on_samples,
-            fetching=fetching,
-        )
-    start = time.perf_counter()
-    parallel = parallel or DataParallel(job)
-    layout = layout_of(job, whole=micro_batch_size)
-    counting = layout_of(job, whole=global_batch_size or micro_batch_size)  # whatever memory runs out
-    samples, terms, loss = 0.0, 0.0, 0.0
-    is_sum = job.reduction == "sum"
-    sums: defaultdict[str, float] = defaultdict(float)
-    with evaluation_mode(model), torch.no_grad():
-        for host_batch, counts in _fetched(
-            validation_batches(validation, micro_batch_size, layout, ranks), fetching
-        ):
-            if ranks.any(is_stopped()) if parallel.is_sharded else is_stopped():
-                break
-            batch_samples = counting.count(host_batch) if counts else 0
-            batch_terms = batch_samples if job.count is None or not counts else float(job.count(host_batch))
-            batch = move(host_batch)
-            with autocast(model, precision):
-                batch_loss, metrics = parallel.computed(model, partial(_loss_and_metrics, job, batch))
-            samples += batch_samples
-            terms += batch_terms
-            if batch_terms:  # a mean over nothing is not a number
-                loss += float(batch_loss) * (1 if is_sum else batch_terms)
-            for name, value in metrics.items():
-                sums[name] += value * batch_samples if batch_samples else 0.0
-            on_samples(int(samples))
-    if ranks.any(is_stopped()):
-        return None
-    names = sorted(sums)
-    samples, terms, loss, *totals = ranks.all_reduce(samples, terms, loss, *(sums[name] for name in names))
-    if not terms:
-        raise UsageError(
-            f"the validation data of {job.name} have {samples:.0f} samples and nothing to count in them."
-        )
-    return ValidationRecord(
-        step=step,
-        epoch=epoch,
-        loss=loss * (global_batch_size or 1) / samples if is_sum else loss / terms,
-        metrics={name: total / samples for name, total in zip(names, totals, strict=True)},
-        samples=int(samples),
-        seconds=time.perf_counter() - start,
-    )
 
+    state: TrainState
+    job: Job
+    validation: Batch | Iterable[Batch]
+    micro_batch_size: int
+    is_stopped: Callable[[], bool]
+    on_samples: Callable[[int], object]
 
-def _validate_coupled(
-    model: nn.Module,
-    job: Job,
-    precision: Precision,
-    validation: Batch | Iterable[Batch],
-    *,
-    global_batch_size: int | None,
-    micro_batch_size: int,
-    move: Callable[[Batch], Batch],
-    step: int,
-    epoch: int,
-    is_stopped: Callable[[], bool],
-    on_samples: Callable[[int], object],
-    fetching: Callable[[], AbstractContextManager[None]],
-) -> ValidationRecord | None:
-    """The same of a loss that couples the samples: the mean over batches as large as those trained on."""
-    start = time.perf_counter()
-    loss = loss_of(job)
-    assert isinstance(loss, CoupledLoss)
-    embed, of_embeddings = partial(loss.embed, model), loss.of_embeddings
-    samples, total = 0, 0.0
-    sums: defaultdict[str, float] = defaultdict(float)
-    with evaluation_mode(model), torch.no_grad():
-        for batch in _fetched(_global_batches(validation, global_batch_size, loss.layout), fetching):
-            if is_stopped():
-                return None
-            parts = loss.layout.split(batch, micro_batch_size)
-            with autocast(model, precision):
-                value = float(of_embeddings(gather_embeddings(embed, parts, move, count=loss.layout.count)))
-            samples += loss.layout.count(batch)
-            total += value * loss.layout.count(batch)
-            for part in parts if job.metrics is not None else ():
-                with autocast(model, precision):
-                    metrics = _metrics(job, move(part), model)
-                for name, metric in metrics.items():
-                    sums[name] += metric * loss.layout.count(part)
-            on_samples(samples)
-    if is_stopped():
-        return None
-    if not samples:
-        raise UsageError(f"the validation data of {job.name} have no samples.")
-    return ValidationRecord(
-        step=step,
-        epoch=epoch,
-        loss=total / samples,
-        metrics={name: sums[name] / samples for name in sorted(sums)},
-        samples=samples,
-        seconds=time.perf_counter() - start,
-    )
+    def means(self) -> ValidationRecord | None:
+        """The means of a loss that is a mean or a sum over samples."""
+        start = time.perf_counter()
+        state, job = self.state, self.job
+        ranks, parallel, global_batch_size = state.ranks, state.parallel, state.settings.global_batch_size
+        layout = layout_of(job, whole=self.micro_batch_size)
+        counting = layout_of(job, whole=global_batch_size)  # whatever memory runs out
+        move = InputMover.copying_to(state.device)
+        samples, terms, loss = 0.0, 0.0, 0.0
+        is_sum = job.reduction == "sum"
+        sums: defaultdict[str, float] = defaultdict(float)
+        with evaluation_mode(state.model), torch.no_grad():
+            batches = validation_batches(self.validation, self.micro_batch_size, layout, ranks)
+            for host_batch, counts in _fetched(batches, state.stream.randomness.drawn_from):
+                if ranks.any(self.is_stopped()) if parallel.is_sharded else self.is_stopped():
+                    break
+                batch_samples = counting.count(host_batch) if counts else 0
+                batch_terms = batch_samples if job.count is None or not counts else float(job.count(host_batch))
+                batch = move(host_batch)
+                with autocast(state.model, state.settings.precision):
+                    batch_loss, metrics = parallel.computed(state.model, partial(_loss_and_metrics, job, batch))
+                samples += batch_samples
+                terms += batch_terms
+                if batch_terms:  # a mean over nothing is not a number
+                    loss += float(batch_loss) * (1 if is_sum else batch_terms)
+                for name, value in metrics.items():
+                    sums[name] += value * batch_samples if batch_samples else 0.0
+                self.on_samples(int(samples))
+        if ranks.any(self.is_stopped()):
+            return None
+        names = sorted(sums)
+        samples, terms, loss, *totals = ranks.all_reduce(samples, terms, loss, *(sums[name] for name in names))
+        if not terms:
+            raise UsageError(
+                f"the validation data of {job.name} have {samples:.0f} samples and nothing to count in them."
+            )
+        return self._record(
+            loss * global_batch_size / samples if is_sum else loss / terms,
+            {name: total / samples for name, total in zip(names, totals, strict=True)},
+            int(samples),
+            start,
+        )
+
+    def coupled_means(self) -> ValidationRecord | None:
+        """The mean of a loss that couples the samples, over batches as large as those trained on."""
+        start = time.perf_counter()
+        state, job = self.state, self.job
+        loss = loss_of(job)
+        assert isinstance(loss, CoupledLoss)
+        embed, of_embeddings = partial(loss.embed, state.model), loss.of_embeddings
+        move = InputMover.copying_to(state.device)
+        samples, total = 0, 0.0
+        sums: defaultdict[str, float] = defaultdict(float)
+        with evaluation_mode(state.model), torch.no_grad():
+            batches = _global_batches(self.validation, state.settings.global_batch_size, loss.layout)
+            for batch in _fetched(batches, state.stream.randomness.drawn_from):
+                if self.is_stopped():
+                    return None
+                parts = loss.layout.split(batch, self.micro_batch_size)
+                with autocast(state.model, state.settings.precision):
+                    gathered = gather_embeddings(embed, parts, move, count=loss.layout.count)
+                    value = float(of_embeddings(gathered))
+                samples += loss.layout.count(batch)
+                total += value * loss.layout.count(batch)
+                for part in parts if job.metrics is not None else ():
+                    with autocast(state.model, state.settings.precision):
+                        metrics = _metrics(job, move(part), state.model)
+                    for name, metric in metrics.items():
+                        sums[name] += metric * loss.layout.count(part)
+                self.on_samples(samples)
+        if self.is_stopped():
+            return None
+        if not samples:
+            raise UsageError(f"the validation data of {job.name} have no samples.")
+        means = {name: sums[name] / samples for name in sorted(sums)}
+        return self._record(total / samples, means, samples, start)
+
+    def _record(self, loss: float, metrics: dict[str, float], samples: int, start: float) -> ValidationRecord:
+        return ValidationRecord(
+            step=self.state.step,
+            epoch=self.state.stream.position.epoch,
+            loss=loss,
+            metrics=metrics,
+            samples=samples,
+            seconds=time.perf_counter() - start,
+        )
 
 
 def _global_batches(
