@@ -23,7 +23,7 @@ def page(name: str) -> str:
 
 def test_the_api_reference_has_every_public_name() -> None:
     described = re.findall(
-        r"^\.\. auto(?:class|function|exception):: brimful\.(\w+)", page("reference/api.md"), re.M
+        r"^\.\. auto(?:class|function|exception):: brimful\.(\w+)$", page("reference/api.md"), re.M
     )
     assert sorted(described) == sorted(set(bf.__all__) - {"__version__"})
 

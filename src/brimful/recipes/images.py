@@ -1,7 +1,8 @@
 """Classifying images: a folder of class folders makes a job.
 
-`image_folders.py` finds the files, `image_reader.py` reads them with Pillow. Values are normalized by ImageNet's
-mean and deviation (source: torchvision's documentation of its models), for timm's models by their own.
+`image_folders.py` finds the files, `image_reader.py` reads them with Pillow. Values are normalized by
+ImageNet's mean and deviation (source: torchvision's documentation of its models); for timm's models by their
+own.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class TrainOptions:
                 raise UsageError(f"{name} needs a run_dir, in which saves are.")
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
             raise UsageError(f"max_gradient_norm is {self.max_gradient_norm}; it must be positive.")
-        check_callbacks(self.callbacks)
+        object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))
 
     def _check_count(self, name: str, *, least: int) -> None:
         count = getattr(self, name)
