@@ -18,7 +18,7 @@ CHECKS: tuple[tuple[str, ...], ...] = (
     ("mypy",),
     ("pydoclint", "--quiet", "src/brimful"),
     ("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html"),
-    ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *sys.argv[1:]),
+    ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *sys.argv[1:]),
 )
 
 
