@@ -17,8 +17,9 @@ CHECKS: tuple[tuple[str, ...], ...] = (
     ("lint-imports", "--no-cache"),
     ("mypy",),
     ("pydoclint", "--quiet", "src/brimful"),
+    ("python", "scripts/test_map.py", "--check"),
     ("python", "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", "docs/_build/html"),
-    ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", *sys.argv[1:]),
+    ("python", "-m", "pytest", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", *sys.argv[1:]),
 )
 
 

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.faults import OutOfMemoryAt
-from tests.helpers.models import GPT
-from tests.helpers.tiny_jobs import RECOMPUTE, Net, all_samples, make_job
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +21,9 @@ from brimful.optimizers import named_optimizer
 from brimful.profiling import measure_step
 from brimful.settings import Precision, Settings, settings_from_json, settings_to_json
 from brimful.trainer import Trainer
+from helpers.faults import OutOfMemoryAt
+from helpers.models import GPT
+from helpers.tiny_jobs import RECOMPUTE, Net, all_samples, make_job
 
 IN_BACKWARD = Settings(micro_batch_size=8, optimizer_in_backward=True)
 NUMBERS_BYTES = 12

@@ -201,9 +201,9 @@ def text_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def convolutions() -> nn.Module:
+    """A block that is compiled, and one that is not: half a minute of the compiler's less than with two."""
     model = nn.Sequential(Residual(3, 32), Residual(32))
-    for block in model:
-        block.compile()
+    model[0].compile()
     return model
 
 

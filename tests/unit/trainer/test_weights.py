@@ -29,8 +29,14 @@ WRITES = """
 
 def test_two_processes_write_the_same_bytes(tmp_path):
     paths = [tmp_path / "one", tmp_path / "other"]
-    for path in paths:
-        subprocess.run([sys.executable, "-c", textwrap.dedent(WRITES), str(path)], check=True)
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITES), str(path)],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for path, seed in zip(paths, "12", strict=True)
+    ]
+    assert [process.wait() for process in both] == [0, 0]
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
