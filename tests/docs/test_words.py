@@ -1,4 +1,4 @@
-"""What a user reads says things in the field's words: errors, warnings and the command line's help."""
+"""What a user reads says things in the field's words: every text in the code, its help, and the pages."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ AVOIDED = re.compile(
 
 
 def messages(source: Path) -> Iterator[tuple[int, str]]:
-    """Texts inside `raise`, constructors of errors, `warnings.warn` and options of the command line."""
-    for node in ast.walk(ast.parse(source.read_text())):
-        name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if isinstance(node, ast.Raise) or name.endswith("Error") or name in ("warnings.warn", "typer.Option"):
-            yield from ((text.lineno, text.value) for text in ast.walk(node) if is_text(text))  # type: ignore[attr-defined]
-    if source.parent.name == "brimful" and source.name == "options.py":
-        for node in ast.walk(ast.parse(source.read_text())):
-            if isinstance(node, ast.Expr) and is_text(node.value):
-                yield node.lineno, node.value.value  # type: ignore[attr-defined]
+    """Every text but docstrings, of which those of options are shown as help."""
+    tree = ast.parse(source.read_text())
+    docstrings = {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and is_text(node.value)
+    }
+    are_shown = source.name == "options.py"
+    for node in ast.walk(tree):
+        if is_text(node) and (are_shown or id(node) not in docstrings):
+            yield node.lineno, node.value  # type: ignore[attr-defined]
 
 
 def is_text(node: ast.AST) -> bool:

@@ -173,7 +173,7 @@ def test_memory_that_runs_out_on_one_rank_lowers_the_plan_of_all(whole: Path, tm
     lowered = launched(tmp_path, "lowered", "out of memory")
     assert lowered.returncode == 0, lowered.stderr
     assert "memory ran out on rank 1 of 2 in step 11" in lowered.stderr
-    assert "goes on from its last save" in lowered.stderr
+    assert "resumes from its last save" in lowered.stderr
     lines = (tmp_path / "lowered" / "metrics.jsonl").read_text().splitlines()
     (recovery,) = (line for line in map(json.loads, lines) if line["kind"] == "recovery")
     assert recovery["during"] == "step on rank 1"

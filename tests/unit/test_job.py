@@ -225,5 +225,5 @@ class UnsizedSamples(Unsized):
 
 def test_samples_that_do_not_tell_how_many_they_are_are_refused() -> None:
     job = replace(a_job(), data=lambda: bf.Data(train=UnsizedSamples()))
-    with pytest.raises(UsageError, match="do not tell how many samples"):
+    with pytest.raises(UsageError, match="do not say how many samples"):
         bf.fit(job, SETTINGS, epochs=1, show_progress=False)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import nn
@@ -30,7 +29,8 @@ from brimful.settings import (
     Settings,
 )
 from brimful.status import busy
-from brimful.trainer import Callback, Schedule, Trainer
+from brimful.trainer import Trainer
+from brimful.trainer.options import TrainKeywords, takes_train_options
 
 
 @busy("comparing with plain training")
@@ -139,47 +139,18 @@ def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
     )
 
 
+@takes_train_options
 def fit(
-    job: Job,
-    plan: Plan | Settings,
-    *,
-    compare_plain: bool = False,
-    run_dir: Path | str | None = None,
-    resume: bool = False,
-    save_every: int | None = None,
-    keep_saves: int = 2,
-    epochs: int | None = None,
-    steps: int | None = None,
-    seed: int = 0,
-    max_gradient_norm: float | None = None,
-    schedule: Schedule | None = None,
-    ema_decay: float | None = None,
-    correct_batch_norm: bool = False,
-    patience: int | None = None,
-    callbacks: Sequence[Callback] = (),
-    show_progress: bool = True,
+    job: Job, plan: Plan | Settings, *, compare_plain: bool = False, **options: Unpack[TrainKeywords]
 ) -> tuple[TrainingResult, TrainingResult | None]:
-    """Train by a plan, and beforehand without it if a comparison is wanted.
+    """Train by a plan, on request after plain training for comparison.
 
     Args:
         job: What is trained.
         plan: The plan, or plain settings.
-        compare_plain: Train without the plan first, from the same seed, on the same batches.
-        run_dir: A new or empty directory for weights, records and saves; None writes nothing.
-        resume: Go on from the newest whole save in `run_dir`; from the start if there is none yet.
-        save_every: Save after so many steps, beside the end of each epoch and of the run.
-        keep_saves: How many saves to keep, the newest.
-        epochs: Passes over the training data; 1 if neither this nor `steps` is given.
-        steps: Most optimizer steps.
-        seed: Decides weights, order of samples and dropout.
-        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
-        schedule: Of the learning rate; None leaves it as it is.
-        ema_decay: Keep and validate an exponential moving average of the parameters; None keeps none.
-        correct_batch_norm: Under accumulation, let running statistics go as far in a step as with one
-            micro-batch.
-        patience: End the run after so many validations without a lower loss; None ends it at no loss.
-        callbacks: Told of each step and each validation of the planned run.
-        show_progress: Show how far the run is.
+        compare_plain: Train without the plan first, from the same seed, on the same batches; nothing of that
+            run is saved, and callbacks are not called.
+        **options: Those of `TrainOptions`, by name.
 
     Returns:
         The planned run, and the plain one or None.
@@ -190,38 +161,20 @@ def fit(
         TrainingError: Training stopped; the message says where the last good weights are.
         InterruptedRunError: It was stopped on request before the plan's own run.
     """
+    if options.get("device") is None:  # the same for both runs
+        options["device"] = choose_device(None, plan.device_kind if isinstance(plan, Plan) else None)
+    trainer = Trainer(job, plan, **options)
+    plain = _trained_plainly(job, plan, options) if compare_plain else None
+    return trainer.fit(), plain
 
-    device = choose_device(None, plan.device_kind if isinstance(plan, Plan) else None)
 
-    def run(which: Job, how: Plan | Settings, where: Path | str | None) -> TrainingResult:
-        return Trainer(
-            which,
-            how,
-            run_dir=where,
-            resume=resume and where is not None,
-            save_every=None if where is None else save_every,
-            keep_saves=keep_saves,
-            epochs=epochs,
-            steps=steps,
-            seed=seed,
-            device=device,
-            max_gradient_norm=max_gradient_norm,
-            schedule=schedule,
-            ema_decay=ema_decay,
-            correct_batch_norm=correct_batch_norm,
-            patience=patience,
-            callbacks=callbacks if which is job else (),
-            show_progress=show_progress,
-        ).fit()
-
-    plain = None
-    if compare_plain:
-        if not isinstance(plan, Plan):
-            raise UsageError(
-                "compare_plain needs a plan, which says what plain training is; these are settings."
-            )
-        untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
-        plain = run(replace(job, model=untouched, name=f"{job.name}, plain"), plan.plain.settings, None)
-        if plain.stopped_because is not StopReason.FINISHED:
-            raise InterruptedRunError("interrupted while training without the plan, which saves nothing.")
-    return run(job, plan, run_dir), plain
+def _trained_plainly(job: Job, plan: Plan | Settings, options: TrainKeywords) -> TrainingResult:
+    if not isinstance(plan, Plan):
+        raise UsageError("compare_plain needs a plan, which says what plain training is; these are settings.")
+    alone: TrainKeywords = {"run_dir": None, "resume": False, "save_every": None, "callbacks": ()}
+    untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
+    baseline = replace(job, model=untouched, name=f"{job.name}, plain")
+    result = Trainer(baseline, plan.plain.settings, **(options | alone)).fit()
+    if result.stopped_because is not StopReason.FINISHED:
+        raise InterruptedRunError("interrupted while training without the plan, which saves nothing.")
+    return result

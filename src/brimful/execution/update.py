@@ -163,7 +163,7 @@ class ResumableUpdate:
     def _finish(self, step: Callable[[], object], before: StepWrites) -> RanOut | None:
         """Complete a step that memory ran out in."""
         if not self._is_of_torch:
-            return RanOut("what an optimizer of another library has written cannot be told")
+            return RanOut("what an optimizer of another library has written is unknown")
 
         def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
             before.restore_numbers()

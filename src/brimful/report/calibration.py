@@ -50,7 +50,7 @@ def calibration_text(device: Device, path: str) -> str:
 
 
 def _lines(device: Device, path: str) -> Iterator[str]:
-    again = "" if device.was_measured_busy else "; `brimful calibrate --force` measures anew"
+    again = "" if device.was_measured_busy else "; `brimful calibrate --force` measures again"
     yield f"{device.name}: {device.source}{again}"
     for curve in device.curves:
         kind, _, dtype = curve.kind.partition(":")

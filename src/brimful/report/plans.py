@@ -67,7 +67,7 @@ def gpus_text(fits: GpuSurvey) -> str:
 
 def phase_lines(estimate: Estimate) -> Iterator[str]:
     """What each part of a training run takes."""
-    yield "  allocated at most in each part of a run"
+    yield "  peak allocated in each part of a run"
     for phase in estimate.phases:
         size = format_bytes(phase.predicted_peak_allocated_bytes)
         yield f"    {phase.name:<16}{size:>9}  {phase.note}"
@@ -87,7 +87,7 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     yield f"  predicted peak  {_peak(estimate)}"
     low, high = estimate.predicted_device_interval_bytes
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
-        yield f"  interval        {format_bytes(low)} needed at least, {format_bytes(high)} taken at most"
+        yield f"  interval        {format_bytes(low)} to {format_bytes(high)}"
     yield f"  predicted step  {_step(estimate)}"
     if estimate.own_checkpoints:
         yield (
@@ -104,7 +104,7 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
         share = held_bytes / max(estimate.predicted_peak_allocated_bytes, 1)
         name = category.replace("_", " ")
         yield f"    {name:<16}{format_bytes(held_bytes):>9}  {bar(share)}".rstrip()
-    yield "  largest blocks there"
+    yield "  largest blocks at the peak"
     for block in estimate.largest[:_LISTED_BLOCKS]:
         label = block.label if len(block.label) <= _LABEL_CELLS else f"…{block.label[1 - _LABEL_CELLS :]}"
         origin = f" in {block.module}" if block.module and not block.module.startswith("<") else ""
@@ -115,14 +115,14 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     yield from _allocator_lines(estimate)
     changed = [rule for rule in estimate.corrections if rule.occurrences]
     if changed:
-        yield "  corrected to what the device does in a step, where this machine does otherwise"
+        yield "  corrections for the device"
         for rule in changed:
             times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
             together = " together" if rule.occurrences > 1 else ""
             size = f", {_signed(rule.changed_bytes)}{together}" if rule.changed_bytes else ""
             yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
     for uncertain in estimate.uncertain:
-        yield f"  not sure about: {uncertain}"
+        yield f"  uncertain: {uncertain}"
 
 
 def _settings(estimate: Estimate) -> str:
@@ -145,7 +145,7 @@ def _allocator_lines(estimate: Estimate) -> Iterator[str]:
     """What other settings of the allocator would change."""
     if not estimate.allocators:
         return
-    yield "  with other settings of PyTorch's allocator: reserved at most, and the least that suffices"
+    yield "  other allocator settings: peak reserved, and the smallest capacity that suffices"
     for what_if in estimate.allocators:
         reserved = format_bytes(what_if.peak_reserved_bytes)
         enough = format_bytes(what_if.smallest_surviving_capacity_bytes)
@@ -182,7 +182,7 @@ def _module_lines(estimate: Estimate) -> Iterator[str]:
                 if share.held_bytes >= least
             ]
     if lines:
-        yield "  by module, what is inside included"
+        yield "  by module, submodules included"
         yield from lines[:_LISTED_MODULES]
 
 
@@ -192,7 +192,7 @@ def _what_happens_at_capacity(estimate: Estimate) -> Iterator[str]:
         where = ", ".join(filter(None, (str(failed.phase), failed.module, failed.op, failed.line)))
         yield f"  out of memory   {where}: {format_bytes(failed.requested_bytes)} more for {failed.label}"
     elif estimate.cache_flushes:
-        yield f"  cache flushes   {estimate.cache_flushes}: to fit, the allocator gives back its cache: slow"
+        yield f"  cache flushes   {estimate.cache_flushes}: the allocator frees its cache to fit, which is slow"
 
 
 def _peak(estimate: Estimate) -> str:
@@ -257,7 +257,9 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
 
 _MOST_CURVE_POINTS = 6
 _GAIN = 0.005
-"""Changes of the time that are not worth a word."""
+"""Smaller changes of the step time are not shown. A choice."""
+_MOST_SLOWER = 3.0
+"""Budgets whose steps are slower by more than this factor are not shown: nobody would choose them. A choice."""
 
 
 def _curve_lines(plan: Plan) -> Iterator[str]:
@@ -271,7 +273,7 @@ def _curve_lines(plan: Plan) -> Iterator[str]:
     others = [
         point
         for point in plan.budget_curve
-        if point is not one_more and abs(point.predicted_step_seconds / now - 1) > _GAIN
+        if point is not one_more and _GAIN < abs(point.predicted_step_seconds / now - 1) <= _MOST_SLOWER
     ]
     if others:
         others = [

@@ -84,7 +84,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield from _validation(result, plain)
     if result.run_dir is not None:
         is_unfinished = result.stopped_because in (StopReason.INTERRUPTED, StopReason.TERMINATED)
-        how = "; to be gone on with by resume (--resume)" if is_unfinished else ""
+        how = "; resume it with resume=True (--resume)" if is_unfinished else ""
         yield f"  run directory       {result.run_dir}{how}"
 
 

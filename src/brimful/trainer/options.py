@@ -130,7 +130,7 @@ def takes_train_options(function: Function) -> Function:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Length:
-    """How long a run goes on."""
+    """The length of a run."""
 
     epochs: int | None
     """Most passes over the training data."""

@@ -75,7 +75,7 @@ def schedule_fallback(config: RunConfig, start: Start, after: Settings, recovery
         return f"Without a run directory nothing is saved. Train with {after.describe()}."
     write_fallback(run_dir, start.settings_of_save, after, recovery)
     return (
-        "Launched again with resume, as `torchrun --max-restarts` does, the run goes on from its last save "
+        "Launched again with resume, as `torchrun --max-restarts` does, the run resumes from its last save "
         f"in {run_dir} with {after.describe()}."
     )
 

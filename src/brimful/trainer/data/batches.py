@@ -346,7 +346,7 @@ def _count_if_known(train: Batch | Iterable[Batch] | Samples, layout: BatchLayou
     samples = _length(train)
     if not samples:
         found = (
-            "do not tell how many samples an epoch has: len() of them raises"
+            "do not say how many samples an epoch has: len() of them raises"
             if samples is None
             else "have no samples"
         )

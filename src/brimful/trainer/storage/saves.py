@@ -296,7 +296,7 @@ def _free(directory: Path) -> str:
     try:
         return f"free: {format_bytes(free_bytes(directory))}"
     except OSError as error:
-        return f"what is free cannot be told ({error.strerror})"
+        return f"free space is unknown ({error.strerror})"
 
 
 def _needed(copies: _Copies) -> str:
