@@ -219,7 +219,7 @@ class Run:
         self._batches_noted = place.batches
         note = f"epoch {place.epoch} ended after {place.batches} of {promised} batches; the data gave no more"
         if place.batches > promised:
-            note = f"epoch {place.epoch} had {place.batches} batches, and its length is {promised}"
+            note = f"epoch {place.epoch} had {place.batches} batches; {promised} were expected"
         if isinstance(self._config.options.schedule, Schedule):
             note += f". The schedule is for {self._run.total_steps} steps"
         self._logger.add_note(note)

@@ -70,7 +70,7 @@ def test_epochs_that_end_early_are_noted_once_in_the_result(fit, dataset):
 
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 def test_epochs_that_are_longer_are_noted_too(fit):
-    assert fit(Streamed(14), epochs=1).notes == ("epoch 1 had 7 batches, and the data said 5",)
+    assert fit(Streamed(14), epochs=1).notes == ("epoch 1 had 7 batches; 5 were expected",)
 
 
 def test_epochs_as_long_as_they_say_are_not_noted(fit):
