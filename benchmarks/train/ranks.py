@@ -101,7 +101,7 @@ def plan(
         micro_batch_size=micro_batch_size,
         recompute=recompute,
         optimizer_implementation="for-loop",
-        ranks=ranks,
+        world_size=ranks,
         parallelism=parallelism,
         reshard_after_forward=reshard_after_forward,
     )

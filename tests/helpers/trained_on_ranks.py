@@ -111,7 +111,7 @@ def settings(ranks: int, *, accumulation: int = 2, parallelism: Parallelism = Pa
     return Settings(
         micro_batch_size=GLOBAL_BATCH // ranks // accumulation,
         gradient_accumulation_steps=accumulation,
-        ranks=ranks,
+        world_size=ranks,
         parallelism=parallelism,
         units=(UnitAction(fqn="blocks.1", action=Action.RECOMPUTE),),
     )
