@@ -52,7 +52,7 @@ class StepParts:
     model: nn.Module
     """In training mode, on its device."""
     loss: Callable[[nn.Module, Batch], Tensor]
-    """A scalar: the mean over a micro-batch. A `CoupledLoss` is one of the global batch."""
+    """A scalar: the mean, or the sum, over a micro-batch. A `CoupledLoss` is one of the global batch."""
     optimizer: Optimizer
     """Holds the parameters of `model`; its gradients are clear."""
     precision: Precision
@@ -64,8 +64,8 @@ class StepParts:
     move: Callable[[Batch], Batch] = lambda batch: batch
     """Brings a micro-batch to the device just before it is used."""
     prefetch: Callable[[Batch], Callable[[], Batch]] | None = None
-    """Replaces `move` where a batch is split: starts the copy of a micro-batch while the one before it
-    is computed, and returns what waits for it. Not for a `CoupledLoss`."""
+    """Replaces `move`: starts the copy of a micro-batch while the one before it is computed, and returns what
+    waits for it. Not for a `CoupledLoss`, nor with `in_backward`."""
     in_backward: UpdateInBackward | None = None
     """Updates each parameter as its gradient is complete; then `before_update` is called before backward, with
     no gradient norm. Nothing is clipped or scaled."""
@@ -84,10 +84,11 @@ def run_step(
     Args:
         parts: What the step computes with.
         micro_batches: The global batch in parts.
-        weights: Factors for the losses of the micro-batches, see `loss_weights`; over ranks times their number.
+        weights: Factors for the losses of the micro-batches, see `losses.loss_weights`; over several
+            ranks each is multiplied by their number, as gradients are averaged.
         hooks: What the caller does in the step.
-        last_repeats: How many micro-batches the last one stands for, where nothing is truly computed: a coupled
-            loss has the embeddings of all of them, and beside it the next is on its way.
+        last_repeats: In a capture, how many micro-batches the last one represents: of many equal ones it runs
+            two at most. Training leaves it at 1.
 
     Returns:
         The loss and gradient norm of the global batch.

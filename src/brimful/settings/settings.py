@@ -35,8 +35,8 @@ def _done(unit: UnitAction) -> str:
 class Settings:
     """How one optimizer step is carried out.
 
-    `micro_batch_size × gradient_accumulation_steps` samples of each of the data-parallel ranks make one
-    optimizer step. Their product, the global batch, is the user's.
+    The global batch, `micro_batch_size × gradient_accumulation_steps × world_size`, is one optimizer step.
+    It is the user's; planning chooses the factors.
     """
 
     micro_batch_size: PositiveInt

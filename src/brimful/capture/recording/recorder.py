@@ -1,7 +1,7 @@
 """The dispatch mode of a capture: sees each op below autograd, runs it on fake tensors and records it.
 
-Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._current_autograd_node`,
-`torch._C.DisableTorchFunction`, `torch.utils._pytree` (checked: torch 2.13, 2.11).
+Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch.utils._python_dispatch`,
+`torch.utils._pytree` (checked: torch 2.13, 2.11).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Autograd runs backward in reverse order of forward. So wherever the step is, of 
 memory only what *earlier* units retain is there: a prefix. With
 
     n           units, in the order in which their forwards end
-    r(i, o)     bytes that unit i retains under option o, beyond what the cheapest option retains
+    r(i, o)     bytes that unit i retains under option o, beyond its option that retains least
     l(i, o)     bytes that linger: they are there too while the next unit runs, in forward and in backward
     p(i, o)     peak inside unit i's own forward and backward under option o, with nothing retained before it
     g(k)        peak outside of all units while the first k of them are retained
@@ -49,7 +49,7 @@ class Option:
     """One way to treat a unit. No number is negative."""
 
     retained_bytes: int
-    """Bytes it holds between its forward and its backward, beyond its smallest option."""
+    """Bytes it holds between its forward and its backward, beyond its option that retains least."""
     peak_bytes: int
     """Peak inside the unit, with nothing retained before it."""
     seconds: float
