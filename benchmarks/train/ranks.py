@@ -1,6 +1,6 @@
 """Two processes on one machine, over gloo: the loss curve of one process, and memory per rank as predicted.
 
-    python benchmarks/distributed/ranks.py
+    python benchmarks/train/ranks.py
 
 Models without dropout or BatchNorm, trained by DDP and FSDP2 on two ranks and by one process on the same
 global batches. Memory is that of each rank's third update, beside the plan's prediction for one rank: once
@@ -191,7 +191,7 @@ def main() -> None:
         "no_sync": no_sync(),
     }
     print(summary)
-    keep("train_ranks.json", "python benchmarks/distributed/ranks.py", {"summary": summary, "rows": rows})
+    keep("train_ranks.json", "python benchmarks/train/ranks.py", {"summary": summary, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO on two processes over gloo: the loss curve of one process, and memory per rank as predicted.
 
-    python benchmarks/distributed/deepspeed.py
+    python benchmarks/train/zero.py
 
 Models, batches and counts as in `ranks.py`. Each case is measured on both ranks, once as it runs and once with
 a pause after each collective, in which gloo's threads let go (`gloo.py`).
@@ -67,7 +67,7 @@ def main() -> None:
     }
     print(summary)
     content = {"summary": summary, "steps": STEPS, "ranks": RANKS, "rows": rows}
-    keep("train_zero.json", "python benchmarks/distributed/deepspeed.py", content, "deepspeed")
+    keep("train_zero.json", "python benchmarks/train/zero.py", content, "deepspeed")
 
 
 if __name__ == "__main__":

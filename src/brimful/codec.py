@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -293,7 +294,18 @@ def from_json_document(document: Any, record: type[T], *, where: str) -> T:
     Raises:
         FileFormatError: A field is unknown, missing, of another type or out of range.
     """
-    return from_builtins(_in_fields(document, record, where), record, where=where)
+    try:
+        return from_builtins(_in_fields(document, record, where), record, where=where)
+    except FileFormatError as error:
+        raise FileFormatError(_by_keys(str(error))) from error.__cause__
+
+
+def _by_keys(message: str) -> str:
+    """A message about fields with the keys that a file has for them."""
+    for form in _FORMS.values():
+        for name, key in form.keys.items():
+            message = re.sub(rf"(?<=[`.]){name}(?=[`.\[])", key, message)
+    return message
 
 
 def _in_fields(value: Any, hint: Any, where: str, path: str = "") -> Any:

@@ -15,7 +15,7 @@
     - NonFiniteError                   the loss or a gradient is NaN or infinite
     - EquivalenceError                 a plan does not compute what plain training does
     - OutOfMemoryError                 memory ran out, and nothing that takes less is left to try
-    - PartialUpdateError                 an error came in an update that can be neither finished nor undone
+    - PartialUpdateError               an error came in an update that can be neither finished nor undone
     - DataError                        the training data raised
     - ResumeError                      a run cannot be resumed from what it saved
     - SaveError                        a file could not be written; what was there before stays

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from brimful.codec import PositiveInt
+from brimful.codec import JsonForm, PositiveInt, json_form
 from brimful.quantities import parse_bytes
 from brimful.settings import Action
 
@@ -91,7 +91,9 @@ class PlanOptions:
         for name in ("budget", "host_memory"):
             given[name] = _size_text(given[name])
         given["precision"] = _names_text(given["precision"])
-        given["recompute"] = _RECOMPUTE_TEXT.get(given["recompute"], str(given["recompute"]))
+        recompute = given["recompute"]
+        is_named = recompute is not None and not isinstance(recompute, Action)
+        given["recompute"] = recompute if is_named else _RECOMPUTE_TEXT.get(recompute, str(recompute))
         given["parallelism"] = str(given["parallelism"])
         if given["optimizer_implementation"] is not None:
             given["optimizer_implementation"] = str(given["optimizer_implementation"])
@@ -110,3 +112,17 @@ def _size_text(size: str | float | None) -> str | None:
 def _names_text(precision: object) -> str:
     several = precision if isinstance(precision, Sequence) and not isinstance(precision, str) else [precision]
     return ",".join(str(each).removeprefix("torch.") for each in several)
+
+
+json_form(
+    JsonForm(
+        keys={
+            "offload_activations": "offload",
+            "optimizer_in_backward": "step_in_backward",
+            "offload_optimizer": "optimizer_on_host",
+            "prefetch_inputs": "copies_ahead",
+            "param_dtype": "gathered_dtype",
+            "offload_parameters": "cpu_offload",
+        }
+    )
+)(PlanOptions)

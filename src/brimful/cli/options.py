@@ -189,7 +189,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
+class TrainFlags:
     """How a run goes, whatever its plan. Named as `api.fit` does."""
 
     epochs: Annotated[

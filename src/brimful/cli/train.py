@@ -1,4 +1,4 @@
-"""`brimful train`: a job of one's own, or one of the ready tasks on files."""
+"""`brimful train`: a job of one's own, or a recipe on files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from brimful.cli.options import (
     ModelOptions,
     RunOptions,
     TextClassificationOptions,
-    TrainOptions,
+    TrainFlags,
     arguments,
     flattened,
 )
@@ -44,7 +44,7 @@ _OF_ADAMS_KIND = ("adamw", "adam", "adamw8bit", "adamw4bit")
 """Optimizers that are trained at the same learning rates."""
 
 _TASK_BATCH = 32
-"""Samples per optimizer step of a ready task: a choice, of the size that fine-tuning is published with."""
+"""Samples per optimizer step of a recipe: a choice, of the size that fine-tuning is published with."""
 
 
 class _TasksOrJob(TyperGroup):
@@ -77,7 +77,7 @@ def own_job(
     model: Model,
     run: RunOptions,
     planning: PlanOptions,
-    training: TrainOptions,
+    training: TrainFlags,
     options: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -88,7 +88,7 @@ def own_job(
             raise UsageError(
                 f"{job.name} has no data to train on; built-in architectures have none. Write a job with "
                 "data=lambda: bf.Data(train=…) in a file, as examples/digits.py does, and train FILE.py:job. "
-                "For files of your own there are ready tasks: brimful train --help."
+                "For files of your own there are recipes: brimful train --help."
             )
         _train(job, context, run, planning, training, as_json)
 
@@ -103,7 +103,7 @@ def images(
     options: ImageOptions,
     run: RunOptions,
     planning: PlanOptions,
-    training: TrainOptions,
+    training: TrainFlags,
     as_json: AsJson = False,
 ) -> None:
     """Classify the images in a folder of class folders; 32 a step unless --global-batch-size is said."""
@@ -123,7 +123,7 @@ def text_classification(
     options: TextClassificationOptions,
     run: RunOptions,
     planning: PlanOptions,
-    training: TrainOptions,
+    training: TrainFlags,
     as_json: AsJson = False,
 ) -> None:
     """Classify the texts in a table; 32 a step unless --global-batch-size is said."""
@@ -145,7 +145,7 @@ def language_model(
     options: LanguageModelOptions,
     run: RunOptions,
     planning: PlanOptions,
-    training: TrainOptions,
+    training: TrainFlags,
     as_json: AsJson = False,
 ) -> None:
     """Teach a language model the next token of texts; 32 rows a step unless --global-batch-size is said."""
@@ -162,7 +162,7 @@ def _train(
     context: typer.Context,
     run: RunOptions,
     planning: PlanOptions,
-    training: TrainOptions,
+    training: TrainFlags,
     as_json: bool,
     *,
     usual_batch_size: int | None = None,
@@ -221,7 +221,7 @@ def _train(
 
 
 def _told(job: Job) -> str:
-    """What a ready task found, in a line."""
+    """What a recipe found, in a line."""
     about = dict(job.about or {})
     counts = [
         f"{about[name]} {name.replace('_', ' ')}"
@@ -251,7 +251,7 @@ def _begin(
     context: typer.Context,
     run: RunOptions,
     planning: PlanOptions,
-    training: TrainOptions,
+    training: TrainFlags,
     usual_batch_size: int | None,
 ) -> tuple[Plan, bool, Path]:
     """The plan, whether a run goes on, and where: what the first rank finds serves all."""

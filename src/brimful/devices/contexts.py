@@ -1,6 +1,6 @@
 """What a CUDA context takes beside torch's allocator: `data/contexts.csv`, each row with its source.
 
-`measuring.measure_context` replaces it by a measurement.
+`profiling.measure_context` replaces it by a measurement.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU of this machine as a device, with stated defaults that `measuring.calibrate_cpu` replaces."""
+"""The CPU of this machine as a device, with stated defaults that `profiling.calibrate_cpu` replaces."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class StepExecutor:
 
         Args:
             micro_batches: The global batch in parts, on the host.
-            weights: Factors for their losses; see `step.loss_weights`.
+            weights: Factors for their losses; see `losses.loss_weights`.
             hooks: The caller's part.
             updates: False runs forward and backward, and leaves parameters and optimizer state as they are.
             last_repeats: How many micro-batches the last one stands for, where nothing is truly computed.

@@ -1,6 +1,6 @@
 """Which errors say that memory ran out, making room after one, and trying again.
 
-A training step recovers by itself (`trainer/step/transaction.py`). Everything else that a run may do twice
+A training step recovers by itself (`trainer/step/recovery.py`). Everything else that a run may do twice
 (copies for a save, checks of the weights, their average, the state of random generators) uses `with_room`.
 """
 

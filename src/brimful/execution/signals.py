@@ -56,7 +56,8 @@ class HeldSignals:
             self._pending[number] = None
             return
         self._is_holding = True
-        self._before[number](number, frame)
+        if (handler := self._before.get(number)) is not None:  # else a handler that chains calls it afterwards
+            handler(number, frame)
         self._is_holding = False  # it raised nothing
 
     def _give_back(self, number: int) -> None:

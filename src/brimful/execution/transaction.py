@@ -8,7 +8,7 @@ not copied: their update is finished or taken back by `update.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from brimful.errors import PartialUpdateError
 from brimful.execution.buffers import BufferSnapshot, modules_of
 from brimful.execution.executor import StepExecutor
 from brimful.execution.hooks import StepHooks
-from brimful.execution.out_of_memory import despite_out_of_memory, make_room
+from brimful.execution.out_of_memory import despite_out_of_memory, make_room, with_room
 from brimful.execution.parameters import ParameterSnapshot
 from brimful.execution.random_state import RandomState
 from brimful.execution.signals import HeldSignals
@@ -41,7 +41,8 @@ class StepTransaction:
         executor: Runs the steps, with `hooks`.
         update: How the optimizer's step behaves when memory runs out in it; None chooses by the optimizer.
         keeps_parameters: Restore gradients that were there before, and parameters that forward passes write to.
-            False drops all gradients: for parameters that are sharded.
+            False drops all gradients, as a loop wants that clears them after each step.
+        holds_signals: Delay signals during the update. False where their handlers do not raise.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class StepTransaction:
         *,
         update: ResumableUpdate | AtomicUpdate | None = None,
         keeps_parameters: bool = True,
+        holds_signals: bool = True,
     ) -> None:
         self._executor = executor
         self._model = executor.model
@@ -57,7 +59,7 @@ class StepTransaction:
         self._buffers = BufferSnapshot(executor.model)
         self._parameters = ParameterSnapshot(executor.optimizer) if keeps_parameters else None
         self._update = update or _update_of(executor)
-        self._signals = HeldSignals()
+        self._signals = HeldSignals() if holds_signals else None
         self._is_updated = False
 
     @property
@@ -99,7 +101,7 @@ class StepTransaction:
         return self._run(step, keeps=False)
 
     def _run(self, step: Callable[[], Result], *, keeps: bool) -> Result:
-        with self._signals.in_force():
+        with nullcontext() if self._signals is None else self._signals.in_force():
             random = RandomState.now(self._device)
             self._is_updated = False
             self._executor.move.changed = frozenset()
@@ -114,7 +116,7 @@ class StepTransaction:
                 else:
                     self._undo(random)
             except BaseException as error:
-                self._signals.hold()
+                self._hold_signals()
                 self._undo_failed(random, error)
                 raise
             finally:
@@ -125,8 +127,12 @@ class StepTransaction:
     def _before_update(self, _loss: Tensor, _gradient_norm: Tensor) -> bool:
         if self._parameters is not None:
             self._parameters.end_of_forward()
-        self._signals.hold()
+        self._hold_signals()
         return True
+
+    def _hold_signals(self) -> None:
+        if self._signals is not None:
+            self._signals.hold()
 
     def _call_update(self, update: Callable[[], object]) -> None:
         self._update.run(update)
@@ -152,14 +158,17 @@ class StepTransaction:
     def _undo_failed(self, random: RandomState, error: BaseException) -> None:
         """Leave everything as before a step that raised, or raise PartialUpdateError."""
         try:
-            self._undo(random)
+            with_room(partial(self._undo, random), during="a failed step is undone")
         except PartialUpdateError as failure:
             raise failure from error
         except BaseException as failure:
+            if isinstance(error, PartialUpdateError):  # which says already that not everything is as before
+                return
             raise PartialUpdateError(
                 f"a step raised {_said(error)}, and undoing it raised {_said(failure)}. {_WAY_OUT}"
             ) from error
-        if self._is_updated and not isinstance(error, PartialUpdateError):
+        ends_the_run = self._signals is None and not isinstance(error, Exception)
+        if self._is_updated and not isinstance(error, PartialUpdateError) and not ends_the_run:
             raise PartialUpdateError(
                 f"a step raised {_said(error)}, after parameters were updated. {_WAY_OUT}"
             ) from error

@@ -40,7 +40,7 @@ LINK_USES: Mapping[str, LinkUse] = MappingProxyType(
         "brimful.send_to_device.default": LinkUse(way="to device", begins=True),
     }
 )
-"""The ops of `applying.host_link`, in a fixed order."""
+"""The ops of `transforms.host_link`, in a fixed order."""
 
 
 LEAST_OFFLOADED_BYTES = 64 * 1024

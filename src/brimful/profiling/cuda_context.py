@@ -35,7 +35,7 @@ class KeptContext:
     gpu_name: str
     """As the driver names it."""
     device_name: str
-    """As `hardware.find_device` names it; the driver's name where that knows no such GPU."""
+    """As `devices.find_device` names it; the driver's name where that knows no such GPU."""
     driver_version: str
     torch_version: str
     measured_at_seconds: PositiveFloat
@@ -105,7 +105,7 @@ def kept_context(gpu_name: str, torch_version: str | None = None) -> CudaContext
     """The latest measurement kept for a GPU, with any driver.
 
     Args:
-        gpu_name: As the driver or `hardware.find_device` names it.
+        gpu_name: As the driver or `devices.find_device` names it.
         torch_version: Measurements with this minor release only, such as "2.13.0"; with any if not given.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Checks of what ready tasks are asked."""
+"""Checks of what recipes are asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text models for ready tasks, with their tokenizers: built in, or a directory that transformers saved."""
+"""Text models for recipes, with their tokenizers: built in, or a directory that transformers saved."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _check_same_run(config: RunConfig, saved: Save) -> None:
     if asked.about != config.about:
         raise ResumeError(
             f"the run in {run_dir} is of a job that says other things about itself in `about` (see "
-            f"{JOB} there) than {config.job.name!r} does now; of ready tasks, their files or flags have "
+            f"{JOB} there) than {config.job.name!r} does now; of recipes, their files or flags have "
             "changed. Give the same, or begin another run in a new run directory."
         )
 

@@ -8,6 +8,7 @@ random numbers. To add a part, add it here and to `StateDict` in `storage/checkp
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from brimful.distributed.strategies import DataParallel, data_parallel
 from brimful.errors import ResumeError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.out_of_memory import out_of_memory, with_room
+from brimful.execution.random_state import RandomState
 from brimful.execution.setup import build_model, set_up_allocator
 from brimful.optimizers import make_optimizer, set_implementation
 from brimful.settings import Settings
@@ -127,7 +129,7 @@ class TrainState:
             self.ranks.with_room(partial(self._load_own, state), during="the saved state is loaded")
         self.step, self.updates = state.step, state.updates
         self.skipped_in_a_row = state.skipped_in_a_row
-        self.stream.load_state_dict(state.data, then=partial(self._restore_random, state))
+        self.stream.load_state_dict(state.data, then=partial(self._restore_random, state.random, state.step))
 
     def _load_own(self, state: StateDict) -> None:
         scaler = self.executor.scaler
@@ -167,9 +169,8 @@ class TrainState:
         if state.scaler is not None:
             check_scaler_state(state.scaler)
 
-    def _restore_random(self, state: StateDict) -> None:
+    def _restore_random(self, of_ranks: Sequence[RandomState], step: int) -> None:
         """Set this rank's random numbers to those after its last step; seed them if it had no such rank."""
-        of_ranks = state.random
         if self.ranks.count != len(of_ranks):
             warnings.warn(
                 f"the run was saved by {len(of_ranks)} ranks and resumes with {self.ranks.count}: dropout "
@@ -177,7 +178,7 @@ class TrainState:
                 stacklevel=2,
             )
         if self.ranks.rank >= len(of_ranks):
-            seed_all(self.seed + state.step, self.ranks.rank)
+            seed_all(self.seed + step, self.ranks.rank)
         else:
             of_ranks[self.ranks.rank].restore(self.device)
 

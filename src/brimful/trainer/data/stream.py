@@ -47,7 +47,7 @@ class BatchStream:
             epoch=self.position.epoch,
             batches=self.position.batches,
             epoch_random=self.position.random,
-            random=self._before_batch or self.randomness.state,
+            random=self._before_batch or (self._resumed[0] if self._resumed else self.randomness.state),
         )
 
     def load_state_dict(self, state: DataState, *, then: Callable[[], None]) -> None:

@@ -96,7 +96,8 @@ class StepRunner:
         self._transaction = StepTransaction(
             state.executor,
             update=update_of(state, self._recovery),
-            keeps_parameters=not state.parallel.is_sharded,
+            keeps_parameters=False,
+            holds_signals=False,  # the first only sets a flag (`stop.py`), and must do so at once
         )
         self._finite: tuple[float, float] = (math.nan, math.nan)
         """Loss and gradient norm of the step that is running."""
