@@ -294,8 +294,9 @@ def from_json_document(document: Any, record: type[T], *, where: str) -> T:
     Raises:
         FileFormatError: A field is unknown, missing, of another type or out of range.
     """
+    by_fields = _in_fields(document, record, where)
     try:
-        return from_builtins(_in_fields(document, record, where), record, where=where)
+        return from_builtins(by_fields, record, where=where)
     except FileFormatError as error:
         raise FileFormatError(_by_keys(str(error))) from error.__cause__
 

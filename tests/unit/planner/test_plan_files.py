@@ -93,6 +93,8 @@ def settings(name: str, value: object) -> Callable[[Document], None]:
         (settings("units", [{"fqn": "0", "action": "nest"}]), "field `settings`: unit '0' is nested, so"),
         (settings("nodes", 2), "field `settings`: 1 ranks cannot be divided evenly among 2 nodes"),
         (settings("step_in_backward", True), "field `settings`: optimizer_in_backward updates each parameter"),
+        (settings("ranks", "x"), r"field `settings\.ranks`: expected `int`"),
+        (settings("world_size", 2), r"field `settings\.world_size`: unknown"),
         (settings("micro_batchsize", 3), "field `settings.micro_batchsize`: unknown"),
         (settings("a\x1b\n", 3), r"field `settings.a\\x1b\\n`: unknown"),
         (without("settings", "units"), "missing field `settings.units`"),

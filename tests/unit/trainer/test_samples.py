@@ -67,6 +67,27 @@ def test_no_samples_at_all_are_refused() -> None:
         Batches(Squares(0), global_batch_size=4, seed=0)
 
 
+def test_a_dry_run_leaves_a_model_trainable_whose_forward_writes_to_a_parameter() -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(9, 4, max_norm=0.1)
+            self.head = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(x))
+
+    numbers = torch.arange(8)
+    written = bf.Job(
+        model=Normed,
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: numbers[:n],
+        data=lambda: bf.Data(train=numbers, longest=numbers[:4]),
+    )
+    result, _ = bf.fit(written, bf.Settings(micro_batch_size=4), steps=2, show_progress=False)
+    assert len(result.steps) == 2
+
+
 def test_the_longest_batch_may_be_made_for_the_global_batch_size() -> None:
     asked = []
 
