@@ -98,17 +98,13 @@ def with_retries(
     attempt: Callable[[], Result],
     recover: Recover,
     device: torch.device,
-    *,
-    undo: Callable[[RanOut], None] = lambda _ran_out: None,
 ) -> Result:
     """What an attempt returns, repeated for as long as memory runs out in it.
 
     Args:
-        attempt: Runs a step.
+        attempt: Runs a step, or leaves everything as before.
         recover: Called after each attempt in which memory ran out, once what is cached has been released.
         device: Where memory runs out.
-        undo: Called before that, once the traceback is gone, which holds tensors: leaves everything as before
-            the attempt. By default the attempt does so itself.
 
     Returns:
         What the last attempt returned.
@@ -118,7 +114,6 @@ def with_retries(
         found = unless_out_of_memory(attempt)
         if not isinstance(found, RanOut):
             return found
-        undo(found)
         make_room(device)
         recover(found, is_retry=is_retry)
         is_retry = True
