@@ -27,7 +27,7 @@ HOSTILE: tuple[Any, ...] = (
 """Values of every JSON type, at and beyond the ends of what any field takes."""
 
 _LARGEST = 2**62
-_SIGNED = ("op", "changed_bytes", "numbers")
+_SIGNED = ("op", "changed_bytes", "numbers", "predicted_difference_interval_seconds")
 """Fields that may be negative."""
 _POSITIVE = (
     *("micro_batch_size", "gradient_accumulation_steps", "ranks", "nodes", "budget_bytes"),
@@ -35,6 +35,7 @@ _POSITIVE = (
 )
 _OPTIONAL_WHERE_WRITTEN = (
     *("model_flops", "peak_flops_per_second", "source", "optimizer", "op", "kernel", "most_bytes"),
+    *("predicted_step_seconds_interval", "predicted_difference_interval_seconds"),
     *(
         "optimizer_implementation",
         "chunked_loss",

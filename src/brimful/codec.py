@@ -119,7 +119,7 @@ def decode_json(content: bytes | str, record: type[T], *, where: str) -> T:
 
 
 def parse_json(content: bytes | str, *, where: str) -> Any:
-    """JSON as plain containers, for what has to be looked at before its type is known.
+    """Parse JSON into plain containers, for documents whose type is found from their content.
 
     Args:
         content: UTF-8; NaN and Infinity are not JSON.
@@ -177,7 +177,7 @@ def from_builtins(document: Any, record: type[T], *, where: str) -> T:
 
 
 def fields_of_version(document: Any, key: str, version: int, *, what: str, where: str) -> dict[str, Any]:
-    """The fields of a document beside its version, which must be the one that this brimful reads.
+    """The fields of a document, without its version, which must be the one that this brimful reads.
 
     Args:
         document: As `parse_json` gives it.
@@ -252,7 +252,7 @@ def to_json_document(record: DataclassInstance) -> dict[str, Any]:
 
 
 def to_builtins(value: Any) -> Any:
-    """What a record may hold, as `to_json_document` writes it."""
+    """A value of a record, as `to_json_document` writes it."""
     if is_dataclass(value):
         return _record_to_builtins(value)
     if isinstance(value, Enum):
@@ -342,7 +342,7 @@ def _hints(record: type) -> dict[str, Any]:
 
 
 def _path(kind: type, value: Any) -> Any:
-    """What msgspec does not know by itself: a path."""
+    """Convert a type that msgspec does not support: a path."""
     if kind is Path and isinstance(value, str):
         return Path(value)
     raise ValueError(f"Expected `{kind.__name__.lower()}`, got `{type(value).__name__}`")

@@ -1,4 +1,4 @@
-"""What msgspec says of a document, in one line with the field first: "field `units[0].fqn`: expected `str`"."""
+"""msgspec's errors for a document, in one line with the field first: "field `units[0].fqn`: expected `str`"."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def readable(message: str, kind: Any, path: str) -> str:
 
 
 def _choices(kind: Any, path: str) -> list[str]:
-    """What an enumeration may be that is at a path, such as `.units[0].action`, of a type."""
+    """The values of an enumeration at a path of a type, such as `.units[0].action`."""
     nodes: list[Any] = [msgspec.inspect.type_info(kind)]
     for name in re.findall(r"\w+|\.\.\.", path):
         nodes = [inside for node in _alternatives(nodes) for inside in _inside(node, name)]
@@ -39,13 +39,13 @@ def _choices(kind: Any, path: str) -> list[str]:
 
 
 def _alternatives(nodes: Iterable[Any]) -> Iterator[Any]:
-    """Those of unions one by one."""
+    """The members of unions, one by one."""
     for node in nodes:
         yield from getattr(node, "types", (node,))
 
 
 def _inside(node: Any, name: str) -> Iterator[Any]:
-    """What a field, or a place in a sequence or mapping, may be."""
+    """The types of a field, or of an item of a sequence or mapping."""
     for number, field in enumerate(getattr(node, "fields", ())):
         if name in (field.encode_name, str(number)):  # by its number where fields are written as an array
             yield field.type
@@ -58,11 +58,12 @@ def _inside(node: Any, name: str) -> Iterator[Any]:
 
 
 def without_capital(sentence: str) -> str:
-    """As it is after a colon."""
-    return sentence[:1].lower() + sentence[1:].rstrip(".")
+    """A sentence as it is written after a colon; an abbreviation such as JSON stays."""
+    first = sentence[:1] if sentence[1:2].isupper() else sentence[:1].lower()
+    return first + sentence[1:].rstrip(".")
 
 
 def one_line(text: str) -> str:
-    """What a file may make long or fill with control characters, fit to be shown."""
+    """Text from a file, shortened and without control characters, for a message."""
     shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
     return shown if shown.isprintable() else shown.encode("unicode_escape").decode()

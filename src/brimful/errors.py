@@ -1,7 +1,7 @@
 """Every error brimful raises on purpose.
 
 * BrimfulError
-  + UsageError (also ValueError)       what was asked is invalid: exit status 2
+  + UsageError (also ValueError)       invalid input: exit status 2
     - SizeError                        text that is not a valid size
     - UnknownNameError                 no such device, model, optimizer …; says the nearest
     - BatchError                       a batch that cannot be split or resized
@@ -21,7 +21,7 @@
     - SaveError                        a file could not be written; what was there before stays
     - InterruptedRunError              stopped on request before there was anything to save
 
-A message says what was asked, what was found, why, and the nearest way out.
+A message says what was requested, what was found, why, and the nearest way out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from collections.abc import Iterable
 
 
 class BrimfulError(Exception):
-    """The root of the tree."""
+    """Base class of all errors that brimful raises on purpose."""
 
 
 class UsageError(BrimfulError, ValueError):
@@ -43,17 +43,17 @@ class SizeError(UsageError):
 
 
 _FEW_NAMES = 6
-"""A table of so many names is shown whole; of a larger one with nothing near, so many."""
+"""Number of names shown of a table; larger tables are shortened if no name is near."""
 
 
 class UnknownNameError(UsageError):
     """A name that is not in its table.
 
     Args:
-        kind: What was asked for: "device", "model", …
-        name: The name asked for.
+        kind: Kind of the name: "device", "model", …
+        name: The unknown name.
         known: All names of the table.
-        hint: What else could be given, as a full sentence.
+        hint: Other valid input, as a full sentence.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
@@ -89,16 +89,16 @@ class CaptureError(BrimfulError):
 
 
 class JobExitError(BrimfulError):
-    """The job called `sys.exit`, which would have ended the command with the job's exit status."""
+    """The job called `sys.exit`, which would end the command with the job's exit status."""
 
 
 class InfeasibleError(BrimfulError):
     """Nothing that is permitted fits the budget.
 
     Args:
-        message: What was asked, what was found, why, and the nearest way out.
-        budget_bytes: What was permitted.
-        smallest_peak_bytes: The smallest predicted peak found, in the same measure as the budget.
+        message: What was requested, what was found, why, and the nearest way out.
+        budget_bytes: The budget.
+        smallest_peak_bytes: The smallest predicted peak found, measured like the budget.
     """
 
     def __init__(self, message: str, *, budget_bytes: int, smallest_peak_bytes: int) -> None:
@@ -108,7 +108,7 @@ class InfeasibleError(BrimfulError):
 
     @property
     def shortfall_bytes(self) -> int:
-        """By how much the smallest plan is over the budget."""
+        """Bytes by which the smallest plan exceeds the budget."""
         return self.smallest_peak_bytes - self.budget_bytes
 
 

@@ -62,5 +62,5 @@ def bring_to_disk(path: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk of `path` has left; the directories that lead to it may be gone."""
+    """Free bytes on the disk of `path`, whose parent directories may no longer exist."""
     return shutil.disk_usage(next(parent for parent in path.absolute().parents if parent.exists())).free

@@ -1,7 +1,8 @@
-"""What is trained: a model, its loss, its batch and its optimizer. Nothing about how."""
+"""The job to train: a model, its loss, its batch and its optimizer, independent of how it is trained."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -13,50 +14,50 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Batch = Any
-"""Nested dicts, lists and tuples of tensors, also dataclasses and objects with a method `to`. Where its samples
-are matters only where it is split: in the first dimension of every tensor, in lists with an entry for each
-sample, in a batch of graphs, or where `Job.batch_dim` or `Job.split` says."""
+"""Nested dicts, lists and tuples of tensors; also dataclasses and objects with a `to` method. To split a batch,
+its samples are found in the first dimension of every tensor, in lists with one entry per sample, or in a batch
+of graphs; `Job.batch_dim` or `Job.split` override this."""
 
 
 @runtime_checkable
 class Samples(Protocol):
-    """Samples that are read when training comes to them, from files say, in another order for each epoch.
+    """Samples that are read on demand, for example from files, in a different order for each epoch.
 
-    The same arguments must give the same batches: then a run can be repeated and resumed exactly.
+    The same arguments must return the same batches, so that a run can be repeated and resumed exactly.
     """
 
     def __len__(self) -> int:
-        """Samples in an epoch."""
+        """The number of samples in an epoch."""
 
     def batches(self, size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterable[Batch]:
         """The batches of an epoch, on the host.
 
         Args:
-            size: Samples in each; the last one may have fewer.
-            seed: Decides the order, with the epoch.
+            size: Samples per batch; the last batch may have fewer.
+            seed: Decides the order, together with the epoch.
             epoch: At least 1.
-            skip: Batches to leave out at the start.
+            skip: Number of batches to skip at the start.
 
         Returns:
-            Nests of tensors, samples first.
+            Nested tensors with samples in the first dimension.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The samples to train on and those to validate with.
+    """The samples for training and for validation.
 
-    Each is either one `Batch` that holds every sample (brimful shuffles it and cuts it into global
-    batches), or an iterable of batches, such as a DataLoader, that can be iterated once per epoch. Those to
-    train on may be `Samples`, which are told how large a global batch is.
+    Each is either one `Batch` that holds every sample (brimful shuffles it and splits it into global
+    batches), or an iterable of batches, such as a DataLoader, that is iterated once per epoch. Training
+    samples may also be `Samples`, which receive the global batch size.
     """
 
     train: Batch | Iterable[Batch] | Samples
     validation: Batch | Iterable[Batch] | None = None
     longest: Batch | Callable[[int], Batch] | None = None
-    """The global batch of `train` that takes most memory, such as that with the longest texts; or a function
-    that makes it from how many samples it has. It is tried before the first step, so that memory does not run
-    out hours later. Not needed where all batches are of one shape."""
+    """The global batch of `train` with the highest peak memory, such as the one with the longest texts; or a
+    function that makes it for a number of samples. It is run before the first step, so that memory does not run
+    out hours later. Not needed if all batches have the same shape."""
 
 
 _REQUIRED = ("model", "loss")
@@ -71,65 +72,65 @@ _FUNCTIONS = {
     "split": "split(batch)",
     "collate": "collate(samples)",
 }
-"""Parts of a job that are functions, and how they are called."""
+"""Fields of a job that are functions, and how they are called."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One training job.
+    """One training job: a model, its loss, a batch and an optimizer.
 
-    The mathematics of a step are: the mean of `loss` over the global batch, its gradient, one step of
-    `optimizer`. Whatever brimful does to memory leaves them as they are.
+    One step computes the mean of `loss` over the global batch, its gradient, and one step of `optimizer`. The
+    memory techniques that brimful applies do not change these mathematics.
     """
 
     model: Callable[[], nn.Module] | nn.Module
-    """The model, or a function that builds it. A module is never changed by estimating or planning."""
+    """The model, or a function that builds it. Estimating and planning never change a given module."""
     weights: Callable[[nn.Module], object] | None = None
-    """Gives the model that was built its weights, from a file say, before it is trained. It is not called to
-    estimate or plan, for which weights have no values. None leaves those that the model was built with."""
+    """`weights(model)`: loads weights into the built model before training, for example from a file. It is not
+    called to estimate or plan, which need no values. None keeps the weights that the model was built with."""
     loss: Callable[..., Tensor]
-    """`loss(model, batch)`: a scalar, a mean over what `count` counts or a sum (`reduction`). With `embed`,
-    `loss(embeddings)`: a scalar of all samples of the global batch together, however they are split."""
+    """`loss(model, batch)`: a scalar tensor, a mean over what `count` counts or a sum (see `reduction`). With
+    `embed`, `loss(embeddings)`: a scalar of all samples of the global batch, however the batch is split."""
     batch: Callable[[int], Batch] | Batch
-    """`batch(n)`: a batch of n samples, for prediction; or one real batch, resized as needed. A real one that
-    cannot be split counts as one sample."""
+    """`batch(n)`: a batch of n samples, for prediction; or one real batch, which is resized as needed. A real
+    batch that cannot be split counts as one sample."""
     batch_dim: int | None = None
-    """The dimension of tensors that is the samples; tensors with fewer dimensions have them first. 1 is for
-    sequences with time first. None finds the samples; see `Batch`."""
+    """The batch dimension of tensors; tensors with too few dimensions for it use their first. Use 1 for
+    sequences of shape (time, batch, …). None finds the samples; see `Batch`."""
     split: Callable[[Batch], Sequence[Any]] | None = None
-    """`split(batch)`: the list of the samples of a batch, for a batch whose samples are not found otherwise."""
+    """`split(batch)`: the list of samples of a batch, if they cannot be found automatically."""
     collate: Callable[[list[Any]], Batch] | None = None
-    """`collate(samples)`: a batch of some samples that `split` returned, as a DataLoader's `collate_fn` makes
-    it. Needed if `split` is given."""
+    """`collate(samples)`: a batch from samples that `split` returned, like the `collate_fn` of a DataLoader.
+    Required if `split` is given."""
     optimizer: Callable[[Any], Optimizer] | str = "adamw"
-    """A function that makes the optimizer, or the name of one with its usual defaults. The function gets a list
-    of the trainable parameters; one whose argument is called `named_parameters` gets pairs of name and
-    parameter, one whose argument is called `model` the model: `lambda model: AdamW(decay_groups(model))`."""
+    """A function that makes the optimizer, or the name of one with its usual defaults. The function receives a
+    list of the trainable parameters; if its argument is called `named_parameters`, pairs of name and parameter;
+    if it is called `model`, the model: `lambda model: AdamW(decay_groups(model))`."""
     count: Callable[[Batch], Tensor | int] | None = None
-    """How many terms the mean in `loss` is over (tokens, say); None means the batch's samples."""
+    """`count(batch)`: number of terms that `loss` averages over, such as tokens; None means samples."""
     embed: Callable[[nn.Module, Batch], Any] | None = None
-    """For a loss that couples the samples of a batch, such as a contrastive one: `embed(model, batch)` is all
-    that the loss is made of, a nest of tensors as a `Batch` is, computed for each sample by itself. Samples are
-    first; a tensor without dimensions (a temperature, a penalty) is a mean over the batch's samples."""
+    """`embed(model, batch)`: the inputs of `loss`, for a loss that couples the samples of a batch, such as a
+    contrastive loss. They are nested tensors like a `Batch`, computed for each sample independently, with
+    samples first; a 0-dimensional tensor (a temperature, a penalty) is a mean over the batch's samples."""
     loop: Callable[[nn.Module, Iterable[Batch]], object] | None = None
-    """Your own training loop, `loop(model, batches)`, to estimate it as it is written: what it keeps alive,
-    where it clears gradients, how many optimizers it steps. `loss` and `optimizer` are then not used. It is run
-    over a few batches on fake tensors, and on real ones to measure; planning and training use brimful's own
-    loop."""
+    """`loop(model, batches)`: your own training loop, to estimate it as it is written: which tensors it keeps
+    alive, where it clears gradients, which optimizers it steps. `loss` and `optimizer` are then not used. It
+    runs over a few batches of fake tensors to estimate, of real ones to measure; planning and training use
+    brimful's own loop."""
     data: Callable[[], Data] | None = None
-    """What to train on; only training needs it."""
+    """Returns the training and validation data; only training needs it."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | float]] | None = None
-    """Means over a validation batch's samples, by name, such as ``{"accuracy": …}``."""
+    """`metrics(model, batch)`: means over a validation batch by name, such as ``{"accuracy": …}``."""
     reduction: Literal["mean", "sum"] = "mean"
-    """Whether `loss` is a "mean" over what `count` counts, or a "sum" over the samples: the losses of
+    """"mean" if `loss` is a mean over what `count` counts, "sum" if it is a sum over the samples: the losses of
     micro-batches are averaged or added."""
     counted: str = "terms"
-    """What `count` counts, as reports call it: "tokens", say."""
+    """Name of what `count` counts, for reports, such as "tokens"."""
     name: str = "job"
-    """What reports call this job."""
+    """Name of this job in reports."""
     about: Mapping[str, Any] | None = None
-    """What is to be known wherever the weights go, such as the names of classes: plain containers, written to
-    the run directory as `job.json`. A run is resumed only by a job of which it is the same."""
+    """Metadata to keep with the weights, such as class names: plain containers, written to the run directory as
+    `job.json`. A run can be resumed only by a job with the same metadata."""
 
     def __post_init__(self) -> None:
         for name, call in _FUNCTIONS.items():
@@ -169,6 +170,14 @@ class Job:
                 f"{self.name!r} has both `embed` and `count`. A loss of all embeddings of the global batch is "
                 "not a mean over micro-batches, so nothing is weighted by a count. Omit `count`."
             )
+        self._check_loss()
+
+    def _check_loss(self) -> None:
+        """Refuse a loss that cannot be called as it will be."""
+        arguments = ("model", "batch") if self.embed is None else ("embeddings",)
+        if self.loop is None and not _takes(self.loss, *arguments):
+            call = f"loss({', '.join(arguments)})"
+            raise UsageError(f"the loss of {self.name!r} is called as {call}, and takes other arguments.")
 
     def _check_batch_dim(self) -> None:
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int):
@@ -183,6 +192,19 @@ class Job:
                 f"{self.name!r} has both `batch_dim` and `split`, and each says where the samples are. Remove "
                 "one of the two."
             )
+
+
+def _takes(function: Callable[..., Any], *arguments: object) -> bool:
+    """Whether a function can be called with these arguments; true if its signature is unknown."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # one written in C
+        return True
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
 
 
 def _wrong_part(name: str, found: object, expected: str) -> UsageError:

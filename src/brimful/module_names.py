@@ -27,19 +27,19 @@ _INNER = {
     ("lightning_fabric.wrappers", "_FabricModule"): "_forward_module",
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
 }
-"""By module and name of a wrapper's class, what it calls what it wraps (torch 2.13, lightning 2.6, deepspeed
-0.19). By name, so that nothing is imported that a model does not use."""
+"""Attribute of the wrapped module, by module and name of the wrapper's class (torch 2.13, lightning 2.6,
+deepspeed 0.19). Names avoid importing what a model does not use."""
 _INNER_NAMES = frozenset(_INNER.values())
 
 
 def plain_namer(model: nn.Module) -> Callable[[str], str]:
-    """What gives the plain name of a module, parameter or buffer.
+    """A function that returns the plain name of a module, parameter or buffer, without wrappers.
 
     Args:
-        model: Any, wrapped or with wrappers inside.
+        model: A model, wrapped or with wrappers inside.
 
     Returns:
-        Takes a name as in `named_modules`, `named_parameters` or `state_dict`.
+        A function of a name as in `named_modules`, `named_parameters` or `state_dict`.
     """
     inner = {
         f"{path}.{name}" if path else name
@@ -62,10 +62,11 @@ def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model by plain name.
 
     Args:
-        model: Any.
+        model: A model, wrapped or not.
 
     Returns:
-        In the order of `named_modules`. Where a module is compiled, what compiles it; no other wrapper.
+        Modules in the order of `named_modules`. A compiled module is its compiling wrapper; other wrappers are
+        omitted.
     """
     plain_name = plain_namer(model)
     found: dict[str, nn.Module] = {}
@@ -77,7 +78,7 @@ def plain_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What all wrappers around a module wrap; the module itself where there is none."""
+    """The module inside all wrappers; the module itself if it has none."""
     name = _inner_name(module)
     return module if name is None else unwrapped(getattr(module, name))
 
@@ -89,14 +90,14 @@ def plain_state(model: nn.Module) -> dict[str, Any]:
 
 
 def wrapped_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state by the names that `model.load_state_dict` takes.
+    """A state by the names that `model.load_state_dict` expects.
 
     Args:
-        model: Any.
-        state: By plain names, or by those that a wrapped model's `state_dict` has.
+        model: A model, wrapped or not.
+        state: A state by plain names, or by those of a wrapped model's `state_dict`.
 
     Returns:
-        The same values; a name that the model does not have stays as it is.
+        The same values; names that the model does not have are unchanged.
     """
     plain_name = plain_namer(model)
     own = {plain_name(name): name for name in model.state_dict()}
@@ -104,15 +105,15 @@ def wrapped_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolved(name: str, known: Container[str]) -> str:
-    """The plain name that is meant by a name, which a wrapped model may have given.
+    """Resolve a name, which may come from a wrapped model, to a plain name.
 
     Args:
-        name: Plain, or with wrappers' names in it.
+        name: A plain name, or one with the names of wrappers in it.
         known: Plain names.
 
     Returns:
-        The name as it is, if it is known; else what is known when as few of its parts as possible are left out
-        that are called as wrappers call what they wrap; else the name as it is.
+        The name itself, if it is known; else the known name that omits the fewest parts named like wrapped
+        modules in wrappers; else the name itself.
     """
     parts = name.split(".")
     inner = [index for index, part in enumerate(parts) if part in _INNER_NAMES]

@@ -1,18 +1,35 @@
-"""What a user asks of a plan, declared once: the command line's flags and help, and what a plan's file keeps.
+"""What a user asks of a plan and of a training run, declared once, each option with its help.
 
-Each field's docstring is its help on the command line (`cli/options.py`). `brimful.plan` takes the same names
-with the same defaults.
+These are derived from a record: the keyword arguments of the Python functions (`takes_options`), the flags and
+help of the command line (`cli/options.py`) and what a plan's file keeps. To add an option, add a field with its
+docstring, its type below for type checkers (a test compares the two), and the code that uses it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+import ast
+import difflib
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 
 from brimful.codec import JsonForm, PositiveInt, json_form
 from brimful.quantities import parse_bytes
-from brimful.settings import Action
+from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision
+
+if TYPE_CHECKING:
+    import torch
+
+PrecisionLike: TypeAlias = "str | torch.dtype | Precision"
+"""What names a precision: "bf16", `torch.bfloat16`, or one of `Precision`."""
+
+LARGEST_SEED = 2**64 - 1
+"""Source: torch.manual_seed (torch 2.13)."""
 
 
 def _flag(flag: str, **how: Any) -> dict[str, Any]:
@@ -25,15 +42,15 @@ class PlanOptions:
     """What is asked of a plan: settings that are pinned, and what may be chosen."""
 
     budget: str | None = None
-    """Bytes permitted on the device, such as 11GiB, or a share of what plain training takes, such as 50%.
-    Default: device capacity, minus 5 % on a GPU."""
+    """Memory permitted on the device, the CUDA context included: a size such as 11GiB, or a share of what plain
+    training takes, such as 50%. Default: device capacity, minus 5 % on a GPU."""
     precision: str = "fp32"
-    """fp32, tf32, fp16 or bf16; several with commas between to choose from; auto for all that the device has.
-    The first is that of plain training."""
+    """fp32, tf32, fp16 or bf16. Several, separated by commas, let the plan choose; auto permits all that the
+    device supports. Plain training uses the first."""
     micro_batch_size: PositiveInt | None = None
     """Samples in one forward and backward pass. Default: the plan chooses."""
     recompute: str = "auto"
-    """Activation checkpointing: all or none of the units; auto chooses for each."""
+    """Activation checkpointing: all recomputes every unit, none recomputes none, auto chooses for each."""
     optimizer: str | None = None
     """Replaces the job's own: adamw, sgd, adafactor, …"""
     optimizer_implementation: str | None = None
@@ -60,14 +77,14 @@ class PlanOptions:
     """Keep the optimizer state in host memory and update there. Default: where it makes the step faster, or
     nothing else fits, on one GPU."""
     prefetch_inputs: bool = False
-    """Prefetch: copy the next micro-batch of a step to the GPU while one is computed, for the memory of one
-    more."""
+    """Copy the next micro-batch to the GPU while the current one is computed; takes the memory of one more
+    micro-batch."""
     own_checkpointing: str = "keep"
     """off turns off the model's own activation checkpointing (gradient_checkpointing), so that the plan alone
     decides what is recomputed; keep leaves it on."""
     parallelism: str = "auto"
-    """Several ranks: ddp keeps the model on each, fsdp2 shards it, auto takes the faster; zero1, zero2 and
-    zero3 are DeepSpeed's."""
+    """Several ranks: ddp replicates the model on each rank, fsdp2 shards it, auto takes the faster; zero1,
+    zero2 and zero3 are DeepSpeed's."""
     reshard_after_forward: bool | None = field(default=None, metadata=_flag("--reshard/--no-reshard"))
     """Under FSDP2, free gathered parameters between forward and backward. Default: the faster that fits."""
     param_dtype: str | None = None
@@ -78,31 +95,82 @@ class PlanOptions:
     update them there."""
 
     @classmethod
-    def of(cls, **given: Any) -> Self:
+    def of(cls, given: PlanKeywords) -> Self:
         """The options as text, as the command line and a plan's file have them.
 
         Args:
-            **given: By the names of the fields, as `brimful.plan` takes them: sizes also as numbers of bytes,
-                precisions also as dtypes and in lists, `recompute` also as an `Action` or None.
+            given: What `brimful.plan` takes by keyword: sizes also as numbers of bytes, precisions also as
+                dtypes and in lists, `recompute` also as an `Action`, None or "auto".
 
         Returns:
             The record.
+
+        Raises:
+            TypeError: There is no option of that name.
         """
-        for name in ("budget", "host_memory"):
-            given[name] = _size_text(given[name])
-        given["precision"] = _names_text(given["precision"])
-        recompute = given["recompute"]
-        is_named = recompute is not None and not isinstance(recompute, Action)
-        given["recompute"] = recompute if is_named else _RECOMPUTE_TEXT.get(recompute, str(recompute))
-        given["parallelism"] = str(given["parallelism"])
-        if given["optimizer_implementation"] is not None:
-            given["optimizer_implementation"] = str(given["optimizer_implementation"])
-        others = given["allow_optimizers"]
-        given["allow_optimizers"] = (others,) if isinstance(others, str) else tuple(others)
-        return cls(**given)
+        return cls(**{name: _AS_TEXT.get(name, _same)(value) for name, value in given.items()})
 
 
-_RECOMPUTE_TEXT: dict[str | None, str] = {None: "auto", Action.RECOMPUTE: "all", Action.KEEP: "none"}
+class PlanKeywords(TypedDict, total=False):
+    """What `brimful.plan` takes by keyword, for type checkers."""
+
+    budget: str | float | None
+    precision: PrecisionLike | Sequence[PrecisionLike]
+    micro_batch_size: int | None
+    recompute: str | Action | None
+    optimizer: str | None
+    optimizer_implementation: str | OptimizerImplementation | None
+    allow_optimizers: str | Sequence[str]
+    chunked_loss: bool
+    expandable_segments: bool
+    offload_activations: bool
+    host_memory: str | float | None
+    split_batch_norm: bool
+    optimizer_in_backward: bool
+    offload_optimizer: bool | None
+    prefetch_inputs: bool
+    own_checkpointing: str
+    parallelism: str | Parallelism
+    reshard_after_forward: bool | None
+    param_dtype: str | None
+    offload_parameters: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopOptions:
+    """What is asked of a training run in Python and on the command line."""
+
+    epochs: PositiveInt | None = None
+    """Total passes over the training data. Default: 1, unless a number of steps is given."""
+    steps: PositiveInt | None = None
+    """Maximum total optimizer steps."""
+    seed: int = field(default=0, metadata={"min": 0, "max": LARGEST_SEED})
+    """Random seed of weights, order of samples and dropout, from 0 to 2**64 - 1."""
+    max_gradient_norm: float | None = None
+    """Clip gradients to this norm. Default: no clipping."""
+    ema_decay: float | None = None
+    """Keep an exponential moving average of the weights with this decay, such as 0.999; validation uses it, and
+    it is written to average.safetensors. It takes the memory of the parameters again, which a plan does not
+    count."""
+    correct_batch_norm: bool = False
+    """Correct BatchNorm's momentum for gradient accumulation: running statistics move in a step as with one
+    micro-batch. They remain those of micro-batches."""
+    patience: PositiveInt | None = None
+    """Early stopping: end after this many validations in a row without a lower loss. Needs validation data."""
+    save_every: PositiveInt | None = None
+    """Save a checkpoint every N steps, besides the end of each epoch and of the run. A run that is killed loses
+    the steps since the last one."""
+    keep_saves: PositiveInt = 2
+    """Number of most recent checkpoints to keep."""
+
+
+RECOMPUTE_ACTIONS: Mapping[str, Action | None] = {"all": Action.RECOMPUTE, "none": Action.KEEP, "auto": None}
+"""The action for all units by value of the option `recompute`; None lets the plan choose for each."""
+_RECOMPUTE_TEXT: dict[object, str] = {action: name for name, action in RECOMPUTE_ACTIONS.items()}
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _size_text(size: str | float | None) -> str | None:
@@ -112,6 +180,22 @@ def _size_text(size: str | float | None) -> str | None:
 def _names_text(precision: object) -> str:
     several = precision if isinstance(precision, Sequence) and not isinstance(precision, str) else [precision]
     return ",".join(str(each).removeprefix("torch.") for each in several)
+
+
+def _recompute_text(recompute: str | Action | None) -> str:
+    is_named = isinstance(recompute, str) and not isinstance(recompute, Action)
+    return str(recompute) if is_named else _RECOMPUTE_TEXT.get(recompute, str(recompute))
+
+
+_AS_TEXT: dict[str, Callable[[Any], Any]] = {
+    "budget": _size_text,
+    "host_memory": _size_text,
+    "precision": _names_text,
+    "recompute": _recompute_text,
+    "parallelism": str,
+    "optimizer_implementation": lambda name: None if name is None else str(name),
+    "allow_optimizers": lambda names: (names,) if isinstance(names, str) else tuple(names),
+}
 
 
 json_form(
@@ -126,3 +210,95 @@ json_form(
         }
     )
 )(PlanOptions)
+
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+
+
+def takes_options(record: type, keywords: type) -> Callable[[Target], Target]:
+    """Show a record's fields in the signature and docstring of what takes them as `**options`; a decorator.
+
+    Any other name raises a TypeError that shows the nearest option.
+
+    Args:
+        record: A dataclass with defaults and a docstring below each field.
+        keywords: The TypedDict of what a caller may give for its fields.
+
+    Returns:
+        The decorator, of a function or class whose last parameter is `**options`.
+    """
+
+    def decorate(target: Target) -> Target:
+        *named, options = inspect.signature(target).parameters.values()
+        shown = [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=keywords.__annotations__[field.name].__forward_arg__,  # as it is written
+            )
+            for field in fields(record)
+        ]
+        target.__signature__ = inspect.Signature([*named, *shown])  # type: ignore[attr-defined]
+        with suppress(OSError):  # there is no source to read
+            target.__doc__ = _with_options(target.__doc__, f"**{options.name}:", field_docstrings(record))
+        names = [parameter.name for parameter in (*named, *shown)]
+        if not isinstance(target, type):
+            return _checking_names(target, target.__name__, names)
+        target.__init__ = _checking_names(target.__init__, target.__name__, names)  # type: ignore[misc]
+        return target
+
+    return decorate
+
+
+def _checking_names(function: Target, called: str, names: Sequence[str]) -> Target:
+    """The function, which refuses keywords other than `names`."""
+
+    @functools.wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                known = f"did you mean {near[0]}?" if near else f"help(brimful.{called}) lists them."
+                raise TypeError(f"brimful.{called}() has no option {name!r}; {known}")
+        return function(*args, **given)
+
+    return checked  # type: ignore[return-value]
+
+
+def _with_options(docstring: str | None, entry: str, descriptions: dict[str, str]) -> str | None:
+    """The docstring with a line for each option in place of the one line of all."""
+    if docstring is None:  # python -OO
+        return None
+    lines = docstring.splitlines()
+    place = next(number for number, line in enumerate(lines) if line.strip().startswith(entry))
+    indent = lines[place][: -len(lines[place].lstrip())]
+    described = [
+        textwrap.fill(f"{name}: {text}", 108, initial_indent=indent, subsequent_indent=indent + "    ")
+        for name, text in descriptions.items()
+    ]
+    return "\n".join([*lines[:place], *described, *lines[place + 1 :]])
+
+
+def field_docstrings(record: type) -> dict[str, str]:
+    """The docstrings below the fields of a record and of those it extends, by field, as one line each.
+
+    Args:
+        record: A dataclass whose source can be read.
+
+    Returns:
+        Those that there are, in the order of the fields.
+
+    Raises:
+        OSError: The source cannot be read.
+    """
+    found = {}
+    for owner in reversed([each for each in record.__mro__ if "__dataclass_fields__" in vars(each)]):
+        source = textwrap.dedent(inspect.getsource(owner))
+        (body,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+        for statement, following in pairwise(body.body):
+            is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            text = following.value if isinstance(following, ast.Expr) else None
+            if is_field and isinstance(text, ast.Constant) and isinstance(text.value, str):
+                found[statement.target.id] = " ".join(text.value.split())  # type: ignore[attr-defined]
+    return found

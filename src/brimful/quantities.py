@@ -29,7 +29,7 @@ _UNIT_BYTES = {
 _LARGEST_SIZE = 1 << 62
 """4 EiB: sums of a few still fit 64 bits. A choice."""
 _MOST_SHOWN = 60
-"""Characters of what was asked for that an error shows. A choice."""
+"""Characters of user input that an error shows. A choice."""
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -92,7 +92,7 @@ def _whole(number: float) -> int:
 
 
 def _shown(asked: str | float) -> str:
-    """What was asked for, cut to what a message has room for."""
+    """User input, shortened for a message."""
     if not isinstance(asked, str):
         return str(asked) if abs(asked) < 10**_MOST_SHOWN else "a number of more than 60 digits"
     return repr(asked) if len(asked) <= _MOST_SHOWN else f"{asked[:_MOST_SHOWN]!r}…"

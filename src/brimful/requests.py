@@ -19,16 +19,13 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
-from brimful.options import PlanOptions
+from brimful.options import RECOMPUTE_ACTIONS, PlanOptions, PrecisionLike
 from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.prediction import MARGIN_FRACTION
 from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes, parse_bytes
 from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings
 from brimful.trace import per_rank_trace
-
-PrecisionLike = str | torch.dtype | Precision
-"""What names a precision; see `parse_precision`."""
 
 
 def request_of(
@@ -41,11 +38,11 @@ def request_of(
     num_nodes: int,
     is_here: bool,
 ) -> Request:
-    """What the planner is asked, but for the budget; see `budget_bytes`.
+    """The planner's request, without the budget; see `budget_bytes`.
 
     Args:
-        job: What is trained.
-        device: To plan for.
+        job: The job to plan.
+        device: The device to plan for.
         options: As the user gave them.
         global_batch_size: Samples per optimizer step.
         world_size: Ranks.
@@ -106,7 +103,7 @@ def _pins(job: Job, options: PlanOptions) -> Pins:
 
 
 def job_traits(job: Job, batch_size: int) -> JobTraits:
-    """What the planner knows of a job beside its captures; `batch_size` is that of a whole batch."""
+    """Properties of a job that the planner needs; `batch_size` is that of a whole batch."""
     return JobTraits(
         name=job.name,
         why_not_split=why_not_split(job, batch_size),
@@ -168,10 +165,10 @@ def parse_precision(precision: PrecisionLike) -> Precision:
 
 
 HOST_FRACTION = 0.5
-"""What offloading may take of this machine's memory unless `host_memory` says so. A choice: other programs
+"""Default fraction of this machine's memory for offloading, without `host_memory`. A choice: other programs
 cannot use pinned memory."""
 DESCRIBED_HOST_FRACTION = 0.5
-"""What it may take of the host of a GPU that is only named, as a fraction of the GPU's memory. A choice: clouds
+"""The same for the host of a GPU that is only named, as a fraction of the GPU's memory. A choice: clouds
 rent a GPU of 24 GB with as little as 16 GiB of host memory (AWS g5.xlarge), of which this is three quarters."""
 
 
@@ -182,9 +179,9 @@ def _precisions(names: str, device: Device) -> tuple[Precision, ...]:
 
 
 def parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True) -> Action | None:
-    """The one action for all units; None lets the plan choose for each."""
-    actions = {"all": Action.RECOMPUTE, "none": Action.KEEP} | ({"auto": None} if permits_auto else {})
-    if recompute is None or isinstance(recompute, Action):
+    """The one action for all units, `Action.RECOMPUTE` or `Action.KEEP`; None lets the plan choose for each."""
+    actions = {name: each for name, each in RECOMPUTE_ACTIONS.items() if permits_auto or each is not None}
+    if recompute is None or (isinstance(recompute, Action) and recompute in actions.values()):
         return recompute
     if recompute not in actions:
         raise UnknownNameError("value of recompute", str(recompute), list(actions))
@@ -201,7 +198,7 @@ def _keeps_own_checkpointing(value: str) -> bool:
 def _implementation(
     job: Job, optimizer: str | None, asked: str | OptimizerImplementation | None
 ) -> OptimizerImplementation | None:
-    """What every plan uses: what is asked for, else the fused kernel where the optimizer leaves it open."""
+    """The implementation for every plan: the requested one, else fused if the optimizer leaves it open."""
     if asked is not None:
         return parse_implementation(asked)
     named = Settings(micro_batch_size=1, optimizer=optimizer)
@@ -220,7 +217,7 @@ def _implementation(
         except Exception:  # the job's own function may ask for parameters that only the job's model has
             continue
         return fused if has_implementation(example, fused) else None
-    return None  # what is wrong is said where the step is captured
+    return None  # capturing the step raises the error
 
 
 def _parallelisms(name: str | Parallelism, world_size: int) -> tuple[Parallelism, ...]:
@@ -241,7 +238,7 @@ def _parallelisms(name: str | Parallelism, world_size: int) -> tuple[Parallelism
 
 
 def _check_zero(job: Job, names: Iterable[str | None], parallelisms: Sequence[Parallelism]) -> None:
-    """Check that named optimizers can be stepped by ZeRO; what a function makes is looked at in training."""
+    """Check that ZeRO can step named optimizers; those that a function makes are checked in training."""
     own = job.optimizer if isinstance(job.optimizer, str) else None
     others = {name or own for name in names} - {None, *ZERO_OPTIMIZERS}
     if others and any(parallelism.is_zero for parallelism in parallelisms):
@@ -279,7 +276,7 @@ def _offload_host_bytes(options: PlanOptions, target: Device, *, is_here: bool) 
 
 
 def _capacity_of_rank(request: Request) -> int:
-    """What a rank's device has; ranks on a machine's processors have equal parts of its memory."""
+    """Memory of a rank's device; CPU ranks on a machine have equal parts of its memory."""
     shared_by = request.ranks.world_size // request.ranks.num_nodes if request.device.kind == "cpu" else 1
     return request.device.capacity_bytes // shared_by
 

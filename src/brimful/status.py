@@ -1,4 +1,4 @@
-"""What a call that takes long is doing, on standard error: planning, calibrating, reading files.
+"""Status of long calls on standard error: planning, calibrating, reading files.
 
 `busy(title)` surrounds the call, `report(text)` names each step of it wherever that runs. Nothing appears in
 the first second. Then a terminal or a notebook has a status line; elsewhere, such as in a log, a line appears

@@ -1,9 +1,11 @@
-"""What a user reads says things in the field's words: every text in the code, its help, and the pages."""
+"""Standard terms in what people read: messages, help, docstrings and comments of the code, and the pages."""
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,9 +36,34 @@ def is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
+def docstrings_and_comments(source: Path) -> Iterator[tuple[int, str]]:
+    """Docstrings, and comments with those of adjacent lines joined; each with its first line."""
+    text = source.read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and is_text(node.value):
+            yield node.lineno, " ".join(node.value.value.split())  # type: ignore[attr-defined]
+    comments: list[tuple[int, str]] = []
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            comments.append((token.start[0], token.string.lstrip("# ")))
+    while comments:
+        first, words = comments.pop(0)
+        last = first
+        while comments and comments[0][0] == last + 1:
+            last, more = comments.pop(0)
+            words += f" {more}"
+        yield first, words
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
 def test_messages_use_the_words_that_people_search_for(source: Path) -> None:
     assert [f"{line}: {text}" for line, text in messages(source) if AVOIDED.search(text)] == []
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: "/".join(path.parts[-2:]))
+def test_docstrings_and_comments_use_the_words_that_people_search_for(source: Path) -> None:
+    found = docstrings_and_comments(source)
+    assert [f"{line}: {text}" for line, text in found if AVOIDED.search(text)] == []
 
 
 ROOT = Path(__file__).parents[2]

@@ -47,7 +47,7 @@ def test_a_first_save_that_fails_is_not_said_to_be_there(job_with, trained, tmp_
     trained(job_with(), steps=1, run_dir=tmp_path / "whole")
     (whole,) = (tmp_path / "whole" / "saves").iterdir()
     disk.full_for = (".step-",)
-    with pytest.raises(SaveError, match="There is no save before it") as error:
+    with pytest.raises(SaveError, match="There is no checkpoint before it") as error:
         trained(job_with(), steps=2, run_dir=tmp_path / "run", save_every=1)
     assert saved_steps(tmp_path / "run") == []
     notes = "\n".join(error.value.__notes__)
@@ -64,7 +64,7 @@ def test_a_first_save_that_fails_is_not_said_to_be_there(job_with, trained, tmp_
 
 def test_a_later_save_that_fails_names_the_one_that_is_whole(job_with, trained, tmp_path, disk):
     disk.full_for = (".step-000000003", ".step-000000004")
-    with pytest.raises(SaveError, match="The save after step 2 is whole"):
+    with pytest.raises(SaveError, match="The checkpoint after step 2 is complete"):
         trained(job_with(), steps=4, run_dir=tmp_path / "run", save_every=1)
     assert saved_steps(tmp_path / "run") == [1, 2]
 

@@ -1,7 +1,14 @@
 """What a calibration may find, for tests that need no real one."""
 
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
 from brimful.devices import Dispatch, RateCurve
-from brimful.profiling.calibrate import Calibration
+from brimful.profiling import calibrate
+from brimful.profiling.calibrate import THOROUGH_SWEEPS, Calibration
 
 CALIBRATION = Calibration(
     fp32_flops_per_second=1e11,
@@ -19,3 +26,27 @@ CALIBRATION = Calibration(
     measured_at_seconds=1.7e9,
     took_seconds=5.0,
 )
+
+
+def calibrated(folder: Path, *, threads: int = 1) -> dict[str, str]:
+    """The environment of a command that finds `CALIBRATION` kept in a folder.
+
+    Args:
+        folder: Of the command's cache.
+        threads: On which the command is to compute.
+
+    Returns:
+        All of this process's environment, and what names the folder and the threads.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    changes = {"XDG_CACHE_HOME": str(folder), "OMP_NUM_THREADS": str(threads)}
+    try:
+        with (
+            patch.dict(os.environ, changes),
+            patch.object(calibrate, "measure_device", lambda *_args, **_options: CALIBRATION),
+        ):
+            calibrate.calibrate_cpu(sweeps=THOROUGH_SWEEPS)
+            return dict(os.environ)
+    finally:
+        torch.set_num_threads(before)

@@ -15,8 +15,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
+
+_LOADED = (
+    *("brimful.api", "brimful.trainer", "brimful.cli.app", "brimful.models.resolve"),
+    *("torch._dynamo", "torch.onnx", "torch._inductor.config", "torch._subclasses.schema_check_mode"),
+    *("typer._adapters", "numpy.ma"),
+)
+"""What most commands import, at their first capture if not before."""
 
 KEPT, FULL, CLOSED, UNREAD = "kept", "full", "closed", "unread"
 """Where a stream goes: to a file that is returned, a full disk, nowhere, a pipe whose reader is gone."""
@@ -52,13 +60,14 @@ def as_case(command: Command, *, folder: str, outputs: str, seconds: float) -> d
 
 
 def run(folder: Path, commands: Sequence[Command]) -> list[Done]:
-    """Run commands one after another in a folder, with this machine's calibration."""
+    """Run commands one after another in a folder, with a calibration that nothing was measured for."""
+    from helpers.calibrated import calibrated  # which the process that forks has no need of
+
     cases = [asdict(command) for command in commands]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, __file__],
         cwd=folder,
-        env=environment,
+        env=calibrated(folder / "cache"),
         input=json.dumps(cases),
         text=True,
         timeout=300,
@@ -162,8 +171,8 @@ def _status_within(pid: int, seconds: float) -> int | None:
 
 def _main() -> None:
     sys.path[0] = str(Path.cwd())
-    import brimful.api
-    import brimful.trainer  # noqa: F401
+    for name in _LOADED:
+        import_module(name)
 
     gc.freeze()  # a fork need not look through what is loaded as it ends
     if sys.argv[1:] == ["serve"]:

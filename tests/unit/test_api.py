@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError, UnknownNameError, UsageError
-from brimful.settings import OptimizerImplementation
+from brimful.settings import Action, OptimizerImplementation
 
 DEVICE = "RTX 3090"
 
@@ -263,7 +264,14 @@ def test_a_plan_in_ones_own_loop_gives_the_gradient_of_the_whole_batch() -> None
         ({"budget": "9" * 5000 + "GiB"}, UsageError, "which no device has"),
         ({"recompute": "some"}, UnknownNameError, "all"),
         ({"precision": ["fp32", "bf61"]}, UnknownNameError, "bf16"),
-        ({"global_batch_size": 0}, UsageError, "at least 1"),
+        ({"recompute": Action.OFFLOAD}, UnknownNameError, "all"),
+        ({"global_batch_size": 0}, UsageError, "global_batch_size is 0; it must be at least 1"),
+        ({"global_batch_size": 2.5}, UsageError, "global_batch_size is 2.5, .* a whole number"),
+        ({"micro_batch_size": 0}, UsageError, "micro_batch_size is 0; it must be at least 1"),
+        ({"micro_batch_size": -2}, UsageError, "micro_batch_size is -2; it must be at least 1"),
+        ({"micro_batch_size": 2.0}, UsageError, "micro_batch_size is 2.0, .* a whole number"),
+        ({"world_size": 0}, UsageError, "world_size is 0; it must be at least 1"),
+        ({"num_nodes": 0}, UsageError, "num_nodes is 0; it must be at least 1"),
     ],
 )
 def test_bad_arguments_are_told(arguments: dict[str, object], error: type[Exception], words: str) -> None:
@@ -326,3 +334,67 @@ def test_an_optimizer_for_parameters_of_the_jobs_model_alone_may_be_fused_too() 
     )
     plan = bf.plan(job, "cpu", budget="1GiB", global_batch_size=4)
     assert plan.settings.optimizer_implementation is OptimizerImplementation.FUSED
+
+
+def flags_of(optimizer: torch.optim.Optimizer) -> list[tuple[object, object]]:
+    return [(group["fused"], group["foreach"]) for group in (optimizer.defaults, *optimizer.param_groups)]
+
+
+def test_a_step_that_is_removed_leaves_the_optimizer_in_its_own_implementation() -> None:
+    job, model = stack_job(), Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    fused = bf.Settings(micro_batch_size=2, optimizer_implementation=OptimizerImplementation.FUSED)
+    before = flags_of(optimizer)
+    step = bf.apply(fused, job, model, optimizer)
+    assert flags_of(optimizer) == [(True, False)] * 2
+    assert repr(step) == "PlannedStep(fp32, micro-batch 2, fused optimizer, everything kept)"
+    step(job.batch(2))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    step.remove()
+    assert flags_of(optimizer) == [*before, before[0]]
+    optimizer.param_groups[0]["foreach"] = True
+    step.remove()
+    assert optimizer.param_groups[0]["foreach"] is True
+
+
+def test_a_plan_that_cannot_be_applied_leaves_the_optimizer_alone() -> None:
+    job, model = stack_job(), Stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = flags_of(optimizer)
+    absent = bf.UnitAction(fqn="absent", action=bf.Action.RECOMPUTE)
+    with pytest.raises(UnknownNameError):
+        bf.apply(
+            bf.Settings(
+                micro_batch_size=2, units=(absent,), optimizer_implementation=OptimizerImplementation.FUSED
+            ),
+            job,
+            model,
+            optimizer,
+        )
+    assert flags_of(optimizer) == before
+
+
+def test_the_path_of_a_plan_is_told_from_a_plan() -> None:
+    job, model = stack_job(), Stack()
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls: list[Callable[[Any], object]] = [
+        lambda plan: bf.fit(job, plan),
+        lambda plan: bf.Trainer(job, plan),
+        lambda plan: bf.measure(job, plan),
+        lambda plan: bf.verify(job, plan),
+        lambda plan: bf.apply(plan, job, model, optimizer),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match=r'plan is a str; load it: bf\.Plan\.load\("p\.json"\)'):
+            call("p.json")
+        with pytest.raises(UsageError, match=r"plan is a PosixPath; load it"):
+            call(Path("p.json"))
+
+
+def test_arguments_in_another_order_are_told() -> None:
+    job, model, settings = stack_job(), Stack(), bf.Settings(micro_batch_size=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UsageError, match=r"plan is a Job.*order is apply\(plan, job, model, optimizer\)"):
+        bf.apply(job, settings, model, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"order is fit\(job, plan\)"):
+        bf.fit(settings, job)  # type: ignore[arg-type]

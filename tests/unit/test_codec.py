@@ -81,6 +81,7 @@ def test_a_document_becomes_the_record_that_its_annotations_describe() -> None:
         ('{"colour": "red", "parts": [], "seconds": "1"}', r"field `seconds`: expected `float`"),
         ("[1]", r"expected `object`"),
         ("", "not valid JSON"),
+        ('{"colour": }', "JSON is malformed"),
         ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
     ],
 )

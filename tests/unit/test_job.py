@@ -227,3 +227,15 @@ def test_samples_that_do_not_tell_how_many_they_are_are_refused() -> None:
     job = replace(a_job(), data=lambda: bf.Data(train=UnsizedSamples()))
     with pytest.raises(UsageError, match="do not say how many samples"):
         bf.fit(job, SETTINGS, epochs=1, show_progress=False)
+
+
+def test_a_loss_with_other_arguments_is_refused_with_how_it_is_called() -> None:
+    with pytest.raises(UsageError, match=r"called as loss\(model, batch\), and takes other arguments"):
+        bf.Job(model=lambda: nn.Linear(2, 2), loss=lambda output: output.sum(), batch=lambda n: None)
+    with pytest.raises(UsageError, match=r"called as loss\(embeddings\)"):
+        bf.Job(
+            model=lambda: nn.Linear(2, 2),
+            embed=lambda model, batch: model(batch),
+            loss=lambda model, batch: model(batch).sum(),
+            batch=lambda n: None,
+        )

@@ -1,49 +1,59 @@
-"""What a user asks of a plan is declared once: the command line and `brimful.plan` agree with the record."""
+"""An option is declared once: Python functions, type checkers and the command line agree with the records."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import fields
-from typing import get_type_hints
+from typing import Any
 
 import pytest
 
 import brimful as bf
-from brimful.cli.options import field_docstrings
-from brimful.options import PlanOptions
-from brimful.settings import Precision
+from brimful.options import LoopOptions, PlanKeywords, PlanOptions, field_docstrings
+from brimful.settings import Action
 from brimful.trainer.options import TrainKeywords, TrainOptions
 
-BESIDES = {"job", "device", "global_batch_size", "world_size", "num_nodes", "network"}
-"""Parameters of `bf.plan` that say what is planned, and for what."""
+TAKERS = [(bf.plan, PlanOptions), (bf.fit, TrainOptions), (bf.Trainer, TrainOptions)]
 
 
-def test_bf_plan_takes_every_option_with_the_same_default() -> None:
-    parameters = inspect.signature(bf.plan).parameters
-    assert set(parameters) - BESIDES == {field.name for field in fields(PlanOptions)}
-    same = {"recompute": {None: "auto"}, "precision": {Precision.FP32: "fp32"}}
-    for field in fields(PlanOptions):
-        default = parameters[field.name].default
-        assert same.get(field.name, {}).get(default, default) == field.default, field.name
-
-
-def test_the_trainer_takes_every_train_option_with_the_same_default() -> None:
-    names = [field.name for field in fields(TrainOptions)]
-    shown = inspect.signature(bf.Trainer).parameters
-    assert list(shown) == ["job", "plan", *names]
-    assert list(get_type_hints(TrainKeywords)) == names
-    assert get_type_hints(TrainKeywords) == get_type_hints(TrainOptions)
-    with pytest.raises(TypeError, match="epoch_count"):
-        bf.Trainer(None, None, epoch_count=1)  # type: ignore[arg-type, call-arg]
-
-
-def test_bf_fit_takes_train_options_with_the_same_default() -> None:
-    parameters = inspect.signature(bf.fit).parameters
-    for field in fields(TrainOptions):
+@pytest.mark.parametrize(("function", "record"), TAKERS)
+def test_functions_show_every_option_with_its_default_and_its_help(
+    function: Callable[..., Any], record: type
+) -> None:
+    parameters = inspect.signature(function).parameters
+    documented = inspect.getdoc(function) or ""
+    for field in fields(record):
         assert parameters[field.name].default == field.default, field.name
+        assert f"\n    {field.name}: " in documented
+    assert "**options" not in documented
 
 
-@pytest.mark.parametrize("record", [PlanOptions, TrainOptions])
+@pytest.mark.parametrize(("keywords", "record"), [(PlanKeywords, PlanOptions), (TrainKeywords, TrainOptions)])
+def test_type_checkers_know_every_option(keywords: type, record: type) -> None:
+    assert list(keywords.__annotations__) == [field.name for field in fields(record)]
+
+
+def test_what_is_not_an_option_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Trainer\(\) has no option 'epoch_count'"):
+        bf.Trainer(None, None, epoch_count=1)  # type: ignore[arg-type, call-arg]
+    with pytest.raises(TypeError, match=r"fit\(\) has no option 'epoch'; did you mean epochs\?"):
+        bf.fit(None, None, epoch=1)  # type: ignore[arg-type, call-arg]
+    with pytest.raises(TypeError, match=r"plan\(\) has no option 'bugdet'; did you mean budget\?"):
+        bf.plan(None, bugdet="50%")  # type: ignore[arg-type, call-arg]
+    with pytest.raises(TypeError, match=r"plan\(\) has no option 'xyz'; help\(brimful\.plan\) lists them"):
+        bf.plan(None, global_batch_size=1, xyz=1)  # type: ignore[arg-type, call-arg]
+
+
+def test_options_are_kept_as_text_whatever_their_form() -> None:
+    given: PlanKeywords = {"budget": 11 * 2**30, "precision": ["bf16", "fp32"], "recompute": Action.RECOMPUTE}
+    assert PlanOptions.of(given) == PlanOptions(budget="11811160064B", precision="bf16,fp32", recompute="all")
+    assert PlanOptions.of({"recompute": None, "allow_optimizers": "adafactor"}) == PlanOptions(
+        allow_optimizers=("adafactor",)
+    )
+
+
+@pytest.mark.parametrize("record", [LoopOptions, PlanOptions, TrainOptions])
 def test_every_option_has_its_help_below_it(record: type) -> None:
     assert field_docstrings(record).keys() == {field.name for field in fields(record)}
     assert all(text.endswith((".", "…")) for text in field_docstrings(record).values())

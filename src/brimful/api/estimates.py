@@ -1,4 +1,4 @@
-"""What a job takes, on a device that need not be here: estimates, traces, a comparison of GPUs."""
+"""Estimates, traces and GPU comparisons for a job, on a device that need not be in this machine."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
+from brimful.options import PrecisionLike
 from brimful.planner import (
     GpuSurvey,
     survey_gpus,
@@ -24,7 +25,6 @@ from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.quantities import parse_bytes
 from brimful.requests import (
-    PrecisionLike,
     parse_implementation,
     parse_precision,
     parse_recompute,
@@ -60,31 +60,31 @@ def estimate(
     without: Collection[str] = (),
     save_trace: str | Path | None = None,
 ) -> Estimate:
-    """Predict what one optimizer step takes, without running it.
+    """Predict peak memory and time of one optimizer step, without running it.
 
-    A job with a `loop` of its own is estimated as that loop runs; precision, accumulation and optimizer are
-    then the loop's.
+    For a job with its own `loop`, that loop is captured as it is written; it then decides precision, gradient
+    accumulation and optimizer.
 
     Args:
-        job: What is trained.
+        job: The job to estimate.
         device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
         micro_batch_size: Samples in one forward and backward pass.
-        gradient_accumulation_steps: Passes per optimizer step.
+        gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
-        optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
-        optimizer_implementation: "for-loop", "foreach" or "fused"; None leaves it to torch.
-        recompute: "all" recomputes every unit, "none" keeps everything.
+        optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
+        optimizer_implementation: "for-loop", "foreach" or "fused"; None uses torch's default.
+        recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
         optimizer_in_backward: Update each parameter in backward, as soon as its gradient is complete.
-        offload_optimizer: Keep the optimizer's state in the host's memory and update there.
-        budget: Judge against this size instead of the device's capacity.
-        allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
-        compare_allocators: Also tell what other settings of the allocator would change.
-        evaluate: Also tell what an evaluation of one micro-batch takes after a step.
-        without: Names of corrections to leave out, to see what they change.
+        offload_optimizer: Keep the optimizer state in host memory and compute the update there.
+        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity.
+        allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
+        compare_allocators: Also predict the same step under other allocator settings.
+        evaluate: Also predict the evaluation of one micro-batch after a step.
+        without: Names of corrections to disable, to see what they change.
         save_trace: Write the captured steps to this file; see `Trace.save`.
 
     Returns:
-        Peaks, what holds them, time, and whether it fits.
+        Peak memory with its breakdown, step time, and whether the step fits.
 
     Raises:
         UsageError: An argument is invalid.
@@ -129,20 +129,20 @@ def estimator(
     budget: str | float | None = None,
     allocator: str | AllocatorSettings = DEFAULT_ALLOCATOR,
 ) -> Estimator:
-    """Predict any micro-batch size from captures at two.
+    """Predict a step at any micro-batch size, from captures at two sizes.
 
     Args:
-        job: What is trained.
+        job: The job to estimate.
         device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
-        gradient_accumulation_steps: Passes per optimizer step.
+        gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
-        optimizer: Replaces the job's own: "adamw", "sgd", "adafactor", …
-        recompute: "all" recomputes every unit, "none" keeps everything.
-        budget: Judge against this size instead of the device's capacity.
-        allocator: How PyTorch's CUDA allocator is set, as in PYTORCH_ALLOC_CONF.
+        optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
+        recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
+        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity.
+        allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF.
 
     Returns:
-        `at(size)` estimates a micro-batch, `largest()` finds the largest that fits.
+        An estimator: `at(size)` estimates one micro-batch size, `largest()` finds the largest that fits.
 
     Raises:
         UsageError: An argument is invalid.
@@ -179,20 +179,20 @@ def gpus(
     split_batch_norm: bool = False,
     devices: Sequence[DeviceLike] | None = None,
 ) -> GpuSurvey:
-    """Which GPUs train a job, how, and how fast.
+    """Compare GPUs for a job: which can train it, with which settings, and how fast.
 
     Args:
-        job: What is trained.
+        job: The job to train.
         global_batch_size: Samples per optimizer step.
-        precision: Of plain training; GPUs without it are judged in fp32.
-        optimizer: Replaces the job's own.
+        precision: Precision of plain training; GPUs without it use fp32.
+        optimizer: Name of an optimizer that replaces the job's own.
         split_batch_norm: Permit splitting a batch that BatchNorm couples, or a layer that changes its
             buffers in each forward, such as spectral norm.
-        devices: Those to try; None tries all of the hardware table.
+        devices: GPUs to compare; None compares all in the hardware table.
 
     Returns:
-        One record for each: plain training's peak, the fastest of some settings that fit, or what would fit.
-        Printed, they are a table.
+        One record per GPU: the peak memory of plain training, and the fastest of the settings tried that fit,
+        or what would fit. It prints as a table.
 
     Raises:
         UsageError: An argument is invalid.
@@ -231,15 +231,15 @@ def gpus(
 
 
 def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:
-    """Capture a step as a record that can be saved and read without torch.
+    """Capture training steps as a record that can be saved, and read without torch.
 
     Args:
-        job: What is trained.
-        settings: How.
-        device: The device whose decisions are followed.
+        job: The job to capture.
+        settings: How its steps run.
+        device: The target device; the capture follows its choice of kernels.
 
     Returns:
-        So many optimizer steps that the last one is steady: two, of a job's own loop three.
+        Two optimizer steps, or three of a job's own loop, so that the last one is steady.
 
     Raises:
         CaptureError: The step cannot be run on fake tensors.
@@ -248,7 +248,7 @@ def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") ->
 
 
 LOOP_STEPS = 3
-"""Optimizer steps that a job's own loop makes: its state is made in the first, the third is steady."""
+"""Captured steps of a job's own loop: the first creates the optimizer state, the third is steady."""
 
 
 def _steps_of(job: Job) -> int:

@@ -1,4 +1,4 @@
-"""Plans in force on this machine: verified, applied to a model, measured, trained by."""
+"""Use a plan on this machine: verify it, apply it to a model, measure it, train with it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from brimful.errors import InterruptedRunError, UsageError
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.setup import choose_device
 from brimful.job import Job
+from brimful.options import takes_options
 from brimful.planner import (
     Plan,
+    settings_of,
 )
 from brimful.profiling import (
     check_may_split,
@@ -30,27 +32,27 @@ from brimful.settings import (
 )
 from brimful.status import busy
 from brimful.trainer import Trainer
-from brimful.trainer.options import TrainKeywords, takes_train_options
+from brimful.trainer.options import TrainKeywords, TrainOptions
 
 
 @busy("comparing with plain training")
 def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> EquivalenceReport:
-    """Compare a batch under a plan with plain training, really computed on this machine.
+    """Compare one batch under a plan with plain training, by running both on this machine.
 
     Args:
-        job: What is trained; its model is built or copied, and stays as it is.
-        plan: The plan, or settings.
-        device: "cpu" or "cuda". None takes the kind that the plan is for; where this machine has none, its CPU
-            stands in, with a few samples.
-        seed: Of the weights, the batch and dropout.
+        job: The job to verify; its model is built or copied, and never changed.
+        plan: A plan, or settings.
+        device: "cpu" or "cuda". None takes the kind of device that the plan is for; if this machine has none,
+            its CPU is used with a few samples.
+        seed: Seeds the weights, the batch and dropout.
 
     Returns:
-        Whether loss, gradients and buffers are the same, and within what bound where they cannot be.
+        Whether loss, gradients and buffers are equal, or within which bound where they cannot be.
 
     Raises:
-        UsageError: There is no such device.
+        UsageError: This machine has no such device.
     """
-    settings = plan.settings if isinstance(plan, Plan) else plan
+    settings = settings_of(plan, order="verify(job, plan)")
     is_stand_in = (
         device is None
         and isinstance(plan, Plan)
@@ -72,28 +74,34 @@ def apply(
     verify: bool = True,
     recover: bool = True,
 ) -> PlannedStep:
-    """Put a plan in force in a training loop of one's own.
+    """Use a plan in your own training loop.
 
     Args:
-        plan: The plan, or plain settings.
-        job: Its loss and count are used.
-        model: Trained in place; parameters, buffers and `state_dict` keys stay as they are.
-        optimizer: Over the parameters of `model`.
-        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
-        verify: Before the first step, compare the loss of a few samples with that of their parts if the plan
-            splits batches: EquivalenceError if they differ, a warning where that cannot be known.
-        recover: Where memory runs out, run the step again, then with smaller micro-batches; see
+        plan: A plan, or settings.
+        job: Provides `loss` and `count`.
+        model: Trained in place; its parameters, buffers and `state_dict` keys stay the same.
+        optimizer: An optimizer over the parameters of `model`. It runs in the plan's implementation, such as
+            fused, until `step.remove()`.
+        max_gradient_norm: Clip gradients to this norm; None does not clip.
+        verify: If the plan splits batches, compare the loss of a few samples with that of their parts before
+            the first step: EquivalenceError if they differ, a warning if that cannot be checked.
+        recover: When memory runs out, run the step again, then with smaller micro-batches; see
             `outcome.recoveries`. False raises the error.
 
     Returns:
-        `step(global_batch)` makes one optimizer step; where it raises, everything is as before the call (see
-        `PlannedStep`). `step.remove()` leaves the model as it was. Within `step.loading()`,
-        `optimizer.load_state_dict` brings its state to where the plan has it.
+        A step function: `step(global_batch)` runs one optimizer step. A call that raises leaves everything as
+        before it, except `PartialUpdateError`: load your last checkpoint then (see `PlannedStep`).
+        `step.remove()` restores model and optimizer. Within `step.loading()`, `optimizer.load_state_dict` puts
+        the state where the plan keeps it.
 
     Raises:
+        UsageError: An argument is of another kind, the arguments are in another order, or the settings
+            contradict the job, the model or the optimizer.
         UnknownNameError: The plan names a unit that the model does not have.
+        PartialUpdateError: Raised by a call of the step function: an update could be neither finished nor
+            undone.
     """
-    settings = plan.settings if isinstance(plan, Plan) else plan
+    settings = settings_of(plan, order="apply(plan, job, model, optimizer)")
     permits_layers = isinstance(plan, Plan) and plan.asked.split_batch_norm
     return PlannedStep(
         settings,
@@ -109,26 +117,27 @@ def apply(
 
 @busy("measuring")
 def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Measurement:
-    """Run a few real steps and measure what they take.
+    """Run a few real steps and measure their memory and time.
 
     Args:
-        job: What is trained; its model is built anew.
-        plan: The plan, or plain settings.
-        device: A torch device: "cpu", "cuda". None takes the kind that the plan is for, or for settings the GPU
-            if there is one.
+        job: The job to measure; its model is built again, or copied.
+        plan: A plan, or settings.
+        device: A torch device: "cpu", "cuda". None takes the kind of device that the plan is for; for settings,
+            the GPU if there is one.
         seed: Seeds the weights and the batch.
 
     Returns:
-        The measured twin of `estimate`, with what the plan predicted beside it.
+        The measured counterpart of `estimate`, with the plan's predictions beside it.
 
     Raises:
         UsageError: This machine has no such device.
     """
+    settings = settings_of(plan, order="measure(job, plan)")
     if not isinstance(plan, Plan):
-        return measure_step(job, plan, device=choose_device(device, None), seed=seed)
+        return measure_step(job, settings, device=choose_device(device, None), seed=seed)
     where = choose_device(device, plan.device_kind)
-    measured = measure_step(replace(job, loop=None), plan.settings, device=where, seed=seed)
-    if where.type != plan.device_kind:  # what was predicted for one kind of device is no twin of another's
+    measured = measure_step(replace(job, loop=None), settings, device=where, seed=seed)
+    if where.type != plan.device_kind:  # predictions for another kind of device do not compare
         return measured
     return replace(
         measured,
@@ -139,28 +148,29 @@ def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
     )
 
 
-@takes_train_options
+@takes_options(TrainOptions, TrainKeywords)
 def fit(
     job: Job, plan: Plan | Settings, *, compare_plain: bool = False, **options: Unpack[TrainKeywords]
 ) -> tuple[TrainingResult, TrainingResult | None]:
-    """Train by a plan, on request after plain training for comparison.
+    """Train with a plan, optionally after plain training for comparison.
 
     Args:
-        job: What is trained.
-        plan: The plan, or plain settings.
-        compare_plain: Train without the plan first, from the same seed, on the same batches; nothing of that
-            run is saved, and callbacks are not called.
-        **options: Those of `TrainOptions`, by name.
+        job: The job to train.
+        plan: A plan, or settings.
+        compare_plain: Train without the plan first, with the same seed and the same batches. That run is not
+            saved and calls no callbacks.
+        **options: The fields of `TrainOptions`.
 
     Returns:
-        The planned run, and the plain one or None.
+        The results of the planned run, and of the plain run or None.
 
     Raises:
-        UsageError: A comparison is wanted and `plan` does not say what plain training is.
-        ResumeError: No save is whole, or they are of another run.
+        UsageError: `compare_plain` is set, and `plan` is settings, which do not describe plain training.
+        ResumeError: There is no complete checkpoint, or the checkpoints are of another run.
         TrainingError: Training stopped; the message says where the last good weights are.
-        InterruptedRunError: It was stopped on request before the plan's own run.
+        InterruptedRunError: Training was stopped on request before the plan's own run.
     """
+    settings_of(plan, order="fit(job, plan)")  # refuses what is neither a plan nor settings
     if options.get("device") is None:  # the same for both runs
         options["device"] = choose_device(None, plan.device_kind if isinstance(plan, Plan) else None)
     trainer = Trainer(job, plan, **options)

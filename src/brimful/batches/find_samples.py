@@ -28,7 +28,7 @@ _MOST_ENTRIES_NAMED = 8
 
 
 class WholeBatchError(BatchError):
-    """A batch in which samples cannot be told apart."""
+    """A batch whose samples cannot be identified, so that it cannot be split."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +37,16 @@ class SampleLocations:
 
     samples: int
     dim: int = 0
-    """Of tensors with as many dimensions; of those with fewer it is the first."""
+    """Batch dimension of tensors that have it; for tensors with fewer dimensions it is the first."""
     has_lists: bool = False
-    """Whether lists have an entry for each sample."""
+    """Whether lists have one entry per sample."""
     plain: frozenset[int] = frozenset()
-    """Identities of lists beside them, such as names of files, that have one too."""
+    """Identities of further lists with one entry per sample, such as file names."""
     is_certain: bool = True
-    """Whether this holds even where all tensors agree in their first dimension."""
+    """Whether this holds even if all tensors agree in their first dimension."""
 
     def is_leaf(self, entry: Any) -> bool:
-        """Whether a part of the batch has a sample at each of its places."""
+        """Whether a part of the batch has one entry per sample."""
         is_list = self.has_lists and (_is_sample_list(entry) or id(entry) in self.plain)
         return is_list or _is_sampled(entry)
 
@@ -55,17 +55,17 @@ def find_samples(batch: Batch, dim: int | None = None, *, expected: int | None =
     """Find the samples of a batch.
 
     Args:
-        batch: A nest of tensors.
-        dim: The dimension of its tensors that is the samples; None finds them.
-        expected: How many there should be. It decides where lists have so many entries, and all tensors agree
-            in a first dimension that is larger.
+        batch: Nested tensors.
+        dim: The batch dimension of its tensors; None finds the samples.
+        expected: The expected number of samples. It decides where lists have this number of entries, and all
+            tensors agree in a larger first dimension.
 
     Returns:
-        How many there are, and where.
+        The number of samples, and where they are.
 
     Raises:
-        WholeBatchError: They cannot be told apart.
-        BatchError: There is no tensor with dimensions, or one has no values.
+        WholeBatchError: The samples cannot be identified.
+        BatchError: No tensor has dimensions, or a tensor has no values.
     """
     check_tensors(batch)
     if not any(tensor.ndim for _path, tensor in named_tensors(batch)):
@@ -145,10 +145,10 @@ def _is_sample_record(value: Any) -> bool:
 
 
 def _in_lists(batch: Batch) -> SampleLocations | None:
-    """Lists of samples, all equally long, and beside them as many rows; None if there are no such lists.
+    """Lists of samples, all of the length of the other tensors' first dimension; None if there are none.
 
-    It is certain where a list of dicts is beside other entries: targets. One list of dicts alone may as well be
-    a pair of inputs with the same names, each for all samples, and a list of tensors a pair of inputs.
+    It is certain if a list of dicts (targets) is next to other entries. A single list of dicts may also be a
+    pair of inputs with the same names, each for all samples, and a list of tensors a pair of inputs.
     """
     leaves = [leaf for _path, leaf in named_where(batch, _is_sampled_or_list)]
     lists = [leaf for leaf in leaves if not _is_sampled(leaf)]
@@ -208,7 +208,7 @@ def _check_tensor(path: str, tensor: Tensor) -> None:
 
 
 def _in_rows(batch: Batch, dim: int) -> SampleLocations:
-    """All tensors with dimensions have as many samples, and so have batches of graphs."""
+    """All tensors with dimensions, and batches of graphs, have the same number of samples."""
     leaves = [leaf for _path, leaf in named_where(batch, _is_sampled)]
     counts = {_count_of(leaf, dim) for leaf in leaves} - {None}
     if len(counts) != 1:

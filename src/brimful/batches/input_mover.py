@@ -1,7 +1,7 @@
-"""How a micro-batch comes from the host to where the model is.
+"""Moves micro-batches from the host to the model's device.
 
-To another device it is copied. On a CPU the batch is there already, and the loss works on the batch itself. If
-it writes to some of its tensors in place, those are copied from then on, so that a step can be repeated.
+Batches are copied to other devices. On a CPU the loss works on the batch itself. Tensors that it changes
+in-place are copied from then on, so that a step can be repeated.
 
 Private torch API used here: `Tensor._version` (checked: torch 2.13).
 """
@@ -19,10 +19,10 @@ from brimful.job import Batch
 
 
 class InputMover:
-    """Brings micro-batches to a model, for `run_step`.
+    """Moves micro-batches to the model's device, for `run_step`.
 
     Args:
-        copy: Makes the copy on the device of a tensor, of which it is told where in the batch it is.
+        copy: Copies a tensor to the device; called with its path in the batch and the tensor.
         is_there: Whether the batch is in the device's memory already.
     """
 
@@ -31,31 +31,31 @@ class InputMover:
         self._is_there = is_there
         self._lends = is_there
         self._lent: list[tuple[str, Tensor, int]] = []
-        """Tensors that the loss works on: where they are in the batch, and their version before."""
+        """Tensors that the loss works on: their path in the batch, the tensor, and its version before."""
         self.written: frozenset[str] = frozenset()
-        """Tensors of a batch that the loss was seen to write to, by the expressions that reach them."""
+        """Paths of tensors of a batch that the loss has changed in-place."""
         self.changed: frozenset[str] = frozenset()
-        """Those of the latest step's batch that are not as they were."""
+        """Those changed in the latest step's batch."""
 
     @classmethod
     def to(cls, device: torch.device | str) -> InputMover:
         """A mover for real batches on the host.
 
         Args:
-            device: Where the model is.
+            device: The model's device.
 
         Returns:
-            One that copies unless the device is the CPU.
+            A mover that copies unless the device is the CPU.
         """
         is_there = torch.device(device).type == "cpu"
         return cls(lambda _path, tensor: tensor.to(device, copy=True, non_blocking=True), is_there=is_there)
 
     @classmethod
     def copying_to(cls, device: torch.device | str) -> InputMover:
-        """One that always copies, on a CPU too, so that the batch stays as it is.
+        """A mover that always copies, also on a CPU, so that the batch never changes.
 
         Args:
-            device: Where the model is.
+            device: The model's device.
 
         Returns:
             The mover.
@@ -66,10 +66,10 @@ class InputMover:
         """The micro-batch on the device.
 
         Args:
-            batch: On the host. On a CPU what is returned shares its memory.
+            batch: A batch on the host. On a CPU the result shares its memory.
 
         Returns:
-            The same nest.
+            The same nested structure.
         """
         self._find_writes()
         paths = iter([path for path, _tensor in named_tensors(batch)])
@@ -77,10 +77,10 @@ class InputMover:
 
     @contextmanager
     def one_step(self, *, repeats: bool = False) -> Iterator[None]:
-        """Around the step of a global batch, which is not held on to afterwards.
+        """Open during the step of a global batch; references to the batch are dropped afterwards.
 
         Args:
-            repeats: Whether the step uses each micro-batch more than once, for which it must be as it was.
+            repeats: Whether the step uses each micro-batch more than once, so that it must not change.
 
         Yields:
             Nothing.
@@ -101,4 +101,4 @@ class InputMover:
         if not self._lends or path in self.written or tensor.requires_grad or tensor.is_inference():
             return self._copy(path, tensor)
         self._lent.append((path, tensor, tensor._version))
-        return tensor.detach()  # of its own: whether it requires a gradient is the loss's to say
+        return tensor.detach()  # a separate tensor: the loss decides whether it requires a gradient

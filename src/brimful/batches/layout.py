@@ -1,8 +1,8 @@
-"""Where the samples of a batch are: counting, splitting, resizing and selecting them.
+"""Count, split, resize and select the samples of a batch.
 
-A job's own functions say it, `Job(split=…, collate=…)`, or else `find_samples.py` finds them in each
-batch. What belongs to a batch as a whole is carried along unchanged. A batch in which samples cannot be told
-apart is one whole: it is never split, and nothing is asked of it.
+A job's own functions define the samples, `Job(split=…, collate=…)`; otherwise `find_samples.py` finds them in
+each batch. Entries that belong to the batch as a whole are passed on unchanged. A batch whose samples cannot be
+identified is never split.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from brimful.job import Batch, Job
 
 
 class _Selection(Protocol):
-    """Some of the samples."""
+    """A selection of samples."""
 
     def of_tensor(self, tensor: Tensor, dim: int) -> Tensor:
-        """Of a tensor that has them in a dimension."""
+        """Select from a tensor with samples in dimension `dim`."""
 
     def of_list(self, samples: Sequence[Any]) -> list[Any]:
-        """Of a list of them."""
+        """Select from a list of samples."""
 
 
 class _Range(NamedTuple):
-    """From one up to another."""
+    """A range of samples."""
 
     start: int
     stop: int
@@ -65,7 +65,7 @@ class _Range(NamedTuple):
 
 
 class _Indices(NamedTuple):
-    """In the order of indices."""
+    """Samples at some indices, in their order."""
 
     indices: Tensor
 
@@ -77,7 +77,7 @@ class _Indices(NamedTuple):
 
 
 class _Repeated(NamedTuple):
-    """All of them some times, and then the first once more."""
+    """All samples repeated `times` times, and then the first `rest` samples."""
 
     times: int
     rest: int
@@ -91,30 +91,30 @@ class _Repeated(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchLayout:
-    """How the samples of a job's batches are found; see `layout_of`."""
+    """Finds the samples of a job's batches; see `layout_of`."""
 
     batch_dim: int | None = None
     """As in `Job`."""
     to_samples: Callable[[Batch], Sequence[Any]] | None = None
     """`Job.split`."""
     collate: Callable[[list[Any]], Batch] | None = None
-    """`Job.collate`, there if `to_samples` is."""
+    """`Job.collate`; given if `to_samples` is."""
     whole: int = 1
-    """How many samples a batch counts for in which they cannot be told apart."""
+    """Number of samples that a batch counts as if they cannot be identified."""
     expected: int | None = None
     """As in `find_samples`; None if batches may have any number of samples."""
 
     def count(self, batch: Batch) -> int:
-        """Samples in a batch.
+        """Count the samples in a batch.
 
         Args:
-            batch: A nest of tensors.
+            batch: Nested tensors.
 
         Returns:
-            How many there are, perhaps 0; `whole` if they cannot be told apart.
+            The number of samples, at least 0; `whole` if they cannot be identified.
 
         Raises:
-            BatchError: There is no tensor with dimensions, or one has no values.
+            BatchError: No tensor has dimensions, or a tensor has no values.
         """
         if self.to_samples is not None:
             return len(self._samples(batch))
@@ -146,29 +146,29 @@ class BatchLayout:
         return find_samples(batch, self.batch_dim, expected=self.expected)
 
     def copies(self, batch: Batch) -> bool:
-        """Whether the parts of a batch have memory of their own, and are no views of it."""
+        """Whether the parts of a batch are copies, not views of it."""
         if self.to_samples is not None or self.batch_dim:
             return True
         return any(True for _ in named_where(batch, is_graph_batch))
 
     def samples_vary_in_size(self, batch: Batch) -> bool:
-        """Whether samples may differ in size, so that micro-batches of as many samples differ in memory."""
+        """Whether samples may differ in size, so that micro-batches of equal sample count differ in memory."""
         if self.to_samples is not None or any(True for _ in named_where(batch, is_graph_batch)):
             return True
         return self.why_whole(batch) is None and self._found(batch).has_lists
 
     def split(self, batch: Batch, micro_batch_size: int) -> list[Batch]:
-        """The micro-batches of a batch.
+        """Split a batch into micro-batches.
 
         Args:
-            batch: At least one sample.
-            micro_batch_size: Samples in each micro-batch; the last one may have fewer.
+            batch: A batch of at least one sample.
+            micro_batch_size: Samples per micro-batch; the last one may have fewer.
 
         Returns:
-            Parts, in the order of the samples; the batch itself where it is one micro-batch.
+            The parts, in the order of the samples; the batch itself if it is one micro-batch.
 
         Raises:
-            BatchError: `batch` has no sample, or more than a micro-batch that cannot be told apart.
+            BatchError: `batch` has no samples, or has to be split and its samples cannot be identified.
             UsageError: `micro_batch_size` is below 1.
         """
         _check_positive("micro_batch_size", micro_batch_size)
@@ -179,18 +179,18 @@ class BatchLayout:
         return self._selected(batch, [_Range(start, stop) for start, stop in bounds])
 
     def part(self, batch: Batch, start: int, stop: int) -> Batch:
-        """The samples of a batch from one up to another; views, but for graphs and dimensions after the first.
+        """Samples `start` to `stop` of a batch; views, except of graphs and of later batch dimensions.
 
         Args:
-            batch: Any.
-            start: The first sample.
-            stop: The one after the last.
+            batch: A batch.
+            start: Index of the first sample.
+            stop: Index after the last sample.
 
         Returns:
             A batch of `stop` - `start` samples.
 
         Raises:
-            BatchError: They cannot be told apart.
+            BatchError: The samples cannot be identified.
         """
         (part,) = self._selected(batch, [_Range(start, stop)])
         return part
@@ -199,14 +199,14 @@ class BatchLayout:
         """The samples at some indices, copied.
 
         Args:
-            batch: Where to take them from.
+            batch: The batch to take them from.
             indices: 1-dimensional, int64; on any device.
 
         Returns:
-            A batch of as many samples as there are indices, in their order.
+            A batch with one sample per index, in their order.
 
         Raises:
-            BatchError: They cannot be told apart.
+            BatchError: The samples cannot be identified.
         """
         (taken,) = self._selected(batch, [_Indices(indices)])
         return taken
@@ -215,14 +215,14 @@ class BatchLayout:
         """A batch cut or repeated to a number of samples.
 
         Args:
-            batch: At least one sample.
-            samples: How many to return.
+            batch: A batch of at least one sample.
+            samples: Number of samples to return.
 
         Returns:
-            Sample i is the batch's sample i modulo its size.
+            A batch whose sample i is the sample i modulo its size of `batch`.
 
         Raises:
-            BatchError: `batch` has no sample, or they cannot be told apart.
+            BatchError: `batch` has no samples, or they cannot be identified.
             UsageError: `samples` is below 1.
         """
         _check_positive("samples", samples)
@@ -274,15 +274,15 @@ class BatchLayout:
 
 
 def layout_of(job: Job, *, whole: int = 1, expected: int | None = None) -> BatchLayout:
-    """How the samples of a job's batches are found.
+    """The layout that finds the samples of a job's batches.
 
     Args:
-        job: Its `batch_dim`, or its `split` and `collate`, say it.
-        whole: How many samples a batch counts for in which they cannot be told apart.
-        expected: How many samples a full batch has, if it is known.
+        job: Its `batch_dim`, or its `split` and `collate`, define the samples.
+        whole: Number of samples that a batch counts as if they cannot be identified.
+        expected: Number of samples in a full batch, if known.
 
     Returns:
-        What counts and splits its batches.
+        A layout that counts and splits the job's batches.
     """
     return BatchLayout(
         batch_dim=job.batch_dim, to_samples=job.split, collate=job.collate, whole=whole, expected=expected
@@ -290,18 +290,18 @@ def layout_of(job: Job, *, whole: int = 1, expected: int | None = None) -> Batch
 
 
 def make_batch(job: Job, samples: int) -> Batch:
-    """A batch for a job, of the number of samples asked for.
+    """Make a batch with a number of samples for a job.
 
     Args:
-        job: Its `batch` makes the batch, or is a real one to be resized. One that cannot be split is one sample
-            if it is real; of a function it is as many as were asked for.
-        samples: How many the batch is to have.
+        job: Its `batch` makes the batch, or is a real batch to resize. A batch that cannot be split counts as
+            one sample if it is real, as `samples` if a function returned it.
+        samples: Number of samples of the batch.
 
     Returns:
-        The batch, on the device that the job's own is on.
+        The batch, on the same device as the job's own.
 
     Raises:
-        BatchError: What `job.batch` returns has another number of samples, or is no batch.
+        BatchError: `job.batch` returned another number of samples, or something that is not a batch.
         UsageError: `samples` is below 1.
     """
     _check_positive("samples", samples)
@@ -374,17 +374,17 @@ def _check_takes_samples(job: Job) -> None:
 
 
 def why_not_split(job: Job, samples: int) -> str | None:
-    """Why a job's batches cannot be split, by one of them.
+    """Why a job's batches cannot be split, judged by one of them.
 
     Args:
-        job: Its `batch` makes the batch, or is a real one.
-        samples: Of the batch that would be split.
+        job: Its `batch` makes the batch, or is a real batch.
+        samples: Samples of the batch that would be split.
 
     Returns:
-        The reason; None if they can, or if there is one sample.
+        The reason; None if they can be split, or have a single sample.
 
     Raises:
-        BatchError: What `job.batch` returns is no batch.
+        BatchError: `job.batch` returned something that is not a batch.
     """
     if samples == 1:
         return None

@@ -110,7 +110,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor that is divided among ranks; any other tensor is its own."""
+    """This rank's shard of a sharded tensor; any other tensor itself."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     part: Any = getattr(tensor, "ds_tensor", None)  # DeepSpeed's

@@ -1,4 +1,4 @@
-"""Captures of one job on one device, each made once: what a search asks for repeatedly."""
+"""Cached captures of one job on one device, because a search needs the same ones repeatedly."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class CachedCapture:
     Garbage collection is off meanwhile: it would search the traces, which hold no reference cycles.
 
     Args:
-        job: What is trained.
-        device: Whose decisions the captures follow.
+        job: The job to capture.
+        device: The target device, whose choice of kernels the captures follow.
     """
 
     def __init__(self, job: Job, device: Device) -> None:
@@ -31,7 +31,7 @@ class CachedCapture:
         self._exit = ExitStack()
 
     def __call__(self, settings: Settings, steps: int = 1) -> Trace:
-        """The trace of so many optimizer steps under some settings."""
+        """The trace of `steps` optimizer steps under some settings."""
         key = settings, steps
         if key not in self._traces:
             self._traces[key] = self._capture(settings, steps)

@@ -107,7 +107,7 @@ class CapturedOptimizer:
 
 
 def _make_optimizer(job: Job, model: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer; one that looks at values of tables it makes (bitsandbytes) makes them as real tensors."""
+    """The optimizer; one that reads values of tables it makes (bitsandbytes) makes them as real tensors."""
     try:
         return make_optimizer(job, model, settings)
     except DataDependentOutputException:

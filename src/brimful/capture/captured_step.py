@@ -17,7 +17,7 @@ from brimful.capture.coupling import Coupling
 from brimful.capture.marks import mark_batch, mark_gradients, mark_model
 from brimful.capture.recording.recorder import Recorder
 from brimful.distributed.fsdp import Sharded, check_optimizer
-from brimful.execution.executor import StepExecutor
+from brimful.execution.executor import StepExecutor, Transfers
 from brimful.execution.hooks import StepHooks
 from brimful.job import Batch, Job
 from brimful.memory import pinned_bytes
@@ -88,9 +88,11 @@ class CapturedStep:
             model,
             self._optimizer.optimizer,
             device=torch.device("cpu"),
-            move=move,
-            prefetch=None if recorder.host_is_device else partial(_prefetch, move),
-            around_host=recorder.position.on_host,
+            transfers=Transfers(
+                move=move,
+                prefetch=None if recorder.host_is_device else partial(_prefetch, move),
+                around_host_update=recorder.position.on_host,
+            ),
         )
         self._mark_staging()
         self._optimizer.create_state(self._executor.call_update)

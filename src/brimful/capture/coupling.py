@@ -63,7 +63,7 @@ class Coupling:
         return (*map(self._plain_name, inside), *self._outside.changed)
 
     def _running_statistics(self) -> Iterator[str]:
-        """Norms of each sample by itself that keep statistics; no version tells that these change."""
+        """Per-sample norms that keep running statistics, whose tensor version does not change when they do."""
         for path, module in self._model.named_modules():
             is_other_norm = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)
             if is_other_norm and module.training and module.running_mean is not None:

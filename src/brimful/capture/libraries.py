@@ -14,11 +14,11 @@ from brimful.capture.replaced import replaced
 
 @contextmanager
 def answers_of_a_real_step() -> Iterator[None]:
-    """Let transformers take fake tensors for real ones while the context is open.
+    """Let transformers treat fake tensors as real ones while the context is open.
 
-    Where a tensor is fake, transformers builds an attention mask for each pair of tokens without asking whether
-    one is needed, which a real step does ask; and a mask rules out flash attention. It may ask here too: the
-    values it looks at are known, see `brimful.capture.values.known`.
+    For fake tensors, transformers always builds a full attention mask, while a real step first checks whether
+    one is needed; and a mask rules out flash attention. The check works here too, because the values that it
+    reads are known, see `brimful.capture.values.known`.
 
     Source: transformers.utils.import_utils, `is_tracing` and `is_fake_tensor` (checked: 5.23).
     """

@@ -79,7 +79,7 @@ def run_loop(
 
 
 class LoopSteps(NamedTuple):
-    """What a loop did."""
+    """Record of a loop's run."""
 
     steps: int
     """Optimizer steps it completed, at least 1."""

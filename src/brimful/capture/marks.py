@@ -1,4 +1,4 @@
-"""What the tensors of a training step hold, marked in the recorder."""
+"""Mark the contents of a training step's tensors in the recorder."""
 
 from __future__ import annotations
 

@@ -48,11 +48,11 @@ class CaptureSession:
     """Builds the model and the batch on fake tensors when it is made; `run` runs steps.
 
     Args:
-        job: What is trained.
-        settings: How.
-        device: The device whose decisions are followed.
-        rules: The corrections for it.
-        guess: What is assumed of values that decide sizes and are not known.
+        job: The job to capture.
+        settings: Settings of the step.
+        device: The target device, whose choice of kernels the capture follows.
+        rules: The corrections for that device.
+        guess: Assumption about unknown values that decide sizes.
         compiled: Notes code for `torch.compile`; in force.
     """
 

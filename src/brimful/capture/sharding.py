@@ -30,21 +30,21 @@ from brimful.errors import CaptureError
 from brimful.settings import Settings
 
 GATHERED = "gathered parameters"
-"""What the memory of a unit's whole parameters is called in a trace."""
+"""Label of the memory of a unit's gathered parameters in a trace."""
 
 
 @contextmanager
 def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
-    """Within, this process is the first of as many ranks as the settings say; the others are not there.
+    """Within, this process is the first of the settings' ranks; the other ranks do not exist.
 
     Args:
-        settings: Of what is captured.
+        settings: Settings of the capture.
 
     Yields:
-        The ranks.
+        The device mesh of the ranks.
 
     Raises:
-        CaptureError: This process is one of several already.
+        CaptureError: This process is already in a process group.
     """
     if dist.is_initialized():
         raise CaptureError(

@@ -30,32 +30,31 @@ def capture_step(
     without: Collection[str] = (),
     guess: Guess = Guess.EXPECTED,
 ) -> Trace:
-    """Run training steps on fake tensors and record what they do.
+    """Run training steps on fake tensors and record their ops and allocations.
 
     No weights are made and no GPU is needed. Optimizer state is created before the first step, so that every
-    step is a steady one; more steps only add to the history that the allocator has seen. A job's own loop is
-    run as it is.
+    step is a steady one; more steps only extend the history of the allocator. A job's own loop runs as it is.
 
     Args:
         job: Its model, loss, batch and optimizer are used as they are, or its loop.
-        settings: Their unit actions are applied to the model.
-        device: The device whose decisions are followed.
+        settings: Settings of the step; their unit actions are applied to the model.
+        device: The target device, whose choice of kernels the capture follows.
         steps: Optimizer steps to run, at least 1.
-        evaluates: Run the loss once more afterwards, without gradients and in evaluation mode.
-        without: Names of corrections to leave out.
-        guess: What is assumed of values that decide sizes and are not known, such as a router's choices.
+        evaluates: Also run the loss after the last step, without gradients and in evaluation mode.
+        without: Names of corrections to disable.
+        guess: Assumption about unknown values that decide sizes, such as a router's choices.
 
     Returns:
-        The trace. Of the micro-batches of a step it has at most two, but all of a job's own loop, which says
-        how many there are.
+        The trace. It has at most two micro-batches per step, but all micro-batches of a job's own loop, which
+        decides their number.
 
     Raises:
         CaptureError: The step cannot be run on fake tensors; the message names the line where it stopped.
         UnknownNameError: There is no correction of a name in `without`.
-        BrimfulError: The job is wrong in another way: its loss, its batch, its model.
+        BrimfulError: The job has another error, in its loss, batch or model.
     """
-    # Tensors of the batch that the loss writes to in place are copied on a CPU. They are found by a capture,
-    # and then the step is captured again.
+    # On a CPU, tensors of the batch that the loss changes in-place are copied. A first capture finds them, and
+    # then the step is captured again.
     written_inputs: frozenset[str] = frozenset()
     while True:
         report(f"capturing {settings.describe()}")
@@ -93,11 +92,11 @@ _HINTS = {
     "shape_env must not be None": _JAGGED,
     "nested_view_from_jagged": _JAGGED,
 }
-"""By what an error says: what cannot be captured, and what to take in its place."""
+"""Advice by text of an error: what cannot be captured, and what to use instead."""
 
 
 def _hint(error: Exception) -> str:
-    """What to do about an error of a captured step."""
+    """Advice for an error in a captured step."""
     known = (hint for said, hint in _HINTS.items() if said in str(error))
     real = "If a real step fails too, which brimful.measure runs, the error is the job's own."
     return next(known, real)

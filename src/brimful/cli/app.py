@@ -29,10 +29,10 @@ from brimful.cli.options import (
 )
 from brimful.cli.output import (
     asked_on_command_line,
-    errors_told,
     progress_shown,
     refuse,
     report_bad_usage,
+    report_errors,
     show,
     show_warning,
 )
@@ -63,7 +63,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
 ) -> None:
     if version:
-        with errors_told(as_json=False):
+        with report_errors(as_json=False):
             show(f"brimful {__version__}", dict, as_json=False)
         raise typer.Exit
 
@@ -112,7 +112,7 @@ def estimate(
     as_json: AsJson = False,
 ) -> None:
     """Predict the memory and time of one training step, without running it."""
-    with errors_told(as_json):
+    with report_errors(as_json):
         from brimful import api
         from brimful.prediction import Verdict
         from brimful.report import estimate_document
@@ -178,8 +178,8 @@ def gpus(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell which GPUs train a model, how, and how fast."""
-    with errors_told(as_json):
+    """Compare GPUs for a model: which can train it, how, and how fast."""
+    with report_errors(as_json):
         from brimful import api
         from brimful.report import gpus_document
 
@@ -231,7 +231,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Find the fastest way to train a global batch inside a memory budget."""
-    with errors_told(as_json):
+    with report_errors(as_json):
         if check is not None:
             _check_nothing_is_asked_beside_a_check(context)
             given = find_source(model, options)
@@ -277,7 +277,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine, in less than a minute, for better predictions of time."""
-    with errors_told(as_json):
+    with report_errors(as_json):
         from brimful import api
         from brimful.profiling import cache_path
         from brimful.report import calibration_document, calibration_text
@@ -290,7 +290,7 @@ def calibrate(
 
 
 def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
-    """A plan's file says how it was planned; only what it is checked against can be said beside it."""
+    """Refuse options other than what to check a plan against, because its file has the planning options."""
     against = {"model", "options", "seq_len", "image_size", "device", "budget", "check", "as_json"}
     asked = asked_on_command_line(context, lambda name: name not in against)
     if asked:
@@ -302,7 +302,7 @@ def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
 def _check(
     context: typer.Context, file: Path, given: JobSource | None, device: str, budget: str | None
 ) -> PlanCheck:
-    """A plan in a file against the job that is given, or else the built-in one it was made for."""
+    """Check a plan in a file against the given job, or else the built-in one that it was made for."""
     from brimful.planner import Plan
 
     kept = Plan.load(file)
@@ -313,7 +313,11 @@ def _check(
         given = built_in_source(file, kept, repeated)
     from brimful import api
 
-    return api.check_plan(job_of(given), kept, None if device == "auto" else device, budget=budget)
+    job = job_of(given)
+    is_same_source = kept.source is not None and kept.source.name == given.name
+    if kept.job != job.name and not is_same_source:
+        raise UsageError(f"{file} is a plan for {kept.job!r}, and the model given is {job.name!r}.")
+    return api.check_plan(job, kept, None if device == "auto" else device, budget=budget)
 
 
 def main() -> None:

@@ -5,23 +5,21 @@ A command names a record as the type of a parameter; `flattened` makes each of i
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from brimful.codec import PositiveInt
-from brimful.results import LARGEST_SEED
+from brimful.options import LoopOptions, PlanOptions, field_docstrings
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters that are records become an option for each of their fields.
+    """Replace each parameter that is a record by one option per field.
 
     Args:
         command: Its parameters are given by name.
@@ -74,25 +72,6 @@ def _options_of(record: type) -> list[inspect.Parameter]:
     ]
 
 
-def field_docstrings(record: type) -> dict[str, str]:
-    """The docstrings below the fields of a record, by field, as one line each.
-
-    Args:
-        record: A dataclass whose source can be read.
-
-    Returns:
-        Those that there are.
-    """
-    (body,) = [node for node in ast.parse(inspect.getsource(record)).body if isinstance(node, ast.ClassDef)]
-    found = {}
-    for statement, following in pairwise(body.body):
-        is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-        text = following.value if isinstance(following, ast.Expr) else None
-        if is_field and isinstance(text, ast.Constant) and isinstance(text.value, str):
-            found[statement.target.id] = " ".join(text.value.split())  # type: ignore[attr-defined]
-    return found
-
-
 def _described(field: Field[Any], hint: Any, docstring: str | None) -> Any:
     """The type of an option with its flag and help; one that declares them itself stays as it is."""
     if docstring is None:
@@ -100,17 +79,21 @@ def _described(field: Field[Any], hint: Any, docstring: str | None) -> Any:
     name = "--" + field.name.replace("_", "-")
     if field.default is True or hint == bool | None:
         name += f"/--no-{name[2:]}"
-    least = 1 if hint == PositiveInt | None else None
     option = typer.Option(
         field.metadata.get("flag", name),
         help=docstring,
         show_default=field.default not in (None, ()),
-        min=least,
+        min=1 if hint in (PositiveInt, PositiveInt | None) else field.metadata.get("min"),
+        max=field.metadata.get("max"),
     )
     return Annotated[_TYPES.get(hint, hint), option]
 
 
-_TYPES: dict[Any, Any] = {PositiveInt | None: int | None, tuple[str, ...]: list[str] | None}
+_TYPES: dict[Any, Any] = {
+    PositiveInt: int,
+    PositiveInt | None: int | None,
+    tuple[str, ...]: list[str] | None,
+}
 """What typer reads in place of types that it does not know."""
 
 
@@ -126,8 +109,8 @@ def _taken(field: Field[Any], given: dict[str, Any]) -> Any:
 
 
 MODEL_ARGUMENT = typer.Argument(
-    help="What to train: a built-in architecture (bert-large, resnet50, …), package.module:factory, "
-    "or path/to/file.py:factory; the factory returns a brimful.Job.",
+    help="What to train: a built-in architecture (bert-large, resnet50, …), or path/to/file.py:NAME "
+    "or package.module:NAME, a brimful.Job or a function that returns one.",
     show_default=False,
 )
 Model = Annotated[str, MODEL_ARGUMENT]
@@ -143,18 +126,18 @@ LocalDevice = Annotated[
     ),
 ]
 OnePrecision = Annotated[str, typer.Option("--precision", help="fp32, tf32, fp16 or bf16.")]
-OptimizerName = Annotated[
-    str | None, typer.Option("--optimizer", help="Replaces the job's own: adamw, sgd, adafactor, …")
-]
+_PLAN_HELP = {name: text.partition(" Default:")[0] for name, text in field_docstrings(PlanOptions).items()}
+"""The help of a plan's options, for commands where their defaults are others."""
+OptimizerName = Annotated[str | None, typer.Option("--optimizer", help=_PLAN_HELP["optimizer"])]
 OptimizerImplementationName = Annotated[
     str | None,
     typer.Option(
         "--optimizer-implementation",
-        help="for-loop, foreach or fused: the same formula; plans choose fused where the optimizer can.",
+        help=_PLAN_HELP["optimizer_implementation"],
     ),
 ]
 MicroBatch = Annotated[
-    int | None, typer.Option("--micro-batch-size", help="Samples in one forward and backward pass.", min=1)
+    int | None, typer.Option("--micro-batch-size", help=_PLAN_HELP["micro_batch_size"], min=1)
 ]
 GlobalBatch = Annotated[
     int | None,
@@ -164,8 +147,7 @@ SplitBatchNorm = Annotated[
     bool,
     typer.Option(
         "--split-batch-norm",
-        help="Permit splitting a batch that BatchNorm couples, or a layer that each forward changes; "
-        "statistics are then over micro-batches.",
+        help=_PLAN_HELP["split_batch_norm"],
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys.")]
@@ -173,7 +155,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON with stable key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """What a model that is named may take."""
+    """Options of a model chosen by name."""
 
     seq_len: Annotated[
         int | None, typer.Option("--seq-len", help="Tokens per sample, for models that have such an option.")
@@ -189,18 +171,9 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainFlags:
-    """How a run goes, whatever its plan. Named as `api.fit` does."""
+class TrainFlags(LoopOptions):
+    """Options of a training run on the command line."""
 
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Total passes over the training data. Default: 1, unless --steps is given.", min=1),
-    ] = None
-    steps: Annotated[int | None, typer.Option(help="Maximum total optimizer steps.", min=1)] = None
-    seed: Annotated[
-        int, typer.Option(help="Random seed of weights, order of samples and dropout.", min=0, max=LARGEST_SEED)
-    ] = 0
-    max_gradient_norm: Annotated[float | None, typer.Option(help="Clip gradients to this norm.")] = None
     schedule: Annotated[str, typer.Option(help="Learning rate schedule: constant, linear or cosine.")] = (
         "constant"
     )
@@ -210,28 +183,6 @@ class TrainFlags:
             help="Warmup: fraction of the run over which the learning rate rises, such as 0.05.", min=0
         ),
     ] = 0.0
-    ema_decay: Annotated[
-        float | None,
-        typer.Option(
-            help="Exponential moving average of the weights with this decay, such as 0.999; validation uses it."
-        ),
-    ] = None
-    correct_batch_norm: Annotated[
-        bool,
-        typer.Option(
-            "--correct-batch-norm",
-            help="Correct BatchNorm's momentum for accumulation: running statistics move as with one batch.",
-        ),
-    ] = False
-    patience: Annotated[
-        int | None,
-        typer.Option(help="Early stopping: end after this many validations without a lower loss.", min=1),
-    ] = None
-    save_every: Annotated[
-        int | None,
-        typer.Option(help="Save every N steps, besides the end of each epoch and of the run.", min=1),
-    ] = None
-    keep_saves: Annotated[int, typer.Option(help="How many checkpoints to keep, the newest.", min=1)] = 2
     compare_plain: Annotated[
         bool,
         typer.Option("--compare-plain", help="First train without the plan, from the same seed, to compare."),
@@ -248,7 +199,7 @@ class TrainFlags:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What a run is: its batch, its plan or where one is to be found, its rates, its directory."""
+    """Batch, plan, rates and directory of a run."""
 
     global_batch_size: Annotated[
         int | None,
@@ -305,12 +256,12 @@ TokenizerOption = Annotated[
     Path | None,
     typer.Option(help="A local directory or tokenizer.json, or bytes. Default: that of the model."),
 ]
-Encoding = Annotated[str, typer.Option(help="Of the files.")]
+Encoding = Annotated[str, typer.Option(help="Text encoding of the files.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """What is asked of `recipes.image_classification`, by its names."""
+    """Options of `recipes.image_classification`, under the same names."""
 
     model: Annotated[str, typer.Option(help="A built-in classifier: resnet18, vit-base, …; or timm/NAME.")] = (
         "resnet50"
@@ -338,7 +289,7 @@ class ImageOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextClassificationOptions:
-    """What is asked of `recipes.text_classification`, by its names."""
+    """Options of `recipes.text_classification`, under the same names."""
 
     model: Annotated[
         str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
@@ -361,7 +312,7 @@ class TextClassificationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelOptions:
-    """What is asked of `recipes.language_model`, by its names."""
+    """Options of `recipes.language_model`, under the same names."""
 
     model: Annotated[
         str, typer.Option(help="A local directory of transformers, or a built-in one: gpt2, …")

@@ -1,4 +1,4 @@
-"""What commands print, and how they end.
+"""Output and exit status of commands.
 
 Exit status: 0 done; 1 it does not fit, or failed; 2 bad usage; training that saved and ended early: 130 after
 Ctrl-C, 143 after SIGTERM.
@@ -22,11 +22,11 @@ from brimful.errors import BrimfulError, InterruptedRunError, UsageError
 
 INTERRUPTED = 130
 TERMINATED = 143
-"""What shells give for Ctrl-C: 128 + SIGINT."""
+"""Exit statuses of shells: 128 + SIGINT, and 128 + SIGTERM."""
 
 
 def refuse(beside: Mapping[str, object], why: str) -> None:
-    """Say which options that are given do not go with another."""
+    """Refuse options that cannot be combined with another."""
     asked = [name for name, value in beside.items() if value]
     if asked:
         raise UsageError(f"{why}; it does not go with {', '.join(asked)}.")
@@ -46,7 +46,7 @@ def show_warning(message: Warning | str, *_where: object) -> None:
 
 
 _warned: set[str] = set()
-"""Those printed: each capture of a model makes what its constructor warns of anew."""
+"""Warnings already printed: each capture of a model repeats the warnings of its constructor."""
 
 
 def asked_on_command_line(context: typer.Context, is_meant: Callable[[str], bool]) -> list[str]:
@@ -59,7 +59,7 @@ def asked_on_command_line(context: typer.Context, is_meant: Callable[[str], bool
 
 @contextmanager
 def progress_shown() -> Iterator[Callable[[str], None]]:
-    """What is being measured: one line on a terminal, a line each elsewhere; on standard error."""
+    """Show the current measurement on standard error: one line on a terminal, else a line for each."""
     console = make_console()
     if not console.is_terminal:
         yield lambda what: say(f"measuring: {what}")
@@ -72,9 +72,9 @@ def show(result: object, document: Callable[[], dict[str, Any]], as_json: bool) 
     """Print the result of a command for a reader, or its JSON.
 
     Args:
-        result: Its text is printed.
-        document: Makes the JSON.
-        as_json: Which of them.
+        result: The result, whose text is printed.
+        document: Makes the JSON document.
+        as_json: Print JSON instead of text.
 
     Raises:
         SaveError: Standard output cannot be written.
@@ -84,8 +84,8 @@ def show(result: object, document: Callable[[], dict[str, Any]], as_json: bool) 
 
 
 @contextmanager
-def errors_told(as_json: bool) -> Iterator[None]:
-    """Turn errors into a message and an exit status; those of the job, and bugs, also show their traceback.
+def report_errors(as_json: bool) -> Iterator[None]:
+    """Report errors by a message and an exit status; errors in the job, and bugs, also show their traceback.
 
     Args:
         as_json: Errors are also printed as JSON; standard output has nothing but the result or the error.

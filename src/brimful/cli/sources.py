@@ -1,4 +1,4 @@
-"""From what a command names to the job that is meant."""
+"""The arguments of a command → its job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_job(model: str, options: ModelOptions) -> Job:
-    """The job that is meant, with the model's own options."""
+    """The job that `model` names, with the model's own options."""
     source = find_source(model, options)
     assert source is not None
     return job_of(source)
@@ -34,18 +34,19 @@ def job_of(source: JobSource) -> Job:
 def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
     """The built-in architecture that a plan was made for.
 
-    A plan is data: whatever else it names is neither imported nor run, unless the command line names it too.
+    A plan is data: any other model that it names is neither imported nor run, unless the command line names it
+    too.
 
     Args:
         file: The plan's file.
-        plan: What it holds.
-        asked: Arguments that the command has beside it, to be said again.
+        plan: The plan in it.
+        asked: Further arguments of the command, to repeat in the message.
 
     Returns:
-        Its source.
+        The source of the job.
 
     Raises:
-        UsageError: It names none, or something else; says with which command the plan can be checked.
+        UsageError: The plan names no built-in architecture; the message has the command that checks the plan.
     """
     from brimful.models import architecture_names
 
@@ -81,7 +82,7 @@ def _text(value: bool | int | float | str) -> str:
 
 
 def find_source(model: str | None, options: ModelOptions) -> JobSource | None:
-    """What is named to be trained; None if nothing is."""
+    """The source of the job that the command names; None if it names none."""
     from brimful.planner import JobSource
 
     given: dict[str, Any] = {}

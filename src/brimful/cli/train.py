@@ -1,4 +1,4 @@
-"""`brimful train`: a job of one's own, or a recipe on files."""
+"""`brimful train`: your own job, or a recipe on files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from brimful.cli.options import (
     arguments,
     flattened,
 )
-from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, errors_told, show
+from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, report_errors, show
 from brimful.cli.sources import find_job
 from brimful.cli.streams import print_result
 from brimful.errors import UsageError
@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 _OWN_JOB = "job"
 
 _OF_ADAMS_KIND = ("adamw", "adam", "adamw8bit", "adamw4bit")
-"""Optimizers that are trained at the same learning rates."""
+"""Optimizers that use the same learning rates."""
 
 _TASK_BATCH = 32
-"""Samples per optimizer step of a recipe: a choice, of the size that fine-tuning is published with."""
+"""Default samples per optimizer step of a recipe: a choice, typical of published fine-tuning."""
 
 
 class _TasksOrJob(TyperGroup):
     """`train TASK …`, and `train MODEL …` for `train job MODEL …`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Put in the name of the command that is meant where none is named."""
+        """Insert the name of the default command if none is given."""
         if args and args[0] not in self.commands and args[0] != "--help":
             near = get_close_matches(args[0], self.commands, n=1, cutoff=0.75)
             if near:
@@ -81,8 +81,8 @@ def own_job(
     options: ModelOptions,
     as_json: AsJson = False,
 ) -> None:
-    """Train a job of your own: MODEL is path/to/file.py:factory or package.module:factory."""
-    with errors_told(as_json):
+    """Train a job of your own: MODEL is path/to/file.py:NAME or package.module:NAME."""
+    with report_errors(as_json):
         job = find_job(model, options)
         if job.data is None:
             raise UsageError(
@@ -106,8 +106,8 @@ def images(
     training: TrainFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Classify the images in a folder of class folders; 32 a step unless --global-batch-size is said."""
-    with errors_told(as_json):
+    """Train an image classifier on a folder of class folders; --global-batch-size defaults to 32."""
+    with report_errors(as_json):
         from brimful import recipes
 
         with busy("looking at the images"):
@@ -126,8 +126,8 @@ def text_classification(
     training: TrainFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Classify the texts in a table; 32 a step unless --global-batch-size is said."""
-    with errors_told(as_json):
+    """Train a text classifier on a table; --global-batch-size defaults to 32."""
+    with report_errors(as_json):
         from brimful import recipes
 
         with busy("reading the texts"):
@@ -148,8 +148,8 @@ def language_model(
     training: TrainFlags,
     as_json: AsJson = False,
 ) -> None:
-    """Teach a language model the next token of texts; 32 rows a step unless --global-batch-size is said."""
-    with errors_told(as_json):
+    """Train a language model on texts; --global-batch-size defaults to 32 sequences."""
+    with report_errors(as_json):
         from brimful import recipes
 
         with busy("reading the texts"):
@@ -167,7 +167,7 @@ def _train(
     *,
     usual_batch_size: int | None = None,
 ) -> None:
-    """Plan a job unless a plan is there, train it, and tell how it went."""
+    """Plan a job unless a plan is given, train it, and report the result."""
     from brimful import api
     from brimful.distributed.ranks import check_launch, current_rank, init_distributed, local_device
     from brimful.execution.setup import choose_device
@@ -188,7 +188,7 @@ def _train(
 
     found = None
     if current_rank() == 0 and not as_json and usual_batch_size is not None:
-        print_result(_told(job))
+        print_result(_recipe_summary(job))
     if current_rank() == 0:
         found = _begin(job, context, run, planning, training, usual_batch_size)
     if run.plan_only:
@@ -220,8 +220,8 @@ def _train(
         raise typer.Exit(status[result.stopped_because])
 
 
-def _told(job: Job) -> str:
-    """What a recipe found, in a line."""
+def _recipe_summary(job: Job) -> str:
+    """The samples, classes and model of a recipe's job, in one line."""
     about = dict(job.about or {})
     counts = [
         f"{about[name]} {name.replace('_', ' ')}"
@@ -234,7 +234,7 @@ def _told(job: Job) -> str:
 
 
 def _trackers(run: RunOptions, where: Path) -> list[Callback]:
-    """Those that were asked for; the run directory is one of ours, with its files in it."""
+    """The requested trackers; their files are in the run directory."""
     from brimful.trainer import TensorBoard, WandB
     from brimful.trainer.storage.run_directory import TENSORBOARD
 
@@ -254,7 +254,7 @@ def _begin(
     training: TrainFlags,
     usual_batch_size: int | None,
 ) -> tuple[Plan, bool, Path]:
-    """The plan, whether a run goes on, and where: what the first rank finds serves all."""
+    """The plan, whether to resume, and the run directory; the first rank finds them for all."""
     from brimful.planner import Plan
     from brimful.trainer.storage.run_directory import check_run_directory
 
@@ -266,7 +266,7 @@ def _begin(
         check_run_directory(run.run_dir)  # before time is spent on a plan
     where = run.run_dir or _new_run_dir(job.name)
     if begun is not None:
-        return _plan_to_go_on_with(begun, run.global_batch_size, search), True, where
+        return _plan_to_resume(begun, run.global_batch_size, search), True, where
     if run.plan_file is not None:
         _check_nothing_is_asked_beside_a_plan(context)
         chosen = Plan.load(run.plan_file)
@@ -282,7 +282,7 @@ def _begin(
 
 
 def _search(job: Job, device: str, samples: int, planning: PlanOptions) -> Plan:
-    """A plan for as many ranks as were launched."""
+    """Search a plan for the number of launched ranks."""
     from brimful import api
     from brimful.distributed.ranks import nodes_launched, ranks_launched
 
@@ -302,7 +302,7 @@ def _own_rate(job: Job) -> float | None:
 def _with_rates(
     job: Job, optimizer: str | None, learning_rate: float | None, weight_decay: float | None
 ) -> Job:
-    """The job with an optimizer by name that has these rates, and else its own."""
+    """The job with an optimizer by name that has these rates, or else its own."""
     from brimful.optimizers import NamedOptimizer, named_optimizer
 
     own = named_optimizer(job.optimizer) if isinstance(job.optimizer, str) else job.optimizer
@@ -320,7 +320,7 @@ def _with_rates(
 
 
 def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | None:
-    """The plan of the run that is to go on; None if one is to begin."""
+    """Path of the plan of the run to resume; None to start a new run."""
     from brimful.trainer.storage.unsaved import check_restart
 
     if not resume:
@@ -336,8 +336,8 @@ def _begun(run_dir: Path | None, resume: bool, compare_plain: bool) -> Path | No
     return None
 
 
-def _plan_to_go_on_with(begun: Path, global_batch_size: int | None, search: Callable[[int], Plan]) -> Plan:
-    """The plan of the run that goes on; another for the same global batch if other ranks were launched."""
+def _plan_to_resume(begun: Path, global_batch_size: int | None, search: Callable[[int], Plan]) -> Plan:
+    """The plan of the run to resume; a new one for the same global batch if the world size changed."""
     from brimful.distributed.ranks import ranks_launched
     from brimful.planner import Plan
 
@@ -352,7 +352,7 @@ def _plan_to_go_on_with(begun: Path, global_batch_size: int | None, search: Call
 
 
 def _check_nothing_is_asked_beside_a_plan(context: typer.Context) -> None:
-    """A plan says how to train; what is asked beside it would not be done."""
+    """Refuse planning options next to a plan, which would have no effect."""
     said = {"global_batch_size", "device", *(field.name for field in fields(PlanOptions))}
     asked = asked_on_command_line(context, said.__contains__)
     if asked:

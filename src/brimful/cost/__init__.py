@@ -1,7 +1,8 @@
 """Seconds: what the ops of a trace take on a device.
 
-Measured curves where the device was calibrated, else a roofline; what the host takes per op; on a CPU the
-first touch of memory; on CUDA a queue that the host fills.
+A GPU's time is that of the kernels that ops launch, by class (`kernels`), in a queue that the host fills; a
+CPU's follows measured curves, with the first touch of memory. `uncertainty` has intervals. Start reading at
+`step.step_seconds`.
 """
 
 from brimful.cost.model_flops import model_flops
@@ -9,15 +10,19 @@ from brimful.cost.recomputing import RecomputePrices
 from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline, op_seconds
 from brimful.cost.step import StepTime, least_host_update_seconds, step_seconds
+from brimful.cost.uncertainty import bare_difference_interval, difference_interval, time_interval
 
 __all__ = [
     "RecomputePrices",
     "Roofline",
     "StepTime",
+    "bare_difference_interval",
+    "difference_interval",
     "least_host_update_seconds",
     "model_flops",
     "op_seconds",
     "region_seconds",
     "saving_seconds",
     "step_seconds",
+    "time_interval",
 ]

@@ -80,7 +80,12 @@ def work_of(op: Op, precision: Precision) -> Work:
         named = (kind for part, kind in _ARITHMETIC.items() if part in op.name)
         dtype = TF32 if op.dtype == "float32" and precision is Precision.TF32 else op.dtype
         return Work(f"{next(named, 'matmul')}:{dtype}", op.flops)
-    return Work(_KINDS.get(base_name(op.name), OTHER), op.read_bytes + op.written_bytes)
+    return Work(kind_of_bytes(base_name(op.name)), op.read_bytes + op.written_bytes)
+
+
+def kind_of_bytes(base: str) -> str:
+    """The kind of an op without FLOPs, by `base_name`."""
+    return _KINDS.get(base, OTHER)
 
 
 def base_name(name: str) -> str:

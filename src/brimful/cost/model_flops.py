@@ -1,4 +1,4 @@
-"""What a training step has to compute, whatever a plan makes it compute again."""
+"""FLOPs of a training step, without recomputation."""
 
 from __future__ import annotations
 

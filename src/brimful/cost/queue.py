@@ -51,7 +51,7 @@ def finish_seconds(
     leads = submitted - (worked - work_seconds)
     copied: dict[str, float] = {}
     late = 0.0
-    """What the host has waited itself."""
+    """Time that the host has waited."""
     lead = -np.inf
     """The largest of the ops before `looked_at`."""
     looked_at = 0

@@ -1,4 +1,4 @@
-"""What recomputing costs, op by op and region by region, so that it adds up."""
+"""Cost of recomputation, op by op and region by region, so that it adds up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recomputing a region costs beside its ops: Python's work around `torch.utils.checkpoint`."""
+"""Overhead of recomputing a region, in addition to its ops: Python code around `torch.utils.checkpoint`."""
 
 from __future__ import annotations
 

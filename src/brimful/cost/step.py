@@ -21,22 +21,25 @@ from brimful.trace.ddp import BUCKET_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Predicted seconds of one optimizer step, all its micro-batches included."""
+    """Predicted time of one optimizer step with all its micro-batches, in seconds."""
 
     forward_seconds: float
     backward_seconds: float
-    """Without recomputation."""
+    """Time of backward, without recomputation."""
     recompute_seconds: float
-    """Ops that run a second time in backward, and the work in Python around each recomputed region."""
+    """Time of recomputed ops in backward, and of the Python code around each recomputed region."""
     optimizer_seconds: float
     communication_seconds: float = 0.0
-    """What the averaging of gradients over ranks adds, beyond what overlaps with backward."""
+    """Time of communication between ranks that does not overlap with computation."""
     dtypes_at_fp32_rate: tuple[str, ...] = ()
-    """Types whose arithmetic the device has no known rate for; priced as float32, which may be far off."""
+    """Types without a known rate on the device; priced as float32, which may be inaccurate."""
+    kernel_seconds: tuple[tuple[str, float], ...] = ()
+    """The whole step by class of kernel, longest first; "host" is time in which a GPU waits for its host, and
+    "communication" as above."""
 
     @property
     def total_seconds(self) -> float:
-        """The whole step."""
+        """Time of the whole step."""
         return (
             self.forward_seconds
             + self.backward_seconds
@@ -84,14 +87,24 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
     else:
         seconds, part = (step.host_seconds + step.work_seconds) * step.times, step.part
     forward, backward, recompute, optimizer = np.bincount(part, weights=seconds, minlength=_PARTS).tolist()
+    communication = _communication_seconds(trace, device, forward, backward + recompute)
     return StepTime(
         forward_seconds=forward,
         backward_seconds=backward,
         recompute_seconds=recompute,
         optimizer_seconds=optimizer,
-        communication_seconds=_communication_seconds(trace, device, forward, backward + recompute),
+        communication_seconds=communication,
         dtypes_at_fp32_rate=roofline.dtypes_at_fp32_rate,
+        kernel_seconds=_by_class(step, float(seconds.sum()), communication),
     )
+
+
+def _by_class(step: _Step, seconds: float, communication: float) -> tuple[tuple[str, float], ...]:
+    """The time of a step by class; what the device's work does not explain is the host's."""
+    waited = max(seconds - sum(step.class_seconds.values()), 0.0)
+    found = {**step.class_seconds, "host": waited, "communication": communication}
+    longest_first = sorted(found.items(), key=lambda each: each[1], reverse=True)
+    return tuple((name, each) for name, each in longest_first if each)
 
 
 def least_host_update_seconds(trace: Trace, device: Device, state_bytes: int) -> float:
@@ -113,7 +126,7 @@ def least_host_update_seconds(trace: Trace, device: Device, state_bytes: int) ->
 def _communication_seconds(
     trace: Trace, device: Device, forward_seconds: float, backward_seconds: float
 ) -> float:
-    """What communication takes beyond the work that it overlaps with.
+    """Time of communication beyond the work that it overlaps with.
 
     DDP averages gradients during the last micro-batch's backward, except for the last bucket. FSDP2 gathers
     and reduces units during the work of others, except for the first; ZeRO's stage 3 is assumed to do so too.
@@ -160,7 +173,7 @@ def _zero_rounds(settings: Settings) -> int:
 
 
 def _collective_bytes(trace: Trace) -> Iterator[float]:
-    """What each collective of a step gathers or reduces, those of micro-batches that were not captured too."""
+    """Data of each collective of a step, including those of micro-batches that were not captured."""
     last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
     repeats = trace.settings.gradient_accumulation_steps - last_micro_batch
     for op in trace.ops:
@@ -172,7 +185,7 @@ def _collective_bytes(trace: Trace) -> Iterator[float]:
 
 
 def gradient_bytes(trace: Trace) -> int:
-    """What the ranks average in a step."""
+    """Gradients that the ranks average in a step."""
     last = trace.captured_steps - 1
     return sum(
         storage.size_bytes
@@ -216,6 +229,8 @@ class _Step:
     """The one that stands for those not captured."""
     repeats: int
     """How often it runs, at least 1."""
+    class_seconds: dict[str, float]
+    """The device's work by class of kernel."""
 
     @classmethod
     def of(cls, trace: Trace, roofline: Roofline, device: Device) -> _Step:
@@ -229,7 +244,8 @@ class _Step:
             [_RECOMPUTE if op.recomputed else _PART_OF_PHASE[op.phase] for _, op in timed], dtype=np.int64
         )
         micro_batch = np.array([op.micro_batch for _, op in timed], dtype=np.int64)
-        work = np.array([roofline.work_seconds(op) for _, op in timed], dtype=np.float64)
+        parts = [roofline.work_parts(op) for _, op in timed]
+        work = np.array([sum(seconds for _, seconds in each) for each in parts], dtype=np.float64)
         host = np.array([roofline.host_seconds(op) for _, op in timed], dtype=np.float64)
         if device.kind == "cpu":
             indices = np.array([index for index, _ in timed], dtype=np.int64)
@@ -244,6 +260,13 @@ class _Step:
         regions_seconds = regions * region_seconds(device)
         regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
         regions_seconds += len(trace.settings.nested) * NESTED_FORWARD_SECONDS
+        repeats = max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1)
+        class_seconds: dict[str, float] = {}
+        for (_, op), kernels in zip(timed, parts, strict=True):
+            is_repeated = op.micro_batch == last_micro_batch and op.phase is not Phase.OPTIMIZER
+            for name, seconds in kernels:
+                more = seconds * (repeats if is_repeated else 1)
+                class_seconds[name] = class_seconds.get(name, 0.0) + more
         return cls(
             part=np.insert(part, places, _RECOMPUTE),
             micro_batch=np.insert(micro_batch, places, micro_batch[places]),
@@ -252,7 +275,8 @@ class _Step:
             link=np.insert(link, places, -1),
             link_seconds=np.insert(link_seconds, places, 0.0),
             repeated_micro_batch=last_micro_batch,
-            repeats=max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1),
+            repeats=repeats,
+            class_seconds=class_seconds,
         )
 
     def link_ops(self, order: NDArray[np.int64]) -> list[LinkOp]:

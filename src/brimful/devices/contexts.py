@@ -1,6 +1,6 @@
-"""What a CUDA context takes beside torch's allocator: `data/contexts.csv`, each row with its source.
+"""Memory of a CUDA context outside torch's allocator: `data/contexts.csv`, each row with its source.
 
-`profiling.measure_context` replaces it by a measurement.
+`profiling.measure_context` replaces these figures by a measurement.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from brimful.errors import UsageError
 from brimful.quantities import MIB
 
 CUDA_CONTEXT_BYTES = 600 * MIB
-"""What a CUDA context with torch is taken to occupy where `data/contexts.csv` has no applicable row.
+"""Assumed size of a CUDA context with torch where `data/contexts.csv` has no applicable row.
 
-Assumed, not measured: between the 114 MiB (T4) and 712 MiB (B200) that lazily loaded contexts take there.
+Not measured: between the 114 MiB (T4) and 712 MiB (B200) that lazily loaded contexts take there.
 """
 
 CUDA_CONTEXT_HIGH_BYTES = 1604 * MIB
@@ -26,28 +26,28 @@ CUDA_CONTEXT_HIGH_BYTES = 1604 * MIB
 
 
 def cuda_context(device: Device, torch_version: str | None = None) -> CudaContext:
-    """What a CUDA context takes on `device` according to published measurements.
+    """The size of the CUDA context on `device`, from published measurements.
 
-    Of the rows of `data/contexts.csv` for this version of torch the nearest is taken: this GPU's, else its
-    architecture's, else that of the way torch loads kernels, else the stated default. Since CUDA 11.7 kernels
-    are loaded at first use, by default since torch 1.13 (pytorch #86509): that made contexts smaller.
+    The most specific row of `data/contexts.csv` for this version of torch is used: that of the GPU, else of its
+    architecture, else of the way torch loads kernels, else the stated default. Since CUDA 11.7 kernels are
+    loaded at first use, by default since torch 1.13 (pytorch #86509), which made contexts smaller.
 
-    Most rows are computed from texts of torch's `OutOfMemoryError`, which since torch 2.1 (pytorch #99699) say
-    what NVML shows for the process: less what the allocator holds, that is the context of a real training or
-    inference run, to about 10 MiB. With three measurements or more the interval spans them; with fewer it is
-    at least 25 % either way, a little more than the nine of the T4 lie from their median.
+    Most rows are computed from messages of torch's `OutOfMemoryError`, which since torch 2.1 (pytorch #99699)
+    report what NVML shows for the process: without what the allocator holds, that is the context of a real
+    training or inference run, to about 10 MiB. With three measurements or more the interval spans them; with
+    fewer it is at least ±25 %, a little more than the spread of the T4's nine around their median.
 
     Args:
         device: A GPU, or the CPU, which has no context.
-        torch_version: Such as "2.13.0" or "2.13.0+cu130"; the newest where not given.
+        torch_version: Version of torch, such as "2.13.0" or "2.13.0+cu130"; None means the newest.
 
     Returns:
-        Its size, interval and source; nothing of it is measured here.
+        The context's size, interval and source. This function measures nothing.
 
     Raises:
-        UsageError: `torch_version` is no version.
+        UsageError: `torch_version` is not a version.
 
-    Source: the rows name theirs.
+    Source: named in each row.
     """
     if device.kind == "cpu":
         return NO_CONTEXT
@@ -80,12 +80,12 @@ class _ContextRow:
     """One row of `data/contexts.csv`."""
 
     gpus: tuple[str, ...]
-    """Names of `data/gpus.csv`; empty: all."""
+    """Names in `data/gpus.csv`; empty: all."""
     architecture: str
     """Empty: all."""
     torch_from: _Version
     torch_to: _Version
-    """The first version it does not apply to."""
+    """The first version that the row does not apply to."""
     context: CudaContext
 
     def applies(self, name: str, architecture: str, version: _Version) -> bool:
@@ -95,19 +95,19 @@ class _ContextRow:
 
     @property
     def specificity(self) -> int:
-        """2: of a GPU; 1: of an architecture; 0: of all."""
+        """2 for a row of a GPU, 1 of an architecture, 0 of all."""
         return 2 if self.gpus else int(bool(self.architecture))
 
 
 def nearest_context(
     rows: tuple[_ContextRow, ...], name: str, architecture: str, version: _Version
 ) -> CudaContext:
-    """That of the most specific row that applies, or the stated default.
+    """The context of the most specific row that applies, or the stated default.
 
     Args:
-        rows: Those to choose from.
-        name: Of the GPU, as in the table.
-        architecture: Its own.
+        rows: Rows to choose from.
+        name: Name of the GPU, as in the table.
+        architecture: Architecture of the GPU.
         version: Major and minor version of torch.
 
     Returns:

@@ -8,12 +8,12 @@ from importlib import resources
 
 
 def read_rows(name: str) -> Iterator[dict[str, str]]:
-    """The rows of a table, each a cell by column."""
+    """The rows of a table, each as a dict of cells by column."""
     text = resources.files("brimful").joinpath("data", name).read_text(encoding="utf-8")
     return csv.DictReader(text.splitlines())
 
 
 def listed(cell: str) -> tuple[str, ...]:
-    """What a cell lists, with semicolons between."""
+    """The entries of a cell, separated by semicolons."""
     aliases: Iterable[str] = (alias.strip() for alias in cell.split(";"))
     return tuple(alias for alias in aliases if alias)

@@ -1,4 +1,4 @@
-"""What a device can do: memory, bandwidth, arithmetic rates, and what Python and links add."""
+"""Properties of a device: memory, bandwidth, FLOP/s, links, and the overhead of Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from brimful.quantities import MIB
 from brimful.settings import Precision
 
 HOST_UPDATE_BYTES_PER_SECOND = 25.6e9
-"""At which a GPU's host reads and writes its memory in an optimizer's update, where nobody measured it.
+"""Rate at which a GPU's host reads and writes its memory in an optimizer update, if not measured.
 
 Half the peak of two channels of DDR4-3200, which a desktop has; assumed, not measured."""
 
@@ -25,28 +25,28 @@ HOPPER_CUBLAS_WORKSPACE_BYTES = 32 * MIB
 back and forth (pull requests 175344, 182669)."""
 
 _THREADS_PER_MULTIPROCESSOR = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-"""By compute capability; 2048 elsewhere."""
+"""By compute capability; 2048 for all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaContext:
-    """What a CUDA context with torch takes of the device's memory beside torch's allocator.
+    """Device memory of a CUDA context with torch, outside torch's allocator.
 
-    It holds the driver's state, the stacks of all SMs and the kernels loaded so far, those of cuBLAS and cuDNN
-    among them. Not in it: NCCL's buffers and other libraries' own allocations.
+    It holds the driver's state, the stacks of all SMs and the kernels loaded so far, including those of cuBLAS
+    and cuDNN. It excludes NCCL's buffers and other libraries' own allocations.
     """
 
     context_bytes: int
-    """The median of what was measured."""
+    """The median of the measurements."""
     low_bytes: int
     high_bytes: int
     source: str
     is_measured: bool
-    """Whether measured on this machine."""
+    """Whether it was measured on this machine."""
 
 
 REGION_SECONDS = 0.6e-3
-"""Host time of one recomputed region beyond running its ops again, on a machine nobody calibrated.
+"""Host time of one recomputed region beyond running its ops again, on an uncalibrated machine.
 
 Measured: forward and backward of a small `nn.TransformerEncoderLayer`, non-reentrant checkpoint (1.69 ms) less
 plain (0.76 ms) less one forward (0.32 ms); torch 2.13, 2 cores of an AMD EPYC (family 25). One linear layer
@@ -56,117 +56,119 @@ with its activation took 0.2 ms, six took 0.4 ms: it grows with the tensors save
 RNG_STASH_SECONDS = 0.05e-3
 """Host time of saving and restoring one generator's state for one region; measured as above, 0.02 to 0.06 ms.
 
-On CUDA the device's generator is saved beside the host's; the second is assumed to cost the same, not measured.
+On CUDA the device's generator is saved too; it is assumed to cost the same, not measured.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dispatch:
-    """What Python, autograd and torch's dispatcher take on the host, beside the work of ops."""
+    """Host time of Python, autograd and torch's dispatcher, in addition to the work of ops."""
 
     forward_seconds: NonNegativeFloat
-    """Per op of forward, the calls of modules around it included."""
+    """Per op of forward, including the calls of modules around it."""
     backward_seconds: NonNegativeFloat
     """Per op of backward."""
     optimizer_seconds: NonNegativeFloat
     """Per op of the optimizer."""
     region_seconds: NonNegativeFloat = REGION_SECONDS
-    """Per recomputed region, beside its ops."""
+    """Per recomputed region, in addition to its ops."""
     rng_stash_seconds: NonNegativeFloat = RNG_STASH_SECONDS
-    """Per random generator whose state is kept for a region."""
+    """Per random generator whose state is saved for a region."""
 
     @classmethod
     def of_launch(cls, launch_seconds: float) -> Dispatch:
-        """Every op at the time of a bare one, where nothing else was measured."""
+        """The overhead if only the launch time is known: each op takes the time of a bare one."""
         return cls(
             forward_seconds=launch_seconds, backward_seconds=launch_seconds, optimizer_seconds=launch_seconds
         )
 
 
 NETWORK_BYTES_PER_SECOND = 12.5e9
-"""Between machines where nothing is said: 100 Gbit/s, a common rate of a cloud's GPU machines. A choice."""
+"""Default network rate between machines: 100 Gbit/s, common for GPU machines in clouds. A choice."""
 
 NCCL_EFFICIENCY = 0.8
-"""Part of a link's peak that a large all-reduce comes to. nccl-tests on eight A100 SXM, as published: 230 to
+"""Fraction of a link's peak that a large all-reduce reaches. nccl-tests on eight A100 SXM, as published: 230 to
 240 of 300 GB/s. Not measured by this project."""
 
 MEASURED_BUSY = (
     "measured on this machine while other work kept it busy; `brimful calibrate --force` measures again"
 )
-"""The source of times that may be far off."""
+"""The source of times that may be inaccurate."""
 
 GLOO_BYTES_PER_SECOND = 1.1e9
-"""Two processes of one CPU machine; an all-reduce of 1 to 64 MiB over gloo's loopback came to 0.87 to 1.13 GB/s
-(AMD EPYC, 2 cores, torch 2.13)."""
+"""Rate between two processes of one CPU machine: an all-reduce of 1 to 64 MiB over gloo's loopback reached 0.87
+to 1.13 GB/s (AMD EPYC, 2 cores, torch 2.13)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One kind of GPU, or the CPU of this machine.
+    """A GPU model, or the CPU of this machine.
 
-    Rates are dense peaks on CUDA and achieved rates on a calibrated CPU. None means that the hardware lacks the
-    format, or that nobody knows.
+    Rates are dense peaks on CUDA, and achieved rates on a calibrated CPU. None means that the hardware lacks
+    the format, or that the rate is unknown.
     """
 
     name: str
     kind: Literal["cuda", "cpu"]
     architecture: str
-    """NVIDIA's name of the generation, such as "Ampere"; the machine type of a CPU."""
+    """NVIDIA's name of the architecture, such as "Ampere"; the machine type of a CPU."""
     compute_capability: tuple[int, int] | None
     """None on a CPU."""
     sm_count: int | None
     """Streaming multiprocessors; None on a CPU."""
     capacity_bytes: int
-    """Memory as the driver reports it; less than marketed."""
+    """Memory as the driver reports it, which is less than marketed."""
     memory_bandwidth_bytes_per_second: float
+    l2_bytes: int = 0
+    """Size of a GPU's L2 cache; 0 if not known, and on a CPU."""
     fp32_flops_per_second: float
     tf32_flops_per_second: float | None
     fp16_flops_per_second: float | None
-    """Tensor cores with float32 accumulation, as PyTorch's matmuls use them."""
+    """Rate of tensor cores with float32 accumulation, as PyTorch's matmuls use them."""
     bf16_flops_per_second: float | None
     host_link_bytes_per_second: float | None
-    """Realistic rate between host and device, one way; None on a CPU."""
+    """Realistic transfer rate between host and device, one way; None on a CPU."""
     measured_host_update_bytes_per_second: float | None = None
-    """At which the host of a GPU reads and writes its memory in an optimizer's update; None if not known."""
+    """Rate at which the host of a GPU reads and writes its memory in an optimizer update; None if not known."""
     nvlink_bytes_per_second: float | None = None
-    """Peak rate to other GPUs of the machine, one way; None without NVLink, and on a CPU."""
+    """Peak NVLink rate to other GPUs of the machine, one way; None without NVLink, and on a CPU."""
     nvlink_joins_all: bool = False
-    """Whether it joins all GPUs of a machine (SXM boards), or two by a bridge."""
+    """Whether NVLink connects all GPUs of a machine (SXM boards), or only two by a bridge."""
     network_bytes_per_second: float = NETWORK_BYTES_PER_SECOND
-    """Between machines, one way."""
+    """Network rate between machines, one way."""
     context_bytes: int
-    """What a CUDA context with torch takes outside the allocator; 0 on a CPU. See `CudaContext`."""
+    """Memory of a CUDA context with torch, outside the allocator; 0 on a CPU. See `CudaContext`."""
     context_low_bytes: int
     context_high_bytes: int
     context_source: str
-    """Where the context's figures are from."""
+    """Source of the context's figures."""
     launch_seconds: float
-    """Least time per op in eager PyTorch, called without autograd or modules around it."""
+    """Least time per op in eager PyTorch, without autograd or modules around it."""
     dispatch: Dispatch
-    """What the host takes per op and per recomputed region, with all that is around an op."""
+    """Host overhead per op and per recomputed region."""
     curves: tuple[RateCurve, ...] = ()
-    """Time by amount of work, for each kind that was measured; none of a GPU that only the table knows."""
+    """Measured time by amount of work, for each kind of work; empty for a GPU that was not calibrated."""
     page_fault_seconds_per_byte: float = 0.0
-    """What the first touch of memory adds on a CPU, where the C library asks the system for it."""
+    """Time of the first touch of memory on a CPU, if the C library requests it from the system."""
     source: str
-    """Where the row is from."""
+    """Source of the row."""
     confidence: str
     """"high", "medium" or "low"."""
 
     @property
     def was_measured_busy(self) -> bool:
-        """Whether its times were measured while other work kept it busy, and may be far off."""
+        """Whether its times were measured while other work kept it busy, so that they may be inaccurate."""
         return MEASURED_BUSY in self.source
 
     def peer_bytes_per_second(self, world_size: int, num_nodes: int) -> float:
-        """At what rate each rank sends to the next while all of them reduce together.
+        """The rate at which each rank sends to the next one in an all-reduce.
 
         Args:
-            world_size: In all.
-            num_nodes: Machines among which they are divided.
+            world_size: Number of ranks.
+            num_nodes: Number of machines among which they are divided.
 
         Returns:
-            Bytes per second, one way, by the slowest link of the ring.
+            Bytes per second, one way, over the slowest link of the ring.
         """
         if self.kind == "cpu":
             return GLOO_BYTES_PER_SECOND
@@ -178,7 +180,7 @@ class Device:
 
     @property
     def host_update_bytes_per_second(self) -> float:
-        """The same, or what it is assumed to be."""
+        """Memory rate of optimizer updates on the host: measured, or else assumed."""
         return self.measured_host_update_bytes_per_second or HOST_UPDATE_BYTES_PER_SECOND
 
     @property
@@ -193,24 +195,24 @@ class Device:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """What cuBLAS takes from torch's allocator for each thread that multiplies matrices."""
+        """Workspace that cuBLAS takes from torch's allocator, for each thread that runs matmuls."""
         is_hopper_or_later = self.compute_capability is not None and self.compute_capability >= (9, 0)
         return HOPPER_CUBLAS_WORKSPACE_BYTES if is_hopper_or_later else CUBLAS_WORKSPACE_BYTES
 
     def flops_per_second(self, dtype: str, precision: Precision = Precision.FP32) -> float | None:
-        """The rate of arithmetic in `dtype`.
+        """The peak rate of arithmetic in `dtype`.
 
-        On CUDA without tensor cores for a half type the float32 rate stands, because matmuls that accumulate
+        On CUDA without tensor cores for a half type, it is the float32 rate, because matmuls that accumulate
         in float32 run at it: Pascal has no tensor cores (NVIDIA Tesla P100 whitepaper; its doubled half2 rate
         is for accumulating in half), and bfloat16 before Ampere is converted in software
         (`torch.cuda.is_bf16_supported`, `including_emulation`).
 
         Args:
-            dtype: Name of the torch type the arithmetic is done in, such as "float32".
-            precision: Whether float32 matmuls may round to TF32; without TF32 hardware it changes nothing.
+            dtype: Name of the torch dtype of the arithmetic, such as "float32".
+            precision: Whether float32 matmuls may round to TF32; no effect without TF32 hardware.
 
         Returns:
-            Operations per second; None for a type this table has no rate for.
+            FLOP/s; None for a type without a rate in the table.
         """
         if dtype == "float32":
             tf32 = self.tf32_flops_per_second if precision is Precision.TF32 else None
@@ -222,37 +224,37 @@ class Device:
         return self.fp32_flops_per_second if half is None and self.kind == "cuda" else half
 
     def peak_flops_per_second(self, precision: Precision) -> float | None:
-        """The rate that model FLOPs utilisation is a part of: the best there is for matmuls in a precision.
+        """The peak rate of matmuls in a precision, relative to which model FLOPs utilisation is computed.
 
         Args:
-            precision: Of the matmuls.
+            precision: Precision of the matmuls.
 
         Returns:
-            A GPU's published dense peak, or what large matmuls achieved on a calibrated CPU; None for a CPU
-            that nobody calibrated.
+            A GPU's published dense peak, or what large matmuls achieved on a calibrated CPU; None for an
+            uncalibrated CPU.
         """
         if self.kind == "cpu" and not self.curves:
             return None
         return self.flops_per_second(precision.autocast_dtype or "float32", precision)
 
     def check_precision(self, precision: Precision) -> None:
-        """Check that training in `precision` is meaningful here.
+        """Check that the device supports training in `precision`.
 
         Args:
-            precision: What is asked for.
+            precision: The precision to check.
 
         Raises:
-            UsageError: It is not; the message says which are.
+            UsageError: The device does not support it; the message lists the precisions that it supports.
         """
         if not self.supports(precision):
             able = ", ".join(str(p) for p in Precision if self.supports(p))
             raise UsageError(f"{self.name} has no {precision}. It has: {able}.")
 
     def supports(self, precision: Precision) -> bool:
-        """Whether training in `precision` is meaningful here.
+        """Whether the device supports training in `precision`.
 
         On CUDA: FP16 everywhere; BF16 and TF32 from compute capability 8.0 (NVIDIA A100 whitepaper). On a CPU
-        autocast knows both half types, which need not be faster; there is no TF32.
+        autocast supports both half types, which need not be faster; there is no TF32.
         """
         if self.compute_capability is None:
             return precision is not Precision.TF32

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateCurve:
-    """Seconds of one op by its amount of work, launch included; more work never takes less time."""
+    """Time of one op by its amount of work, including the launch; more work never takes less time."""
 
     kind: str
-    """What work it is, such as "elementwise" or "matmul:float32"; `cost.kinds` says which op is of which."""
+    """Kind of work, such as "elementwise" or "matmul:float32"; `cost.kinds` maps ops to kinds."""
     points: tuple[tuple[float, float], ...]
     """(amount, seconds), both positive, amounts ascending, at least one; amounts are bytes or FLOPs by kind."""
 
@@ -30,12 +30,12 @@ class RateCurve:
     ) -> RateCurve:
         """The curve through measured points.
 
-        Other work on the machine only ever adds time. So where a smaller amount took longer than a larger one,
-        the larger one's time stands for both. Arithmetic could also be done in parts: it takes no longer than
-        as many smaller amounts. (Of memory traffic that is not so, as a larger amount may leave the cache.)
+        Other work on the machine can only add time. So if a smaller amount took longer than a larger one, the
+        larger one's time is used for both. Arithmetic can also be split: it takes no longer than the sum of its
+        parts. (This does not hold for memory traffic, because a larger amount may not fit the cache.)
 
         Args:
-            kind: What work it is.
+            kind: Kind of work.
             measured: (amount, seconds) in any order; amounts differ.
             is_arithmetic: Whether the amounts are FLOPs.
 
@@ -56,16 +56,16 @@ class RateCurve:
         return cls(kind=kind, points=tuple(reversed(points)))
 
     def seconds_at(self, amount: float) -> float:
-        """Seconds that an amount of work takes.
+        """Time of an amount of work, in seconds.
 
-        Between two points seconds are a power of the amount: both logarithms are interpolated. Below the first
-        point its time stands, which is mostly the launch; beyond the last one its rate.
+        Between two points, time is a power of the amount: both logarithms are interpolated linearly. Below the
+        first point, its time is used, which is mostly the launch; beyond the last one, its rate.
 
         Args:
-            amount: In the kind's unit.
+            amount: Amount in the unit of the kind.
 
         Returns:
-            Seconds, more than 0.
+            Seconds, greater than 0.
         """
         position = bisect_left(self.points, (amount, 0.0))
         if position == 0:

@@ -1,7 +1,7 @@
 """Devices by name: `data/gpus.csv`, each row with its source, and this machine's CPU.
 
-The table holds the vendors' dense peak rates, without structured sparsity. `cost` says what part of a peak a
-training step reaches.
+The table holds the vendors' dense peak rates, without structured sparsity. `cost` has the fraction of a peak
+that a training step reaches.
 """
 
 from __future__ import annotations
@@ -18,52 +18,54 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.quantities import GIB, format_bytes
 
 UNMEASURED_USABLE_FRACTION = 0.9464
-"""Part of a card's marketed memory that its driver reports, where the table has no report of that card.
+"""Fraction of a card's marketed memory that its driver reports, if the table has no report of that card.
 
 The lowest of the 49 rows with both figures and no in-memory ECC (RTX 3070: 7753 of 8192 MiB); their median is
 0.984. The lowest, because a capacity set too high becomes an out-of-memory error.
 """
 
 UNMEASURED_USABLE_FRACTION_WITH_ECC = 0.9100
-"""The same for cards whose error correction takes 1/16 of their GDDR memory: the lowest of 7 rows (T4)."""
+"""The same for cards whose ECC takes 1/16 of their GDDR memory: the lowest of 7 rows (T4)."""
 
 CUDA_LAUNCH_SECONDS = 8e-6
 """Least time per op in eager PyTorch on CUDA: the host's time to submit one, however quick the kernel.
 
-8 µs for an add of 512 × 512 on an A100 (flagos-ai/Torch-FL #27, "submit"). It is the host's, so the same for
-all rows.
+8 µs for an add of 512 × 512 on an A100 (flagos-ai/Torch-FL #27, "submit"). It is time of the host, so the same
+for all rows.
 """
 
 _NVLINK_JOINS_ALL = ("SXM", "H200", "B200")
-"""Of names: boards whose GPUs are all joined by NVLink."""
+"""Parts of the names of boards whose GPUs are all connected by NVLink."""
 
 
 def known_devices() -> tuple[Device, ...]:
-    """All GPUs of the table, in its order."""
+    """All GPUs of the hardware table, in its order."""
     return tuple(row.device for row in _table())
 
 
 def find_device(name: str, *, capacity_bytes: int | None = None, torch_version: str | None = None) -> Device:
-    """The device meant by `name`.
+    """Find a device by name.
 
-    Upper and lower case, punctuation and vendor words ("NVIDIA", "GeForce") do not matter. A full name or
-    alias is taken first; then a part that leaves out only the brand, the form or the size of the memory:
-    "3090" is the RTX 3090, never the Ti. Of rows with one memory size the slower is taken: "A100 40GB" is the
-    PCIe card. A part that leaves the memory size open is refused.
+    Case, punctuation and vendor words ("NVIDIA", "GeForce") are ignored. Full names and aliases match first;
+    then names that omit only the brand, the form factor or the memory size: "3090" is the RTX 3090, never the
+    Ti. Among rows with the same memory size the slower one is used: "A100 40GB" is the PCIe card. A name that
+    fits cards with different memory sizes is an error.
 
     Args:
-        name: A name people or drivers use, such as "RTX 3090" or "NVIDIA A100-SXM4-80GB"; "cpu" is this
-            machine.
-        capacity_bytes: What the driver reports, where known: it tells cards of one name apart and replaces
-            the table's figure.
-        torch_version: Decides what the CUDA context takes, such as "2.13.0"; the newest where not given.
+        name: A common name or the driver's name, such as "RTX 3090" or "NVIDIA A100-SXM4-80GB"; "cpu" is this
+            machine's CPU.
+        capacity_bytes: Memory that the driver reports, if known: it distinguishes cards with the same name and
+            replaces the table's figure.
+        torch_version: Version of torch, such as "2.13.0", which decides the size of the CUDA context; None
+            means the newest.
 
     Returns:
-        The row, or this machine's CPU with stated default rates.
+        The device from the table, or this machine's CPU with default rates.
 
     Raises:
-        UnknownNameError: No row has this name; says the nearest.
-        UsageError: Several rows with different memory have it; lists them. Or `torch_version` is no version.
+        UnknownNameError: No row has this name; the message has the nearest names.
+        UsageError: Several cards with different memory have this name, which the message lists; or
+            `torch_version` is not a version.
     """
     device = cpu_device() if _squeezed(name) == "cpu" else _choose(name, _rows_named(name), capacity_bytes)
     if torch_version is not None:
@@ -83,7 +85,7 @@ class _Row:
 
 
 def _rows_named(name: str) -> tuple[_Row, ...]:
-    """Rows with this name or alias; failing that, rows that `name` is a sufficient part of."""
+    """Rows with this name or alias; if there are none, rows that `name` is a sufficient part of."""
     exact = tuple(row for row in _table() if _squeezed(name) in map(_squeezed, row.labels))
     asked = _words(name)
     # Without a model word ("80GB", "RTX") unrelated cards would match.
@@ -94,7 +96,8 @@ def _rows_named(name: str) -> tuple[_Row, ...]:
 
 def _choose(name: str, rows: tuple[_Row, ...], capacity_bytes: int | None) -> Device:
     if not rows:
-        raise UnknownNameError("device", name, [row.device.name for row in _table()] + ["cpu"])
+        hint = "For the GPU of this machine write cuda." if _squeezed(name) in _VENDOR else ""
+        raise UnknownNameError("device", name, [row.device.name for row in _table()] + ["cpu"], hint=hint)
     if capacity_bytes is not None:
         gap = min(abs(row.device.capacity_bytes - capacity_bytes) for row in rows)
         rows = tuple(row for row in rows if abs(row.device.capacity_bytes - capacity_bytes) == gap)
@@ -113,7 +116,8 @@ def _speed(device: Device) -> tuple[float, float, float, int]:
     )
 
 
-# Words of a label that may be left out without meaning another card. "Ti", "Super" or "Ada" may not.
+# Words of a label that a name may omit and still mean the same card. "Ti", "Super" and "Ada" are not among
+# them.
 _BRAND_AND_FORM = frozenset({"rtx", "gtx", "quadro", "pcie", "sxm", "nvl"})
 
 _VENDOR = frozenset({"nvidia", "geforce", "tesla", "gpu", "graphics", "card"})
@@ -139,7 +143,7 @@ def _squeezed(name: str) -> str:
 
 
 def _words(name: str) -> frozenset[str]:
-    """The words of a name that tell cards apart: "RTX3080ti 12 GB" is rtx, 3080, ti, 12gb."""
+    """The words of a name that distinguish cards: "RTX3080ti 12 GB" is rtx, 3080, ti, 12gb."""
     text = re.sub(r"(\d+)\s*gi?b?\b", r"\1gb", name.lower())
     text = re.sub(r"\b(rtx|gtx)(?=\w)", r"\1 ", text)
     text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", text)
@@ -175,6 +179,7 @@ def _row(cells: dict[str, str]) -> _Row:
         sm_count=int(cells["sm_count"]),
         capacity_bytes=capacity_bytes,
         memory_bandwidth_bytes_per_second=float(cells["memory_bandwidth_bytes_per_second"]),
+        l2_bytes=int(cells["l2_bytes"] or 0),
         fp32_flops_per_second=float(cells["fp32_flops"]),
         tf32_flops_per_second=_optional(cells["tf32_flops"]),
         fp16_flops_per_second=_optional(cells["fp16_flops"]),

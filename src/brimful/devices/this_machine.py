@@ -12,29 +12,29 @@ from brimful.devices.contexts import NO_CONTEXT
 from brimful.devices.device import Device, Dispatch
 
 CPU_FP32_FLOPS_PER_SECOND_PER_CORE = 32e9
-"""Default for a CPU nobody calibrated: 2 GHz × 8 AVX2 lanes × 2 (fused multiply-add); assumed, not measured."""
+"""Default for an uncalibrated CPU: 2 GHz × 8 AVX2 lanes × 2 (fused multiply-add); assumed, not measured."""
 
 CPU_MEMORY_BANDWIDTH_BYTES_PER_SECOND = 10e9
-"""Default for a CPU nobody calibrated: about half of one DDR4-2666 channel (21.3e9); assumed, not measured."""
+"""Default for an uncalibrated CPU: about half of one DDR4-2666 channel (21.3e9); assumed, not measured."""
 
 CPU_LAUNCH_SECONDS = 7e-6
-"""Default for a CPU nobody calibrated: one small op with autograd took 6.8 µs in pytorch #41383."""
+"""Default for an uncalibrated CPU: one small op with autograd took 6.8 µs in pytorch #41383."""
 
 
 def memory_limits_bytes(
     membership: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")
 ) -> list[int]:
-    """What control groups permit this process, as a container or a batch system sets it; none elsewhere.
+    """Memory limits of this process's control groups, as a container or a batch system sets them.
 
-    Source: cgroups(7); "memory.max" of version 2, "memory.limit_in_bytes" of version 1, which counts as far as
+    Source: cgroups(7); "memory.max" of version 2, "memory.limit_in_bytes" of version 1, which applies as far as
     the groups around it permit.
 
     Args:
-        membership: Lists the groups this process is in.
-        mounts: Where they are. In a container its own group may be at the root.
+        membership: File that lists the groups of this process.
+        mounts: Where the groups are mounted. In a container its own group may be at the root.
 
     Returns:
-        Every limit that is set, in bytes.
+        All limits that are set, in bytes; empty without control groups.
     """
     found: list[int] = []
     with suppress(OSError):

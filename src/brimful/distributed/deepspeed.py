@@ -1,12 +1,12 @@
-"""DeepSpeed's ZeRO: ranks divide optimizer state (stage 1), gradients too (2), parameters too (3).
+"""DeepSpeed's ZeRO: shards optimizer state (stage 1), also gradients (2), also parameters (3) over ranks.
 
-DeepSpeed divides the model and steps the optimizer; the loop, the weights of the micro-batches, clipping by the
-norm of the whole gradient and schedules stay brimful's. Its engine is told of one micro-batch per step, so
-that it divides no loss, and where a step ends is said to it. It averages over ranks, which the weights take for
-granted.
+DeepSpeed shards the model and steps the optimizer; the loop, the weights of the micro-batches, clipping by the
+norm of the whole gradient and schedules stay brimful's. Its engine is configured with one micro-batch per step,
+so that it does not scale the loss, and brimful sets where a step ends. It averages over ranks, which the
+weights account for.
 
-It steps the optimizer on flat parts of all parameters, not on the parameters. That is the same for an optimizer
-that treats each number by itself, and only such are taken.
+It steps the optimizer on flat parts of all parameters, not on the parameters. That is the same for elementwise
+optimizers, and only those are accepted.
 
 Private DeepSpeed API used here: `averaged_gradients`, `all_grad_tensors`, `micro_step_id`, `clip_grad` and the
 norms of its optimizers, `_lazy_init_hp_params_optimizer_state`, `ds_tensor` of parameters (checked: DeepSpeed
@@ -89,13 +89,13 @@ class ZeroEngine:
         return self.engine.optimizer
 
     def loss(self, compute: Callable[[nn.Module], Tensor]) -> Tensor:
-        """What is computed with the model, for a backward pass."""
+        """The result of `compute` on the model, for a backward pass."""
         with self._saving:
             value: Tensor = self.engine(compute)
         return value
 
     def computed(self, compute: Callable[[nn.Module], T]) -> T:
-        """What is computed with the model, without gradients."""
+        """The result of `compute` on the model, without gradients."""
         found: T = self.engine.module(compute)
         return found
 
@@ -180,7 +180,7 @@ class ZeroEngine:
         return held
 
     def close(self) -> None:
-        """Let go of the other ranks."""
+        """Destroy the engine and its process group."""
         for handle in self._handles:
             handle.remove()
         group = self.engine.data_parallel_group
@@ -191,7 +191,7 @@ class ZeroEngine:
 
 
 class ZeroOptimizer(Optimizer):
-    """The optimizer that a job asked for, over the model's parameters, while DeepSpeed steps it in parts.
+    """The job's optimizer over the model's parameters, while DeepSpeed steps it in parts.
 
     Its groups are the user's and the schedule's to change. Its state is saved and loaded as that of the
     optimizer alone: whole tensors by parameter.
@@ -237,14 +237,14 @@ class ZeroOptimizer(Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the state of an optimizer over the same parameters, divided or not.
+        """Load the state of an optimizer over the same parameters, sharded or not.
 
         Args:
-            state_dict: Whole, on the host.
+            state_dict: The whole state, on the host.
 
         Raises:
-            ValueError: It is of other parameters, or parameters that DeepSpeed steps together have taken other
-                numbers of steps.
+            ValueError: The state is of other parameters, or parameters that DeepSpeed steps together have
+                different step counts.
         """
         saved_groups = state_dict["param_groups"]
         if [len(group["params"]) for group in saved_groups] != [len(g["params"]) for g in self.param_groups]:
@@ -264,13 +264,13 @@ class ZeroOptimizer(Optimizer):
 
 
 class _SavedByName(AbstractContextManager[None]):
-    """Within, what autograd saves of a gathered parameter is the parameter, not what it was gathered into.
+    """Within, autograd saves a reference to a gathered parameter instead of the gathered memory.
 
-    A linear layer saves a transposed view of its weight, which would keep what was gathered until backward.
-    There DeepSpeed gathers it again, before the layer's backward, and the view is made anew.
+    A linear layer saves a transposed view of its weight, which would keep the gathered memory until backward.
+    DeepSpeed gathers the parameter again before the layer's backward; then the view is created again.
 
     Args:
-        model: Whose parameters DeepSpeed divides, with its hooks.
+        model: A model whose parameters DeepSpeed shards, with DeepSpeed's hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -341,7 +341,7 @@ class WholeZeroModel(nn.Module):
 
 
 _NUMBERS = ("step", "mu_product")
-"""What optimizers keep of a parameter that is not of its shape."""
+"""State of optimizers that does not have the shape of its parameter."""
 
 
 def _is_flat(name: str, value: Any) -> bool:
@@ -402,14 +402,15 @@ def _deepspeed(device: torch.device) -> ModuleType:
     warnings.filterwarnings(
         "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
     )  # its own calls
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it tells of each of its parts
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it reports each of its parts
     return deepspeed
 
 
 def _config(model: nn.Module, stage: int) -> dict[str, Any]:
-    """What DeepSpeed is told: to divide as the stage says, and nothing else.
+    """DeepSpeed's configuration: shard as the stage requires, and nothing else.
 
-    Parameters of every size are divided and let go of after use, as the memory of a stage is counted on it.
+    Parameters of every size are sharded and freed after use, because the predicted memory of a stage assumes
+    it.
     """
     bucket = bucket_elements(sum(parameter.numel() for parameter in model.parameters()))
     return {

@@ -60,7 +60,7 @@ class Sharded:
             )
 
     def computed(self, compute: Callable[[nn.Module], T]) -> T:
-        """What is computed with the model while its parameters are gathered; all ranks compute together."""
+        """The result of `compute` on the model with gathered parameters; a collective call."""
         found: T = self._root(compute)
         return found
 
@@ -73,7 +73,7 @@ class Around(nn.Module):
         self.model = model
 
     def forward(self, compute: Callable[[nn.Module], T]) -> T:
-        """What `compute` makes of the model."""
+        """The result of `compute` on the model."""
         return compute(self.model)
 
 
@@ -110,7 +110,7 @@ def _check_statistics(model: nn.Module) -> None:
 
 
 def _precision_policy(settings: Settings) -> MixedPrecisionPolicy:
-    """Autocast goes on as well: so what it computes in float32 still is, of what was gathered."""
+    """Autocast stays on too, so that ops it runs in float32 still do, on the gathered parameters."""
     if settings.param_dtype is None:
         return MixedPrecisionPolicy()
     gathered = getattr(torch, settings.param_dtype)

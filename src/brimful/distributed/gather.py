@@ -52,7 +52,7 @@ class WholeModel(nn.Module):
                     try:
                         gathered[key] = _mapped(whole, folder / "whole.partial")
                     except OSError as error:
-                        failure = error  # told once the other ranks have what they wait for
+                        failure = error  # raised once the other ranks have what they wait for
                 del whole
             self._whole[name] = gathered[key]
         if failure is not None:

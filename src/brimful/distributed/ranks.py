@@ -1,4 +1,4 @@
-"""The processes that train one model together: which of them this is, and what they tell each other."""
+"""The ranks that train one model together: which of them this is, and how they communicate."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ T = TypeVar("T")
 
 _MOST_PORT = 2**16 - 1
 _MOST_DIGITS = 10
-"""Of a number in the environment; no launcher has as many ranks."""
+"""Digits of a number in the environment; no launcher has that number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Data-parallel ranks, seen from one of them. What is not a question is asked of all at once."""
+    """Data-parallel ranks, seen from one of them. Methods that exchange values are collective."""
 
     rank: int = 0
     count: int = 1
     group: Any = None
-    """Over which numbers on the host go; None is torch's default."""
+    """Process group for numbers on the host; None is torch's default."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the one that writes, and is shown."""
+        """Whether this is the rank that writes files and shows output."""
         return self.rank == 0
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is another."""
+        """Whether there is more than one rank."""
         return self.count > 1
 
     def micro_batches(
         self, batch: Batch, micro_batch_size: int, layout: BatchLayout
     ) -> list[tuple[Batch, bool]]:
-        """This rank's part of a global batch, in micro-batches: as many on each rank, as they run together.
+        """This rank's part of a global batch, in micro-batches; ranks run in step, each with the same number.
 
         Args:
-            batch: On the host, the same on every rank.
-            micro_batch_size: Most samples of each.
-            layout: How the batch's samples are found.
+            batch: The global batch on the host, the same on every rank.
+            micro_batch_size: Maximum samples per micro-batch.
+            layout: Finds the batch's samples.
 
         Returns:
-            Micro-batches, and whether they count: a rank with too few samples runs its own, or the batch's
-            first, once more for nothing.
+            Micro-batches, and whether they count: a rank with too few samples repeats its own first samples, or
+            the batch's, without counting them.
         """
         if not self.is_distributed:
             return [(part, True) for part in layout.split(batch, micro_batch_size)]
@@ -75,7 +75,7 @@ class Ranks:
         return found + [(again, False)] * (runs - len(found))
 
     def all_reduce(self, *values: float) -> tuple[float, ...]:
-        """The sums of some numbers over the ranks, the same on each."""
+        """The sums of numbers over all ranks, equal on each."""
         if not self.is_distributed:
             return values
         total = torch.tensor(values, dtype=torch.float64)
@@ -83,11 +83,11 @@ class Ranks:
         return tuple(total.tolist())
 
     def any(self, is_so: bool) -> bool:
-        """Whether something is so on any rank."""
+        """Whether a condition holds on any rank."""
         return is_so if not self.is_distributed else self.all_reduce(float(is_so))[0] > 0
 
     def all_gather(self, value: T) -> list[T]:
-        """What each rank has of something, by rank."""
+        """The values of all ranks, by rank."""
         if not self.is_distributed:
             return [value]
         found: list[T | None] = [None] * self.count
@@ -95,20 +95,20 @@ class Ranks:
         return found  # type: ignore[return-value]
 
     def broadcast(self, value: T | None) -> T:
-        """What the first rank has of something, on every rank."""
+        """The first rank's value, on every rank."""
         made = [value]
         if self.is_distributed:
             dist.broadcast_object_list(made, src=0, group=self.group)
         return made[0]  # type: ignore[return-value]
 
     def broadcast_buffers(self, model: nn.Module) -> None:
-        """Give every rank the first one's buffers, such as BatchNorm's running statistics."""
+        """Copy the first rank's buffers, such as BatchNorm's running statistics, to every rank."""
         if self.is_distributed:
             for buffer in model.buffers():
                 dist.broadcast(buffer.detach(), src=0)
 
     def broadcast_parameters(self, model: nn.Module) -> None:
-        """Give every rank the first one's parameters and buffers."""
+        """Copy the first rank's parameters and buffers to every rank."""
         self.broadcast_buffers(model)
         if self.is_distributed:
             for parameter in model.parameters():
@@ -130,11 +130,11 @@ class Ranks:
         return action() if self.is_distributed else with_room(action, during=during)
 
     def apart(self) -> Ranks:
-        """The same ranks over connections of their own, for a thread beside this one."""
+        """The same ranks with separate connections, for another thread."""
         return self if not self.is_distributed else replace(self, group=dist.new_group(backend="gloo"))
 
     def barrier(self) -> None:
-        """Until every rank is here."""
+        """Wait until every rank has called this."""
         self.all_reduce(0.0)
 
 
@@ -143,7 +143,7 @@ SINGLE = Ranks()
 
 
 def ranks_launched() -> int:
-    """How many ranks a launcher started, this one included: `torchrun` and `accelerate launch` say so."""
+    """Number of ranks that a launcher (`torchrun`, `accelerate launch`) started, including this one."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return _number("WORLD_SIZE", 1, least=1)
@@ -156,20 +156,20 @@ def processors_here() -> int:
 
 
 def nodes_launched() -> int:
-    """On how many machines, as far as the launcher says."""
+    """Number of machines, as far as the launcher reports it."""
     ranks, of_machine = ranks_launched(), _number("LOCAL_WORLD_SIZE", ranks_launched(), least=1)
     return ranks // of_machine if ranks % of_machine == 0 else 1
 
 
 def current_rank() -> int:
-    """Which of them this is, from 0."""
+    """Index of this rank, from 0."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return _number("RANK", 0) if ranks_launched() > 1 else 0
 
 
 def local_device(device: torch.device) -> torch.device:
-    """This rank's own GPU, where several are launched on a machine and none is named."""
+    """This rank's own GPU, if several ranks run on a machine and no GPU is named."""
     if device.type != "cuda" or device.index is not None or ranks_launched() == 1:
         return device
     return torch.device("cuda", _number("LOCAL_RANK", 0))
@@ -241,11 +241,11 @@ def init_distributed(device: torch.device) -> Iterator[Ranks]:
 
 
 def _connect(device: torch.device) -> None:
-    """Make the process group; what ranks tell each other of numbers on the host goes over gloo in any case.
+    """Create the process group; it uses gloo for tensors on the host in any case.
 
-    On one machine, each launch gets its own names in the launcher's store. Under torchrun's static rendezvous,
-    its default, those of the launch before are still there, and a rank would call one that has ended (torch
-    2.13, rendezvous.py: a new store for every retry is taken for granted).
+    On one machine, each launch gets its own prefix in the launcher's store. Under torchrun's static rendezvous,
+    its default, entries of the previous launch are still there, and a rank would connect to one that has ended
+    (torch 2.13, rendezvous.py, which assumes a new store for every retry).
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     launch = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -257,13 +257,13 @@ def _connect(device: torch.device) -> None:
 
 
 def check_ranks(asked: int) -> None:
-    """Check that as many ranks were launched as settings are for.
+    """Check that the number of launched ranks is the world size of the settings.
 
     Args:
-        asked: Ranks of the settings.
+        asked: World size of the settings.
 
     Raises:
-        UsageError: They were not.
+        UsageError: The numbers differ.
     """
     found = ranks_launched()
     if found == asked:

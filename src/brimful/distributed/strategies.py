@@ -31,59 +31,60 @@ T = TypeVar("T")
 
 
 class DataParallel:
-    """What a step does otherwise where it is one rank's part; here: nothing, as there is one.
+    """Data-parallel behaviour of a step; this base class is for a single rank.
 
     Args:
-        job: Its loss.
+        job: Provides the loss.
     """
 
     is_sharded = False
     saves_parts = False
-    """Whether each rank writes what it has of the model and of the optimizer's state."""
+    """Whether each rank saves its own shards of the model and of the optimizer state."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The job's loss, computed such that gradients come together."""
+        """The job's loss, computed so that gradients are reduced over ranks."""
         return self._job.loss(model, batch)
 
     def synchronising(self, is_last: bool) -> AbstractContextManager[object]:
-        """Around forward and backward of a micro-batch: with DDP gradients come together in the last alone."""
+        """A context for forward and backward of a micro-batch: DDP reduces gradients only in the last one."""
         return nullcontext()
 
     def computed(self, model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
-        """What is computed with the model, without gradients."""
+        """The result of `compute` on the model, without gradients."""
         return compute(model)
 
     clip: Callable[[Optimizer, float | None], Tensor] | None = None
     """As `run_step` takes it."""
 
     def divided(self, optimizer: Optimizer) -> Optimizer:
-        """What steps the parameters in place of an optimizer that is new."""
+        """The optimizer that steps the parameters, made from a new one."""
         return optimizer
 
     def whole_model(self, model: nn.Module, folder: Path | None) -> nn.Module:
-        """The model with whole tensors; all ranks ask together.
+        """The model with unsharded tensors; a collective call.
 
         Args:
             model: The model in training.
-            folder: Of the first rank, which alone keeps what it gathers, for files; None on the others.
+            folder: Folder for files of gathered tensors on the first rank, which keeps them; None on the
+                others.
 
         Returns:
-            What has its `state_dict`.
+            A module with the whole `state_dict`.
         """
         return model
 
     def held_tensors(self) -> Sequence[Tensor]:
-        """What is held between steps beside the model and the optimizer, and beside what a step's ops read.
+        """Tensors held between steps, other than the model, the optimizer, and tensors that a step's ops read.
 
-        DDP's buckets are read, so that they are found where memory is measured.
+        DDP's buckets are read by ops, so that memory measurements find them.
         """
         return ()
 
     def close(self) -> None:
-        """Let go of the other ranks."""
+        """Release what connects this rank to the others."""
 
 
 class _Replicated(DataParallel):
@@ -108,11 +109,11 @@ class _Replicated(DataParallel):
 
     def close(self) -> None:
         self._ddp = None
-        gc.collect()  # what speaks to the others is to be gone before the connection is
+        gc.collect()  # what communicates is to be freed before the process group is
 
 
 class _Sharded(DataParallel):
-    """FSDP2: each rank has its part of every parameter, and gathers a unit's while the unit runs."""
+    """FSDP2: each rank has a shard of every parameter, and gathers those of a unit while it runs."""
 
     is_sharded = saves_parts = True
 

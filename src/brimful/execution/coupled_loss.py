@@ -71,14 +71,14 @@ def embeds_twice(job: Job, micro_batches: Sequence[Batch]) -> bool:
 
 
 def check_coupled(job: Job, settings: Settings) -> None:
-    """Check that a job whose loss couples the samples can be trained so.
+    """Check that a job whose loss couples the samples can be trained under some settings.
 
     Args:
-        job: Any.
-        settings: How.
+        job: Any job; others pass.
+        settings: The settings.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: It cannot be trained under them.
     """
     if job.embed is None:
         return
@@ -234,14 +234,14 @@ class Gathered:
         self._samples.append(samples)
 
     def add_stand_ins(self, count: int) -> None:
-        """Add so many micro-batches like the first, whose embeddings are not computed."""
+        """Add `count` micro-batches shaped like the first, without computing their embeddings."""
         for _ in range(count):
             for column in self._columns:
                 column.append(torch.empty_like(column[0]))
             self._samples.append(self._samples[0])
 
     def join(self) -> list[Tensor]:
-        """The tensors of the global batch; the parts are let go of one after another."""
+        """The tensors of the global batch; parts are freed one after another as they are joined."""
         joined = []
         for column in self._columns:
             if column[0].ndim > 0:

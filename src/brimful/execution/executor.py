@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,21 +29,31 @@ from brimful.job import Batch, Job
 from brimful.settings import Settings
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfers:
+    """How a step moves data between host and device; None uses the device's default."""
+
+    move: InputMover | None = None
+    """Brings micro-batches to the device. Default: copies them, or on a CPU lends them."""
+    prefetch: Callable[[Batch], Callable[[], Batch]] | None = None
+    """With `prefetch_inputs`, starts the copy of a micro-batch. Default: on a stream of its own, on a GPU."""
+    around_host_update: Callable[[], AbstractContextManager[object]] = nullcontext
+    """Entered around the part of the update that an optimizer on the host runs there."""
+
+
 class StepExecutor:
     """Runs optimizer steps on one model as settings say.
 
     Unit actions (`apply_units`) are the caller's to apply, and the batch is the caller's to split.
 
     Args:
-        job: Its loss.
-        settings: Of the step.
+        job: Provides the loss.
+        settings: How the step runs.
         model: In training mode, on `device`.
         optimizer: Over parameters of the model; with `offload_optimizer` its state moves to the host.
         device: Where micro-batches are computed.
         max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
-        move: Brings micro-batches to the device; by default copies them, or on a CPU lends them.
-        prefetch: With `prefetch_inputs`, starts the copy of one; by default on its own stream, on a GPU.
-        around_host: Around what an optimizer on the host does there.
+        transfers: Moves data between host and device.
 
     Raises:
         UsageError: The settings contradict the job, the optimizer or each other.
@@ -58,9 +68,7 @@ class StepExecutor:
         *,
         device: torch.device,
         max_gradient_norm: float | None = None,
-        move: InputMover | None = None,
-        prefetch: Callable[[Batch], Callable[[], Batch]] | None = None,
-        around_host: Callable[[], AbstractContextManager[object]] = nullcontext,
+        transfers: Transfers = Transfers(),  # frozen
     ) -> None:
         check_coupled(job, settings)
         if settings.optimizer_in_backward and max_gradient_norm is not None:
@@ -71,14 +79,17 @@ class StepExecutor:
         self.optimizer = optimizer
         self.device = device
         self._hooks = NO_HOOKS
-        """Those of the step that is running; not kept, as the caller they belong to holds this executor."""
-        self.move = move or InputMover.to(device)
+        """Hooks of the running step; reset afterwards, because their owner holds this executor."""
+        self.move = transfers.move or InputMover.to(device)
         self.scaler: GradScaler | None = make_scaler(settings.precision, device.type)
-        """Of float16; None for other precisions."""
-        self.on_host = UpdateOnHost(optimizer, around_host=around_host) if settings.offload_optimizer else None
+        """Loss scaler for fp16; None for other precisions."""
+        self.on_host: UpdateOnHost | None = None
+        if settings.offload_optimizer:
+            self.on_host = UpdateOnHost(optimizer, around_host=transfers.around_host_update)
         self._max_gradient_norm = max_gradient_norm
         self._loss = loss_of(job)
         self._in_backward = UpdateInBackward(optimizer) if settings.optimizer_in_backward else None
+        prefetch = transfers.prefetch
         if prefetch is None and device.type != "cpu":
             prefetch = prefetch_to(device)
         self._prefetch = prefetch if settings.prefetch_inputs else None
@@ -97,7 +108,7 @@ class StepExecutor:
         Args:
             micro_batches: The global batch in parts, on the host.
             weights: Factors for their losses; see `losses.loss_weights`.
-            hooks: The caller's part.
+            hooks: What the caller adds to the step.
             updates: False runs forward and backward, and leaves parameters and optimizer state as they are.
             last_repeats: How many micro-batches the last one stands for, where nothing is truly computed.
 
@@ -140,19 +151,19 @@ class StepExecutor:
             )
 
     def call_update(self, update: Callable[[], object]) -> None:
-        """Let the optimizer step, on the host if that is where its state is.
+        """Run the update, on the host if the optimizer state is there.
 
         Args:
-            update: Its step.
+            update: Runs `optimizer.step`.
         """
         self._hooks.call_update(update if self.on_host is None else partial(self.on_host.run, update))
 
     def loading(self) -> AbstractContextManager[object]:
-        """Within, a state that the optimizer loads comes where the settings have it, on the host perhaps."""
+        """Context in which `optimizer.load_state_dict` puts the state where the settings keep it."""
         return nullcontext() if self.on_host is None else self.on_host.loading()
 
     def reset_scaler(self) -> None:
-        """Drop what the loss scaler has found about a step that did not update; its scale stays."""
+        """Discard what the loss scaler recorded in a step without an update; keep its scale."""
         if self.scaler is not None:
             self.scaler = unused_scaler(self.scaler, self.device.type)
 

@@ -1,4 +1,4 @@
-"""What the callers of a step do in it beside the step itself."""
+"""Hooks for the callers of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Observer = Callable[[Phase, int], None]
 """Called with the phase and the micro-batch as each begins."""
 
 CallAction = Callable[[Callable[[], object]], object]
-"""Calls an action it is given."""
+"""Calls an action."""
 
 
 def call(action: Callable[[], object]) -> object:
@@ -26,12 +26,12 @@ def call(action: Callable[[], object]) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepHooks:
-    """What a caller does in a step beside the step itself; by default nothing."""
+    """Hooks that run in a step; by default they do nothing."""
 
     observe: Observer = lambda _phase, _micro_batch: None
     """Called with the phase and the micro-batch as each begins."""
     before_update: Callable[[Tensor, Tensor], bool] | None = None
-    """Called with loss and gradient norm; returning False leaves the parameters as they are."""
+    """Called with loss and gradient norm; returning False skips the update."""
     call_update: CallAction = call
     """Calls the optimizer's step."""
     after_update: CallAction = call
@@ -41,13 +41,13 @@ class StepHooks:
     around_parameter_update: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: (
         nullcontext()
     )
-    """Around the update of each parameter in backward; its gradient is complete."""
+    """Makes a context for the update of a parameter in backward, whose gradient is complete."""
     synchronising: Callable[[bool], AbstractContextManager[object]] = lambda _is_last: nullcontext()
-    """Around forward and backward of a micro-batch; called with whether it is the last."""
+    """Makes a context for forward and backward of a micro-batch; called with whether it is the last."""
     clip: Callable[[Optimizer, float | None], Tensor] | None = None
-    """Scales the gradients down to a norm and returns what it was; None takes those of the parameters."""
+    """Clips the gradients to a norm and returns their norm; None clips those of the parameters."""
     loss: Callable[[nn.Module, Batch], Tensor] | None = None
-    """Takes the place of the job's, where it runs through a wrapper of the model."""
+    """Replaces the job's loss, if it runs through a wrapper of the model."""
 
 
 NO_HOOKS = StepHooks()

@@ -106,7 +106,7 @@ class UpdateOnHost:
         self.has_begun = False
         if _found_inf(self._optimizer):
             return
-        buckets = list(self._buckets())  # all are looked at before the first is updated
+        buckets = list(self._buckets())  # checks all before the first is updated
         sent = map(self._send, buckets, cycle(self.staging))  # begun one by one
         back: list[Tensor] = []
         here = next(sent, None)
@@ -150,7 +150,7 @@ class UpdateOnHost:
                 group["params"] = parameters
 
     def _buckets(self) -> Iterator[list[nn.Parameter]]:
-        """The parameters that have gradients, in order, so many at a time as there is room for."""
+        """The parameters with gradients, in order, in groups that fit the staging buffer."""
         bucket: list[nn.Parameter] = []
         room = BUCKET_BYTES
         for group in self._optimizer.param_groups:
@@ -213,7 +213,7 @@ class UpdateOnHost:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """What an optimizer keeps between steps; a step count counts too."""
+    """The optimizer state between steps, including step counts."""
     tensors = (value for state in optimizer.state.values() for value in state.values())
     return sum(own_part(value).nbytes for value in tensors if isinstance(value, Tensor))
 
@@ -264,7 +264,7 @@ def _with_gradient(parameter: nn.Parameter, copied: Tensor, gradient: Tensor) ->
 
 
 def _as_part(parameter: Tensor, own: Tensor) -> nn.Parameter:
-    """What a rank has, as what it is a part of."""
+    """A rank's shard as a part of the whole tensor."""
     if isinstance(parameter, DTensor):
         own = DTensor(own, parameter._spec, requires_grad=False)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
@@ -283,7 +283,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _found_inf(optimizer: Optimizer) -> bool:
-    """Whether a loss scaler tells a fused optimizer to skip the step."""
+    """Whether a loss scaler makes a fused optimizer skip the step."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
 

@@ -1,4 +1,4 @@
-"""What a job's own training loop is given: batches, until it has made enough optimizer steps."""
+"""The batches for a job's own training loop, until it has made enough optimizer steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_loop_decides(job: Job, settings: Settings) -> None:
 
     Args:
         job: With or without a loop.
-        settings: Of what is to run.
+        settings: Settings to check.
 
     Raises:
         UsageError: The job has a loop, and they ask for more than a micro-batch size.
@@ -50,10 +50,10 @@ class LoopBatches:
         self._given = 0
         self._since_step = 0
         self.micro_batches: list[int] = []
-        """Of each optimizer step made."""
+        """Number of micro-batches of each optimizer step made."""
 
     def __len__(self) -> int:
-        return self._most_steps * MOST_MICRO_BATCHES  # what it is used for, a schedule say, is not looked at
+        return self._most_steps * MOST_MICRO_BATCHES  # for schedules and the like, whose values do not matter
 
     def __iter__(self) -> Iterator[Batch]:
         while self.steps < self._most_steps and self._since_step < MOST_MICRO_BATCHES:
@@ -117,4 +117,4 @@ class LoopBatches:
 
 
 class _LoopEnded(BaseException):  # not an error: ends loops that iterate over the batches for ever
-    """A loop asked for batches after the last one."""
+    """A loop requested batches after the last one."""

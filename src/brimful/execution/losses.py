@@ -1,4 +1,4 @@
-"""The losses of micro-batches: their weights in the loss of the global batch, and what a loss must be."""
+"""The losses of micro-batches: their weights in the loss of the global batch, and checks of the loss."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def loss_weights(job: Job, micro_batches: Sequence[Batch]) -> list[float]:
     """Factors for the losses of micro-batches, such that they sum to the loss of the global batch.
 
     Args:
-        job: Of a loss that is a mean, `count` says over how many terms; None means samples.
-        micro_batches: The global batch in parts.
+        job: For a loss that is a mean, `count` counts its terms; None means samples.
+        micro_batches: Parts of the global batch.
 
     Returns:
         For a mean, shares that sum to 1; for a sum, and for a single micro-batch, exactly 1 each.
 
     Raises:
-        BatchError: The counts are no numbers, negative or not finite, or the global batch has nothing to count.
+        BatchError: A count is not a number, negative or not finite, or the global batch has nothing to count.
     """
     if job.reduction == "sum" or (job.count is None and len(micro_batches) == 1):
         return [1.0] * len(micro_batches)
@@ -33,27 +33,27 @@ def loss_weights(job: Job, micro_batches: Sequence[Batch]) -> list[float]:
 
 
 def counting_parts(micro_batches: Sequence[Batch], weights: Sequence[float]) -> tuple[list[Batch], list[float]]:
-    """The micro-batches, and their weights, without those that count for nothing.
+    """The micro-batches and their weights, without those of weight 0.
 
-    The mean loss of such a one is no number, even times 0.
+    The mean loss of a micro-batch without terms is NaN, even times 0.
     """
     parts = [part for part, weight in zip(micro_batches, weights, strict=True) if weight]
     return parts, [weight for weight in weights if weight]
 
 
 def loss_counts(job: Job, micro_batches: Sequence[Batch], *, whole: int = 1) -> list[float]:
-    """How many terms the mean loss of each micro-batch is over.
+    """Number of terms in the mean loss of each micro-batch.
 
     Args:
         job: Its `count` counts them; None means samples.
         micro_batches: Parts of a global batch.
-        whole: How many samples a batch counts for that cannot be split.
+        whole: Number of samples that a batch counts as if it cannot be split.
 
     Returns:
-        Numbers of at least 0.
+        One number per micro-batch, at least 0.
 
     Raises:
-        BatchError: They are no numbers, negative or not finite.
+        BatchError: A count is not a number, negative or not finite.
     """
     count = job.count or layout_of(job, whole=whole).count
     counts = [_number(count(micro_batch)) for micro_batch in micro_batches]
@@ -63,7 +63,7 @@ def loss_counts(job: Job, micro_batches: Sequence[Batch], *, whole: int = 1) -> 
 
 
 def _number(found: Any) -> float:
-    """What a job's `count` returned, as a number; digits in a text are not one."""
+    """The result of a job's `count` as a number; text with digits is not accepted."""
     if isinstance(found, Tensor) and (found.numel() != 1 or found.is_complex()):
         raise _no_number(f"a {str(found.dtype).removeprefix('torch.')} tensor of shape {tuple(found.shape)}")
     what = f"an object of type {type(found).__name__}"
@@ -83,14 +83,14 @@ def _no_number(what: str) -> BatchError:
 
 
 def shares_of(counts: Sequence[float], total: float) -> list[float]:
-    """What part each count is of a total.
+    """Each count as a fraction of the total.
 
     Args:
-        counts: Of micro-batches.
-        total: Of the global batch.
+        counts: Counts of micro-batches.
+        total: Count of the global batch.
 
     Returns:
-        As many parts.
+        One fraction per count.
 
     Raises:
         BatchError: The total is 0.
@@ -107,10 +107,10 @@ def check_loss(value: Any) -> None:
     """Check that a loss can be trained on.
 
     Args:
-        value: What a job's loss returned.
+        value: The result of a job's loss.
 
     Raises:
-        LossError: It is no tensor, no real scalar, or has no gradient.
+        LossError: It is not a tensor, not a real scalar, or has no gradient.
     """
     if not isinstance(value, Tensor):
         raise LossError(

@@ -30,14 +30,14 @@ aten/src/ATen/cuda/CUDABlas.cpp, Exceptions.cpp), and the CPU's allocator (c10/c
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """What an error says of memory that ran out.
+    """The message of an out-of-memory error.
 
     Args:
-        error: Any; the errors that it was raised from, or while handling, are looked at too.
+        error: Any error; its causes and contexts are checked too.
 
     Returns:
-        The first line of the message; None if the error is about something else, or brimful's own, which says
-        already what became of it.
+        The first line of the message; None for other errors, and for brimful's own, which already report what
+        happened.
     """
     if isinstance(error, BrimfulError):
         return None
@@ -53,25 +53,25 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class RanOut:
-    """That memory ran out, in place of what an action would have returned."""
+    """Returned in place of an action's result if memory ran out."""
 
     message: str
-    """What the error said."""
+    """Message of the error."""
     place: str = ""
     """Where it came from, outside of torch: a file, a line and a function."""
 
 
 def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
-    """Carry out an action, or tell that memory ran out in it.
+    """Run an action, and report if memory ran out in it.
 
-    The error is gone when this returns, and with it the traceback, which holds every tensor of the functions
-    that it went through.
+    The error is freed when this returns, and with it its traceback, which holds every tensor of the functions
+    that it passed through.
 
     Args:
-        action: Called once; other errors it raises are raised.
+        action: Called once; its other errors are raised.
 
     Returns:
-        What the action returned, or that memory ran out.
+        The result of the action, or `RanOut`.
     """
     try:
         return action()
@@ -88,7 +88,7 @@ class StepOutOfMemoryError(OutOfMemoryError, torch.OutOfMemoryError):
 
 
 class Recover(Protocol):
-    """What happens between two attempts."""
+    """Called between two attempts."""
 
     def __call__(self, ran_out: RanOut, /, *, is_retry: bool) -> None:
         """Take less if the attempt was a retry already, or raise what ends the attempts."""
@@ -99,7 +99,7 @@ def with_retries(
     recover: Recover,
     device: torch.device,
 ) -> Result:
-    """What an attempt returns, repeated for as long as memory runs out in it.
+    """Run an attempt, and repeat it for as long as memory runs out in it.
 
     Args:
         attempt: Runs a step, or leaves everything as before.
@@ -120,7 +120,7 @@ def with_retries(
 
 
 def with_room(action: Callable[[], Result], *, during: str) -> Result:
-    """What an action returns, called once more after making room where memory runs out in it.
+    """Run an action, and run it once more after freeing memory if memory runs out in it.
 
     Args:
         action: May be called twice: until it returns it changes nothing, or nothing that a second call minds.

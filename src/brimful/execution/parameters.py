@@ -1,4 +1,4 @@
-"""What a step changes of parameters before its update: gradients, and what a forward pass writes."""
+"""Changes of a step to parameters before its update: gradients, and writes of a forward pass."""
 
 from __future__ import annotations
 

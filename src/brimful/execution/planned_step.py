@@ -1,11 +1,11 @@
-"""A plan in a training loop of one's own: one call is one optimizer step."""
+"""A plan in your own training loop: one call is one optimizer step."""
 
 from __future__ import annotations
 
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -28,6 +28,7 @@ from brimful.optimizers import (
     check_gaps,
     check_needs_no_closure,
     check_parameters,
+    kept_implementation,
     set_implementation,
 )
 from brimful.results import Recovery
@@ -35,16 +36,15 @@ from brimful.settings import Settings
 from brimful.transforms import apply_units
 
 CheckBatch = Callable[[Settings, Batch], None]
-"""Checks a real batch before it is trained on under some settings; raises what speaks against it."""
+"""Checks a real batch before training on it under some settings; raises an error to refuse it."""
 
 
 class PlannedStep:
-    """Runs optimizer steps under a plan's settings, on a model and an optimizer of one's own.
+    """Runs optimizer steps under a plan's settings, on your own model and optimizer.
 
     Calling it with a global batch splits it into micro-batches, runs forward and backward on each under the
     plan's precision and unit actions, and makes one optimizer step. The loss and the gradients are those of the
-    whole batch. Gradients that are there before the call are added to them, as `backward` does, and are cleared
-    with them after the update.
+    whole batch. Existing gradients accumulate, as in `backward`, and are cleared after the update.
 
     **Out of memory.** Where memory runs out, the step is undone, cached memory is released, and the step runs
     again: once as before, then with smaller and smaller micro-batches, which stay in use. `outcome.recoveries`
@@ -52,9 +52,10 @@ class PlannedStep:
     error that is a `torch.OutOfMemoryError` as well. Under `torch.distributed` with several ranks nothing is
     retried, because the other ranks would wait.
 
-    **Errors.** A call that raises, for whatever reason, leaves everything as before it: parameters, buffers,
-    gradients, the optimizer's state, the loss scaler's, and the random numbers of Python, NumPy, torch and the
-    GPU. So `try: step(batch)`, `except torch.OutOfMemoryError: continue` skips a batch and nothing else:
+    **Errors.** A call that raises leaves everything as before it, except `PartialUpdateError`: parameters,
+    buffers, gradients, the optimizer's state, the loss scaler's, and the random numbers of Python, NumPy, torch
+    and the GPU. So `try: step(batch)`, `except torch.OutOfMemoryError: continue` skips a batch and nothing
+    else:
 
     - An update in which memory runs out is finished, and the call returns.
     - Any other error inside `optimizer.step` is undone in the first two updates of a parameter, for which
@@ -68,12 +69,13 @@ class PlannedStep:
 
     Args:
         settings: The plan's settings; their unit actions are applied to `model` until `remove`.
-        job: Its loss and count are used; its model and optimizer are not.
-        model: In training mode, on its device.
-        optimizer: Over the parameters of `model`; its implementation becomes the plan's, fused for instance.
-        max_gradient_norm: Gradients are scaled down to this norm; None leaves them.
+        job: Provides `loss` and `count`; its model and optimizer are not used.
+        model: The model in training mode, on its device.
+        optimizer: An optimizer over the parameters of `model`; it runs in the plan's implementation,
+            such as fused, until `remove`.
+        max_gradient_norm: Clip gradients to this norm; None does not clip.
         check: Called with the first global batch before it is trained on.
-        check_split: Called before a batch is split that was planned whole, because memory ran out.
+        check_split: Called before a batch that was planned whole is split because memory ran out.
         recover: Whether a step in which memory runs out is retried.
     """
 
@@ -108,9 +110,6 @@ class PlannedStep:
         self._executor = StepExecutor(
             job, settings, model, optimizer, device=device, max_gradient_norm=max_gradient_norm
         )
-        if settings.optimizer_implementation is not None:
-            set_implementation(optimizer, settings.optimizer_implementation)
-        check_gaps(optimizer)
         self._settings = settings
         self._job = job
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
@@ -119,14 +118,23 @@ class PlannedStep:
         self._recovers = recover
         self._steps = 0
         self._began = 0.0
-        """When the latest attempt did."""
+        """Start of the latest attempt."""
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
-        self._applied = apply_units(model, settings)
+        with ExitStack() as changes:
+            if settings.optimizer_implementation is not None:
+                changes.callback(kept_implementation(optimizer))
+                set_implementation(optimizer, settings.optimizer_implementation)
+            check_gaps(optimizer)
+            changes.callback(apply_units(model, settings).remove)
+            self._changes = changes.pop_all()
+
+    def __repr__(self) -> str:
+        return f"PlannedStep({self._settings.describe()})"
 
     @property
     def settings(self) -> Settings:
-        """Those in force: the plan's, with a smaller micro-batch where memory ran out."""
+        """The current settings: the plan's, with a smaller micro-batch after memory ran out."""
         return self._settings
 
     def __call__(self, global_batch: Batch) -> StepOutcome:
@@ -137,12 +145,12 @@ class PlannedStep:
                 on the CPU works on the batch itself.
 
         Returns:
-            The loss of the whole batch and what became of the step.
+            The outcome of the step, with the loss of the whole batch.
 
         Raises:
             BatchError: The batch cannot be split.
             LossError: The loss is not a scalar tensor or has no gradient.
-            OutOfMemoryError: Memory ran out, and nothing that takes less is left to try; all is as before.
+            OutOfMemoryError: Memory ran out, and no smaller micro-batch is left to try; all is as before.
             PartialUpdateError: An error was raised that could not be undone; see the class.
         """
         samples = self._layout.count(global_batch)
@@ -180,7 +188,7 @@ class PlannedStep:
     def _recover(
         self, global_batch: Batch, recoveries: list[Recovery], ran_out: RanOut, *, is_retry: bool
     ) -> None:
-        """Note that memory ran out; take less if it did so before."""
+        """Record that memory ran out; use a smaller micro-batch if it did so before."""
         before = self._settings
         if changed := self._executor.move.changed:
             raise self._out_of_memory(
@@ -232,12 +240,12 @@ class PlannedStep:
         )
 
     def loading(self) -> AbstractContextManager[object]:
-        """Within, `optimizer.load_state_dict` puts the state where the plan has it, on the host perhaps."""
+        """Within, `optimizer.load_state_dict` puts the state where the plan keeps it, such as on the host."""
         return self._executor.loading()
 
     def remove(self) -> None:
-        """Restore the model's own forward; calling it again does nothing."""
-        self._applied.remove()
+        """Restore the model's forward and the optimizer's implementation; calling it again does nothing."""
+        self._changes.close()
 
 
 def _are_several_ranks() -> bool:

@@ -1,4 +1,4 @@
-"""Copies of micro-batches to the device that go on beside the computing of the one before."""
+"""Copies of micro-batches to the device that overlap with computing the previous one."""
 
 from __future__ import annotations
 
@@ -14,38 +14,39 @@ from brimful.transforms.host_link import to_device, to_device_done
 
 
 def prefetch_to(device: torch.device | str) -> Callable[[Batch], Callable[[], Batch]]:
-    """A `prefetch` for `run_step` that copies to `device` on a stream of its own.
+    """A `prefetch` for `run_step` that copies to `device` on its own CUDA stream.
 
-    Only from pinned memory does the host go on meanwhile. Elsewhere than on CUDA it is a copy made at once.
+    The host continues during the copy only if the memory is pinned. Without CUDA, the copy is synchronous.
 
     Args:
-        device: Where the model is.
+        device: The model's device.
 
     Returns:
-        Begins the copy of a micro-batch on the host; what it returns lets the device wait for it.
+        A function that begins the copy of a micro-batch on the host; calling its result makes the device wait
+        for the copy.
     """
     return partial(_Coming, device=torch.device(device))
 
 
 class _Coming:
-    """A micro-batch on its way.
+    """A micro-batch that is being copied.
 
     Args:
-        batch: On the host.
-        device: Where it goes.
+        batch: A micro-batch on the host.
+        device: The target device.
     """
 
     def __init__(self, batch: Batch, device: torch.device) -> None:
         self._copies: Batch = map_tensors(batch, partial(_begun, device=device))
 
     def __call__(self) -> Batch:
-        """The copy, once what follows on the device is to wait for it; it is not held here any more."""
+        """Make the device wait for the copy, and return it; this object drops its reference."""
         copies, self._copies = self._copies, None
         _arrive(copies)
         return copies
 
     def __del__(self) -> None:
-        _arrive(self._copies)  # dropped on its way: nothing may write there before it is there
+        _arrive(self._copies)  # dropped during the copy: nothing may write to its memory before it ends
 
 
 def _begun(tensor: Tensor, device: torch.device) -> Tensor:

@@ -87,11 +87,11 @@ def _bytes_of(state: Tensor) -> bytes:
 
 
 class _OfNumPy:
-    """NumPy's global generator, whose state is read and set in Python, number by number: each time 35 µs.
+    """NumPy's global generator, whose state takes 35 µs to read or set, number by number in Python.
 
-    Most steps draw nothing from it, and that its bytes tell in 1 µs. They do so with one exception: `randn`
-    makes two numbers at once and keeps the second, elsewhere. A state with such a number is read each time.
-    One that somebody sets, with a second number beside the very numbers seen here without one, goes unnoticed.
+    Most steps draw nothing from it, which comparing its bytes shows in 1 µs. There is one exception: `randn`
+    makes two numbers at once and keeps the second elsewhere. A state with such a number is read each time. A
+    state set from outside goes unnoticed if it differs only in having a second number.
     """
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _OfNumPy:
         self._state: tuple[Any, ...] = ()
 
     def now(self) -> tuple[Any, ...]:
-        """Its state: the very same tuple as before, if nothing was drawn since."""
+        """The generator's state: the identical tuple as before, if nothing was drawn since."""
         found = _bytes_of_numpy()
         if found is None or found != self._bytes:
             self._state = np.random.get_state(legacy=True)  # type: ignore[assignment]
@@ -108,7 +108,7 @@ class _OfNumPy:
         return self._state
 
     def set(self, state: tuple[Any, ...]) -> None:
-        """Give it a state that `now` gave, or a file."""
+        """Set a state that `now` returned, or that was read from a file."""
         if self.now() is not state:
             np.random.set_state(state)
             self._bytes = None
@@ -121,7 +121,7 @@ _MT19937_BYTES = 624 * 4 + 4
 
 
 def _bytes_of_numpy() -> bytes | None:
-    """The numbers that the global generator goes on from; None if it is of another kind than NumPy's own."""
+    """The state bytes of the global generator; None if it is not NumPy's default kind."""
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if not isinstance(generator, np.random.MT19937):
         return None

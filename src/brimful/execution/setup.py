@@ -1,4 +1,4 @@
-"""What runs on this machine: its device, chosen and named, and the model, built."""
+"""Set up a run on this machine: choose its device, build the model, configure the allocator."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _IN_TORCH = re.compile(r"auto|(cpu|cuda)(:\d+)?")
 
 
 def is_of_this_machine(device: object) -> bool:
-    """Whether a device is named by torch's words, which mean this machine, and not by a model's name.
+    """Whether a device is named as in torch, which means this machine, and not by a GPU's name.
 
     Args:
-        device: Such as "cuda:0", `torch.device("cpu")` or "RTX 3090".
+        device: A device such as "cuda:0", `torch.device("cpu")` or "RTX 3090".
 
     Returns:
         Whether it is a `torch.device`, an index, or "auto", "cpu" or "cuda" with or without an index.
@@ -34,12 +34,12 @@ def choose_device(asked: torch.device | str | int | None, planned_kind: str | No
     """The device of this machine to run on.
 
     Args:
-        asked: What the user named, such as "cpu", "cuda:1", 1 or a `torch.device`; None and "auto" leave the
-            choice.
+        asked: The user's choice, such as "cpu", "cuda:1", 1 or a `torch.device`; None and "auto" choose a
+            device.
         planned_kind: The kind of device a plan is for, "cuda" or "cpu"; None without a plan.
 
     Returns:
-        What was asked for, else a device of the planned kind, else the GPU if there is one.
+        The user's choice, else a device of the planned kind, else the GPU if there is one.
 
     Raises:
         UsageError: It is neither a CPU nor a CUDA device, or this machine has none.
@@ -72,34 +72,34 @@ def choose_device(asked: torch.device | str | int | None, planned_kind: str | No
     return device
 
 
-_told_to_grow = False
-"""Whether segments grow because `set_up_allocator` said so."""
+_expands_segments = False
+"""Whether `set_up_allocator` has enabled expandable segments."""
 
 
 def set_up_allocator(settings: Settings, device: torch.device) -> None:
-    """Set PyTorch's CUDA allocator, that of the whole process, as settings ask for; what else is set stays.
+    """Configure PyTorch's CUDA allocator, for the whole process, as settings require; other options stay.
 
-    Where settings do not ask for growing segments, what the user set stays, but not what this function did.
-    Segments that are there already do not change: set it before the model is on the device, to reserve least.
+    Settings without expandable segments keep the user's own configuration, but revert that of this function.
+    Existing segments do not change, so call it before the model is on the device, to reserve the least.
 
     Args:
-        settings: Of what is to run.
-        device: Where; on a CPU nothing is done.
+        settings: Settings of the step to run.
+        device: Its device; on a CPU this does nothing.
 
     Source: torch.cuda.memory._set_allocator_settings, deprecated for the private call used here (torch 2.13).
     """
-    global _told_to_grow
-    if device.type != "cuda" or settings.expandable_segments == _told_to_grow:
+    global _expands_segments
+    if device.type != "cuda" or settings.expandable_segments == _expands_segments:
         return
     wanted = f"expandable_segments:{settings.expandable_segments}"
     if not hasattr(torch._C, "_accelerator_setAllocatorSettings"):
-        _told_to_grow = settings.expandable_segments
+        _expands_segments = settings.expandable_segments
         torch.cuda.memory._set_allocator_settings(wanted)
         return
     others = torch._C._accelerator_getAllocatorSettings().split(",")
     if wanted in others:
         return  # the user set it
-    _told_to_grow = settings.expandable_segments
+    _expands_segments = settings.expandable_segments
     kept = [option for option in others if option.strip() and "expandable_segments" not in option]
     torch._C._accelerator_setAllocatorSettings(",".join([*kept, wanted]))
 

@@ -33,42 +33,42 @@ from brimful.trace import Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What one optimizer step came to."""
+    """The result of one optimizer step."""
 
     loss: Tensor
-    """Scalar: the loss of the global batch, a mean or a sum as `Job.reduction` says, before the update."""
+    """Scalar: the loss of the global batch before the update, a mean or a sum (see `Job.reduction`)."""
     gradient_norm: Tensor
     """Scalar: 2-norm of all gradients of the global batch, before clipping."""
     updated: bool
     """False if `before_update` declined or the scaler skipped the update."""
     recoveries: tuple[Recovery, ...] = ()
-    """Each time that memory ran out in the step, and with which settings it was run again."""
+    """One record for each time that memory ran out in the step, with the settings of the retry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepParts:
-    """What a step computes with."""
+    """The model, loss, optimizer and options of a step."""
 
     model: nn.Module
-    """In training mode, on its device."""
+    """A model in training mode, on its device."""
     loss: Callable[[nn.Module, Batch], Tensor]
-    """A scalar: the mean, or the sum, over a micro-batch. A `CoupledLoss` is one of the global batch."""
+    """Computes a scalar: the mean or the sum over a micro-batch, or a `CoupledLoss` over the global batch."""
     optimizer: Optimizer
-    """Holds the parameters of `model`; its gradients are clear."""
+    """The optimizer of the parameters of `model`, whose gradients are cleared."""
     precision: Precision
     """FP16 and BF16 run forward under autocast."""
     scaler: GradScaler | None = None
     """Scales the loss under FP16."""
     max_gradient_norm: float | None = None
-    """Gradients are scaled down to this norm; None leaves them."""
+    """Norm to clip gradients to; None does not clip."""
     move: Callable[[Batch], Batch] = lambda batch: batch
-    """Brings a micro-batch to the device just before it is used."""
+    """Moves a micro-batch to the device just before its use."""
     prefetch: Callable[[Batch], Callable[[], Batch]] | None = None
-    """Replaces `move`: starts the copy of a micro-batch while the one before it is computed, and returns what
-    waits for it. Not for a `CoupledLoss`, nor with `in_backward`."""
+    """Replaces `move`: starts the copy of a micro-batch while the previous one is computed, and returns a
+    function that waits for it. Not for a `CoupledLoss`, nor with `in_backward`."""
     in_backward: UpdateInBackward | None = None
-    """Updates each parameter as its gradient is complete; then `before_update` is called before backward, with
-    no gradient norm. Nothing is clipped or scaled."""
+    """Updates each parameter when its gradient is complete; then `before_update` is called before backward,
+    without a gradient norm, and gradients are neither clipped nor scaled."""
 
 
 def run_step(

@@ -1,8 +1,8 @@
-"""Optimizer steps each of which is made whole, or leaves everything as it was before.
+"""Runs optimizer steps as transactions: a step completes, or the state stays as before.
 
-What a step changes before its update is kept or can be dropped: random numbers, the buffers that are known to
-change, and the gradients, of which there are none before a step, usually. Parameters and optimizer state are
-not copied: their update is finished or taken back by `update.py`.
+To undo what a step changes before its update, random states and the buffers that are known to change are
+copied, and gradients are cleared. Parameters and optimizer state are not copied: `update.py` completes or
+undoes their update.
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ _WAY_OUT = "Resume from the last checkpoint."
 
 
 class StepTransaction:
-    """Runs steps of one model; one that raises leaves everything as it was before.
+    """Runs the steps of one model, and undoes a step that raises.
 
-    That is: parameters, buffers, gradients, the optimizer's state, the loss scaler's, and the random numbers of
-    Python, NumPy, torch and the model's device. An interrupt that comes during the update waits until the step
-    is complete.
+    It restores parameters, buffers, gradients, the state of optimizer and loss scaler, and the random states of
+    Python, NumPy, torch and the model's device. An interrupt during the update is delayed until the step is
+    complete.
 
     Args:
         executor: Runs the steps, with `hooks`.
-        update: How the optimizer's step behaves when memory runs out in it; None chooses by the optimizer.
-        keeps_parameters: Restore gradients that were there before, and parameters that forward passes write to.
-            False drops all gradients, as a loop wants that clears them after each step.
-        holds_signals: Delay signals during the update. False where their handlers do not raise.
+        is_sharded: Each rank has a shard of the parameters; None looks for DTensors.
+        way_out: Called with the message when memory runs out in an update that cannot be completed; returns how
+            the user can continue.
+        keeps_parameters: Restore earlier gradients, and parameters that forward passes write to. False clears
+            all gradients, for a loop that clears them after each step.
+        holds_signals: Delay signals during the update. False if their handlers do not raise.
     """
 
     def __init__(
         self,
         executor: StepExecutor,
         *,
-        update: ResumableUpdate | AtomicUpdate | None = None,
+        is_sharded: bool | None = None,
+        way_out: Callable[[str], str] = lambda _message: _WAY_OUT,
         keeps_parameters: bool = True,
         holds_signals: bool = True,
     ) -> None:
@@ -58,13 +61,15 @@ class StepTransaction:
         self._device = executor.device
         self._buffers = BufferSnapshot(executor.model)
         self._parameters = ParameterSnapshot(executor.optimizer) if keeps_parameters else None
-        self._update = update or _update_of(executor)
+        self._update = _update_of(
+            executor, is_sharded=_has_dtensors(executor) if is_sharded is None else is_sharded, way_out=way_out
+        )
         self._signals = HeldSignals() if holds_signals else None
         self._is_updated = False
 
     @property
     def hooks(self) -> StepHooks:
-        """Those that a step which is run here needs."""
+        """The hooks to run a step with."""
         return StepHooks(
             before_update=self._before_update,
             call_update=self._call_update,
@@ -79,10 +84,10 @@ class StepTransaction:
             step: Calls the executor once, with `hooks`.
 
         Returns:
-            What it returned.
+            What `step` returns.
 
         Raises:
-            PartialUpdateError: It raised, and not everything is as before.
+            PartialUpdateError: It raised and could not be undone.
         """
         return self._run(step, keeps=True)
 
@@ -93,10 +98,10 @@ class StepTransaction:
             step: Calls the executor once, with `hooks` and `updates=False`.
 
         Returns:
-            What it returned.
+            What `step` returns.
 
         Raises:
-            PartialUpdateError: Not everything is as before.
+            PartialUpdateError: It could not be undone.
         """
         return self._run(step, keeps=False)
 
@@ -139,14 +144,14 @@ class StepTransaction:
         self._is_updated = True
 
     def _before_first_update(self) -> None:
-        """From here on nothing can be undone."""
+        """With the optimizer in backward: from here on the step cannot be undone."""
         self._is_updated = True
 
     def _after_update(self, action: Callable[[], object]) -> None:
         despite_out_of_memory(action, self._device)
 
     def _undo(self, random: RandomState) -> None:
-        with ExitStack() as parts:  # the last first, and the others too if one raises
+        with ExitStack() as parts:  # runs in reverse order, the others too if one raises
             parts.callback(random.restore, self._device)
             parts.callback(self._executor.reset_scaler)
             parts.callback(self._buffers.restore)
@@ -156,32 +161,40 @@ class StepTransaction:
                 parts.callback(self._parameters.restore)
 
     def _undo_failed(self, random: RandomState, error: BaseException) -> None:
-        """Leave everything as before a step that raised, or raise PartialUpdateError."""
+        """Undo a step that raised; raise PartialUpdateError if it cannot be undone."""
         try:
             with_room(partial(self._undo, random), during="a failed step is undone")
         except PartialUpdateError as failure:
             raise failure from error
         except BaseException as failure:
-            if isinstance(error, PartialUpdateError):  # which says already that not everything is as before
+            if isinstance(error, PartialUpdateError):  # reports already that the step is not undone
                 return
             raise PartialUpdateError(
-                f"a step raised {_said(error)}, and undoing it raised {_said(failure)}. {_WAY_OUT}"
+                f"a step raised {_summary(error)}, and undoing it raised {_summary(failure)}. {_WAY_OUT}"
             ) from error
         ends_the_run = self._signals is None and not isinstance(error, Exception)
         if self._is_updated and not isinstance(error, PartialUpdateError) and not ends_the_run:
             raise PartialUpdateError(
-                f"a step raised {_said(error)}, after parameters were updated. {_WAY_OUT}"
+                f"a step raised {_summary(error)}, after parameters were updated. {_WAY_OUT}"
             ) from error
 
 
-def _update_of(executor: StepExecutor) -> ResumableUpdate | AtomicUpdate:
-    optimizer, on_host = executor.optimizer, executor.on_host
+def _update_of(
+    executor: StepExecutor, *, is_sharded: bool, way_out: Callable[[str], str]
+) -> ResumableUpdate | AtomicUpdate:
+    """Choose how the update behaves when memory runs out in it."""
+    on_host = executor.on_host
     if on_host is not None:
-        return AtomicUpdate("parameters on the host", lambda _message: _WAY_OUT, lambda: on_host.has_begun)
-    if any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"]):
-        return AtomicUpdate("divided parameters", lambda _message: _WAY_OUT)
-    return ResumableUpdate(optimizer, partial(make_room, executor.device))
+        return AtomicUpdate("parameters on the host", way_out, lambda: on_host.has_begun)
+    if is_sharded:
+        return AtomicUpdate("divided parameters", way_out)
+    return ResumableUpdate(executor.optimizer, partial(make_room, executor.device))
 
 
-def _said(error: BaseException) -> str:
+def _has_dtensors(executor: StepExecutor) -> bool:
+    groups = executor.optimizer.param_groups
+    return any(isinstance(parameter, DTensor) for group in groups for parameter in group["params"])
+
+
+def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -32,14 +32,14 @@ from brimful.execution.writes import Layout, StepWrites
 
 
 class AtomicUpdate:
-    """An optimizer's step that is taken whole or ends the run.
+    """An optimizer step that completes or ends the run.
 
-    For parameters that are divided over ranks, and for updates on the host, which take nothing of the device.
+    For parameters that are sharded over ranks, and for updates on the host, which need no device memory.
 
     Args:
-        what: Is updated.
-        way_out: Called with what was said of memory that ran out; returns how the user can continue.
-        has_begun: Whether the step that is running may have changed something.
+        what: What is updated, for messages.
+        way_out: Called with the out-of-memory message; returns how the user can continue.
+        has_begun: Whether the running step may have changed something.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AtomicUpdate:
         """Run one step.
 
         Args:
-            step: Calls the optimizer's `step`. What it raises before it has begun is raised as it is.
+            step: Calls the optimizer's `step`. Errors before it has begun are raised unchanged.
 
         Raises:
             PartialUpdateError: An error was raised once the step had begun.
@@ -77,10 +77,10 @@ class AtomicUpdate:
 
 
 class ResumableUpdate:
-    """An optimizer's step in whose course memory may run out.
+    """An optimizer step that can be finished or undone if memory runs out during it.
 
     Args:
-        optimizer: With or without state.
+        optimizer: An optimizer, with or without state.
         make_room: Called each time that memory ran out.
     """
 
@@ -94,15 +94,15 @@ class ResumableUpdate:
         """Changes that a step makes to a parameter and its state, by id; empty until they are known."""
 
     def run(self, step: Callable[[], object]) -> None:
-        """Carry out one step.
+        """Run one step.
 
         Args:
-            step: Calls the optimizer's `step`. Where it raises, all is as before, or there is a
+            step: Calls the optimizer's `step`. If it raises, everything is as before, or this raises
                 `PartialUpdateError`.
 
         Raises:
-            torch.OutOfMemoryError: Memory ran out, and the step cannot be finished; all is as before.
-            PartialUpdateError: An error was raised, and the step can neither be finished nor taken back.
+            torch.OutOfMemoryError: Memory ran out, and the step cannot be finished; everything is as before.
+            PartialUpdateError: An error was raised, and the step can neither be finished nor undone.
         """
         before = StepWrites(self._optimizer, self._layout)
         self._layout = before.layout
@@ -178,7 +178,7 @@ class ResumableUpdate:
     def _by_parts(
         self, parameters: Sequence[nn.Parameter], attempt: Callable[[Sequence[nn.Parameter]], RanOut | None]
     ) -> RanOut | None:
-        """Attempt all, halves, quarters, …; what was said last if not even one parameter could be updated."""
+        """Attempt all, halves, quarters, …; the last error if not even one parameter could be updated."""
         pending = [parameters] if parameters else []
         while pending:
             some = pending.pop()

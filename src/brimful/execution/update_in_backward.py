@@ -1,11 +1,11 @@
-"""Updating each parameter in backward, as soon as its gradient is complete: gradients are never all there.
+"""Update each parameter in backward, as soon as its gradient is complete, so that not all gradients are kept.
 
-A gradient is complete when autograd has added up what every use of its parameter gave; nothing of
-backward reads the parameter after that. torch calls a hook then. The optimizer's step is taken for that one
-parameter alone, which is the same as for all at once where it treats parameters one by one, and its gradient is
-let go of.
+A gradient is complete when autograd has accumulated it over all uses of its parameter; backward does not read
+the parameter after that. torch then calls a hook. The hook runs the optimizer's step for that parameter alone,
+which is the same as for all at once if the optimizer updates each parameter independently, and frees its
+gradient.
 
-It cannot be taken back: where an error comes in the midst of it, some parameters are updated, others are not.
+Such an update cannot be undone: after an error during it, some parameters are updated and others are not.
 
 Source: torch.Tensor.register_post_accumulate_grad_hook (checked: torch 2.13).
 """
@@ -24,10 +24,10 @@ from brimful.errors import PartialUpdateError, UsageError
 
 
 def clipped_in_backward(max_gradient_norm: float) -> UsageError:
-    """The error where gradients are to be clipped, too.
+    """The error if gradients are to be clipped too.
 
     Args:
-        max_gradient_norm: To which.
+        max_gradient_norm: The norm to clip to.
 
     Returns:
         The error to raise.
@@ -39,7 +39,7 @@ def clipped_in_backward(max_gradient_norm: float) -> UsageError:
 
 
 def steps_one_by_one(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to update each parameter by its own gradient and state alone."""
+    """Whether an optimizer is known to update each parameter only from its own gradient and state."""
     is_known = type(optimizer).step.__module__.startswith(("torch.optim", "brimful.optimizers"))
     return is_known and not isinstance(optimizer, torch.optim.LBFGS)
 
@@ -48,10 +48,10 @@ class UpdateInBackward:
     """An optimizer that steps in backward, parameter by parameter.
 
     Args:
-        optimizer: Of `torch.optim`, or brimful's own.
+        optimizer: An optimizer of `torch.optim`, or brimful's own.
 
     Raises:
-        UsageError: The optimizer may look at several parameters together.
+        UsageError: The optimizer may use several parameters together.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -65,9 +65,9 @@ class UpdateInBackward:
         self.before_first: Callable[[], None] = lambda: None
         """Called in each step before the first parameter changes."""
         self.around: Callable[[nn.Parameter], AbstractContextManager[object]] = lambda _parameter: nullcontext()
-        """Around the update of each parameter, which it is called with."""
+        """Makes a context for the update of a parameter."""
         self.updates = True
-        """Whether parameters are updated; else their gradients are only let go of, for a rehearsal."""
+        """Whether to update parameters; False only frees their gradients, for a rehearsal."""
 
     def run(self, backward: Callable[[], Any]) -> Tensor:
         """Run backward and all updates.

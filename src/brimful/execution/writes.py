@@ -38,13 +38,13 @@ class Layout:
         self._known = [(id(parameter), len(state)) for parameter, state in zip(parameters, states, strict=True)]
 
     def is_of(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether nothing was added or taken away since."""
+        """Whether no parameter or state was added or removed since."""
         state = optimizer.state
         return self._known == [(id(p), len(state[p]) if p in state else 0) for p in parameters]
 
 
 class StepWrites:
-    """What an optimizer's tensors and numbers were before a step, and how often each tensor changed since."""
+    """The state of an optimizer before a step, and how often each of its tensors changed since."""
 
     def __init__(self, optimizer: Optimizer, layout: Layout | None) -> None:
         self._optimizer = optimizer

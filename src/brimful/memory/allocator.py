@@ -30,14 +30,14 @@ class OutOfMemory:
     """Who asked."""
     requested_bytes: int
     allocated_bytes: int
-    """In use when it was asked."""
+    """Bytes in use at the request."""
     reserved_bytes: int
     """Still held after the flush."""
     capacity_bytes: int
 
 
 def round_allocation(size_bytes: int, *, power2_divisions: int | None = None) -> int:
-    """Bytes the CUDA caching allocator looks for when asked for `size_bytes`.
+    """Bytes that the CUDA caching allocator looks for to serve a request of `size_bytes`.
 
     The block may be larger, where the rest is too small to be cut off.
 

@@ -46,7 +46,7 @@ _NOT_SIMULATED = {
     "per_process_memory_fraction": "It limits what can be reserved: state that as the capacity instead.",
     "throw_on_cudamalloc_oom": "brimful simulates requests that are refused only after the cache is flushed.",
 }
-"""Options that change what is reserved in ways that are not simulated, and what to do about each."""
+"""Options that change the reserved memory in ways that are not simulated, with advice for each."""
 _SIMULATED = (
     "backend",
     "expandable_segments",
@@ -58,20 +58,20 @@ _SIMULATED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorSettings:
-    """What the environment variable `PYTORCH_ALLOC_CONF` can change; the defaults are PyTorch's.
+    """Settings of PyTorch's CUDA allocator, as in `PYTORCH_ALLOC_CONF`; the defaults are PyTorch's.
 
-    `str` gives the text that sets them, empty for the defaults, and `parse` reads it.
+    `str` returns the text that sets them, which is empty for the defaults, and `parse` reads it.
 
     Raises:
-        UsageError: PyTorch does not take a value.
+        UsageError: PyTorch does not accept a value.
 
     Source: c10/core/AllocatorConfig.h, class AcceleratorAllocatorConfig (checked: torch 2.13).
     """
 
     expandable_segments: bool = False
-    """One growing segment per pool in place of many fixed ones. Source: use_expandable_segments."""
+    """Use one growing segment per pool instead of many fixed ones. Source: use_expandable_segments."""
     max_split_size_bytes: int | None = None
-    """Blocks from this size on are neither cut nor given to smaller requests; None sets no limit.
+    """Blocks of this size or more are neither split nor used for smaller requests; None sets no limit.
 
     A multiple of 1 MiB, 20 MiB or more. Source: max_split_size.
     """
@@ -82,11 +82,11 @@ class AllocatorSettings:
     512 bytes only. Source: roundup_power2_divisions.
     """
     garbage_collection_threshold: float | None = None
-    """Give back segments long unused once more than this fraction of the capacity is reserved; None does not.
+    """Release long unused segments when more than this fraction of the capacity is reserved; None does not.
 
     PyTorch ignores it unless `torch.cuda.set_per_process_memory_fraction` or (from torch 2.10 on) the option
     `per_process_memory_fraction` limits the process to less than the device has. The capacity simulated is
-    taken to be that limit; without one nothing is given back. The pages of expandable segments never are.
+    taken to be that limit; without one nothing is released. The pages of expandable segments never are.
 
     Source: CUDACachingAllocator.cpp, malloc and garbage_collect_cached_blocks.
     """
@@ -102,20 +102,20 @@ class AllocatorSettings:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorSettings:
-        """The settings that the text of `PYTORCH_ALLOC_CONF` makes.
+        """Parse the text of `PYTORCH_ALLOC_CONF`.
 
-        Options that leave what a step reserves as it is are accepted and dropped: `backend:native`, the pinned
-        host memory's (`pinned_…`), locks, CUDA graphs.
+        Options that do not change the reserved memory of a step are accepted and ignored: `backend:native`, the
+        pinned host memory's (`pinned_…`), locks, CUDA graphs.
 
         Args:
-            text: Such as "expandable_segments:True,max_split_size_mb:128". White space is ignored; of an option
-                given twice the later counts; empty text makes the defaults.
+            text: Text such as "expandable_segments:True,max_split_size_mb:128". White space is ignored; the
+                last value of a repeated option counts; empty text gives the defaults.
 
         Returns:
             The settings.
 
         Raises:
-            UnknownNameError: torch 2.13 knows no such option.
+            UnknownNameError: torch 2.13 has no such option.
             UsageError: An option has no value or an invalid one, or brimful does not simulate it.
 
         Source: AllocatorConfig.cpp and CUDAAllocatorConfig.cpp, parseArgs (checked: torch 2.13).

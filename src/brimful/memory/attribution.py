@@ -1,4 +1,4 @@
-"""What a trace takes of a device's memory: its peaks, where they are, and who holds them."""
+"""Peak memory of a trace on a device: its size, where it occurs, and what holds it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class HeldStorage:
     module: str | None
     """`fqn` of the module whose op made it; None for parameters, inputs and workspaces."""
     held_bytes: int
-    """The whole block it holds: its size, rounded up, with what was too small to be cut off."""
+    """Bytes of its block: the requested size, rounded up, with a remainder too small to split off."""
     line: str
-    """Where in the code it was made, as "file.py:12"; "" for small ones and those no op made."""
+    """Line of code that made it, as "file.py:12"; "" for small storages and those that no op made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleShare:
-    """What a module and all modules in it hold at the peak: parameters, gradients, optimizer state, tensors."""
+    """Memory that a module and its submodules hold at the peak: parameters, gradients, state, tensors."""
 
     fqn: str
-    """Dotted path; "" is the whole model."""
+    """Dotted path of the module; "" is the whole model."""
     class_name: str
     held_bytes: int
     depth: int
-    """How many modules it is inside of."""
+    """Depth in the module tree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,57 +47,57 @@ class FailedAllocation:
     """The first request that a device of the given capacity cannot meet."""
 
     op: str | None
-    """Name of the latest op begun; None in setup."""
+    """Name of the latest op; None in setup."""
     module: str | None
     """`fqn` of that op's module; None in setup."""
     line: str
-    """Where in the code that op is called, as "file.py:12"; "" where not known."""
+    """Line of code that calls that op, as "file.py:12"; "" if not known."""
     phase: Phase
     step: int
     label: str
-    """What the memory was for."""
+    """Description of the requested memory."""
     requested_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPrediction:
-    """The memory that a trace takes on a device.
+    """Predicted memory of a trace on a device.
 
-    All peaks are of the steps run to their end: within the capacity where they fit, else without any limit.
+    All peaks are of the completed steps: within the capacity if they fit, else without a limit.
     """
 
     allocator: AllocatorSettings
     capacity_bytes: int | None
-    """What the allocator could reserve; None is without limit."""
+    """Bytes that the allocator may reserve; None is unlimited."""
     peak_allocated_bytes: int
-    """The most held by live storages, in whole blocks."""
+    """Peak bytes of live storages, in whole blocks."""
     peak_reserved_bytes: int
-    """The most held in segments; on a CPU, which caches nothing, what is allocated."""
+    """Peak bytes in segments; equal to allocated on a CPU, which caches nothing."""
     unlimited_peak_reserved_bytes: int
-    """The most held in segments where nothing limits them."""
+    """Peak bytes in segments with unlimited capacity."""
     first_step_peak_allocated_bytes: int
-    """The peak of setup and the first optimizer step, in which gradients and optimizer state are made."""
+    """Peak of setup and the first optimizer step, which creates gradients and optimizer state."""
     steady_peak_allocated_bytes: int
-    """The peak within the last captured step, which stands for all further ones."""
+    """Peak of the last captured step, which represents all further ones."""
     cache_flushes: int
-    """How often the allocator has to give back its whole cache to fit; each stalls the device."""
+    """Number of times the allocator must release its whole cache to fit; each stalls the device."""
     out_of_memory_at: FailedAllocation | None
-    """Where the steps fail at the capacity; None if they fit."""
+    """The first request that fails at the capacity; None if the steps fit."""
     peak_op: str | None
-    """Name of the latest op begun at the peak of allocated bytes; None in setup."""
+    """Name of the latest op at the peak of allocated bytes; None in setup."""
     peak_module: str | None
     """`fqn` of that op's module; None in setup."""
     peak_phase: Phase
     peak_step: int
     breakdown: tuple[tuple[Category, int], ...]
-    """Bytes held at that peak by category, each storage with its whole block; they sum to the peak."""
+    """Bytes held at that peak by category, in whole blocks; they sum to the peak."""
     largest: tuple[HeldStorage, ...]
-    """The storages that hold most at that peak, at most 20, largest first."""
+    """The largest storages at that peak, at most 20, largest first."""
     modules: tuple[ModuleShare, ...]
-    """Bytes held at that peak by module, in the order of the tree; they sum to the peak but for what belongs to
-    no module."""
+    """Bytes held at that peak by module, in the order of the module tree; they sum to the peak, except for
+    storages without a module."""
     evaluation_peak_allocated_bytes: int | None
-    """The peak of an evaluation after the last step; None if none was captured."""
+    """Peak of an evaluation after the last step; None if none was captured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -292,7 +292,7 @@ def _replay_cached(trace: Trace, allocator: CachingAllocator) -> Replay:
 
 
 def _replay_uncached(profile: LiveProfile, capacity_bytes: int | None) -> Replay:
-    """Replay where each storage holds what it asked for and gives it back at once."""
+    """Replay in which each storage holds its requested bytes and frees them immediately."""
     failed = None
     if capacity_bytes is not None and profile.peak_bytes > capacity_bytes:
         position = int(np.argmax(profile.live_bytes > capacity_bytes))
@@ -336,7 +336,7 @@ def _held_storage(trace: Trace, index: int, held_bytes: int) -> HeldStorage:
 
 
 def _module_shares(profile: LiveProfile, position: int) -> tuple[ModuleShare, ...]:
-    """What each module holds at a position, what is inside it included."""
+    """Bytes that each module holds at a position, including its submodules."""
     trace = profile.trace
     classes = dict(trace.module_classes)
     held: dict[str, int] = {}
@@ -355,8 +355,8 @@ def _module_shares(profile: LiveProfile, position: int) -> tuple[ModuleShare, ..
 
 
 def _owner(trace: Trace, storage: Storage) -> str:
-    """Path of the module a storage belongs to; "<…>" for what is outside of the model, "" for what is no
-    module's."""
+    """Path of the module that a storage belongs to; "<…>" for storages outside of the model, "" for storages
+    without a module."""
     if storage.category in (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER_STATE):
         name = storage.label.partition(" ")[0]
         return name.rpartition(".")[0]

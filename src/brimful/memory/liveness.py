@@ -119,14 +119,14 @@ def profile_of_levels(trace: Trace, live_bytes: Iterable[int] | NDArray[np.int64
 
 
 def rounding_bytes_of(device_kind: str) -> int:
-    """What sizes are rounded up to on a kind of device.
+    """The multiple that sizes are rounded up to on a kind of device, in bytes.
 
     Args:
-        device_kind: As in `Trace`.
+        device_kind: Kind of the device, as in `Trace`.
 
     Returns:
-        1 on "cpu", where tensors are allocated exactly as asked; 512 on "cuda", where a storage holds at least
-        that: a block is larger where its rest is not worth cutting off, which only `CachingAllocator` knows.
+        1 on "cpu", where tensors are allocated exactly as requested; 512 on "cuda". There it is a lower bound:
+        a block is larger if its remainder is too small to split off, which only `CachingAllocator` simulates.
 
     Raises:
         UnknownNameError: There is no such kind of device.

@@ -1,4 +1,4 @@
-"""What offloading takes of the host: the ops that copy, and the pinned memory that holds the copies."""
+"""Offloading on the host: the ops that copy, and the pinned memory that holds the copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from brimful.trace import Trace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """What an op has to do with copies between device and host."""
+    """The role of an op in copies between device and host."""
 
     way: str
     """The direction, "to host" or "to device"; the copies of each follow one another."""
@@ -21,13 +21,13 @@ class LinkUse:
     follows: str | None = None
     """Another direction, whose copies so far come before the one that begins."""
     host_waits: bool = False
-    """Whether the host waits itself; else it lets the device wait."""
+    """Whether the host waits; else the device waits."""
 
 
 TO_HOST = "brimful.to_host.default"
-"""Sends what a unit saved."""
+"""Copies the saved tensors of a unit to the host."""
 TO_DEVICE = "brimful.to_device.default"
-"""Brings it back."""
+"""Copies them back."""
 
 LINK_USES: Mapping[str, LinkUse] = MappingProxyType(
     {

@@ -26,21 +26,21 @@ _RESOLUTION = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorWhatIf:
-    """What a trace reserves under some settings of the allocator."""
+    """Reserved memory of a trace under some allocator settings."""
 
     settings: AllocatorSettings
     peak_reserved_bytes: int
-    """The most held in segments: within the capacity where the steps fit, else without any limit."""
+    """Peak bytes in segments: within the capacity if the steps fit, else without a limit."""
     smallest_surviving_capacity_bytes: int
-    """The smallest capacity at which the steps run to their end, see `smallest_surviving_capacity_bytes`."""
+    """The smallest capacity at which the steps complete, see `smallest_surviving_capacity_bytes`."""
     cache_flushes: int
-    """How often the whole cache has to be given back to fit the capacity; 0 if the steps do not fit."""
+    """Number of times the whole cache must be released to fit the capacity; 0 if the steps do not fit."""
     fits: bool
-    """Whether the steps run to their end at the capacity; True without one."""
+    """Whether the steps complete within the capacity; True without one."""
 
 
 def compare_allocators(trace: Trace, capacity_bytes: int | None = None) -> tuple[AllocatorWhatIf, ...]:
-    """What a trace would reserve under PyTorch's defaults and under settings to try.
+    """Predict reserved memory of a trace under PyTorch's defaults and under other allocator settings.
 
     Each is replayed once or twice for the peak and some ten times for the smallest capacity, sixty times in
     all.

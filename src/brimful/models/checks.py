@@ -8,17 +8,17 @@ from brimful.errors import UsageError
 
 
 def check_range(model: str, option: str, value: Any, least: int, most: int | None = None) -> None:
-    """Refuse an option that is no whole number in a range.
+    """Refuse an option that is not a whole number in a range.
 
     Args:
         model: The model's name, for the message.
         option: The option's name, for the message.
-        value: What was given.
-        least: The smallest that can be meant.
-        most: The largest; None if there is none.
+        value: The option's value.
+        least: The smallest valid value.
+        most: The largest valid value; None for no limit.
 
     Raises:
-        UsageError: The value is invalid; says which are valid.
+        UsageError: The value is invalid; the message has the valid values.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if whole and value >= least and (most is None or value <= most):
@@ -28,16 +28,16 @@ def check_range(model: str, option: str, value: Any, least: int, most: int | Non
 
 
 def check_multiple(model: str, option: str, value: Any, divisor: int) -> None:
-    """Refuse an option that is no positive multiple of a number.
+    """Refuse an option that is not a positive multiple of a number.
 
     Args:
         model: The model's name, for the message.
         option: The option's name, for the message.
-        value: What was given.
-        divisor: What must divide it.
+        value: The option's value.
+        divisor: Number that must divide the value.
 
     Raises:
-        UsageError: The value is invalid; says the nearest valid one.
+        UsageError: The value is invalid; the message has the nearest valid one.
     """
     check_range(model, option, value, divisor)
     if value % divisor:

@@ -1,4 +1,4 @@
-"""From what a user writes to a Job: a built-in name, `package.module:factory` or `path/to/file.py:factory`."""
+"""User input → a `Job`: a built-in name, `package.module:NAME` or `path/to/file.py:NAME`."""
 
 from __future__ import annotations
 
@@ -23,28 +23,31 @@ from brimful.models.text import TEXT_ARCHITECTURES
 from brimful.models.vision import VISION_ARCHITECTURES
 
 _ARCHITECTURES = TEXT_ARCHITECTURES | VISION_ARCHITECTURES
-_FORMS = "A model of your own is named package.module:factory or path/to/file.py:factory."
+_FORMS = (
+    "A model of your own is path/to/file.py:NAME or package.module:NAME, where NAME is a brimful.Job or a "
+    "function that returns one."
+)
 
 
 def architecture_names() -> tuple[str, ...]:
-    """The names that `find_architecture` takes."""
+    """The names that `find_architecture` accepts."""
     return tuple(_ARCHITECTURES)
 
 
 def find_architecture(name: str, /, **options: Any) -> Job:
-    """The job of a built-in architecture, with random weights and random samples.
+    """Find the job of a built-in architecture, with random weights and random samples.
 
     Args:
         name: One of `architecture_names()`.
-        **options: What the architecture takes, such as `sequence_length=128` or `image_size=64`; the
-            tables in `text` and `vision` list every option with its default.
+        **options: Options of the architecture, such as `sequence_length=128` or `image_size=64`; the tables in
+            `text` and `vision` list all options with their defaults.
 
     Returns:
-        A job that builds its model when asked to; finding it costs nothing.
+        A job that builds its model on demand; finding it costs nothing.
 
     Raises:
         UnknownNameError: No built-in architecture has the name.
-        UsageError: The architecture does not take an option, or not that value.
+        UsageError: The architecture does not have an option, or does not accept its value.
     """
     if name not in _ARCHITECTURES:
         raise UnknownNameError("model", name, _ARCHITECTURES, hint=_FORMS)
@@ -54,19 +57,19 @@ def find_architecture(name: str, /, **options: Any) -> Job:
 
 
 def resolve_job(text: str, /, **options: Any) -> Job:
-    """The job that `text` names.
+    """Find the job that `text` names.
 
     Args:
         text: `package.module:factory` (the current directory counts as importable),
             `path/to/file.py:factory`, or the name of a built-in architecture. The factory returns a Job.
-        **options: Passed to the factory, which must take them.
+        **options: Arguments for the factory.
 
     Returns:
-        What the factory returned.
+        The result of the factory.
 
     Raises:
         UnknownNameError: No built-in architecture has the name, or the module has no such factory.
-        UsageError: There is no such module or file, the factory does not take the options, or it returns
+        UsageError: The module or file does not exist, the factory does not take the options, or it returns
             something other than a Job.
     """
     if any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -94,7 +97,7 @@ def _factory_in(file: str) -> str:
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
-        return "factory"
+        return "NAME"
     for statement in tree.body:
         makes_job = any(
             isinstance(node, ast.Call) and "Job" in ast.unparse(node.func) for node in ast.walk(statement)
@@ -103,7 +106,7 @@ def _factory_in(file: str) -> str:
             return statement.name
         if makes_job and isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             return statement.targets[0].id
-    return "factory"
+    return "NAME"
 
 
 def _import_module(name: str) -> ModuleType:
@@ -120,7 +123,21 @@ def _import_module(name: str) -> ModuleType:
             raise UsageError(
                 f"there is no module {error.name!r}, neither installed nor in {here}. {_FORMS}"
             ) from error
-        raise UsageError(f"{name} cannot be imported: {error}.") from error
+        raise UsageError(f"{name} cannot be imported: {error}.{_install(error)}") from error
+
+
+_PACKAGES = {"PIL": "pillow", "cv2": "opencv-python", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+"""Packages whose modules have another name."""
+
+
+def _install(error: ModuleNotFoundError) -> str:
+    """How to get the module that is missing, as a sentence after another."""
+    if error.name is None:
+        return ""
+    top = error.name.partition(".")[0]
+    if top in sys.modules:  # a part of a package that is installed
+        return ""
+    return f" If it is a package: pip install {_PACKAGES.get(top, top)}."
 
 
 def _check_file(path: Path) -> None:
@@ -148,7 +165,7 @@ def _load_file(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, ModuleNotFoundError):
-            raise UsageError(f"{path} cannot be imported: {error}.") from error
+            raise UsageError(f"{path} cannot be imported: {error}.{_install(error)}") from error
         raise
     return module
 
@@ -162,7 +179,8 @@ def _find_factory(module: ModuleType, target: str, attribute: str) -> Any:
             for name, value in vars(module).items()
             if not name.startswith("_") and (callable(value) or isinstance(value, Job))
         ]
-        raise UnknownNameError("factory", attribute, factories, hint=f"Looked in {target}.") from None
+        hint = f"Looked in {target} for a brimful.Job or a function that returns one."
+        raise UnknownNameError("name", attribute, factories, hint=hint) from None
 
 
 def _call_factory(text: str, factory: Any, options: dict[str, Any]) -> Job:

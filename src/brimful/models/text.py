@@ -262,7 +262,7 @@ TEXT_CLASSIFIERS: dict[str, Callable[..., Job]] = {
     "xlm-roberta-base": partial(_classifier_job, "xlm-roberta-base", _xlm_roberta(_BASE), 512),
     "xlm-roberta-large": partial(_classifier_job, "xlm-roberta-large", _xlm_roberta(_LARGE), 512),
 }
-"""What makes the job of each model that classifies texts."""
+"""Makes the job of each text classifier, by name."""
 
 LANGUAGE_MODELS: dict[str, Callable[..., Job]] = {
     "gpt2": partial(_language_model_job, "gpt2", _gpt2(12, 768, 12), sequence_length=1024),
@@ -272,6 +272,6 @@ LANGUAGE_MODELS: dict[str, Callable[..., Job]] = {
     "llama-3.2-1b": partial(_language_model_job, "llama-3.2-1b", _LLAMA_3_2_1B, sequence_length=2048),
     "llama-3-8b": partial(_language_model_job, "llama-3-8b", _LLAMA_3_8B, sequence_length=2048),
 }
-"""What makes the job of each model that tells the next token."""
+"""Makes the job of each language model, by name."""
 
 TEXT_ARCHITECTURES = TEXT_CLASSIFIERS | LANGUAGE_MODELS

@@ -129,7 +129,7 @@ class _BasicBlock(_Block):
 
 
 class _Bottleneck(_Block):
-    """1×1 to `width` channels, 3×3, 1×1 to four times as many."""
+    """1×1 to `width` channels, 3×3, 1×1 to `4 * width` channels."""
 
     EXPANSION = 4
 
@@ -353,4 +353,4 @@ VISION_ARCHITECTURES: dict[str, Callable[..., Job]] = {
     "vgg16": partial(_image_classifier_job, "vgg16", VGG16, 32),
     "unet": partial(_unet_job, "unet"),
 }
-"""What makes each vision model's job."""
+"""Makes the job of each vision model, by name."""

@@ -12,12 +12,12 @@
 | `adamw4bit` | `AdamW4bit`, brimful's own | 1e-3 | as `adamw` | 1.06 bytes a parameter |
 | `muon` | `Muon` of torch's | 1e-3 | momentum 0.95, weight decay 0.1; else `adamw` | 4 bytes, where AdamW 8 |
 
-They are torch's own defaults (checked: torch 2.13), but for SGD's momentum, which torch leaves at 0 and
-nobody trains without. AdamW, Adam, RMSprop, Adagrad and Adafactor also keep a 4-byte step count per
+These are torch's own defaults (checked: torch 2.13), except for SGD's momentum, which is 0 in torch but
+rarely in practice. AdamW, Adam, RMSprop, Adagrad and Adafactor also keep a 4-byte step count per
 tensor. Adafactor's vectors are not factored and take 4 bytes a parameter. AdamW8bit keeps tensors of fewer
 than 4096 parameters in float32, and two tables of 1 KiB (checked: bitsandbytes 0.50, which is an extra:
-`brimful[bitsandbytes]`). AdamW4bit does the same, but for tables, and with those of a number of parameters that
-is no multiple of 128; its arithmetic is torchao's.
+`brimful[bitsandbytes]`). AdamW4bit does the same without tables, and also for tensors whose number of
+parameters is not a multiple of 128; its arithmetic is torchao's.
 
 Muon is for hidden matrices, so `muon` is torch's Muon on those and torch's AdamW on the rest: embeddings, the
 model's last linear layer, biases, norms, convolutions. Muon's learning rate is adjusted as Moonshot's ("Muon is
@@ -33,7 +33,13 @@ from brimful.optimizers.by_name import (
 )
 from brimful.optimizers.closures import check_needs_no_closure
 from brimful.optimizers.four_bit import AdamW4bit
-from brimful.optimizers.implementations import check_gaps, has_gaps, has_implementation, set_implementation
+from brimful.optimizers.implementations import (
+    check_gaps,
+    has_gaps,
+    has_implementation,
+    kept_implementation,
+    set_implementation,
+)
 from brimful.optimizers.muon import Muon
 from brimful.optimizers.ownership import check_parameters
 from brimful.optimizers.sparse import (
@@ -57,6 +63,7 @@ __all__ = [
     "check_parameters",
     "has_gaps",
     "has_implementation",
+    "kept_implementation",
     "make_optimizer",
     "named_optimizer",
     "optimizer_names",

@@ -1,4 +1,4 @@
-"""Optimizers made by name, or by a job's own function."""
+"""Optimizers by name, or made by a job's own function."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from brimful.optimizers.sparse import check_dense_gradients
 from brimful.settings import Settings
 
 ZERO_OPTIMIZERS = ("adamw", "adam", "sgd", "rmsprop")
-"""Those that compute each number from its own gradient and state alone, so that flat parts of all parameters
-can be stepped together. Adagrad is one, but DeepSpeed 0.19 makes another of it, with one parameter group."""
+"""Elementwise optimizers, which can step flat parts of all parameters together. Adagrad is one too, but
+DeepSpeed 0.19 replaces it by its own, with one parameter group."""
 
 _Maker = Callable[[list[nn.Parameter], nn.Module | None], Optimizer]
-"""Makes an optimizer of the parameters of a model, which may not be known."""
+"""Makes an optimizer from parameters, and their model if it is known."""
 
 
 def optimizer_names() -> tuple[str, ...]:
-    """The names that `make_optimizer` and a job's `optimizer` take."""
+    """The names that `make_optimizer` and `Job.optimizer` accept."""
     return tuple(_MAKERS)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedOptimizer:
-    """Makes an optimizer by name with options of one's own; see `named_optimizer`."""
+    """Makes an optimizer by name with custom options; see `named_optimizer`."""
 
     name: str
     learning_rate: float | None = None
@@ -51,13 +51,13 @@ class NamedOptimizer:
                 raise UsageError(f"{what} is {value}; it must be at least 0.")
 
     def __call__(self, parameters: Iterable[nn.Parameter] | nn.Module) -> Optimizer:
-        """The optimizer.
+        """Make the optimizer.
 
         Args:
-            parameters: Those to update, or the model that has them, which tells `muon` what is hidden.
+            parameters: Parameters to update, or their model, in which `muon` finds the hidden matrices.
 
         Returns:
-            A new one without state.
+            A new optimizer without state.
         """
         model = parameters if isinstance(parameters, nn.Module) else None
         given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
@@ -72,18 +72,18 @@ class NamedOptimizer:
 def named_optimizer(
     name: str, *, learning_rate: float | None = None, weight_decay: float | None = None
 ) -> NamedOptimizer:
-    """An optimizer by name with a learning rate and a weight decay of one's own, for `Job(optimizer=…)`.
+    """An optimizer by name with a custom learning rate and weight decay, for `Job(optimizer=…)`.
 
-    A weight decay that is given acts on matrices and larger parameters only: biases and the weights of norms,
-    which have one dimension, are in a group without.
+    A given weight decay applies only to parameters of two or more dimensions: biases and the weights of norms,
+    which have one dimension, are in a parameter group without it.
 
     Args:
-        name: As in the table of `brimful.optimizers`.
-        learning_rate: None leaves the usual one.
-        weight_decay: None leaves the usual one, on all parameters.
+        name: A name in the table of `brimful.optimizers`.
+        learning_rate: Learning rate; None uses the default.
+        weight_decay: Weight decay; None uses the default, on all parameters.
 
     Returns:
-        What makes the optimizer from parameters, or from a model.
+        A function that makes the optimizer from parameters, or from a model.
 
     Raises:
         UnknownNameError: No optimizer has the name.
@@ -93,7 +93,7 @@ def named_optimizer(
 
 
 def _divide_by_decay(optimizer: Optimizer, name: str, weight_decay: float) -> None:
-    """Let the decay act on parameters of two dimensions or more; the others go to a group of their own."""
+    """Apply the decay to parameters of two or more dimensions; move the others to a separate group."""
     if "weight_decay" not in optimizer.defaults:
         raise UsageError(
             f"the optimizer {name!r} has no weight decay. Choose adamw, or leave weight_decay out."
@@ -116,12 +116,12 @@ def _set_default(optimizer: Optimizer, option: str, value: float) -> None:
 def make_optimizer(
     job: Job, parameters: Iterable[nn.Parameter] | nn.Module, settings: Settings | None = None
 ) -> Optimizer:
-    """The job's optimizer over those of `parameters` that require a gradient.
+    """Make the job's optimizer over those of `parameters` that require a gradient.
 
     Args:
-        job: Whose `optimizer` makes it or names it.
-        parameters: Those of a model, or the model itself, which tells `muon` what is hidden.
-        settings: May name one that takes the place of the job's own, and its implementation.
+        job: The job, whose `optimizer` makes it or names it.
+        parameters: Parameters of a model, or the model itself, in which `muon` finds the hidden matrices.
+        settings: May name an optimizer that replaces the job's own, and its implementation.
 
     Returns:
         A new optimizer without state.
@@ -168,7 +168,7 @@ def _make(job: Job, parameters: list[nn.Parameter], model: nn.Module | None, nam
 def _make_own(
     make: Callable[[Any], Optimizer], parameters: list[nn.Parameter], model: nn.Module | None
 ) -> Optimizer:
-    """The optimizer of a job's function, which gets what its argument is named after."""
+    """The optimizer of a job's function; the name of its argument decides what it receives."""
     wanted = _first_argument(make)
     if wanted not in ("model", "named_parameters"):
         return make(parameters)
@@ -208,7 +208,7 @@ def _make_muon(parameters: list[nn.Parameter], model: nn.Module | None) -> Optim
 
 
 def _outer_weights(model: nn.Module) -> Iterator[Tensor]:
-    """Weights through which a model takes tokens and answers: of embeddings and the last linear layer."""
+    """Weights of embeddings and of the last linear layer."""
     last: nn.Linear | None = None
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):

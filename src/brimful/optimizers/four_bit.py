@@ -5,8 +5,8 @@ torchao's `AdamW4bit` has it: blocks of 128 numbers, each with its largest magni
 moment by a signed table whose steps grow tenfold twice, the second by a linear one without zero. A parameter is
 updated from the moments before they are rounded.
 
-torchao's own keeps its state in a class of tensors whose memory torch does not see, and compiles its step. This
-one's state is plain tensors of bytes, so that it is predicted, copied, saved and taken back like any other.
+torchao's own keeps its state in a tensor subclass whose memory torch does not see, and compiles its step. The
+state here is plain byte tensors, so that it is predicted, copied, saved and restored like any other.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LEAST_NUMBERS = 4096
 """Smaller parameters keep float32, as in bitsandbytes and torchao: they take little and matter much."""
 
 PIECE_NUMBERS = 2**22
-"""Of a parameter that are updated together: temporaries are a few times 16 MiB, whatever the parameter, if its
-numbers are in one row.
+"""Numbers of a parameter that are updated together, if it is contiguous: temporaries are a few times 16 MiB for
+a parameter of any size.
 
-A choice: a GPU is busy with so many for longer than it takes to launch the next op.
+A choice: they keep a GPU busy for longer than it takes to launch the next op.
 """
 
 _CODE_BYTES = BLOCK_NUMBERS // 2
@@ -40,7 +40,7 @@ _BLOCK_BYTES = _CODE_BYTES + 4
 # torchao.optim.quant_utils has them, create_dynamic_map(True, 3, 4).
 _MAGNITUDES = (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875)
 SIGNED = (*(-each for each in reversed(_MAGNITUDES)), 0.0, *_MAGNITUDES, 1.0)
-"""What the codes of the first moment stand for, of the block's largest magnitude."""
+"""Values of the codes of the first moment, relative to the block's largest magnitude."""
 UNSIGNED = tuple(code / 16 for code in range(1, 17))
 """The same of the second moment: without zero, by which an update would be divided."""
 
@@ -50,12 +50,12 @@ _LEAST_SCALE = 1e-12  # as torchao's scale_tensor
 
 
 class AdamW4bit(Optimizer):
-    """AdamW with moments of four bits; see above. It computes in float32.
+    """AdamW with 4-bit moments; see above. It computes in float32.
 
-    Parameters of fewer than 4096 numbers, or of a number that is no multiple of 128, keep moments in float32.
+    Parameters with fewer than 4096 numbers, or not a multiple of 128, keep their moments in float32.
 
     Args:
-        params: Parameters, or groups of them.
+        params: Parameters, or parameter groups.
         lr: Learning rate, at least 0.
         betas: Decay of the two moments, each at least 0 and below 1.
         eps: Added to the root of the second moment, at least 0.
@@ -86,10 +86,10 @@ class AdamW4bit(Optimizer):
         """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss anew, with gradients.
+            closure: Reevaluates the model and returns the loss, with gradients.
 
         Returns:
-            What it returned; None without.
+            The loss; None without `closure`.
 
         Raises:
             UsageError: A gradient is sparse, or a parameter has a type that float32 would round.
@@ -105,13 +105,13 @@ class AdamW4bit(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state; torch would make floats of the bytes.
+        """Load a state; torch's own method would convert the bytes to floats.
 
         Args:
-            state_dict: Of an `AdamW4bit` with the same groups.
+            state_dict: State of an `AdamW4bit` with the same parameter groups.
 
         Raises:
-            ValueError: The groups are others.
+            ValueError: The parameter groups differ.
         """
         super().load_state_dict({**state_dict, "state": {}})
         given = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -161,14 +161,14 @@ class AdamW4bit(Optimizer):
             divisor = second.sqrt().div_(correction2**0.5).add_(group["eps"])
             updated = piece.float().reshape(-1).mul(1 - group["lr"] * group["weight_decay"])
             updated.addcdiv_(first, divisor, value=-group["lr"] / correction1)
-            # one change of each tensor, the parameter first: so an update can be gone on with in the midst
+            # one change of each tensor, the parameter first, so that an interrupted update can be resumed
             piece.copy_(updated.view(piece.shape))
             first_moment.write(first)
             second_moment.write(second)
 
 
 class _Table:
-    """What the 16 codes of a moment stand for, on a device."""
+    """Values of the 16 codes of a moment, on a device."""
 
     def __init__(self, values: tuple[float, ...], device: torch.device) -> None:
         self.values = torch.tensor(values, device=device)
@@ -224,11 +224,11 @@ def _zeros(parameter: nn.Parameter) -> Tensor:
 
 
 def _pieces(parameter: nn.Parameter) -> Iterator[tuple[Tensor, int, int]]:
-    """Parts of a parameter, and of which of its numbers each is; all of one that is not in one row."""
+    """Parts of a parameter, each with its range of numbers; the whole of one that is not contiguous."""
     numbers = parameter.numel()
     if not parameter.is_contiguous():
         yield parameter, 0, numbers
         return
     for begin in range(0, numbers, PIECE_NUMBERS):
         end = min(begin + PIECE_NUMBERS, numbers)
-        yield parameter.view(-1)[begin:end], begin, end  # viewed anew: it has changed since
+        yield parameter.view(-1)[begin:end], begin, end  # a new view: it has changed since

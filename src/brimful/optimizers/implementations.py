@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -11,14 +13,14 @@ from brimful.settings import OptimizerImplementation
 
 
 def has_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> bool:
-    """Whether an optimizer leaves the choice open and can be carried out so.
+    """Whether an optimizer supports an implementation and its user has not chosen another.
 
     Args:
-        optimizer: Any; one whose user chose an implementation keeps it.
-        implementation: The one asked for.
+        optimizer: The optimizer; an implementation that its user chose stays.
+        implementation: The requested implementation.
 
     Returns:
-        Whether `set_implementation` would be right.
+        Whether `set_implementation` may be called.
     """
     has_choice = all(name in optimizer.defaults for name in _flags(implementation))
     is_open = all(not group.get(name) for group in optimizer.param_groups for name in ("foreach", "fused"))
@@ -50,6 +52,35 @@ def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
         for parameter, state in optimizer.state.items():
             if isinstance(state.get("step"), Tensor):  # a fused kernel reads the step count on its device
                 state["step"] = state["step"].to(parameter.device, torch.float32)
+
+
+def kept_implementation(optimizer: Optimizer) -> Callable[[], None]:
+    """Remember how an optimizer goes over its parameters, before `set_implementation` changes that.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        A function that restores it; groups that were added since then get the optimizer's defaults.
+    """
+    names = tuple(_flags(OptimizerImplementation.FUSED))
+    defaults, *groups = (
+        {name: group[name] for name in names if name in group}
+        for group in (optimizer.defaults, *optimizer.param_groups)
+    )
+
+    def restore() -> None:
+        optimizer.defaults.update(defaults)
+        for number, group in enumerate(optimizer.param_groups):
+            was_fused = group.get("fused")
+            group.update(groups[number] if number < len(groups) else defaults)
+            if not was_fused or group.get("fused") or group.get("capturable"):
+                continue
+            for state in (optimizer.state[p] for p in group["params"] if p in optimizer.state):
+                if isinstance(state.get("step"), Tensor):  # read on the host at each step
+                    state["step"] = state["step"].cpu()
+
+    return restore
 
 
 def has_gaps(tensor: Tensor) -> bool:

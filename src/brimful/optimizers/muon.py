@@ -31,13 +31,13 @@ class Muon(Optimizer):
         super().__init__(groups, {"lr": muon.defaults["lr"], "weight_decay": muon.defaults["weight_decay"]})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of both.
+        """Step both optimizers.
 
         Args:
-            closure: Computes the loss anew, with gradients.
+            closure: Reevaluates the model and returns the loss, with gradients.
 
         Returns:
-            What it returned; None without.
+            The loss; None without `closure`.
         """
         loss = None
         if closure is not None:

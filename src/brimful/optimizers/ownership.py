@@ -1,4 +1,4 @@
-"""Whether an optimizer updates the model that is trained."""
+"""Check that an optimizer updates the model that is trained."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _MOST_SHAPES_NAMED = 3
 
 
 def check_parameters(optimizer: Optimizer, parameters: Iterable[nn.Parameter], *, job: str) -> None:
-    """Check that an optimizer is one, and updates parameters of the model and nothing else.
+    """Check that an optimizer is a torch optimizer, and updates only parameters of the model.
 
-    It may update a part of them. Parameters that need no gradient are never updated, so they do not count.
+    It may update some of them. Parameters that require no gradient are never updated, so they do not count.
 
     Args:
-        optimizer: Any.
-        parameters: Those of the model.
-        job: Its name, for the message.
+        optimizer: The optimizer to check.
+        parameters: Parameters of the model.
+        job: Name of the job, for the message.
 
     Raises:
-        UsageError: It is no optimizer, or updates others or none.
+        UsageError: It is not an optimizer, or updates other parameters or none.
     """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(

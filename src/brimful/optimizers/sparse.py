@@ -12,18 +12,18 @@ from torch.optim import Optimizer, SparseAdam
 from brimful.errors import UsageError
 
 SPARSE_ARGUMENT = {torch.ops.aten.embedding.default: 4, torch.ops.aten._embedding_bag.default: 5}
-"""By op: position of the argument that asks for a sparse gradient (native_functions.yaml, torch 2.13)."""
+"""By op: position of the argument that requests a sparse gradient (native_functions.yaml, torch 2.13)."""
 
 
 def check_dense_gradients(optimizer: Optimizer, model: nn.Module | None = None) -> None:
-    """Check that neither an optimizer nor a model's embeddings ask for sparse gradients.
+    """Check that neither an optimizer nor a model's embeddings require sparse gradients.
 
     Args:
-        optimizer: Any.
-        model: What it trains; None if only its parameters are known.
+        optimizer: The optimizer.
+        model: The model that it trains; None if only its parameters are known.
 
     Raises:
-        UsageError: One of them does.
+        UsageError: One of them requires sparse gradients.
     """
     modules = () if model is None else model.modules()
     embeddings = [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -35,25 +35,25 @@ def check_gradients_are_dense(gradients: Iterable[Tensor]) -> None:
     """Check gradients that backward made.
 
     Args:
-        gradients: Of parameters.
+        gradients: Gradients of parameters.
 
     Raises:
-        UsageError: One is sparse.
+        UsageError: A gradient is sparse.
     """
     if any(gradient.layout is not torch.strided for gradient in gradients):
         raise _sparse_gradients()
 
 
 def check_op_makes_dense_gradient(op: Any, args: tuple[Any, ...], **_others: Any) -> None:
-    """Check an op before it is captured: backward on fake tensors makes dense gradients, whatever is asked.
+    """Check an op before it is captured, because backward on fake tensors always makes dense gradients.
 
     Args:
-        op: Any.
+        op: The op.
         args: Its arguments.
         **_others: Not used.
 
     Raises:
-        UsageError: It is an embedding whose gradient is to be sparse.
+        UsageError: The op is an embedding with a sparse gradient.
     """
     position = SPARSE_ARGUMENT.get(op, len(args))
     if position < len(args) and args[position] and args[0].requires_grad:

@@ -17,7 +17,7 @@ It does not import torch. The files in the order in which a plan passes them; st
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
 from brimful.planner.gpus import GpuFit, GpuSurvey, survey_gpus
-from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus
+from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.request import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.planner.search import search
 
@@ -37,6 +37,7 @@ __all__ = [
     "Request",
     "check_trace",
     "search",
+    "settings_of",
     "survey_gpus",
     "what_splitting_changes",
 ]

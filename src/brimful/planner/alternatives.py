@@ -1,10 +1,11 @@
-"""What else was searched, what people do by hand, and what other budgets would buy."""
+"""Alternatives to a plan: other searched settings, common manual choices, and other budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from brimful.cost import StepTime, bare_difference_interval, difference_interval, step_seconds
 from brimful.planner.baseline import alternative_of
 from brimful.planner.candidate import Candidate
 from brimful.planner.candidate_search import CandidateSearch
@@ -25,13 +26,13 @@ MOST_ALTERNATIVES = 6
 def alternatives(
     request: Request, candidates: Sequence[CandidateSearch], found: Sequence[Estimate]
 ) -> tuple[Alternative, ...]:
-    """What was searched and is slower, and what people do by hand: one action, the largest micro-batch."""
-    best = found[0].settings
+    """Slower searched settings, and common manual ones: one action with the largest micro-batch."""
+    best, best_time = found[0].settings, found[0].step_time
     by_label = _searched(request, candidates, found)
     by_hand: list[Alternative] = []
     own = [each.candidate for each in candidates if _is_baseline_otherwise(each.settings, request)]
     for how, action in (("keep everything", Action.KEEP), ("recompute everything", Action.RECOMPUTE)):
-        largest = _largest_by_hand(own, action, f"{how}, largest micro-batch", request)
+        largest = _largest_by_hand(own, action, f"{how}, largest micro-batch", best_time, request)
         if largest is not None and largest.settings != best:
             by_label.pop(largest.settings.describe(), None)
             by_hand.append(largest)
@@ -42,10 +43,15 @@ def alternatives(
 def _searched(
     request: Request, candidates: Sequence[CandidateSearch], found: Sequence[Estimate]
 ) -> dict[str, Alternative]:
-    """What was captured or is expected beside the best, the fastest by label."""
+    """Captured or expected settings other than the best, the fastest of each label."""
     best, *slower = found
     captured = [
-        _fitting(each.settings, each.predicted_peak_reserved_bytes, each.predicted_step_seconds)
+        replace(
+            _fitting(each.settings, each.predicted_peak_reserved_bytes, each.predicted_step_seconds),
+            predicted_difference_interval_seconds=difference_interval(
+                each.step_time, best.step_time, request.device
+            ),
+        )
         for each in slower
     ]
     if (
@@ -56,7 +62,12 @@ def _searched(
     known = {each.settings for each in found}
     looked_at = [each.known_expected(request.reserved_budget_bytes) for each in candidates]
     expected = [
-        _fitting(each.settings, each.reserved_bytes, each.seconds)
+        replace(
+            _fitting(each.settings, each.reserved_bytes, each.seconds),
+            predicted_difference_interval_seconds=bare_difference_interval(
+                each.seconds - best.predicted_step_seconds, best.predicted_step_seconds
+            ),
+        )
         for each in looked_at
         if each is not None and each.settings not in known
     ]
@@ -129,14 +140,17 @@ def least_device_bytes(request: Request, candidates: Sequence[CandidateSearch], 
 
 
 def _largest_by_hand(
-    candidates: Sequence[Candidate], action: Action, label: str, request: Request
+    candidates: Sequence[Candidate], action: Action, label: str, best: StepTime, request: Request
 ) -> Alternative | None:
     """One action for all units at the largest micro-batch that fits; None if none does."""
     for candidate in sorted(candidates, key=lambda c: -c.settings.micro_batch_size):
         if action is Action.RECOMPUTE and not candidate.units:
             return None
         settings = candidate.uniform_settings(action)
-        by_hand = alternative_of(label, candidate.uniform_trace(action), settings, request)
+        trace = candidate.uniform_trace(action)
+        time = step_seconds(trace, request.device)
+        by_hand = alternative_of(label, trace, time, settings, request)
         if by_hand.fits:
-            return by_hand
+            interval = difference_interval(time, best, request.device)
+            return replace(by_hand, predicted_difference_interval_seconds=interval)
     return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from brimful.cost import step_seconds
+from brimful.cost import StepTime, difference_interval, step_seconds
+from brimful.devices import Device
 from brimful.memory import replay_allocations
 from brimful.planner.plan import Alternative
 from brimful.planner.request import Request
@@ -19,6 +20,7 @@ class Baseline:
     """The whole global batch at once, everything kept."""
 
     trace: Trace
+    step_time: StepTime
     alternative: Alternative
 
     @classmethod
@@ -26,16 +28,24 @@ class Baseline:
         """Of the job and the device that a request names."""
         settings = request.baseline_settings()
         trace = per_rank_trace(capture(settings))
-        return cls(trace, alternative_of("plain training", trace, settings, request))
+        time = step_seconds(trace, request.device)
+        return cls(trace, time, alternative_of("plain training", trace, time, settings, request))
+
+    def compared_with(self, plan: StepTime, device: Device) -> Alternative:
+        """The record of a plan, with the interval of the difference from the plan's step."""
+        interval = difference_interval(self.step_time, plan, device)
+        return replace(self.alternative, predicted_difference_interval_seconds=interval)
 
 
-def alternative_of(label: str, trace: Trace, settings: Settings, request: Request) -> Alternative:
+def alternative_of(
+    label: str, trace: Trace, time: StepTime, settings: Settings, request: Request
+) -> Alternative:
     """The record that a plan lists of a captured step; the label is for a reader."""
     reserved_bytes = replay_allocations(trace).peak_reserved_bytes
     return Alternative(
         label=label,
         settings=settings,
         predicted_peak_reserved_bytes=reserved_bytes,
-        predicted_step_seconds=step_seconds(trace, request.device).total_seconds,
+        predicted_step_seconds=time.total_seconds,
         fits=reserved_bytes <= request.reserved_budget_bytes,
     )

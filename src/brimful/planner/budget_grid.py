@@ -140,7 +140,7 @@ class BudgetGrid:
 
     @property
     def _recompute_seconds(self) -> float:
-        """What recomputing every unit costs in each micro-batch."""
+        """Cost of recomputing every unit in each micro-batch."""
         return self._candidate.problem.chain.seconds(self._candidate.uniform_choice(Action.RECOMPUTE))
 
     def _uniform(self, action: Action) -> Solution:

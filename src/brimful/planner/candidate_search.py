@@ -72,10 +72,11 @@ class CandidateSearch:
         return self.candidate.settings
 
     def expected_within(self, budget_bytes: int) -> ExpectedChoice | None:
-        """The fastest choice that is expected to reserve no more than the budget; None if there is none.
+        """The fastest choice expected to reserve at most the budget; None if there is none.
 
         The search descends the same binary tree for every budget, and a choice that fits one budget fits a
-        larger one. So a larger budget leads to no lower level, and the choices of higher levels are no slower.
+        larger one. So a larger budget never leads to a lower level, and higher levels have choices that are at
+        least as fast.
         """
         if budget_bytes not in self._expected:
             count = self._count_expected(self.grid.levels, budget_bytes)
@@ -83,7 +84,7 @@ class CandidateSearch:
         return self._expected[budget_bytes]
 
     def known_expected(self, budget_bytes: int) -> ExpectedChoice | None:
-        """The same if it was asked for before, else None."""
+        """The same if it was computed before, else None."""
         return self._expected.get(budget_bytes)
 
     def captured_from(self, level: int, budget_bytes: int) -> Estimate | None:
@@ -120,7 +121,7 @@ class CandidateSearch:
         return tuple(found)
 
     def reserved_at_smallest_peak(self) -> int:
-        """Bytes expected to be reserved at the smallest peak; the peak itself where no capture tells them."""
+        """Bytes expected to be reserved at the smallest peak; the peak itself if it cannot be captured."""
         least = self.grid.smallest_peak_bytes
         try:
             return self._replays.reserved_bytes(self.grid.solution_at(least).choice)

@@ -1,4 +1,4 @@
-"""Whether a plan still fits: the model may have changed since it was made."""
+"""Check whether a plan still fits, because the model may have changed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from brimful.trace.ddp import per_rank_trace
 @json_form(JsonForm(derived={"fits": attrgetter("fits")}, order=("fits",), omitted=("settings",)))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCheck(PrintedResult):
-    """A plan's settings, predicted for the model of today."""
+    """A plan's settings, predicted for the current model."""
 
     job: str
     device: str
     settings: Settings
     budget_bytes: int
-    """Bytes permitted to the process on the device, the CUDA context included."""
+    """Bytes permitted to the process on the device, including the CUDA context."""
     predicted_peak_device_bytes: int
     planned_peak_device_bytes: int
-    """What was predicted when the plan was made."""
+    """The prediction when the plan was made."""
     predicted_step_seconds: float
     planned_step_seconds: float
 
@@ -46,18 +46,18 @@ def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> 
     """Compare a capture of a plan's settings with a budget.
 
     Args:
-        trace: The job as it is now, under the plan's settings.
-        plan: As it was made.
-        device: Where it is to run.
-        budget_bytes: Bytes permitted to the process, the CUDA context included.
+        trace: A capture of the current job under the plan's settings.
+        plan: The plan.
+        device: The device to run on.
+        budget_bytes: Bytes permitted to the process, including the CUDA context.
 
     Returns:
-        What is predicted now beside what was predicted then.
+        The current prediction beside the one of the plan.
 
     Raises:
         UsageError: The capture follows another kind of device.
     """
-    # As a plan is made: without the allocator giving back its cache, which would stall every step.
+    # As in planning: without the allocator releasing its cache, which would stall every step.
     estimate = estimate_unlimited(per_rank_trace(trace), device)
     return PlanCheck(
         job=trace.job,

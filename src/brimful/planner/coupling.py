@@ -1,4 +1,4 @@
-"""What a split batch changes in layers that couple its samples, for a reader."""
+"""Changes by splitting a batch in layers that couple its samples, for reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def why_kept_whole(baseline: Trace) -> str:
 def what_splitting_changes(
     batch_norms: Sequence[str], stateful: Sequence[str], settings: Settings
 ) -> Iterator[str]:
-    """What splitting the batch changes in such layers, in clauses.
+    """Changes by splitting the batch in such layers, as clauses.
 
     `batch_norms` normalise with the statistics of the batch; `stateful` layers change their buffers in forward.
     """

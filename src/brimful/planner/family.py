@@ -106,7 +106,7 @@ class CandidateFamily:
         )
 
     def _host_bytes(self, settings: Settings, kept: Trace) -> int:
-        """What offloaded units may take of the host; where ranks divide the model, offloading is not tried."""
+        """Host memory for offloaded units; offloading is not tried if ranks shard the model."""
         if settings.divides_state:
             return 0
         of_optimizer = pinned_host_bytes(kept) + kept.host_state_bytes

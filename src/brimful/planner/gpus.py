@@ -24,13 +24,13 @@ from brimful.trace.units import find_units
 
 
 class GpuSurvey(tuple["GpuFit", ...], PrintedResult):
-    """One record for each GPU; printed, a table."""
+    """One record per GPU; prints as a table."""
 
     job: str
     global_batch_size: int
 
     def __new__(cls, fits: Iterable[GpuFit], *, job: str, global_batch_size: int) -> GpuSurvey:
-        """Of a job and its global batch."""
+        """Create the survey of a job and its global batch."""
         survey = super().__new__(cls, fits)
         survey.job, survey.global_batch_size = job, global_batch_size
         return survey
@@ -53,23 +53,23 @@ class GpuFit:
     device: str
     capacity_bytes: int
     predicted_plain_peak_device_bytes: int
-    """Of plain training: the whole global batch at once, everything kept."""
+    """Peak of plain training: the whole global batch as one micro-batch, nothing recomputed."""
     plain_fits: bool
     settings: Settings | None
-    """The fastest of the settings tried that fit with a margin of 5 %; None if none does. A plan may find a
+    """The fastest of the settings tried that fits with a margin of 5 %; None if none does. A plan may find a
     faster mix of kept and recomputed units."""
     predicted_peak_device_bytes: int | None
-    """Of those settings."""
+    """Peak of those settings."""
     predicted_step_seconds: float | None
     change: str | None
     """The cheapest change to the mathematics that makes it fit, where nothing else does; None where none is
     needed, or none of those tried is enough."""
     predicted_smallest_peak_device_bytes: int
-    """The least that was found, without changing the mathematics."""
+    """The smallest peak found without changing the mathematics."""
 
     @property
     def predicted_samples_per_second(self) -> float | None:
-        """Samples of the global batch over the time of a step; None if it does not fit."""
+        """Samples of the global batch per second of step time; None if the job does not fit."""
         if self.settings is None or self.predicted_step_seconds is None:
             return None
         return self.settings.global_batch_size / self.predicted_step_seconds
@@ -104,7 +104,7 @@ def survey_gpus(
 
 
 def deciding_class(device: Device) -> tuple[int, int]:
-    """Compute capability as far as rules of capture look at it: 6.x cards decide alike."""
+    """Compute capability as far as capture rules depend on it: all 6.x cards are equal."""
     capability = device.compute_capability or (0, 0)
     return (6, 0) if capability[0] == 6 else capability
 

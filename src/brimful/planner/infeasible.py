@@ -56,7 +56,7 @@ def nothing_fits(
 
 
 def _what_was_asked(request: Request) -> Iterator[str]:
-    """What is pinned or not permitted, without which a plan could take less."""
+    """Pinned or forbidden options without which a plan could take less memory."""
     if request.pins.micro_batch_size not in (None, 1):
         yield f"micro-batches of {request.pins.micro_batch_size}"
     if request.pins.recompute is not None:

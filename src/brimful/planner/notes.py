@@ -1,4 +1,4 @@
-"""What a reader of a plan should know: what it changes, what is not known, what was not considered."""
+"""Notes of a plan: what it changes, what is uncertain, and what was not considered."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _where_the_optimizer_returns(
 
 
 def _what_the_model_recomputes(best: Estimate, baseline: Trace) -> list[str]:
-    """What the model's own activation checkpointing costs, or whether it is off."""
+    """Note on the cost of the model's own activation checkpointing, or that it is off."""
     regions = baseline.own_checkpoints
     if not regions:
         return []
@@ -203,7 +203,7 @@ def _what_the_model_recomputes(best: Estimate, baseline: Trace) -> list[str]:
 
 
 def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> list[str]:
-    """What is not known well of training on several ranks, and what it changes."""
+    """Notes on what is uncertain about training on several ranks, and what it changes."""
     if settings.world_size == 1:
         return []
     rate = request.device.peer_bytes_per_second(settings.world_size, settings.num_nodes)
@@ -239,7 +239,7 @@ def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> l
 
 
 def _what_splitting_changes(settings: Settings, baseline: Trace, request: Request) -> list[str]:
-    """What is not the same as in plain training, if the batch is split."""
+    """Notes on differences from plain training if the batch is split."""
     if settings.gradient_accumulation_steps == 1:
         return []
     changes = []

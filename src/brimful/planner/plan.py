@@ -1,4 +1,4 @@
-"""The plan: what was chosen, what it is predicted to take, and what else was close."""
+"""The plan: the chosen settings, their predicted memory and time, and the alternatives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,10 +33,10 @@ PLAN_VERSION = 1
 
 
 class PlanStatus(StrEnum):
-    """How much is known of a plan. Where nothing fits there is none, but an `InfeasibleError`."""
+    """What is known about a plan. If nothing fits, planning raises `InfeasibleError` instead."""
 
     FEASIBLE = "feasible"
-    """Replayed within the budget; a faster one may exist."""
+    """The plan fits the budget when its trace is replayed; a faster plan may exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,82 +44,85 @@ class Alternative:
     """Another way to train the same global batch."""
 
     label: str
-    """What it is, for a reader."""
+    """Description for reports."""
     settings: Settings
     predicted_peak_reserved_bytes: NonNegativeInt
     predicted_step_seconds: PositiveFloat
     fits: bool
-    """Whether it is predicted to be within the budget."""
+    """Whether its predicted peak memory is within the budget."""
+    predicted_difference_interval_seconds: tuple[float, float] | None = None
+    """Interval of its step time − the plan's; it covers the measured difference with 90 % probability."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetPoint:
-    """What another budget would buy, as the solver tells it, without a capture."""
+    """The step time at another budget, as the solver computes it without a new capture."""
 
     budget_bytes: NonNegativeInt
     predicted_step_seconds: PositiveFloat
 
 
 _LONGEST_NAME = 4096
-"""Characters; a path on Linux has no more (PATH_MAX)."""
+"""Characters; the longest path on Linux (PATH_MAX)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSource:
-    """The model that the command line was given, so that a plan's file names it.
+    """The model given on the command line, so that a plan's file names it.
 
-    Reading a plan neither imports nor runs what it names.
+    Reading a plan neither imports nor runs that model.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
-    """A built-in architecture, or where a factory of the user's is."""
+    """Name of a built-in architecture, or location of the user's factory."""
     options: Mapping[str, bool | int | float | str] = field(default_factory=dict, metadata=ALWAYS_WRITTEN)
-    """The model's own, by name."""
+    """Options of the model, by name."""
 
 
 _MOST_FLOPS = 10**40
-"""Of a step: beyond any, and far below what a float cannot hold. A choice."""
+"""FLOPs per step: more than any step needs, and far below the largest float. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PrintedResult):
-    """The fastest way found to train a job's global batch within a budget."""
+    """The fastest settings found to train a job's global batch within a memory budget."""
 
     status: PlanStatus
     job: str
     device: str
     device_kind: Literal["cuda", "cpu"]
-    """Where the plan can run."""
+    """Kind of device that the plan can run on."""
     budget_bytes: PositiveInt
-    """Bytes permitted to the process on the device, the CUDA context included."""
+    """Bytes permitted to the process on the device, including the CUDA context."""
     settings: Settings
     predicted_peak_allocated_bytes: PositiveInt
     predicted_peak_reserved_bytes: PositiveInt
     predicted_peak_device_bytes: PositiveInt
     predicted_pinned_host_bytes: NonNegativeInt = 0
-    """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
-    training."""
+    """Host memory for offloaded units and an offloaded optimizer, which stays pinned until training ends."""
     predicted_host_state_bytes: NonNegativeInt = 0
-    """Optimizer state in the host's memory; with `offload_parameters` parts of parameters and gradients too."""
+    """Optimizer state in host memory; with `offload_parameters` also shards of parameters and gradients."""
     predicted_step_seconds: PositiveFloat
+    predicted_step_seconds_interval: tuple[PositiveFloat, PositiveFloat] | None = None
+    """Covers the measured time with 90 % probability; None in a plan written by hand."""
     model_flops: Annotated[int, Meta(ge=0)] | None = None
-    """Operations of forward and backward in a step, on each rank, nothing recomputed; None if not counted."""
+    """FLOPs of forward and backward per step and rank, without recomputation; None if not counted."""
     peak_flops_per_second: PositiveFloat | None = None
-    """Of the device in the plan's precision; None if it is not known, as for a CPU nobody calibrated."""
+    """Peak FLOP/s of the device in the plan's precision; None if not known, as for an uncalibrated CPU."""
     plain: Alternative
-    """Training as it would be without a plan: the whole global batch at once, everything kept."""
+    """Training without a plan: the whole global batch as one micro-batch, nothing recomputed."""
     alternatives: tuple[Alternative, ...]
-    """What else was searched, fastest first."""
+    """Other settings that were searched, fastest first."""
     peak_at: str = field(default="", metadata=ALWAYS_WRITTEN)
-    """Where in the step most memory is held: the part of the step, and the module if it is in one."""
+    """Where in the step peak memory occurs: the part of the step, and the module if it is in one."""
     budget_curve: tuple[BudgetPoint, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
-    """Other budgets, rising, each with the time of its fastest step; none slower than one before it."""
+    """Other budgets in ascending order, each with the time of its fastest step, which never increases."""
     notes: tuple[str, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
-    """What a reader should know: what could not be searched, and why."""
+    """Remarks on the search, such as what could not be searched, and why."""
     source: JobSource | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """None if the plan was not made by the command line."""
     asked: PlanOptions = field(default_factory=PlanOptions)
-    """What was pinned and permitted; training that runs out of memory keeps to it."""
+    """The options of the search; planning again after running out of memory keeps to them."""
 
     def __post_init__(self) -> None:
         if self.model_flops is not None and self.model_flops > _MOST_FLOPS:
@@ -126,24 +130,24 @@ class Plan(PrintedResult):
 
     @property
     def predicted_samples_per_second(self) -> float:
-        """Samples of the global batch over the time of a step."""
+        """Samples of the global batch per second of step time."""
         return self.settings.global_batch_size / self.predicted_step_seconds
 
     @property
     def predicted_mfu(self) -> float | None:
-        """Model FLOPs utilisation: what part of the device's peak the step makes use of; None if not known."""
+        """Model FLOPs utilisation: the fraction of the device's peak that a step uses; None if not known."""
         if self.model_flops is None or self.peak_flops_per_second is None:
             return None
         return self.model_flops / self.predicted_step_seconds / self.peak_flops_per_second
 
     @property
     def predicted_host_bytes(self) -> int:
-        """What training takes of the host's memory for what a GPU does not hold, pinned or not."""
+        """Host memory for everything that is offloaded from the GPU, pinned or not."""
         return self.predicted_pinned_host_bytes + self.predicted_host_state_bytes
 
     @property
     def headroom_bytes(self) -> int:
-        """What the budget leaves over."""
+        """Bytes of the budget that the plan leaves free."""
         return self.budget_bytes - self.predicted_peak_device_bytes
 
     def to_json(self) -> dict[str, Any]:
@@ -152,11 +156,11 @@ class Plan(PrintedResult):
 
     @classmethod
     def from_json(cls, document: Any, *, where: str = "the plan") -> Plan:
-        """The plan that `to_json` wrote.
+        """Read the plan that `to_json` wrote.
 
         Args:
             document: As read from JSON.
-            where: Names it in errors.
+            where: Names the document in errors.
 
         Returns:
             A plan equal to the one written.
@@ -172,7 +176,7 @@ class Plan(PrintedResult):
         """Write the plan as JSON.
 
         Args:
-            path: Is overwritten.
+            path: The file; an existing one is overwritten.
 
         Raises:
             SaveError: The file cannot be written.
@@ -181,10 +185,10 @@ class Plan(PrintedResult):
 
     @classmethod
     def load(cls, path: Path | str) -> Plan:
-        """The plan that `save` wrote.
+        """Read the plan that `save` wrote.
 
         Args:
-            path: Of a JSON file.
+            path: A JSON file.
 
         Returns:
             A plan equal to the one saved.
@@ -194,3 +198,26 @@ class Plan(PrintedResult):
         """
         where = f"the plan {path}"
         return cls.from_json(parse_json(read_regular_file(path, what="plan"), where=where), where=where)
+
+
+def settings_of(plan: Plan | Settings, *, order: str) -> Settings:
+    """The settings of a plan, or the settings themselves.
+
+    Args:
+        plan: As the user gave it.
+        order: The call with its arguments, for errors: "fit(job, plan)".
+
+    Returns:
+        The settings.
+
+    Raises:
+        UsageError: It is neither, such as the path of a plan's file.
+    """
+    if isinstance(plan, Plan):
+        return plan.settings
+    if isinstance(plan, Settings):
+        return plan
+    kind = type(plan).__name__
+    if isinstance(plan, str | PathLike):
+        raise UsageError(f'plan is a {kind}; load it: bf.Plan.load("{plan}").')
+    raise UsageError(f"plan is a {kind}, neither a brimful.Plan nor brimful.Settings. The order is {order}.")

@@ -35,7 +35,7 @@ class Replays:
         return self._captured[choice]
 
     def reserved_bytes(self, choice: tuple[int, ...]) -> int:
-        """What the choice is expected to reserve: from a capture only where splicing cannot predict it."""
+        """Expected reserved bytes of a choice; from a capture only if splicing cannot predict them."""
         if choice not in self._reserved_bytes:
             self._reserved_bytes[choice] = self._expected_reserved_bytes(choice)
         return self._reserved_bytes[choice]

@@ -23,15 +23,15 @@ class OptimizerChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTraits:
-    """What the planner knows of a job beside its captures."""
+    """Properties of a job that the planner needs in addition to its captures."""
 
     name: str
     why_not_split: str | None = None
     """Why the job's batches cannot be split; None if they can. Then each rank's part is one micro-batch."""
     weighs_by_count: bool = False
-    """Whether the job says what its mean loss is a mean over."""
+    """Whether the job defines what its loss averages over."""
     brings_own_loop: bool = False
-    """Whether the job has a training loop of its own, which a plan does not use."""
+    """Whether the job has its own training loop, which a plan does not use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,35 +40,34 @@ class Pins:
 
     micro_batch_size: int | None = None
     recompute: Action | None = None
-    """The one action for all units."""
+    """The action for all units."""
     optimizer: str | None = None
-    """None is the job's own, also in the baseline."""
+    """Name of the optimizer, also in the baseline; None is the job's own."""
     optimizer_implementation: OptimizerImplementation | None = None
-    """That of every candidate; None leaves it to the optimizer, as the baseline does."""
+    """Implementation in every candidate; None keeps the optimizer's own, as in the baseline."""
     optimizer_in_backward: bool = False
-    """Whether parameters are updated in backward, which takes the batch whole."""
+    """Whether parameters are updated in backward, which requires an unsplit batch."""
     offload_optimizer: bool | None = False
     prefetch_inputs: bool = False
-    """Whether the next micro-batch is copied to the device while one is computed."""
+    """Whether the next micro-batch is copied to the device while the current one is computed."""
     own_checkpointing: bool = True
-    """Whether the model's own activation checkpointing stays as it is; the baseline leaves it so."""
+    """Whether to keep the model's own activation checkpointing, as the baseline does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Permits:
-    """What a plan may choose."""
+    """Choices that a plan is permitted."""
 
     precisions: tuple[Precision, ...] = (Precision.FP32,)
-    """The first is that of the baseline."""
+    """Permitted precisions; the first is that of the baseline."""
     other_optimizers: tuple[OptimizerChoice, ...] = ()
-    """Beside that of the baseline. They change the mathematics."""
+    """Optimizers permitted in addition to the baseline's. They change the mathematics."""
     chunked_loss: bool = True
-    """Whether a loss over a large vocabulary may be computed a part of the tokens at a time."""
+    """Whether a loss over a large vocabulary may be computed for one chunk of the tokens at a time."""
     expandable_segments: bool = True
     """Whether the CUDA allocator may use expandable segments."""
     offload_host_bytes: int = 0
-    """Host memory that offloaded units and an optimizer on the host may take; where it is 0, no plan chooses
-    either."""
+    """Host memory that offloaded units and an offloaded optimizer may take; with 0, no plan offloads."""
     splits_coupled_batches: bool = False
     """Whether a batch may be split although a layer couples its samples (BatchNorm) or changes its buffers in
     each forward (spectral norm), which changes what is computed. False keeps the mathematics: such a model
@@ -80,15 +79,15 @@ class RankOptions:
     """Data-parallel ranks and the ways to train on them; the last three fields are for FSDP2."""
 
     world_size: int = 1
-    """Ranks that divide the global batch evenly."""
+    """Number of ranks, which divide the global batch evenly."""
     num_nodes: int = 1
-    """Machines among which they are divided."""
+    """Number of machines among which they are divided."""
     parallelisms: tuple[Parallelism, ...] = (Parallelism.DDP,)
-    """Those permitted; the first is that of the baseline."""
+    """Permitted ways; the first is that of the baseline."""
     reshard_after_forward: bool | None = None
     """None lets the plan choose."""
     param_dtype: str | None = None
-    """It changes the mathematics a little, so that no plan chooses it by itself."""
+    """Type to gather parameters in. It changes the mathematics slightly, so no plan chooses it by itself."""
     offload_parameters: bool = False
 
     def check_division(self, global_batch_size: int) -> None:
@@ -102,11 +101,8 @@ class RankOptions:
 
     def check_nodes(self) -> None:
         """Check that ranks are divided evenly among nodes; UsageError if not."""
-        if self.world_size < 1 or self.num_nodes < 1 or self.world_size % self.num_nodes:
-            raise UsageError(
-                f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes; both are at "
-                "least 1."
-            )
+        if self.world_size % self.num_nodes:
+            raise UsageError(f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes.")
 
     def check_fsdp2(self) -> None:
         """Check that fields for FSDP2 are set only where it is permitted; UsageError if not."""
@@ -139,12 +135,12 @@ class RankOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked of a plan."""
+    """A request to the planner."""
 
     job: JobTraits
     device: Device
     budget_bytes: int
-    """Bytes permitted to each rank on its device, the CUDA context included."""
+    """Bytes permitted to each rank on its device, including the CUDA context."""
     global_batch_size: int
     pins: Pins = Pins()
     permits: Permits = Permits()
@@ -153,8 +149,10 @@ class Request:
     def __post_init__(self) -> None:
         check_counts(self, "global_batch_size")
         check_counts(self.ranks, "world_size", "num_nodes")
-        self.ranks.check_nodes()
         pinned = self.pins.micro_batch_size
+        if pinned is not None:
+            check_counts(self.pins, "micro_batch_size")
+        self.ranks.check_nodes()
         if self.pins.optimizer_in_backward and pinned not in (None, self.global_batch_size):
             raise UsageError(
                 f"micro_batch_size is {pinned}, and optimizer_in_backward takes the global "
@@ -258,7 +256,7 @@ class Request:
 
     @property
     def reserved_budget_bytes(self) -> int:
-        """What the budget leaves for the allocator beside the CUDA context."""
+        """Bytes of the budget for the allocator, without the CUDA context."""
         return self.budget_bytes - self.device.context_bytes
 
     def keeps_batch_whole(self, baseline: Trace) -> bool:

@@ -1,4 +1,4 @@
-"""A trace and a device → what the step takes, and whether it fits."""
+"""A trace and a device → memory and time of the step, and whether it fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from brimful.cost import StepTime, step_seconds
+from brimful.cost import StepTime, step_seconds, time_interval
 from brimful.devices import Device
 from brimful.display import PrintedResult
 from brimful.errors import CaptureError, UsageError
@@ -30,36 +30,38 @@ from brimful.settings import Settings
 from brimful.trace import Category, Correction, Guess, Phase, Trace
 
 MARGIN_FRACTION = 0.05
-"""What a plan without a budget leaves free on a GPU. Of 54 public runs, 5 took over 5 % more than predicted
-(benchmarks/gpu_truth.py); two of them because of when the loop cleared gradients, which is not on record."""
+"""Fraction of a GPU's memory that a plan without a budget leaves free. Of 54 public runs, 5 took over 5 % more
+than predicted (benchmarks/gpu_truth.py); two of them because of when the loop cleared gradients, which is not
+on record."""
 
 RESIDUAL_FRACTION = 0.02
-"""What a known allocation sequence may reserve beyond the prediction, in the upper end of the interval: over
-the largest shortfall, 1.2 %, of public runs whose loop is known and uses no cuDNN (benchmarks/gpu_truth.py)."""
+"""Fraction that a known allocation sequence may reserve beyond the prediction, in the upper end of the
+interval: above the largest shortfall, 1.2 %, of public runs whose loop is known and uses no cuDNN
+(benchmarks/gpu_truth.py)."""
 
 
 COMPILED_FRACTION = 0.2
-"""By how much more saved tensors and temporaries may be, compiled, than they are eagerly, in the upper end of
-the interval: over the most seen, 13 %, of a ResNet compiled block by block. For in-place ops a compiler makes
-new tensors, of ReLUs it saves masks too (torch 2.13's inductor on a CPU, eight models)."""
+"""Fraction by which saved tensors and temporaries may be larger in compiled than in eager code, in the upper
+end of the interval: above the largest seen, 13 %, of a ResNet compiled block by block. The compiler makes new
+tensors for in-place ops, and saves masks of ReLUs too (torch 2.13's inductor on a CPU, eight models)."""
 
 NO_LIMIT_BYTES = 1 << 62
-"""Capacity at which an estimate of a plan is made: it must fit without the allocator giving back its cache,
-which would stall every step. What it reserves is then compared with the budget."""
+"""Capacity for estimates of plans: a plan must fit without the allocator releasing its cache, which would stall
+every step. The reserved bytes are then compared with the budget."""
 
 
 class Verdict(StrEnum):
     """Whether a step fits a capacity."""
 
     FITS = "fits"
-    """The upper end of the interval does."""
+    """The upper end of the interval fits."""
     TIGHT = "tight"
-    """The likely size fits; the upper end does not, or the allocator must give back its cache in time."""
+    """The likely size fits; the upper end does not, or the allocator must release its cache to fit."""
     DOES_NOT_FIT = "does not fit"
 
 
 class RunPart(StrEnum):
-    """What a training run does in turn."""
+    """A part of a training run."""
 
     FIRST_STEP = "first step"
     STEADY_STEP = "steady step"
@@ -70,73 +72,75 @@ class RunPart(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhasePeak:
-    """The memory of one part of a training run."""
+    """Peak memory of one part of a training run."""
 
     name: RunPart
     predicted_peak_allocated_bytes: int
     note: str
-    """What is assumed."""
+    """What the prediction assumes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate(PrintedResult):
-    """What one optimizer step takes on a device, predicted."""
+    """Predicted memory and time of one optimizer step on a device."""
 
     job: str
     device: str
     settings: Settings
     is_own_loop: bool
-    """Whether the job's own loop was captured; of the settings only the micro-batch size is then in force."""
+    """Whether the job's own loop was captured; of the settings, only the micro-batch size then applies."""
     predicted_peak_allocated_bytes: int
     """As `torch.cuda.max_memory_allocated` counts."""
     predicted_peak_reserved_bytes: int
-    """As `torch.cuda.max_memory_reserved` counts; on a CPU, which caches nothing, the same as allocated."""
+    """As `torch.cuda.max_memory_reserved` counts; equal to allocated on a CPU, which caches nothing."""
     predicted_peak_device_bytes: int
-    """Reserved plus the CUDA context, as nvidia-smi shows for the process; on a CPU the same as reserved."""
+    """Reserved plus the CUDA context, as nvidia-smi shows for the process; equal to reserved on a CPU."""
     predicted_device_interval_bytes: tuple[int, int]
-    """From what the step cannot do without to what it may take at most, CUDA context included: the lower end is
-    the smallest capacity at which the simulated allocator survives, the upper end has every library's workspace
-    as large as it may be."""
+    """The least and the most that the step may take, CUDA context included: the lower end is the smallest
+    capacity at which the simulated allocator survives, the upper end has every library's workspace as large as
+    it may be."""
     smallest_surviving_capacity_bytes: int | None
-    """What the allocator cannot do without, less than it reserves where there is room; context not included.
-    None where it was not sought, as in a plan; the interval then begins at what is allocated."""
+    """The smallest capacity at which the allocator survives, which is below what it reserves if there is room;
+    without the CUDA context. None if it was not computed, as in a plan; the interval then begins at what is
+    allocated."""
     predicted_pinned_host_bytes: int
-    """What offloaded units and an optimizer on the host take of its memory, which stays pinned to the end of
-    training."""
+    """Host memory for offloaded units and an offloaded optimizer, which stays pinned until training ends."""
     predicted_host_state_bytes: int
-    """Optimizer state in the host's memory; with `offload_parameters` parts of parameters and gradients too."""
+    """Optimizer state in host memory; with `offload_parameters` also shards of parameters and gradients."""
     predicted_step_seconds: float
+    predicted_step_seconds_interval: tuple[float, float]
+    """Covers the measured time with 90 % probability."""
     step_time: StepTime
     capacity_bytes: int
-    """What the device has, or the budget."""
+    """Memory of the device, or the budget."""
     cache_flushes: int
-    """How often the allocator has to give back its whole cache to fit; each stalls the device."""
+    """Number of times the allocator must release its whole cache to fit; each stalls the device."""
     out_of_memory_at: FailedAllocation | None
     """The first request that the capacity cannot meet; None if the step fits."""
     breakdown: tuple[tuple[Category, int], ...]
-    """Allocated bytes at the peak by category."""
+    """Allocated bytes at the peak, by category."""
     peak_phase: Phase
     peak_module: str | None
     peak_op: str | None
     largest: tuple[HeldStorage, ...]
     """The largest blocks at the peak, at most 20."""
     modules: tuple[ModuleShare, ...]
-    """Bytes held at the peak by module, in the order of the tree."""
+    """Bytes held at the peak by each module, in the order of the module tree."""
     phases: tuple[PhasePeak, ...]
     allocators: tuple[AllocatorWhatIf, ...]
-    """The same step under other settings of the allocator, PyTorch's defaults first; empty if not asked for."""
+    """The same step under other allocator settings, PyTorch's defaults first; empty if not requested."""
     context_source: str
-    """Where the size of the CUDA context is from."""
+    """Source of the CUDA context's size."""
     corrections: tuple[Correction, ...]
     uncertain_ops: tuple[str, ...]
     parameter_count: int
     own_checkpoints: int = 0
-    """Regions of a forward pass that the model itself runs again in backward; their time is in
+    """Number of forward regions that the model itself recomputes in backward; their time is in
     `step_time.recompute_seconds`."""
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the step fits."""
+        """Whether the step fits the capacity."""
         if self.out_of_memory_at is not None:
             return Verdict.DOES_NOT_FIT
         if self.cache_flushes or self.predicted_device_interval_bytes[1] > self.capacity_bytes:
@@ -145,13 +149,13 @@ class Estimate(PrintedResult):
 
     @property
     def uncertain(self) -> tuple[str, ...]:
-        """What the prediction does not know well, for a reader."""
+        """Parts of the prediction that are uncertain, for reports."""
         dtypes = self.step_time.dtypes_at_fp32_rate
         return (*self.uncertain_ops, *(f"the speed of {dtype}, priced as float32" for dtype in dtypes))
 
     @property
     def predicted_samples_per_second(self) -> float:
-        """Samples of the global batch over the time of a step."""
+        """Samples of the global batch per second of step time."""
         return self.settings.global_batch_size / self.predicted_step_seconds
 
 
@@ -159,19 +163,19 @@ class Extremes(NamedTuple):
     """A step whose sizes are guessed (`Trace.sizes_are_guessed`), with other guesses."""
 
     most: Trace | None
-    """None where no such step can be captured. So is `least`."""
+    """None if no such step can be captured; so is `least`."""
     least: Trace | None
 
     @classmethod
     def of(cls, trace: Trace, capture: Callable[[Guess], Trace]) -> Extremes | None:
-        """Capture them where the sizes of a trace are guessed.
+        """Capture the extremes if the sizes of a trace are guessed.
 
         Args:
             trace: The step with the expected guess.
-            capture: Captures the same step with another.
+            capture: Captures the same step with another guess.
 
         Returns:
-            None where nothing is guessed.
+            The extremes; None if nothing is guessed.
         """
         if not trace.sizes_are_guessed:
             return None
@@ -179,7 +183,7 @@ class Extremes(NamedTuple):
         def other(guess: Guess) -> Trace | None:
             try:
                 return capture(guess)
-            except CaptureError:  # code may want at least one row, or an even number for each expert
+            except CaptureError:  # code may need at least one row, or an even number for each expert
                 return None
 
         return cls(other(Guess.MOST), other(Guess.LEAST))
@@ -195,16 +199,16 @@ def estimate_trace(
     compares_allocators: bool = False,
     seeks_smallest_capacity: bool = True,
 ) -> Estimate:
-    """What the traced step takes on `device`.
+    """Predict memory and time of the traced step on `device`.
 
     Args:
-        trace: A capture that follows the decisions of the device's kind.
+        trace: A capture for the same kind of device.
         device: Where the step would run.
         extremes: The same step with other guesses, for the interval.
-        capacity_bytes: Bytes permitted, the CUDA context included; None permits all the device has.
-        allocator: How the CUDA allocator is set; None as the trace's own settings say.
-        compares_allocators: Also replay the step under other settings, which takes about a second.
-        seeks_smallest_capacity: Also find what the allocator cannot do without, in some ten replays.
+        capacity_bytes: Bytes permitted, including the CUDA context; None permits the device's whole memory.
+        allocator: Settings of the CUDA allocator; None uses those of the trace's settings.
+        compares_allocators: Also replay the step under other allocator settings, which takes about a second.
+        seeks_smallest_capacity: Also find the smallest capacity that the allocator needs, in some ten replays.
 
     Returns:
         Peaks over all captured steps, time of the last one, and a verdict. Where the steps do not fit, the
@@ -243,7 +247,7 @@ def _estimate(
     surviving_bytes: int | None,
     allocators: tuple[AllocatorWhatIf, ...],
 ) -> Estimate:
-    """The record of what was predicted of a trace."""
+    """Collect the predictions for a trace in one record."""
     time = step_seconds(trace, device)
     return Estimate(
         job=trace.job,
@@ -258,6 +262,7 @@ def _estimate(
         predicted_pinned_host_bytes=pinned_host_bytes(trace),
         predicted_host_state_bytes=trace.host_state_bytes,
         predicted_step_seconds=time.total_seconds,
+        predicted_step_seconds_interval=time_interval(time, device),
         step_time=time,
         capacity_bytes=capacity_bytes,
         cache_flushes=memory.cache_flushes,
@@ -279,7 +284,7 @@ def _estimate(
 
 
 def estimate_unlimited(trace: Trace, device: Device) -> Estimate:
-    """What the traced step takes where the allocator never has to give back its cache."""
+    """Predict the traced step on a device where the allocator never has to release its cache."""
     return estimate_trace(trace, device, capacity_bytes=NO_LIMIT_BYTES, seeks_smallest_capacity=False)
 
 
@@ -293,7 +298,7 @@ def _smallest_surviving(trace: Trace, allocator: AllocatorSettings | None, memor
 def _interval(
     trace: Trace, device: Device, memory: MemoryPrediction, surviving_bytes: int | None
 ) -> tuple[int, int]:
-    """The least and the most on the device; on a CPU what is predicted, with what kernels may take inside."""
+    """The least and the most on the device; on a CPU, the prediction with the least and most of kernels."""
     most = most_reserved_bytes(trace, memory.unlimited_peak_reserved_bytes, allocator=memory.allocator)
     least = memory.peak_reserved_bytes
     if trace.compiled_lines:
@@ -314,7 +319,7 @@ def _widened(
     device: Device,
     allocator: AllocatorSettings | None,
 ) -> tuple[int, int]:
-    """The interval of a step, with those of steps with other guesses."""
+    """The interval of a step, widened by those of the same step with other guesses."""
     if extremes is None:
         return interval
     others = [other for other in extremes if other is not None]
@@ -324,7 +329,7 @@ def _widened(
 
 
 def _least_of_any_guess(trace: Trace, extremes: Extremes, allocator: AllocatorSettings | None) -> int:
-    """Bytes that any choice takes: what is allocated, as blocks of other sizes may leave smaller gaps.
+    """Bytes that any choice takes at least: allocated bytes, as blocks of other sizes may leave smaller gaps.
 
     Evenly divided, fewer rows are gathered at once than in any other way; but options that no row chooses have
     no gradients and no optimizer state.
@@ -346,7 +351,7 @@ def _interval_of(trace: Trace, device: Device, allocator: AllocatorSettings | No
 
 
 def _more_if_compiled(trace: Trace, memory: MemoryPrediction) -> int:
-    """What `torch.compile` may save beyond eager code: also weights of convolutions, in another layout."""
+    """Bytes that `torch.compile` may save beyond eager code, with relaid weights of convolutions."""
     held = dict(memory.breakdown)
     activations = held.get(Category.SAVED_TENSORS, 0) + held.get(Category.TEMPORARIES, 0)
     weights = sum(
@@ -356,7 +361,7 @@ def _more_if_compiled(trace: Trace, memory: MemoryPrediction) -> int:
 
 
 def _of_compiled_code(trace: Trace) -> Iterator[str]:
-    """What is not known of code for `torch.compile`."""
+    """What is uncertain about compiled code."""
     if trace.compiled_lines:
         first, *others = trace.compiled_lines
         where = f"{first} and {len(others)} more lines" if others else first
@@ -367,7 +372,7 @@ def _of_compiled_code(trace: Trace) -> Iterator[str]:
 
 
 def _phases(trace: Trace, memory: MemoryPrediction) -> Iterator[PhasePeak]:
-    """Peaks of the parts of a run, as far as the trace shows them."""
+    """Peak memory of the parts of a run, as far as the trace shows it."""
 
     def phase(name: RunPart, peak_bytes: int, note: str) -> PhasePeak:
         return PhasePeak(name=name, predicted_peak_allocated_bytes=peak_bytes, note=note)

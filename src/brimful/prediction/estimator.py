@@ -1,4 +1,4 @@
-"""Estimates of one job at any micro-batch size, from captures at two."""
+"""Estimates of one job at any micro-batch size, from captures at two sizes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROUGH_SIZES = (5, 7)
 their size. Primes that do not divide widths of layers: 2 sequences of 512 are as large as a width of 1024."""
 
 MOST_SAMPLES = 2**20
-"""No larger micro-batch is looked for."""
+"""The largest micro-batch that a search considers."""
 
 
 class Capture(Protocol):
-    """Runs steps under some settings on fake tensors; may be asked for the same again."""
+    """Runs steps under some settings on fake tensors; may be called repeatedly with the same settings."""
 
     def __call__(self, settings: Settings, steps: int = 1) -> Trace:
         """The trace of `steps` optimizer steps."""
@@ -37,8 +37,8 @@ class ScaledTraces:
     """Traces of one job at any micro-batch size.
 
     Bytes and FLOPs of an op are affine in the micro-batch while the ops stay the same, and what kernels take
-    inside is computed from the scaled sizes. So two captures give every size exactly. Where the two run
-    different ops, or the job makes no batches of such sizes, each size is captured for itself; so is 1.
+    inside is computed from the scaled sizes. So two captures give every size exactly. If the two run different
+    ops, or the job makes no batches of such sizes, each size is captured separately; so is size 1.
 
     Args:
         capture: Runs a step on fake tensors.
@@ -83,14 +83,14 @@ class ScaledTraces:
 
     def _captured_line(self, key: Settings) -> TraceLine | None:
         small = self._capture(key)
-        if small.couples_samples:  # its loss is not affine in the micro-batch: no need of another
+        if small.couples_samples:  # its loss is not affine in the micro-batch
             return None
         large = self._capture(replace(key, micro_batch_size=self.sizes[1]))
         return TraceLine(small, large) if small.has_same_shape_as(large) else None
 
 
 class RoughlyScaledTraces(ScaledTraces):
-    """The same with as few captures as possible, for a caller that captures what it chooses in the end.
+    """The same with as few captures as possible, for a caller that captures its final choice itself.
 
     A step of one micro-batch is derived from that of two, a micro-batch of one sample from larger ones, and
     steps that recompute units from what the same ops take where everything is kept.
@@ -128,14 +128,14 @@ class RoughlyScaledTraces(ScaledTraces):
 
 
 class Estimator:
-    """Predicts a step at any micro-batch size, from captures at two; see `ScaledTraces`.
+    """Predicts a step at any micro-batch size, from captures at two sizes; see `ScaledTraces`.
 
     Args:
         capture: Runs `steps` steps under some settings on fake tensors, with a `guess`.
-        settings: Their micro-batch size is replaced.
+        settings: Settings of the step; their micro-batch size is replaced.
         device: Where the step would run.
-        steps: Optimizer steps of each capture.
-        estimate: Makes an estimate as `estimate_trace` does, with a capacity for instance.
+        steps: Optimizer steps per capture.
+        estimate: Makes an estimate like `estimate_trace`, for example with another capacity.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Estimator:
         self._estimate = estimate
 
     def at(self, micro_batch_size: int) -> Estimate:
-        """What the step takes at one size.
+        """Estimate the step at one micro-batch size.
 
         Args:
             micro_batch_size: Samples in one forward and backward pass.
@@ -170,12 +170,12 @@ class Estimator:
         return self._estimate(trace, self._device, extremes=extremes)
 
     def largest(self) -> Estimate:
-        """The largest micro-batch that fits, with the upper end of its interval and no cache given back.
+        """Find the largest micro-batch that fits with the upper end of its interval, without cache flushes.
 
-        It is found by doubling and bisection, so memory is taken to grow with the micro-batch.
+        It searches by doubling and bisection, assuming that memory grows with the micro-batch.
 
         Returns:
-            Its estimate.
+            The estimate of that micro-batch.
 
         Raises:
             InfeasibleError: Not even one sample fits; the message says by how much.
@@ -201,7 +201,7 @@ class Estimator:
 def _nothing_fits(estimate: Estimate) -> InfeasibleError:
     needed = estimate.predicted_device_interval_bytes[1]
     return InfeasibleError(
-        f"not even one sample of {estimate.job!r} surely fits {format_bytes(estimate.capacity_bytes)} on "
+        f"not even one sample of {estimate.job!r} is certain to fit {format_bytes(estimate.capacity_bytes)} on "
         f"{estimate.device}: it may take up to {format_bytes(needed)}, "
         f"{format_bytes(max(needed - estimate.capacity_bytes, 0))} too much. Recompute its units, choose an "
         "optimizer with less state or half precision, or let `brimful plan` find what fits.",

@@ -25,20 +25,20 @@ _OF_SIZES = frozenset({aten.rand, aten.randn, aten.randint})
 
 
 class AlignedDraws(EagerDispatchMode):
-    """Within, ops draw for `samples` samples what they would draw for them in the whole batch.
+    """Within, ops draw the same random numbers for `samples` samples as in the whole batch.
 
     Args:
-        begin: The first sample of this part in the batch.
-        samples: In this part.
-        whole: In the batch.
-        dim: The dimension of what is drawn that is the samples, where it has as many; else it is the first.
+        begin: Index in the batch of the first sample of this part.
+        samples: Samples in this part.
+        whole: Samples in the batch.
+        dim: The batch dimension of drawn tensors, if its size is that of the samples; else it is the first.
     """
 
     def __init__(self, *, begin: int, samples: int, whole: int, dim: int = 0) -> None:
         super().__init__()
         self._begin, self._samples, self._whole, self._dim = begin, samples, whole, dim
         self.drawn = 0
-        """How many ops have drawn."""
+        """Number of ops that have drawn random numbers."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,7 +81,7 @@ class AlignedDraws(EagerDispatchMode):
         return tuple(map(own_rows, drawn)) if isinstance(drawn, tuple) else own_rows(drawn)
 
     def _rows_of(self, func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
-        """How many rows an op draws, and in which dimension, if each sample may have as many; else None."""
+        """Number of drawn rows and their dimension, if the number is a multiple of the samples; else None."""
         if func.overloadpacket in _OF_SIZES:
             sizes = [value for value in args if isinstance(value, list | tuple)]
         else:

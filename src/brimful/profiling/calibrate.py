@@ -1,4 +1,4 @@
-"""What was measured of a device of this machine, kept in the cache, and applied to its row of the table.
+"""Measurements of a device of this machine, cached, and applied to its row of the table.
 
 Checked with torch 2.13 on a CPU; the few lines for CUDA alone were not run on a GPU.
 """
@@ -45,7 +45,7 @@ MEASURED = "measured on this machine"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """What was measured of one device; rates are achieved ones, at the largest size that was timed."""
+    """Measurements of one device; rates are achieved ones, at the largest size that was timed."""
 
     fp32_flops_per_second: PositiveFloat
     fp16_flops_per_second: PositiveFloat
@@ -107,17 +107,17 @@ class Calibration:
 
     @property
     def was_busy(self) -> bool:
-        """Whether other work disturbed so much of the measurement that its figures are too slow."""
+        """Whether other work disturbed enough of the measurement to make its figures too slow."""
         return self.disturbed_fraction > _BUSY_FRACTION
 
     def is_poor(self, *, at_best: bool) -> bool:
-        """Whether it should be made anew: it was made on a busy machine, an hour ago or `at_best`."""
+        """Whether to measure again: it was made on a busy machine, and is an hour old, or `at_best` is set."""
         is_old = time.time() - self.measured_at_seconds > _BUSY_FOR_SECONDS
         return self.was_busy and (at_best or is_old)
 
     @property
     def source(self) -> str:
-        """Where the figures are from."""
+        """Source of the figures."""
         return MEASURED_BUSY if self.was_busy else MEASURED
 
 
@@ -126,15 +126,14 @@ def calibrate_cpu(
 ) -> Device:
     """This machine's CPU with measured rates.
 
-    The measurement takes some six seconds, two more for each further sweep, and half a minute beside other
-    work, which slows what is measured. It is kept in the user's cache directory, for this CPU model, torch
-    version and number of threads. Where the cache cannot be read, it is made anew; where it cannot be written,
-    that is a warning.
+    The measurement takes about six seconds, two more for each further sweep, and half a minute if other work
+    slows it. It is cached in the user's cache directory, by CPU model, torch version and number of threads. If
+    the cache cannot be read, the CPU is measured again; if it cannot be written, there is a warning.
 
     Args:
-        remeasure: Measure even if there is a kept measurement.
-        sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
-        progress: Called with what is measured next.
+        remeasure: Measure even if there is a cached measurement.
+        sweeps: Number of sweeps over all kinds of work; a cached measurement with fewer is repeated.
+        progress: Called with the name of each measurement before it starts.
 
     Returns:
         `find_device("cpu")` with measured rates, and "measured on this machine" as source.
@@ -151,36 +150,36 @@ def calibrate_gpu(
     sweeps: int = THOROUGH_SWEEPS,
     progress: Progress | None = None,
 ) -> Device:
-    """A GPU of this machine with measured rates, kept as those of the CPU are.
+    """A GPU of this machine with measured rates, cached like those of the CPU.
 
     Args:
-        device: Its row of the table.
-        where: The torch device that it is.
-        remeasure: Measure even if there is a kept measurement.
-        sweeps: How often all kinds are gone through; a kept measurement of fewer is made anew.
-        progress: Called with what is measured next.
+        device: The GPU from the hardware table.
+        where: The same GPU as a torch device.
+        remeasure: Measure even if there is a cached measurement.
+        sweeps: Number of sweeps over all kinds of work; a cached measurement with fewer is repeated.
+        progress: Called with the name of each measurement before it starts.
 
     Returns:
-        The row with what was measured.
+        The device with measured rates.
     """
     return _calibrated(device, where, remeasure=remeasure, sweeps=sweeps, progress=progress)
 
 
 def with_kept_calibration(device: Device) -> Device:
-    """The device with what was measured for it on this machine and kept, if there is anything.
+    """The device with its cached measurements on this machine, if there are any.
 
     Args:
         device: A GPU of the table or the CPU.
 
     Returns:
-        It is not measured if nothing is kept; then it stays as it is.
+        The device; unchanged if nothing is cached, as this function measures nothing.
     """
     kept = kept_calibration(device)
     return device if kept is None else kept.applied_to(device)
 
 
 def kept_calibration(device: Device) -> Calibration | None:
-    """What was measured for a device with this version of torch; None if nothing is kept."""
+    """Cached measurements of a device with this version of torch; None if there are none."""
     return _read(device).get(_cache_key(device))
 
 

@@ -112,7 +112,7 @@ def _count_flag() -> ctypes.c_bool | None:
 
 
 def _counted_from_ns(roots: Iterable[Any]) -> int:
-    """When the peak was last said to be looked for from there on; 0 if never."""
+    """Time from which the peak counts, by the latest marker among the events; 0 without one."""
     stack, latest = [*roots], 0
     while stack:
         event = stack.pop()
@@ -209,7 +209,7 @@ def _temporaries_at(events: list[CpuEvent], position: int) -> tuple[OpTemporary,
 
 
 def _common_op(made_in: tuple[tuple[int, str], ...], freed_in: tuple[tuple[int, str], ...]) -> str | None:
-    """The innermost call that two events share, if it or a call around it is no composition; else None."""
+    """The innermost call that two events share, if it or a call around it is not a composite op; else None."""
     common = [a[1] for a, b in zip(made_in, freed_in, strict=False) if a == b]
     return common[-1] if any(not _is_composite(name) for name in common) else None
 

@@ -1,7 +1,7 @@
-"""What a CUDA context takes of the device's memory beside torch's allocator, measured once and kept.
+"""Device memory of a CUDA context outside torch's allocator, measured once and cached.
 
-A fresh process tells, because a context once made stays until its process ends. Checked with torch 2.13 on a
-machine without a GPU only: what NVML and the other process say was replaced there.
+A new process measures it, because a context stays until its process ends. Checked with torch 2.13 on a machine
+without a GPU only, where NVML and the other process were mocked.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _READING_SECONDS_AT_MOST = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptContext:
-    """One measurement as it is kept, with what it is valid for."""
+    """One cached measurement, with what it is valid for."""
 
     gpu_name: str
-    """As the driver names it."""
+    """The driver's name of the GPU."""
     device_name: str
-    """As `devices.find_device` names it; the driver's name where that knows no such GPU."""
+    """Its name in `devices.find_device`; the driver's name if that has no such GPU."""
     driver_version: str
     torch_version: str
     measured_at_seconds: PositiveFloat
@@ -43,9 +43,9 @@ class KeptContext:
     context_bytes: PositiveInt
     """After a small training step, which loads cuBLAS, cuDNN and its own kernels."""
     low_bytes: PositiveInt
-    """Right after the context was made."""
+    """Right after the context was created."""
     high_bytes: PositiveInt
-    """As much again for kernels of other ops as the small training step loaded; assumed, not measured."""
+    """With kernels of other ops: as much again as the small training step loaded; assumed, not measured."""
 
     def __post_init__(self) -> None:
         if not self.low_bytes <= self.context_bytes <= self.high_bytes:
@@ -121,17 +121,17 @@ def kept_context(gpu_name: str, torch_version: str | None = None) -> CudaContext
 
 
 def best_context(device: Device, torch_version: str | None = None) -> CudaContext:
-    """What is known best of the CUDA context on `device`.
+    """The best available figures for the CUDA context on `device`.
 
     Args:
         device: A GPU, which need not be in this machine, or the CPU.
-        torch_version: The version to be used there; this process's if not given.
+        torch_version: The version of torch to use there; None means that of this process.
 
     Returns:
-        A measurement kept for this GPU and minor release of torch, else the published figures.
+        A cached measurement for this GPU and minor release of torch, else the published figures.
 
     Raises:
-        UsageError: `torch_version` is no version.
+        UsageError: `torch_version` is not a version.
     """
     version = torch.__version__ if torch_version is None else torch_version
     published = cuda_context(device, version)
@@ -242,7 +242,7 @@ def _context_bytes(nvml: Any, handle: Any, idle_bytes: int, device: torch.device
 
 
 def _used_bytes(nvml: Any, handle: Any) -> int:
-    # Version 2 leaves out what the driver reserves for itself; version 1 counts it as used.
+    # Version 2 excludes what the driver reserves for itself; version 1 counts it as used.
     return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
 
 

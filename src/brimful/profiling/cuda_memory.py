@@ -1,4 +1,4 @@
-"""Peaks of a CUDA device's memory: the allocator's own counters, and what the driver shows for the process."""
+"""Peak memory on a CUDA device: the allocator's own counters, and what the driver shows for the process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CudaPeak:
     device: torch.device
 
     def count_from_here(self) -> None:
-        """Leave out what was before."""
+        """Ignore peaks before this call."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -40,7 +40,8 @@ def record_cuda_memory(device: torch.device) -> Iterator[CudaPeak]:
     peak.reserved_bytes = torch.cuda.max_memory_reserved(device)
     process_bytes = process_device_bytes(device)
     if process_bytes is not None:
-        # The driver tells what is held now. The context stays as it is, so the peak differs by the allocator's.
+        # The driver reports current memory. The context does not change, so the peak differs by the
+        # allocator's.
         peak.device_bytes = process_bytes - torch.cuda.memory_reserved(device) + peak.reserved_bytes
 
 
@@ -52,7 +53,7 @@ def process_device_bytes(device: torch.device) -> int | None:
 
     Returns:
         What NVML lists for this process. In a container it lists none or a process number of the host's: then,
-        if no more than one process is listed, all that is used on the device. None where neither can be told.
+        if at most one process is listed, all used memory of the device. None if neither is known.
     """
     try:
         import pynvml
@@ -72,7 +73,7 @@ def process_device_bytes(device: torch.device) -> int | None:
 
 
 def _process_bytes(nvml: Any, device: torch.device) -> int | None:
-    # By UUID, as NVML knows nothing of CUDA_VISIBLE_DEVICES.
+    # By UUID, as NVML ignores CUDA_VISIBLE_DEVICES.
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
@@ -81,5 +82,5 @@ def _process_bytes(nvml: Any, device: torch.device) -> int | None:
         return int(own[0])
     if len(processes) > 1:
         return None
-    # Version 2 leaves out what the driver reserves for itself; version 1 counts it as used.
+    # Version 2 excludes what the driver reserves for itself; version 1 counts it as used.
     return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)

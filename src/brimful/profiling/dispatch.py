@@ -1,4 +1,4 @@
-"""What Python, autograd and torch's dispatcher take per op: a small model's step, less the work of its ops."""
+"""Overhead of Python, autograd and dispatch per op: a small model's step, less the work of its ops."""
 
 from __future__ import annotations
 

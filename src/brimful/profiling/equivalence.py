@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from brimful.batches import InputMover, layout_of, make_batch
 from brimful.errors import EquivalenceError, PartialUpdateError
 from brimful.execution.coupled_loss import check_coupled
-from brimful.execution.executor import StepExecutor
+from brimful.execution.executor import StepExecutor, Transfers
 from brimful.execution.hooks import StepHooks
 from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.precision import device_of
@@ -34,7 +34,7 @@ from brimful.transforms import apply_units
 
 _GRADIENT = "the gradient of"
 _OTHER_DEVICE_SAMPLES = 2
-"""Of each micro-batch, where another device stands in for the plan's, which may be much slower, or where plain
+"""Samples per micro-batch on a device that replaces the plan's, which may be much slower, or where plain
 training may not fit."""
 
 
@@ -48,22 +48,22 @@ def verify(
 ) -> EquivalenceReport:
     """Compare loss, gradients and buffers of one global batch under a plan with those of plain training.
 
-    Recomputing must change nothing, to the last bit. Splitting the batch sums in another order and may change
-    the last bits; it is compared in float32, where nothing is drawn at random or normalised over the batch.
-    Where that is not so, the losses of the batch and of its parts are compared in float32 and evaluation mode.
+    Recomputation must be bitwise equal. Splitting the batch changes the order of sums and may change the last
+    bits; it is compared in float32, if the model draws no random numbers and does not normalise over the batch.
+    Otherwise the losses of the batch and of its parts are compared in float32 and evaluation mode.
 
     Args:
-        job: Its model is built here, or copied, and stays as it is.
-        settings: The plan's.
+        job: The job; its model is built or copied, and never changed.
+        settings: Settings of the plan.
         device: "cpu" or a CUDA device of this machine.
-        is_stand_in: Whether it stands in for another; then two samples of each of two micro-batches are taken.
-        seed: Of the model's weights, the batch and dropout.
+        is_stand_in: Whether the device replaces another; then two micro-batches of two samples each are used.
+        seed: Seeds the model's weights, the batch and dropout.
 
     Returns:
-        What was found.
+        The comparisons.
 
     Raises:
-        UsageError: There is no such device, or the optimizer cannot be used.
+        UsageError: The device does not exist, or the optimizer cannot be used.
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is not a scalar tensor or has no gradient.
         EquivalenceError: The step cannot run as planned: parameters get their gradients in parts, and are to be
@@ -76,23 +76,23 @@ def verify(
         model = build_model(job, is_copied=True).train()
         make_optimizer(job, model, settings)  # one that cannot be used is refused here as everywhere
         compared = _with_few_samples(settings) if is_stand_in else settings
-        return _certificate(job, settings, compared, model, device, seed)
+        return _verified(job, settings, compared, model, device, seed)
 
 
 def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> EquivalenceReport:
     """Compare a few samples under a plan with plain training, with a model that is about to be trained.
 
-    Two samples of each of two micro-batches are taken. Beside the model there are a copy of it and its
-    gradients, less than the gradients and state that AdamW will make.
+    It uses two micro-batches of two samples each. In addition to the model it needs memory for a copy of it and
+    its gradients, which is less than the gradients and state that AdamW will need.
 
     Args:
-        job: Its loss and batch are used.
-        settings: The plan's; not in force on the model yet.
-        model: In training mode, on its device; it and all random generators stay as they are.
-        seed: Of the batch and dropout.
+        job: The job; its loss and batch are used.
+        settings: Settings of the plan, not yet applied to the model.
+        model: In training mode, on its device; neither it nor random generators are changed.
+        seed: Seeds the batch and dropout.
 
     Returns:
-        What was found.
+        The comparisons.
 
     Raises:
         BatchError: The job's batch cannot be made or split.
@@ -107,10 +107,10 @@ def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 
         comparisons = (Comparison(name="recomputing", left_out_because=reason),)
         return EquivalenceReport(job=job.name, device=device_name(device), samples=0, comparisons=comparisons)
     with _random_state_kept(device):
-        certificate = _certificate(job, settings, _with_few_samples(settings), model, device, seed)
+        report = _verified(job, settings, _with_few_samples(settings), model, device, seed)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the allocator begins training with what it would have begun with
-    return certificate
+        torch.cuda.empty_cache()  # training begins with the allocator as it would be without the comparison
+    return report
 
 
 def _with_few_samples(settings: Settings) -> Settings:
@@ -121,10 +121,10 @@ def _with_few_samples(settings: Settings) -> Settings:
     )
 
 
-def _certificate(
+def _verified(
     job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
 ) -> EquivalenceReport:
-    """Of `settings`, which may be those that are planned with fewer samples."""
+    """The report for `settings`, which may be those planned with fewer samples."""
     try:
         return _compared(job, planned, settings, model, device, seed)
     except PartialUpdateError as error:
@@ -175,7 +175,7 @@ def _compared(
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Leave torch's, Python's and NumPy's generators as they were."""
+    """Restore torch's, Python's and NumPy's generators on exit."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -187,7 +187,7 @@ def _random_state_kept(device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What one step computed, on the CPU by name."""
+    """Results of one step, by name, on the CPU."""
 
     values: Mapping[str, Tensor]
     draws: bool
@@ -197,7 +197,7 @@ class _Computed:
 
 
 def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
-    """The plan's units recomputed or offloaded, against all of them kept."""
+    """Compare the plan's recomputed or offloaded units with all units kept."""
     if not settings.changed:
         return Comparison(
             name="recomputing", left_out_because="the plan recomputes nothing and offloads nothing"
@@ -208,10 +208,10 @@ def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Setting
 def _same_but_for_order(
     name: str, kept: _Computed, found: _Computed, settings: Settings, compute: Callable[[Settings], _Computed]
 ) -> Comparison:
-    """Two computations that are to be equal to the last bit, unless plain training itself varies.
+    """Compare two computations that must be bitwise equal, unless plain training itself varies.
 
-    Some CUDA kernels add in any order. What plain training rounds otherwise in each run is not the plan's
-    fault; what differs by more than rounding is not the kernels'.
+    Some CUDA kernels add in any order. Differences that plain training shows between runs are not caused by the
+    plan; differences larger than rounding are not caused by the kernels.
     """
     comparison = _comparison(name, kept, found, bound=0.0)
     if comparison.is_bitwise:
@@ -222,7 +222,7 @@ def _same_but_for_order(
 
 
 def _rounding(precision: Precision) -> float:
-    """What a gradient may be off by from summing in another order, over its largest entry."""
+    """Largest error of a gradient from another order of summation, relative to its largest entry."""
     if precision.autocast_dtype is not None:
         return torch.finfo(getattr(torch, precision.autocast_dtype)).eps
     return ROUNDINGS * torch.finfo(torch.float32).eps
@@ -235,7 +235,7 @@ def _splitting(
     model: nn.Module,
     compute: Callable[[Settings], _Computed],
 ) -> Comparison:
-    """The batch in micro-batches, against the whole of it."""
+    """Compare the batch in micro-batches with the whole batch."""
     if settings.gradient_accumulation_steps > 1 and (
         changes := list(what_splitting_changes(batch_norms(model), kept.stateful, planned))
     ):
@@ -277,7 +277,7 @@ def _computed(
         copied,
         torch.optim.SGD(copied.parameters()),
         device=device,
-        move=InputMover.copying_to(device),
+        transfers=Transfers(move=InputMover.copying_to(device)),
     )
     with _seeded(seed), DrawWatch(device) as watch:
         hooks = StepHooks(before_update=keep, around_parameter_update=keep_gradient)
@@ -301,7 +301,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Let torch, Python and NumPy draw the same numbers each time; theirs of before go on afterwards."""
+    """Seed torch, Python and NumPy within; their previous states are restored afterwards."""
     with _random_state_kept(torch.device("cpu")):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # all that NumPy takes

@@ -30,24 +30,24 @@ _WARM_STEPS = 2
 def measure_step(
     job: Job, settings: Settings, *, device: torch.device | str = "cpu", steps: int = 5, seed: int = 0
 ) -> Measurement:
-    """Run real training steps and measure what they take.
+    """Run real training steps and measure their memory and time.
 
-    The model is built anew, or copied if the job gives a module; it is not left trained. After two steps to
-    warm up, one step's peak memory is measured, and then some steps are timed.
+    A new model is built, or copied if the job has a module, so that the job's own stays untrained. After two
+    warm-up steps, the peak memory of one step is measured, and then some steps are timed.
 
     Args:
         job: Its model, loss, batch and optimizer are used as they are, or its loop.
-        settings: How the steps are carried out; the batch is of their global batch size. A job's own loop
-            decides all but the micro-batch size.
+        settings: Settings of the steps, with their global batch size. A job's own loop decides everything but
+            the micro-batch size.
         device: "cpu" or a CUDA device of this machine.
-        steps: How many steps to time, at least 1.
-        seed: Of the model's weights, the batch and dropout.
+        steps: Number of steps to time, at least 1.
+        seed: Seeds the model's weights, the batch and dropout.
 
     Returns:
-        Peak memory of a steady step, and the median time of one.
+        Peak memory and median time of a steady step.
 
     Raises:
-        UsageError: There is no such device, or `steps` is below 1.
+        UsageError: The device does not exist, or `steps` is below 1.
         BatchError: The job's batch cannot be made or split.
         LossError: The loss is not a scalar tensor or has no gradient.
     """

@@ -29,17 +29,17 @@ _NO_GPU = ("Torch not compiled with CUDA", "Found no NVIDIA driver", "No CUDA GP
 def measure_loop(
     job: Job, micro_batch_size: int, *, device: torch.device, steps: int, seed: int
 ) -> Measurement:
-    """Run a job's loop over real batches and measure what its steps take.
+    """Run a job's loop over real batches and measure memory and time of its steps.
 
-    It runs twice, each time with a model built anew: once for the memory of the third optimizer step and of
-    what the loop does after it, once to time steps. It gets one batch again and again.
+    The loop runs twice, each time with a new model: once for the memory of the third optimizer step and of the
+    loop after it, once to time steps. It receives the same batch repeatedly.
 
     Args:
-        job: Its `loop` is called; it decides where it runs.
-        micro_batch_size: Samples in a batch.
-        device: Where the model is.
-        steps: How many optimizer steps to time, at least 1.
-        seed: Of the model's weights, the batch and dropout.
+        job: Its `loop` is called, which decides where it runs.
+        micro_batch_size: Samples per batch.
+        device: The model's device.
+        steps: Number of optimizer steps to time, at least 1.
+        seed: Seeds the model's weights, the batch and dropout.
 
     Returns:
         Peak memory from the third step on, and the median time of a step.
@@ -94,16 +94,16 @@ class _Runs:
         begin_step: Callable[[], None],
         end: Callable[[], None] = lambda: None,
     ) -> int:
-        """Call the loop on a new model; `begin_step` is called before each step but the warm ones.
+        """Call the loop on a new model; `begin_step` is called before each step after the warm-up.
 
         Args:
-            batch: Drawn again and again.
-            steps: At most so many are made.
+            batch: The batch that the loop receives repeatedly.
+            steps: Maximum number of steps.
             begin_step: See above.
-            end: Called when the loop asks for a batch too many.
+            end: Called when the loop requests a batch after its last step.
 
         Returns:
-            How many steps it made.
+            The number of steps made.
         """
 
         def begin_batch() -> None:

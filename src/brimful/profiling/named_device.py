@@ -1,4 +1,4 @@
-"""A name → the device meant, with what was measured of it on this machine; and the command that measures."""
+"""A name → its device, with measurements made on this machine; and the function that measures."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from brimful.profiling.local_device import device_record
 from brimful.profiling.rates import Progress
 
 DeviceLike = str | int | torch.device | Device
-"""What names a device; see `resolve_device`."""
+"""A device, or its name; see `resolve_device`."""
 
 
 def resolve_device(device: DeviceLike) -> Device:
-    """The device meant.
+    """Find a device.
 
     Args:
-        device: A name from the hardware table ("RTX 3090"), a `Device`, or a device of this machine in torch's
-            words: "cpu", measured once and kept, "cuda", "cuda:1", a `torch.device`, the index of a GPU, or
-            "auto" for the GPU if there is one, else the CPU.
+        device: A name from the hardware table ("RTX 3090"), a `Device`, or a device of this machine as in
+            torch: "cpu", which is measured once and cached, "cuda", "cuda:1", a `torch.device`, the index of a
+            GPU, or "auto" for the GPU if there is one, else the CPU.
 
     Returns:
-        Its row of the table, with what was measured of it on this machine and kept.
+        The device from the table, with the cached measurements of this machine.
 
     Raises:
-        UnknownNameError: There is no such device in the table.
+        UnknownNameError: The table has no such device.
         UsageError: This machine does not have the device.
     """
     if isinstance(device, Device):
@@ -49,23 +49,24 @@ def resolve_device(device: DeviceLike) -> Device:
 
 
 def with_best_context(device: Device) -> Device:
-    """The device with the context that was measured for it and kept, or else published."""
+    """The device with the cached measurement of its CUDA context, or else the published figures."""
     return with_context(device, best_context(device))
 
 
 def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> tuple[Device, ...]:
-    """Measure this machine: its CPU and, where torch can use one, its GPU; kept in the user's cache directory.
+    """Measure this machine, for better predictions of time: its CPU and, if torch can use one, its GPU.
 
-    Matmuls by type and size, convolutions, attention, memory bandwidth by size and kind of work, launches, what
-    Python and autograd take per op and per recomputed region; on a GPU also the link to the host and the memory
-    of the CUDA context. From then on predictions for "cpu", and for that GPU by whatever name, use them.
+    It measures matmuls by type and size, convolutions, attention, memory bandwidth by size and kind of work,
+    launches, and the overhead of Python and autograd per op and per recomputed region; on a GPU also the link
+    to the host and the memory of the CUDA context. The results are cached in the user's cache directory. From
+    then on predictions for "cpu", and for that GPU by any name, use them.
 
     Args:
-        remeasure: Measure even what is kept already.
-        progress: Is told what is measured next.
+        remeasure: Measure even what is cached.
+        progress: Called with the name of each measurement before it starts.
 
     Returns:
-        The devices with what was measured, the CPU first.
+        The measured devices, the CPU first.
     """
     cpu = calibrate_cpu(remeasure=remeasure, sweeps=THOROUGH_SWEEPS, progress=progress)
     if not torch.cuda.is_available():

@@ -22,14 +22,14 @@ from brimful.results import Measurement, OpTemporary
 
 @dataclass(slots=True, kw_only=True)
 class PeakMemory:
-    """What a step took; filled in when it has ended."""
+    """Peak memory of a step; filled in when it has ended."""
 
     allocated_bytes: int = 0
     """Peak of bytes in tensors, parameters and optimizer state included."""
     reserved_bytes: int = 0
     """Peak of bytes held by the caching allocator; on a CPU, which caches nothing, the same as allocated."""
     device_bytes: int | None = None
-    """What the driver shows for the process at that peak; None on a CPU, and where the driver cannot tell."""
+    """What the driver shows for the process at that peak; None on a CPU, or if the driver cannot report it."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
     """Op-internal temporaries live at the peak, largest first; seen on a CPU only."""
 
@@ -83,7 +83,7 @@ def peak_memory(
 def peak_of_cpu(
     cpu: CpuPeak, residents: Mapping[int, int], batch: Batch, *, held_besides: Iterable[Tensor] = ()
 ) -> PeakMemory:
-    """What was held at a recorded peak.
+    """Memory held at a recorded peak.
 
     Args:
         cpu: What was recorded.
@@ -102,7 +102,7 @@ def peak_of_cpu(
 
 
 def peak_of_cuda(cuda: CudaPeak) -> PeakMemory:
-    """What the allocator and the driver counted at a recorded peak."""
+    """Counters of the allocator and the driver at a recorded peak."""
     return PeakMemory(
         allocated_bytes=cuda.allocated_bytes,
         reserved_bytes=cuda.reserved_bytes,

@@ -28,11 +28,11 @@ _LARGEST_RUN_SECONDS = 5e-3
 """A larger size is not tried after a run of this length if its rate is reached: longer runs seldom end before
 another program has its turn."""
 _LEAST_SIZES = 4
-"""That many are tried always: a curve of one point tells all other amounts by its rate."""
+"""Minimum number of sizes to measure: a curve of one point gives all other amounts by its rate."""
 _STEADY = 1.5
-"""A rate that is reached differs by less from that of the size before. A small op may take a time slice of
-another program, 4 to 8 ms: to stop there and go on at its rate would make a large one take minutes. A choice;
-sizes are two to eight times apart in work."""
+"""A rate is steady if it differs by less than this factor from that of the previous size. A small op may take a
+time slice of another program, 4 to 8 ms: extrapolating from its rate would predict minutes for a large one. A
+choice; sizes are two to eight times apart in work."""
 _FRESH_BYTES = 64 * MIB
 """A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
 _FRESH_SECONDS = 0.4

@@ -1,4 +1,4 @@
-"""What a training loop holds between steps."""
+"""Tensors that a training loop holds between steps."""
 
 from __future__ import annotations
 

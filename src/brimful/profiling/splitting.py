@@ -70,23 +70,23 @@ def compare_split_loss(
 ) -> Comparison:
     """Compare the loss of a batch with that of its parts, in float32 and evaluation mode.
 
-    It runs without gradients unless the loss asks for some itself, as that of a physics-informed network does.
+    It runs without gradients unless the loss computes some itself, as that of a physics-informed network does.
 
-    Where the loss draws random numbers, each sample gets the same in both (`AlignedDraws`). Where that does
-    not make them equal, the means of several draws are compared: a sum in place of a mean, or a loss that
-    compares samples, differs by far more than its noise.
+    If the loss draws random numbers, each sample gets the same ones in both (`AlignedDraws`). If that does not
+    make them equal, the means of several draws are compared: a sum instead of a mean, or a loss that compares
+    samples, differs by far more than its noise.
 
     Args:
         job: Its loss and count are used.
-        model: Its modes, its buffers and all generators are left as they were.
-        batch: On any device.
-        samples: In the batch.
+        model: The model; its modes and buffers, and random generators, are restored.
+        batch: A batch, on any device.
+        samples: Samples in the batch.
         micro_batch_size: Samples in each part.
-        seed: Of what is drawn.
+        seed: Seeds the random numbers.
 
     Returns:
-        What was found; not made where the loss cannot be computed in evaluation mode, or where its noise hides
-        the answer.
+        The comparison; it is skipped if the loss cannot be computed in evaluation mode, or its noise is larger
+        than the difference.
     """
     split = _SplitLoss(job, model, batch, layout_of(job, whole=samples, expected=samples), micro_batch_size)
     with (
@@ -194,17 +194,17 @@ def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) 
 def check_may_split(
     job: Job, model: nn.Module, settings: Settings, global_batch: Batch, *, permits_layers: bool = False
 ) -> None:
-    """Check that a batch may be split that was to be trained on as a whole.
+    """Check that a batch that was planned as a whole may be split.
 
     Args:
         job: Its loss and count are used.
-        model: Left as it was, as are all generators.
-        settings: Of the split batch.
-        global_batch: What the step is about to train on.
-        permits_layers: Whether layers that depend on the micro-batch may, as the user said.
+        model: The model; neither it nor random generators are changed.
+        settings: Settings with the split batch.
+        global_batch: The next batch of the run.
+        permits_layers: Whether the user permits splitting although layers depend on the micro-batch.
 
     Raises:
-        EquivalenceError: Splitting changes what is trained, or whether it does cannot be known.
+        EquivalenceError: Splitting changes what is trained, or it is not known whether it does.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error", SplitWarning)
@@ -217,7 +217,7 @@ def check_may_split(
 
 
 def _few_samples(job: Job, layout: BatchLayout, batch: Batch, count: int) -> Batch:
-    """So many samples from all over a batch; those that `Job.count` counts, if it counts none of them."""
+    """`count` samples spread over a batch; others, which `Job.count` counts, if it counts none of them."""
     samples = layout.count(batch)
     few = layout.take(batch, torch.arange(count) * samples // count)
     if job.count is None or any(loss_counts(job, [few])):
@@ -281,7 +281,7 @@ class _SplitLoss:
         """Compute both from the same state of all generators.
 
         Args:
-            seed: Of all generators.
+            seed: Seeds all generators.
             aligned: Give each sample the same random numbers in both.
 
         Returns:

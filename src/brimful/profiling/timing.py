@@ -20,7 +20,7 @@ a short round more often ends before another program gets its turn."""
 _LONGEST_ROUND_SECONDS = 5e-3
 """A time slice of another program. A thousand calls that take one each would last seconds."""
 _CALLS_BETWEEN_CLOCKS = 20
-"""Reading the clock takes some 50 ns, a hundredth of so many of the quickest ops."""
+"""Reading the clock takes about 50 ns, a hundredth of this number of the quickest ops."""
 
 _LEAST_ROUNDS = 3
 _ENOUGH_ROUNDS = 25
@@ -110,10 +110,10 @@ def one_thread() -> Iterator[None]:
 
 
 def typical(durations: Sequence[Duration]) -> float:
-    """The median of those that nothing disturbed; the shortest if there are not three.
+    """The median of the undisturbed durations; the shortest of all if fewer than three are undisturbed.
 
     With two threads on two processors and another busy process, most ops take a whole time slice of it, 4 or
-    8 ms, as each thread waits for the other at the end: a median of all would tell the slice.
+    8 ms, as each thread waits for the other at the end: a median of all would be the length of the slice.
     """
     quiet = [duration.seconds for duration in durations if not duration.is_disturbed]
     if len(quiet) >= _LEAST_ROUNDS:
@@ -158,7 +158,7 @@ def _round(turns: Iterator[Callable[[], object]], device: torch.device, calls: i
 
 
 def _lost_turns() -> int:
-    """How often the system took a processor from one of this process's threads; 0 where it does not say."""
+    """Number of involuntary context switches of this process's threads; 0 if the system does not report it."""
     if sys.platform == "win32":
         return 0
     import resource  # there is none on Windows
@@ -167,10 +167,10 @@ def _lost_turns() -> int:
 
 
 def _waited_seconds() -> dict[str, float]:
-    """How long each thread of this process was ready and had to wait; empty where the system does not say.
+    """Seconds that each thread of this process was ready but not running; empty if the system reports none.
 
-    One that is woken and waits for its turn has lost none: where threads wait for each other, turns lost miss
-    most of what other work takes. Linux tells it in a task's `schedstat`, in nanoseconds
+    A thread that is woken and waits for a processor has not lost a turn: if threads wait for each other, lost
+    turns miss most of the effect of other work. Linux reports the wait in a task's `schedstat`, in nanoseconds
     (Documentation/scheduler/sched-stats.rst).
     """
     waited = {}

@@ -1,4 +1,4 @@
-"""Samples that cannot be used: listed by name, then refused or left out, as was asked."""
+"""Samples that cannot be used: they are listed by name, then refused or skipped, as the user chooses."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _MOST_NAMED = 20
 
 
 class BadSamples(StrEnum):
-    """What becomes of samples that cannot be used."""
+    """How to handle samples that cannot be used."""
 
     REFUSE = "refuse"
     SKIP = "skip"
 
     @classmethod
     def parse(cls, text: str) -> BadSamples:
-        """The one that is meant.
+        """The member with a name.
 
         Args:
-            text: Its name.
+            text: The name.
 
         Returns:
-            It.
+            The member.
 
         Raises:
-            UnknownNameError: None is.
+            UnknownNameError: No member has that name.
         """
         if text not in tuple(cls):
             raise UnknownNameError("way with bad samples", text, tuple(cls))
@@ -46,15 +46,15 @@ class BadSample:
 
 
 def check_bad_samples(bad: Iterable[BadSample], of: int, asked: BadSamples) -> None:
-    """List samples that cannot be used, and refuse them unless they may be left out.
+    """List samples that cannot be used, and refuse them unless they may be skipped.
 
     Args:
-        bad: Those samples.
-        of: How many there are in all.
-        asked: What was asked for; those left out are told in a warning.
+        bad: The samples that cannot be used.
+        of: Number of samples in all.
+        asked: Whether to refuse or to skip them; a warning lists skipped samples.
 
     Raises:
-        DataError: There are bad samples, and they are refused or all there are.
+        DataError: There are bad samples, and they are refused, or no others are left.
     """
     found = list(bad)
     if not found:

@@ -1,4 +1,4 @@
-"""Checks of what recipes are asked."""
+"""Checks of the arguments of recipes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from brimful.errors import UsageError
 
 
 def check_fraction(value: float) -> None:
-    """Refuse a part of the samples for validation that is none or all of them.
+    """Refuse a validation fraction that takes no samples or all of them.
 
     Args:
-        value: What was given.
+        value: The fraction.
 
     Raises:
         UsageError: It is not between 0 and 1.
@@ -22,10 +22,10 @@ def check_fraction(value: float) -> None:
 
 
 def digest(parts: Iterable[str | memoryview]) -> str:
-    """By which the same data are known again, in another process too.
+    """A digest that identifies the same data, also in another process.
 
     Args:
-        parts: Texts or memory, in their order.
+        parts: Texts or memory, in order.
 
     Returns:
         16 hexadecimal digits.

@@ -1,4 +1,4 @@
-"""Classes, of images or texts: the loss and what is counted, labels divided for validation, weights."""
+"""Classification of images or texts: loss, counts, the split for validation, class weights."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from brimful.trainer.data.rng import generator_of
 _MOST_NAMED = 6
 
 LogitsOf = Callable[[nn.Module, Batch], Tensor]
-"""What a model says of a batch, (samples, classes)."""
+"""Computes the logits of a batch, (samples, classes)."""
 
 
 def loss(model: nn.Module, batch: Batch, *, logits_of: LogitsOf, class_weights: Tensor | None) -> Tensor:
-    """The cross-entropy, a mean over samples, or over what their classes weigh."""
+    """The cross-entropy, as a mean over samples, weighted by class if `class_weights` are given."""
     logits = logits_of(model, batch)
     weights = None if class_weights is None else class_weights.to(logits.device)
     return F.cross_entropy(logits, batch["labels"], weight=weights)
 
 
 def count(batch: Batch, *, class_weights: Tensor) -> Tensor:
-    """What the classes of a batch weigh together."""
+    """The sum of the class weights of a batch's samples."""
     return class_weights.to(batch["labels"].device)[batch["labels"]].sum()
 
 
 def accuracy(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str, Tensor]:
-    """The share of samples whose class is said right."""
+    """The fraction of samples whose class is predicted correctly."""
     return {"accuracy": (logits_of(model, batch).argmax(1) == batch["labels"]).float().mean()}
 
 
 def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Divide samples into those to train on and those to validate with, each class for itself.
+    """Split samples into training and validation sets, stratified by class.
 
     Args:
-        labels: Of every sample, by index.
-        fraction: For validation, of each class; rounded, but one sample at least where a class has two.
-        seed: Decides which.
+        labels: Label of every sample, by index.
+        fraction: Fraction of each class for validation; rounded, but at least one sample of a class with two.
+        seed: Seed of the random choice.
 
     Returns:
-        The indices of either, ascending. A class with one sample is trained on.
+        The indices of the training and of the validation samples, ascending. A class with a single sample is
+        only trained on.
     """
     by_class: dict[int, list[int]] = defaultdict(list)
     for index, label in enumerate(labels):
@@ -59,12 +60,12 @@ def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[l
     return sorted(training), sorted(validation)
 
 
-def tell_without_validation(classes: Sequence[str], labels: Sequence[int]) -> None:
-    """Warn of classes that no sample validates.
+def warn_without_validation(classes: Sequence[str], labels: Sequence[int]) -> None:
+    """Warn about classes without validation samples.
 
     Args:
-        classes: Their names.
-        labels: Of the samples to validate with.
+        classes: Names of all classes.
+        labels: Labels of the validation samples.
     """
     without = [name for number, name in enumerate(classes) if number not in set(labels)]
     if without:
@@ -77,14 +78,14 @@ def tell_without_validation(classes: Sequence[str], labels: Sequence[int]) -> No
 
 
 def balanced_weights(labels: Sequence[int], classes: int) -> Tensor:
-    """What each class weighs so that all of them weigh the same together; their mean over samples is 1.
+    """Class weights with which all classes have the same total weight; their mean over samples is 1.
 
     Args:
-        labels: Of the samples to train on.
-        classes: How many there are.
+        labels: Labels of the training samples.
+        classes: Number of classes.
 
     Returns:
-        A weight for each class, float32.
+        One weight per class, float32.
 
     Source: King & Zeng 2001, "Logistic Regression in Rare Events Data", as scikit-learn's "balanced".
     """

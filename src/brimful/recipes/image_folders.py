@@ -1,4 +1,4 @@
-"""A folder with a folder of images for each class → files and labels, to train on and to validate with."""
+"""A folder with one folder of images per class → files and labels, for training and validation."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _MOST_ENDINGS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabelledImages:
-    """Image files and the class of each, by number."""
+    """Image files, and the class of each as a number."""
 
     paths: tuple[Path, ...]
     labels: tuple[int, ...]
 
     def some(self, indices: Sequence[int]) -> LabelledImages:
-        """Those at some places."""
+        """The images at some indices."""
         return LabelledImages(
             paths=tuple(self.paths[index] for index in indices),
             labels=tuple(self.labels[index] for index in indices),
@@ -39,7 +39,7 @@ class LabelledImages:
 def find_images(
     directory: Path, validation_fraction: float, seed: int, *, bad: BadSamples, decodes: bool
 ) -> tuple[tuple[str, ...], LabelledImages, LabelledImages]:
-    """The classes, and the images to train on and to validate with."""
+    """Find the classes, and the images for training and validation."""
     if not is_directory(directory):
         raise UsageError(
             f"there is no folder {directory}. Images lie in a folder with a folder for each class."
@@ -63,7 +63,7 @@ def find_images(
 
 
 def _check_classes_are_no_parts(directory: Path) -> None:
-    """Refuse folders for training and testing, by whatever names, in place of classes."""
+    """Refuse a folder whose folders are splits, such as training and testing, instead of classes."""
     within = [{inner.name for inner in _folders(folder)} for folder in _folders(directory)]
     if len(within) > 1 and len(within[0]) > 1 and all(names == within[0] for names in within):
         raise UsageError(
@@ -78,7 +78,7 @@ def _folders(directory: Path) -> list[Path]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    """All but what is hidden."""
+    """All entries that are not hidden."""
     try:
         return sorted(entry for entry in directory.iterdir() if not entry.name.startswith("."))
     except OSError as error:
@@ -86,7 +86,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _lost_links(directory: Path) -> list[BadSample]:
-    """Links in the place of folders that lead nowhere, as to a disk that is not mounted."""
+    """Broken symbolic links in the place of folders, for example to a disk that is not mounted."""
     entries = ((entry, _why_lost(entry)) for entry in _entries(directory) if entry.is_symlink())
     return [BadSample(where=str(entry), why=why) for entry, why in entries if why is not None]
 
@@ -94,7 +94,7 @@ def _lost_links(directory: Path) -> list[BadSample]:
 def _images_of(
     directory: Path, classes: tuple[str, ...] | None, *, bad: BadSamples, decodes: bool
 ) -> tuple[tuple[str, ...], LabelledImages]:
-    """The classes, unless they are known, and the images of one folder of class folders."""
+    """The classes, unless they are given, and the images of one folder of class folders."""
     folders = _folders(directory)
     broken = _lost_links(directory)
     files: list[tuple[Path, str]] = []
@@ -129,7 +129,7 @@ def _images_of(
 
 
 def _files(folder: Path, unreadable: list[BadSample]) -> list[Path]:
-    """All but what is hidden, at any depth, also behind links; folders that cannot be read go to a list."""
+    """All files at any depth, also behind links, that are not hidden; fills `unreadable` with folders."""
 
     def add(error: OSError) -> None:
         why = f"a folder that cannot be read: {error.strerror or error}"
@@ -154,31 +154,31 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 
 def _images_by_name(directory: Path, files: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
-    """Those that Pillow may read; the others are told of by the ends of their names."""
+    """The files that Pillow may read; a warning counts the others by the suffixes of their names."""
     from PIL import Image
 
     endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     others = Counter(path.suffix.lower() for path, _ in files if path.suffix.lower() not in endings)
     if others:
-        told = ", ".join(
+        suffixes = ", ".join(
             f"{count} × {ending or 'no ending'}" for ending, count in others.most_common(_MOST_ENDINGS)
         )
         warnings.warn(
-            f"{others.total()} files in {directory} are not images by their names and are skipped: {told}.",
+            f"{others.total()} files in {directory} are not images by their names and are skipped: {suffixes}.",
             stacklevel=4,
         )
     return [(path, name) for path, name in files if path.suffix.lower() in endings]
 
 
 def identities(directory: Path, *parts: LabelledImages) -> Iterator[str]:
-    """By which the same images are known again."""
+    """Text for each image that identifies it in another run."""
     for part in parts:
         for path, label in zip(part.paths, part.labels, strict=True):
             yield f"{path.relative_to(directory)} {label} {path.stat().st_size}"
 
 
 def _broken(paths: Sequence[Path], *, decodes: bool) -> Iterator[BadSample]:
-    """What is not a file, and, if they are decoded, files that cannot be decoded to their end."""
+    """Paths that are not files, and, if `decodes`, files that cannot be decoded to their end."""
     why_broken = _why_broken if decodes else _why_no_file
     with ThreadPoolExecutor(processors_here()) as threads:  # Pillow decodes without holding the interpreter
         for path, why in zip(paths, threads.map(why_broken, paths), strict=True):
@@ -217,13 +217,13 @@ def _why_broken(path: Path) -> str | None:
             if image.mode == "F":
                 return "pixels in floating point, of which no one says what is white"
     except Exception as error:  # Pillow's readers raise whatever the bytes lead to
-        told = str(error).replace(repr(str(path)), "its content")
-        return f"{type(error).__name__}: {told}"
+        message = str(error).replace(repr(str(path)), "its content")
+        return f"{type(error).__name__}: {message}"
     return None
 
 
 def check_pillow() -> None:
-    """Check that what reads images is installed."""
+    """Check that Pillow, which reads images, is installed."""
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""One image file → pixels of the size that a model takes, cropped, flipped and normalized.
+"""One image file → pixels in the size of a model, cropped, flipped and normalized.
 
-For training each is cropped at random and flipped as in Szegedy et al. 2014, "Going Deeper with
-Convolutions", section 6 (8 to 100 % of the area, sides from 3:4 to 4:3); for validation its middle is taken:
-224 of 256 pixels, Krizhevsky et al. 2012.
+For training, images are cropped at random and flipped as in Szegedy et al. 2014, "Going Deeper with
+Convolutions", section 6 (8 to 100 % of the area, sides from 3:4 to 4:3); for validation, they are cropped to
+the center: 224 of 256 pixels, Krizhevsky et al. 2012.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Channels = tuple[float, float, float]
 
 @dataclass(frozen=True, slots=True)
 class ImageReader:
-    """Reads one image after another."""
+    """Reads single images of a data set."""
 
     images: LabelledImages
     augments: bool
@@ -45,7 +45,7 @@ class ImageReader:
         return len(self.images.paths)
 
     def read(self, index: int, random: torch.Generator | None) -> dict[str, Tensor]:
-        """The pixels and the label of one image; cropped at random if that augments and numbers are given."""
+        """The pixels and the label of one image; with augmentation if `augments` and `random` is given."""
         path = self.images.paths[index]
         try:
             whole = opened(path)
@@ -67,12 +67,12 @@ class ImageReader:
 
 
 def opened(path: Path) -> Image:
-    """An image upright, in 8 bits of three colours."""
+    """The image in upright orientation, as 8-bit RGB."""
     from PIL import Image, ImageOps
 
     with Image.open(path) as image:
         upright = ImageOps.exif_transpose(image)
-        if upright.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+        if upright.mode.startswith("I"):  # 16 bits, which `convert` would clip at 255
             upright = Image.fromarray((np.asarray(upright).clip(0, 65535) / 257).astype(np.uint8))
         return upright.convert("RGB")
 
@@ -82,7 +82,7 @@ _Box = tuple[float, float, float, float]
 
 
 def _pixels(image: Image, box: _Box, size: int) -> Tensor:
-    """A part of an image at a size, (3, size, size), from 0 to 1."""
+    """A crop of an image resized to (3, size, size), with values from 0 to 1."""
     from PIL.Image import Resampling
 
     resized = image.resize((size, size), Resampling.BILINEAR, box=box)
@@ -90,7 +90,7 @@ def _pixels(image: Image, box: _Box, size: int) -> Tensor:
 
 
 def random_box(width: int, height: int, random: torch.Generator) -> _Box:
-    """Of an area and a ratio of sides at random, as near to them as fits into the image."""
+    """A box with random area and aspect ratio, as close to both as fits into the image."""
     drawn = torch.rand(4, generator=random, dtype=torch.float64).tolist()
     area = width * height * (_LEAST_AREA + (1 - _LEAST_AREA) * drawn[0])
     ratio = math.exp((2 * drawn[1] - 1) * math.log(_MOST_RATIO))

@@ -1,8 +1,8 @@
-"""Classifying images: a folder of class folders makes a job.
+"""Image classification: a job from a folder of class folders.
 
-`image_folders.py` finds the files, `image_reader.py` reads them with Pillow. Values are normalized by
-ImageNet's mean and deviation (source: torchvision's documentation of its models); for timm's models by their
-own.
+`image_folders.py` finds the files, `image_reader.py` reads them with Pillow. Values are normalized with
+ImageNet's mean and standard deviation (source: torchvision's documentation of its models); for timm's models
+with their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from brimful.recipes.classes import (
     balanced_weights,
     count,
     loss,
-    tell_without_validation,
+    warn_without_validation,
 )
 from brimful.recipes.image_folders import LabelledImages, check_pillow, find_images, identities
 from brimful.recipes.image_reader import Channels, ImageReader
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
 _RATE_OF_PRETRAINED = 1e-4
-"""Of AdamW, a tenth of torch's own: a choice, of the size that fine-tuning is published with."""
+"""Learning rate of AdamW, a tenth of torch's default: a choice, typical of published fine-tuning."""
 
 TIMM = "timm/"
-"""Before the name of a model of timm."""
+"""Prefix of the name of a timm model."""
 
 
 def image_classification(
@@ -61,29 +61,30 @@ def image_classification(
     workers: int | None = None,
     seed: int = 0,
 ) -> Job:
-    """A job that learns to tell the classes of images.
+    """Create a job that trains an image classifier.
 
     Args:
-        directory: A folder with a folder for each class, in which images may lie at any depth; or one with
-            `train` and `val` (or `valid`, `validation`, `test`) that are such folders.
-        model: A built-in classifier, such as "resnet18" or "vit-base"; or "timm/NAME", of timm.
-        weights: A safetensors file, or one that `torch.save` wrote of tensors. Those whose name and shape the
-            model has are loaded; a last layer for other classes is not.
-        image_size: Pixels per side.
-        validation_fraction: Of each class's images, taken where the folder has none for validation.
-        augment: Crop and flip at random.
-        balance_classes: Weigh each sample by the inverse of how often its class comes.
-        bad_samples: "refuse" images that are broken and classes that are empty, or "skip" them with a warning.
-        check_files: Decode every file once, so that no broken one ends a run hours later. It takes a few
-            milliseconds each.
-        workers: Processes that read images; None takes as many as there are processors, 8 at most.
-        seed: Decides which images are for validation.
+        directory: A folder with one folder of images per class, at any depth; or a folder with `train` and
+            `val` (or `valid`, `validation`, `test`) that are such folders.
+        model: A built-in classifier, such as "resnet18" or "vit-base"; or "timm/NAME" for a model of timm.
+        weights: A safetensors file, or a file of tensors that `torch.save` wrote. Tensors with matching name
+            and shape are loaded; a last layer for other classes is not.
+        image_size: Height and width of the images, in pixels.
+        validation_fraction: Fraction of each class's images for validation, if the folder has no validation
+            images.
+        augment: Crop and flip training images at random.
+        balance_classes: Weight each sample by the inverse frequency of its class.
+        bad_samples: "refuse" broken images and empty classes, or "skip" them with a warning.
+        check_files: Decode every file once before training, so that a broken file does not end a run hours
+            later. It takes a few milliseconds per file.
+        workers: Number of processes that read images; None uses one per processor, at most 8.
+        seed: Seed of the choice of validation images.
 
     Returns:
         A job with data, the metric `accuracy`, and its classes in `about`.
 
     Raises:
-        UsageError: There is no such folder, model or file, or a number is out of range.
+        UsageError: A folder, model or file does not exist, or a number is out of range.
         DataError: Images are broken or classes empty, and they are refused.
     """
     check_pillow()
@@ -96,7 +97,7 @@ def image_classification(
     classes, training, validation = find_images(
         directory, validation_fraction, seed, bad=bad, decodes=check_files
     )
-    tell_without_validation(classes, validation.labels)
+    warn_without_validation(classes, validation.labels)
     class_weights = balanced_weights(training.labels, len(classes)) if balance_classes else None
 
     def make_samples(samples: int) -> Batch:
@@ -143,10 +144,10 @@ def image_classification(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A classifier, and what its images are normalized by."""
+    """A classifier, and the mean and deviation to normalize its images with."""
 
     build: Callable[..., nn.Module]
-    """From `num_classes` and `image_size`."""
+    """Builds the model from `num_classes` and `image_size`."""
     mean: Channels = _MEAN
     deviation: Channels = _DEVIATION
 

@@ -1,4 +1,4 @@
-"""Language models: texts, one after another and cut into rows of equal length, make a job."""
+"""Language models: a job from texts, concatenated and cut into sequences of equal length."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def language_model(
     validation_fraction: float = 0.05,
     bad_samples: str = "refuse",
 ) -> Job:
-    """A job that learns to tell the next token of texts.
+    """Create a job that trains a language model to predict the next token.
 
-    Texts are put one after another, each with an end token, and cut into rows of `sequence_length`; the texts
-    of a row see those before them, as in Brown et al. 2020, GPT-3, appendix B. The last tokens of each file are
-    for validation.
+    Texts are concatenated, each with an end token, and cut into sequences of `sequence_length` tokens; texts in
+    a sequence attend to those before them, as in Brown et al. 2020, GPT-3, appendix B. The last tokens of each
+    file are for validation.
 
     Args:
-        *files: A .jsonl, .csv or .tsv file has a text in each row; any other is one text.
-        model: A directory that transformers saved, whose weights it starts from; or a built-in language model,
-            such as "gpt2", with random weights.
-        tokenizer: A directory or a `tokenizer.json`, or "bytes". None takes that of the model's directory; for
+        *files: Files of text; .jsonl, .csv and .tsv files have one text per row, any other is one text.
+        model: A directory saved by transformers, to start from its weights; or a built-in language model, such
+            as "gpt2", with random weights.
+        tokenizer: A directory or a `tokenizer.json`, or "bytes". None uses that of the model's directory; for
             a built-in model, bytes.
-        text_column: The name of the texts in tables.
-        encoding: Of the files.
-        sequence_length: Tokens of a row.
-        validation_fraction: Of the tokens of each file.
-        bad_samples: "refuse" files and rows that are no text, or "skip" them with a warning.
+        text_column: Name of the text column in tables.
+        encoding: Encoding of the files.
+        sequence_length: Tokens per sequence.
+        validation_fraction: Fraction of each file's tokens for validation.
+        bad_samples: "refuse" files and rows that are not text, or "skip" them with a warning.
 
     Returns:
         A job with data.
 
     Raises:
-        UsageError: There is no such file, column, model or tokenizer, or too little text.
+        UsageError: A file, column, model or tokenizer does not exist, or there is too little text.
         DataError: Files or rows are bad, and they are refused.
     """
     if not files:
@@ -102,7 +102,7 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def _count(batch: Batch) -> int:
-    """Tokens that the loss is a mean over: all but each row's first."""
+    """Tokens that the loss averages over: all but the first of each row."""
     rows, length = batch["tokens"].shape
     return int(rows * (length - 1))
 
@@ -133,7 +133,7 @@ def _texts_of(path: Path, text_column: str, encoding: str) -> Iterator[Row | Bad
 def _packed(
     of_files: Sequence[Sequence[str]], tokenizer: Tokenizer, end: int, length: int, validation_fraction: float
 ) -> tuple[Tensor, Tensor]:
-    """Rows of tokens to train on and to validate with, (rows, T) each, int32."""
+    """Rows of tokens for training and validation, (rows, T) each, int32."""
     training, validation = [], []
     for texts in of_files:
         tokens = _joined(texts, tokenizer, end)
@@ -152,13 +152,13 @@ def _packed(
 
 
 def _joined(texts: Sequence[str], tokenizer: Tokenizer, end: int) -> Tokens:
-    """The texts of a file one after another, each with its end."""
+    """The texts of a file, concatenated, each with its end token."""
     after = np.array([end], dtype=np.int32)
     parts = [part for tokens in tokenizer.encode_plain(texts) for part in (tokens, after)]
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
 
 
 def _rows(tokens: Tokens, length: int) -> Tensor:
-    """What fills whole rows; the rest is left out."""
+    """The tokens that fill whole rows; the rest is dropped."""
     count = len(tokens) // length
     return torch.from_numpy(tokens[: count * length].reshape(count, length))

@@ -1,4 +1,4 @@
-"""Samples that worker processes read from files, as training comes to them."""
+"""Samples that worker processes read from files on demand."""
 
 from __future__ import annotations
 
@@ -15,46 +15,45 @@ from brimful.errors import UsageError
 from brimful.job import Batch
 from brimful.trainer.data.rng import generator_of
 
-# Samples that a worker reads in one go. A whole global batch each would make the first one late and hold as
-# many of them as there are workers; single samples cost a message each.
+# Samples that a worker reads at once. A whole global batch each would delay the first one and hold one batch
+# per worker in memory; single samples cost a message each.
 _SAMPLES_AT_ONCE = 16
 
 _MOST_WORKERS = 8
-"""By default. A choice: they share the processors with what trains, and each holds its samples twice."""
+"""Default limit. A choice: workers share the processors with training, and each holds its samples twice."""
 
 _Key = tuple[int, int, int]
-"""Of one sample in one epoch: seed, epoch, index."""
+"""Identifies one sample in one epoch: seed, epoch, index."""
 
 
 class Reader(Protocol):
-    """Reads single samples; goes to worker processes."""
+    """Reads single samples; it is sent to worker processes."""
 
     def __len__(self) -> int:
-        """Samples there are."""
+        """The number of samples."""
 
     def read(self, index: int, random: torch.Generator | None) -> dict[str, Tensor]:
-        """A sample.
+        """Read a sample.
 
         Args:
-            index: Which.
-            random: For augmentation; None reads it as it is.
+            index: Index of the sample.
+            random: Generator for augmentation; None reads the sample without augmentation.
 
         Returns:
-            Tensors by name, all of one shape for every sample.
+            Tensors by name, with the same shapes for every sample.
         """
 
 
 class ReadSamples:
-    """`Samples` that are read from files; iterated, they are validation batches in the files' own order.
+    """`Samples` that are read from files; iterating yields validation batches in the files' own order.
 
-    What is drawn at random for a sample depends on seed, epoch and sample alone, not on how many workers there
-    are or where an epoch is gone on with.
+    Random augmentation of a sample depends only on seed, epoch and sample, not on the number of workers or
+    where an epoch is resumed.
 
     Args:
         reader: Reads single samples.
-        workers: Processes that read; 0 reads in this one, None takes as many as there are processors, 8 at
-            most.
-        validation_batch_size: Samples in each batch of a pass in order.
+        workers: Number of processes that read; 0 reads in this process, None uses one per processor, at most 8.
+        validation_batch_size: Samples per batch in a pass in order.
 
     Raises:
         UsageError: `workers` is negative.
@@ -74,7 +73,7 @@ class ReadSamples:
 
     @property
     def workers(self) -> int:
-        """Processes that read."""
+        """Number of processes that read."""
         return self._workers
 
     def batches(self, size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[Batch]:
@@ -101,7 +100,7 @@ class ReadSamples:
             batch_sampler=self._chunks,
             num_workers=self._workers,
             persistent_workers=self._workers > 0,
-            generator=torch.Generator(),  # it draws seeds of workers, which would come out of the run's numbers
+            generator=torch.Generator(),  # draws the workers' seeds, instead of the run's generator
         )
 
 
@@ -117,14 +116,14 @@ class _Keyed(Dataset[dict[str, Tensor]]):
 
 
 class _Chunks(Sampler[list[_Key]]):
-    """The keys of one pass, a few at once, none of which go over the end of a batch."""
+    """The keys of one pass in chunks that do not cross the end of a batch."""
 
     def __init__(self) -> None:
         self._keys: list[_Key] = []
         self._sizes: list[int] = []
 
     def set(self, keys: list[_Key], sizes: list[int]) -> None:
-        """What the next pass is over."""
+        """Set the keys and batch sizes of the next pass."""
         self._keys, self._sizes = keys, sizes
 
     def __iter__(self) -> Iterator[list[_Key]]:

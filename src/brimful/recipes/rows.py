@@ -19,35 +19,35 @@ from brimful.recipes.bad_samples import BadSample
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON_LINES = (".jsonl", ".ndjson")
 TABLES = (*_DELIMITERS, *_JSON_LINES)
-"""Ends of the names of files that have rows."""
+"""Suffixes of files with rows."""
 
 _UNDECODED = re.compile("[\udc80-\udcff]")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _MOST_CHARACTERS = 2**31 - 1
-"""In one field; csv's own limit of 131072 is too little for a document."""
+"""Characters in one field; csv's own limit of 131072 is too small for a document."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What was asked for of one row."""
+    """The requested columns of one row."""
 
     where: str
     values: tuple[str, ...]
 
 
 def read_text(path: Path, encoding: str) -> str:
-    """A whole file as text; in UTF-8, bytes that are none are kept as lone surrogates, see `undecoded`.
+    """Read a whole file as text; in UTF-8, invalid bytes are kept as lone surrogates, see `undecoded`.
 
     Args:
         path: The file.
-        encoding: As Python names it.
+        encoding: Python's name of the encoding.
 
     Returns:
-        Its text, without a mark of byte order.
+        Its text, without a byte order mark.
 
     Raises:
-        UsageError: There is no such file or encoding, or it is not a regular file.
-        DataError: Another encoding than UTF-8 does not fit the file.
+        UsageError: The file or the encoding does not exist, or it is not a regular file.
+        DataError: The file cannot be decoded in an encoding other than UTF-8.
     """
     content = read_regular_file(path, what="file", limit_bytes=_size_bytes(path))
     if encoding.lower().replace("_", "-") in ("utf-8", "utf8"):
@@ -65,7 +65,7 @@ def read_text(path: Path, encoding: str) -> str:
 
 
 def _size_bytes(path: Path) -> int:
-    """How much of a file to read; a file without a size, as in /proc, is read as a small document."""
+    """Number of bytes to read; a file without a size, as in /proc, is read as a small document."""
     try:
         return max(path.stat().st_size, DOCUMENT_BYTES)
     except (OSError, ValueError):
@@ -73,13 +73,13 @@ def _size_bytes(path: Path) -> int:
 
 
 def undecoded(text: str) -> str | None:
-    """Why a text is not what its file says; None if it is.
+    """Why a text could not be decoded; None if it was.
 
     Args:
-        text: As `read_text` gave it.
+        text: A text that `read_text` returned.
 
     Returns:
-        The first byte that does not fit.
+        A message about the first byte that is not valid.
     """
     found = _UNDECODED.search(text)
     if found is None:
@@ -90,18 +90,18 @@ def undecoded(text: str) -> str | None:
 
 
 def read_rows(path: Path, columns: Sequence[str], encoding: str) -> Iterator[Row | BadSample]:
-    """The rows of a file, in its order.
+    """Read the rows of a file, in order.
 
     Args:
         path: A .csv or .tsv file with a header, or a .jsonl file of objects.
-        columns: Which values of each row, by name.
-        encoding: Of the file.
+        columns: Names of the columns to read.
+        encoding: Encoding of the file.
 
     Yields:
-        A row with the values as text, or why it has none.
+        A row with its values as text, or why the row cannot be used.
 
     Raises:
-        UsageError: There is no such file, or it has no such column.
+        UsageError: The file or a column does not exist.
         DataError: The file is not in that encoding.
     """
     text = read_text(path, encoding)
@@ -205,7 +205,7 @@ def _row(where: str, record: dict[str, Any], columns: Sequence[str]) -> Row | Ba
 
 
 def _as_text(value: Any) -> tuple[str, str | None]:
-    """A value as text, and why it is none."""
+    """A value as text, and why it cannot be used as text, or None."""
     if value is None:
         return "", "there is none"
     if isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""Classifying texts: a table with a column of texts and one of labels makes a job."""
+"""Text classification: a job from a table with a column of texts and one of labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from brimful.recipes.classes import (
     count,
     loss,
     split_by_class,
-    tell_without_validation,
+    warn_without_validation,
 )
 from brimful.recipes.rows import Row, read_rows
 from brimful.recipes.text_models import TextModel, find_text_model
@@ -35,12 +35,12 @@ from brimful.trainer.data.length_buckets import LengthBuckets, pad_batch
 _MULTIPLE = 8
 _NUMBER = re.compile(r"-?[0-9]+")
 _VALIDATION_TEXTS = 64
-"""In each batch, which is computed in micro-batches."""
+"""Texts per validation batch, which is computed in micro-batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Texts:
-    """Texts as tokens with their labels: `Samples`, and in order the batches to validate with."""
+    """Tokenized texts with labels: `Samples`; iterating over them yields validation batches in order."""
 
     encoded: Sequence[Encoded]
     labels: Sequence[int]
@@ -50,7 +50,7 @@ class _Texts:
         return len(self.labels)
 
     def batches(self, size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """Texts of similar length together; see `Samples`."""
+        """Batches of texts of similar length; see `Samples`."""
         buckets = self._buckets(size, seed)
         buckets.set_epoch(epoch)
         return (self.batch(indices) for indices in list(buckets)[skip:])
@@ -63,11 +63,11 @@ class _Texts:
         )
 
     def longest(self, size: int) -> Batch:
-        """The batch that takes most memory."""
+        """The batch that takes the most memory."""
         return self.batch(self._buckets(size, 0).longest)
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Some of the texts, padded to the longest of them."""
+        """A batch of some of the texts, padded to the longest of them."""
         samples = [
             {name: torch.from_numpy(part).long() for name, part in self.encoded[index].items()}
             | {"labels": self.labels[index]}
@@ -77,7 +77,7 @@ class _Texts:
         return pad_batch(samples, values, multiple_of=_MULTIPLE)
 
     def some(self, indices: Sequence[int]) -> _Texts:
-        """A part of the texts."""
+        """A subset of the texts."""
         return _Texts(
             encoded=[self.encoded[index] for index in indices],
             labels=[self.labels[index] for index in indices],
@@ -86,7 +86,7 @@ class _Texts:
 
     @property
     def most_tokens(self) -> int:
-        """Of the longest text."""
+        """Number of tokens in the longest text."""
         return max((len(entry["input_ids"]) for entry in self.encoded), default=0)
 
     def _buckets(self, size: int, seed: int) -> LengthBuckets:
@@ -109,33 +109,33 @@ def text_classification(
     bad_samples: str = "refuse",
     seed: int = 0,
 ) -> Job:
-    """A job that learns to tell the classes of texts.
+    """Create a job that trains a text classifier.
 
-    Batches are of texts of similar length, padded to the longest of them in multiples of 8. Memory is planned
-    for batches of the longest text, so that a step takes less time in the mean than is predicted.
+    Each batch has texts of similar length, padded to the longest of them in multiples of 8. Memory is planned
+    for batches of the longest text, so the mean step is faster than predicted.
 
     Args:
         file: A .csv or .tsv file with a header, or a .jsonl file of objects.
-        model: A directory that transformers saved, whose weights it starts from; or a built-in classifier, such
-            as "bert-base", with random weights.
-        tokenizer: A directory or a `tokenizer.json`, or "bytes". None takes that of the model's directory; for
+        model: A directory saved by transformers, to start from its weights; or a built-in classifier, such as
+            "bert-base", with random weights.
+        tokenizer: A directory or a `tokenizer.json`, or "bytes". None uses that of the model's directory; for
             a built-in model, bytes.
-        validation_file: Another such file; None takes a part of the first.
-        text_column: The name of the texts.
-        pair_column: The name of a second text of each row, if there is one.
-        label_column: The name of the classes.
-        encoding: Of the files.
-        sequence_length: Most tokens of a text, a multiple of 8; what is longer is cut off at its end.
-        validation_fraction: Of each class's texts, taken where there is no `validation_file`.
-        balance_classes: Weigh each text by the inverse of how often its class comes.
+        validation_file: A file of validation texts; None uses a part of `file`.
+        text_column: Name of the text column.
+        pair_column: Name of the column of second texts, for pairs of texts.
+        label_column: Name of the label column.
+        encoding: Encoding of the files.
+        sequence_length: Maximum tokens per text, a multiple of 8; longer texts are truncated at the end.
+        validation_fraction: Fraction of each class's texts for validation, without a `validation_file`.
+        balance_classes: Weight each text by the inverse frequency of its class.
         bad_samples: "refuse" rows without text or label, or "skip" them with a warning.
-        seed: Decides which texts are for validation.
+        seed: Seed of the choice of validation texts.
 
     Returns:
         A job with data, the metric `accuracy`, and its classes in `about`.
 
     Raises:
-        UsageError: There is no such file, column, model or tokenizer, or a number is out of range.
+        UsageError: A file, column, model or tokenizer does not exist, or a number is out of range.
         DataError: Rows are bad, and they are refused.
     """
     check_fraction(validation_fraction)
@@ -154,7 +154,7 @@ def text_classification(
     else:
         of_validation = _known(_good_rows(Path(validation_file), columns, encoding, bad), classes, bad)
         validation = encode(of_validation)
-    tell_without_validation(classes, validation.labels)
+    warn_without_validation(classes, validation.labels)
     weights = balanced_weights(training.labels, len(classes)) if balance_classes else None
     longest = -(-max(training.most_tokens, validation.most_tokens) // _MULTIPLE) * _MULTIPLE
     has_types = "token_type_ids" in training.encoded[0]
@@ -205,7 +205,7 @@ def _good_rows(path: Path, columns: Sequence[str], encoding: str, asked: BadSamp
 
 
 def _with_a_label(row: Row | BadSample) -> Row | BadSample:
-    """Refuse NaN, which is how pandas and NumPy write that there is no label."""
+    """Refuse NaN, which pandas and NumPy write for a missing label."""
     if isinstance(row, BadSample) or _label(row).lower() != "nan":
         return row
     return BadSample(where=row.where, why="the label is NaN; rename the class if it is one")
@@ -216,7 +216,7 @@ def _label(row: Row) -> str:
 
 
 def _classes(labels: Sequence[str], file: Path | str) -> tuple[str, ...]:
-    """Names of classes, in the order of their numbers if they are such."""
+    """Names of the classes, in numeric order if all are numbers."""
     names = set(labels)
     if len(names) < 2:
         raise UsageError(f"{file} has labels of one class only, {labels[0]!r}; at least 2 are needed.")
@@ -225,7 +225,7 @@ def _classes(labels: Sequence[str], file: Path | str) -> tuple[str, ...]:
 
 
 def _known(rows: list[Row], classes: tuple[str, ...], asked: BadSamples) -> list[Row]:
-    """The rows to validate with, of which none may have a class that is not trained on."""
+    """The validation rows; refuse or skip those with a class that the training data lack."""
     unknown = [row for row in rows if _label(row) not in classes]
     check_bad_samples(
         (

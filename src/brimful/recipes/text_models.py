@@ -1,4 +1,4 @@
-"""Text models for recipes, with their tokenizers: built in, or a directory that transformers saved."""
+"""Text models for recipes, with their tokenizers: built in, or a directory saved by transformers."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from brimful.models.huggingface import attention
 from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
 from brimful.optimizers import NamedOptimizer, named_optimizer
 from brimful.recipes.tokens import Tokenizer, find_tokenizer
-from brimful.recipes.weights import check_most_is_loaded, tell_new, unreadable
+from brimful.recipes.weights import check_most_is_loaded, unreadable, warn_new
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-"""What transformers calls them; ".index.json" behind it where they are in several files."""
+"""File names of transformers; with ".index.json" appended if the weights are in several files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextModel:
-    """How a text model is built, and how its texts are read."""
+    """A text model that is not yet built, with its tokenizer."""
 
     build: Callable[[], nn.Module]
     weights: Callable[[nn.Module], None] | None
     """Loads pretrained weights; None if there are none."""
     tokenizer: Tokenizer
     padding: int
-    """What stands for no token. It is masked, but positions are counted by it in some models."""
+    """The padding token. It is masked, but some models count positions by it."""
     end: int | None
-    """The token after a text."""
+    """The token that ends a text."""
     about: dict[str, str]
-    """What is to be known of it."""
+    """Metadata of the model, for `Job.about`."""
 
     @property
     def optimizer(self) -> NamedOptimizer:
-        """AdamW at the rate that a text model is usually trained at.
+        """AdamW at the usual learning rate of text models.
 
         Source: of pretrained weights 5e-5, the largest in Devlin et al. 2018, BERT, appendix A.3; from random
         ones 3e-4, as Brown et al. 2020, GPT-3, table 2.1, for 350 million parameters.
@@ -58,20 +58,20 @@ def find_text_model(
     sequence_length: int,
     num_labels: int | None = None,
 ) -> TextModel:
-    """The model and the tokenizer that are meant.
+    """Find a model and its tokenizer.
 
     Args:
-        name: A built-in architecture, or a directory that transformers saved.
-        tokenizer: A directory or a `tokenizer.json`, or "bytes"; None takes that of the model's directory, or
-            bytes for a built-in one.
-        sequence_length: Most tokens of a sample.
-        num_labels: Of a classifier; None is a language model.
+        name: A built-in architecture, or a directory saved by transformers.
+        tokenizer: A directory or a `tokenizer.json`, or "bytes"; None uses that of the model's directory, or
+            bytes for a built-in model.
+        sequence_length: Maximum tokens per sample.
+        num_labels: Number of classes of a classifier; None means a language model.
 
     Returns:
         The model, not yet built.
 
     Raises:
-        UnknownNameError: It is neither.
+        UnknownNameError: `name` is neither.
         UsageError: The directory has no such model, or it cannot take the tokenizer or the length.
     """
     known = LANGUAGE_MODELS if num_labels is None else TEXT_CLASSIFIERS
@@ -86,14 +86,14 @@ def find_text_model(
         raise UnknownNameError(kind, str(name), known, hint="A directory that transformers saved does too.")
     read_from = name if has_directory and tokenizer is None else tokenizer
     found = find_tokenizer(read_from)
-    told = {"model": str(name), "tokenizer": "bytes" if read_from is None else str(read_from)}
+    about = {"model": str(name), "tokenizer": "bytes" if read_from is None else str(read_from)}
     if is_built_in:
-        return _built_in(str(name), found, told, sequence_length, num_labels)
-    return _of_directory(Path(name), found, told, sequence_length, num_labels)
+        return _built_in(str(name), found, about, sequence_length, num_labels)
+    return _of_directory(Path(name), found, about, sequence_length, num_labels)
 
 
 def _built_in(
-    name: str, tokenizer: Tokenizer, told: dict[str, str], sequence_length: int, num_labels: int | None
+    name: str, tokenizer: Tokenizer, about: dict[str, str], sequence_length: int, num_labels: int | None
 ) -> TextModel:
     padding = 0 if tokenizer.padding is None else tokenizer.padding
     sizes = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
@@ -107,12 +107,12 @@ def _built_in(
         tokenizer=tokenizer,
         padding=padding,
         end=tokenizer.end,
-        about=told | {"starts_from": "random weights"},
+        about=about | {"starts_from": "random weights"},
     )
 
 
 def _of_directory(
-    directory: Path, tokenizer: Tokenizer, told: dict[str, str], sequence_length: int, num_labels: int | None
+    directory: Path, tokenizer: Tokenizer, about: dict[str, str], sequence_length: int, num_labels: int | None
 ) -> TextModel:
     try:
         import transformers
@@ -153,7 +153,7 @@ def _of_directory(
         tokenizer=tokenizer,
         padding=config.pad_token_id or 0,
         end=end,
-        about=told | {"starts_from": "pretrained weights" if has_weights else "random weights"},
+        about=about | {"starts_from": "pretrained weights" if has_weights else "random weights"},
     )
 
 
@@ -174,7 +174,7 @@ def _check_sizes(directory: Path, config: Any, tokenizer: Tokenizer, sequence_le
 
 
 def _builder(directory: Path, make: Any, config: Any, sequence_length: int) -> Callable[[], nn.Module]:
-    """With the first kind of attention that the model's class has; each is tried without memory."""
+    """Builds the model with the first attention implementation it supports; each is tried on meta tensors."""
     is_language_model = make.__name__ == "AutoModelForCausalLM"
     kinds = ["sdpa", "eager"]
     if is_language_model and _masks_what_is_ahead_alone(config, sequence_length):
@@ -198,7 +198,7 @@ def _builder(directory: Path, make: Any, config: Any, sequence_length: int) -> C
 
 
 def _masks_what_is_ahead_alone(config: Any, sequence_length: int) -> bool:
-    """Whether no layer of a language model leaves out tokens that are far behind."""
+    """Whether every layer of a language model attends to all earlier tokens, without a sliding window."""
     layers = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", None) is False:
@@ -218,7 +218,7 @@ def _check_causal(directory: Path, build: Callable[[], nn.Module]) -> None:
 
 
 def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: Any) -> None:
-    """Through transformers, which knows what tensors were called once; a new head stays random."""
+    """Load through transformers, which maps old names of tensors; a new head keeps its random weights."""
     try:
         with _silent_transformers():
             pretrained, found = make.from_pretrained(
@@ -236,12 +236,12 @@ def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: An
     check_most_is_loaded(model, directory, [name for name in model.state_dict() if name not in new])
     model.load_state_dict(pretrained.state_dict())
     if new:
-        tell_new(directory, sorted(new))
+        warn_new(directory, sorted(new))
 
 
 @contextmanager
 def _silent_transformers() -> Iterator[None]:
-    """Without its bars, and its report of what is missing, which we give ourselves."""
+    """Within, transformers shows no progress bars and no report of missing weights, which we give ourselves."""
     from transformers.utils import logging
 
     before, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

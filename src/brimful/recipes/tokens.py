@@ -12,51 +12,51 @@ from numpy.typing import NDArray
 from brimful.errors import UsageError
 
 _AT_ONCE = 1000
-"""Texts that are tokenized together, and of which there are Python's numbers for that time."""
+"""Texts that are tokenized together; for that time their tokens are Python integers."""
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""What published tokenizers call the end of a text; a bare tokenizer.json does not say which token is it."""
+"""End-of-text tokens of published tokenizers; a bare tokenizer.json does not name its own."""
 
 Tokens = NDArray[np.int32]
 Encoded = dict[str, Tokens]
-"""Of one text: `input_ids`, and `token_type_ids` where two texts are told apart."""
+"""One tokenized text: `input_ids`, and `token_type_ids` if the model distinguishes the texts of a pair."""
 
 
 class Tokenizer(Protocol):
-    """Makes tokens of texts."""
+    """Converts texts to tokens."""
 
     @property
     def vocab_size(self) -> int:
-        """Tokens there are."""
+        """Number of tokens in the vocabulary."""
 
     @property
     def end(self) -> int | None:
-        """The token after a text; None if it is not known."""
+        """The token that ends a text; None if not known."""
 
     @property
     def padding(self) -> int | None:
-        """The token that stands for none; None if it is not known."""
+        """The padding token; None if not known."""
 
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
     ) -> tuple[list[Encoded], int]:
-        """Texts with the special tokens that a classifier expects; what is too long is cut.
+        """Tokenize texts with the special tokens that a classifier expects, and truncate those too long.
 
         Args:
-            texts: Any.
-            pairs: A second text to each, or None.
-            most_tokens: Of a text, or of a pair.
+            texts: The texts.
+            pairs: A second text for each, or None.
+            most_tokens: Maximum tokens of a text, or of a pair.
 
         Returns:
-            Tokens of each, and how many were cut.
+            The tokens of each text, and the number of truncated texts.
         """
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
-        """Whole texts without special tokens."""
+        """Tokenize whole texts without special tokens."""
 
 
 class Bytes:
-    """Each byte of UTF-8 is a token, behind three special ones.
+    """Uses each UTF-8 byte as a token, after three special tokens.
 
     Source: Xue et al. 2021, "ByT5", section 3.1: padding 0, end 1, unknown 2. 264 is the next multiple of 8.
     """
@@ -69,7 +69,7 @@ class Bytes:
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
     ) -> tuple[list[Encoded], int]:
-        """Texts, each with an end; see `Tokenizer`."""
+        """Tokenize texts, each with an end token; see `Tokenizer`."""
         of_texts = [self.encode_plain(texts)] + ([] if pairs is None else [self.encode_plain(pairs)])
         encoded, cut = [], 0
         for parts in zip(*of_texts, strict=True):
@@ -86,7 +86,7 @@ class Bytes:
 
 
 def _shares(lengths: Sequence[int], most: int) -> list[int]:
-    """How much is kept of each part: the longest gives way first."""
+    """Tokens to keep of each part; the longest is truncated first."""
     if len(lengths) == 1:
         return [min(lengths[0], most)]
     first, second = lengths
@@ -98,10 +98,10 @@ class Pretrained:
     """A tokenizer of transformers, read from files.
 
     Args:
-        path: A directory that transformers saved, or a `tokenizer.json`.
+        path: A directory saved by transformers, or a `tokenizer.json`.
 
     Raises:
-        UsageError: There is none, or transformers is not installed.
+        UsageError: The path has no tokenizer, or transformers is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,7 +137,7 @@ class Pretrained:
     def encode(
         self, texts: Sequence[str], pairs: Sequence[str] | None, most_tokens: int
     ) -> tuple[list[Encoded], int]:
-        """Texts with special tokens; see `Tokenizer`."""
+        """Tokenize texts with special tokens; see `Tokenizer`."""
         encoded: list[Encoded] = []
         too_long: list[int] = []
         for start in range(0, len(texts), _AT_ONCE):
@@ -169,7 +169,7 @@ class Pretrained:
         ]
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
-        """Texts without special tokens; see `Tokenizer`."""
+        """Tokenize texts without special tokens; see `Tokenizer`."""
         encoded: list[Tokens] = []
         for start in range(0, len(texts), _AT_ONCE):
             some = list(texts[start : start + _AT_ONCE])
@@ -179,7 +179,7 @@ class Pretrained:
 
 
 def find_tokenizer(name: Path | str | None) -> Tokenizer:
-    """The tokenizer that is meant.
+    """Find a tokenizer.
 
     Args:
         name: A directory or a `tokenizer.json`; "bytes" or None for bytes.
@@ -188,7 +188,7 @@ def find_tokenizer(name: Path | str | None) -> Tokenizer:
         The tokenizer.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There is no such tokenizer.
     """
     if name is None or str(name) == "bytes":
         return Bytes()

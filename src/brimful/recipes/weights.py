@@ -1,4 +1,4 @@
-"""Weights from a file, for a model of which some part may be new."""
+"""Weights from a file, for a model that may have new parts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _MOST_NAMED = 6
 
 
 def load_matching(model: nn.Module, *, path: Path) -> None:
-    """Load those tensors of a file whose name and shape a model has; say which parts stay as they were.
+    """Load the tensors of a file that match the model in name and shape; warn about parts without a match.
 
     Args:
-        model: Just built.
-        path: A safetensors file, or one that `torch.save` wrote of tensors by name, perhaps under "state_dict"
-            or "model". No code in it is run.
+        model: A newly built model.
+        path: A safetensors file, or tensors by name that `torch.save` wrote, perhaps under "state_dict" or
+            "model". Code in the file is not run.
 
     Raises:
         UsageError: The file cannot be read, or fits less than half of the model's parameters.
@@ -37,19 +37,19 @@ def load_matching(model: nn.Module, *, path: Path) -> None:
     check_most_is_loaded(model, path, fitting)
     model.load_state_dict(fitting, strict=False)
     if new:
-        tell_new(path, new)
+        warn_new(path, new)
 
 
 def check_most_is_loaded(model: nn.Module, path: Path, fitting: Collection[str]) -> None:
-    """Refuse weights that are of another model.
+    """Refuse weights of another model.
 
     Args:
-        model: Whose parameters they are for.
-        path: Where they come from.
-        fitting: Names of the model's that are there in its shapes.
+        model: The model to load them into.
+        path: Where the weights come from.
+        fitting: Names of the model's tensors that the weights have in the same shape.
 
     Raises:
-        UsageError: They are less than half of the model's parameters.
+        UsageError: The weights have less than half of the model's parameters.
     """
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}  # tied ones once
     loaded = sum(size for name, size in sizes.items() if name in fitting)
@@ -65,11 +65,11 @@ def unreadable(path: Path, error: Exception) -> Exception:
     """The error for weights that cannot be read, unless memory ran out.
 
     Args:
-        path: Of a file or a directory.
-        error: What reading them raised.
+        path: A file or a directory.
+        error: The error from reading them.
 
     Returns:
-        A `UsageError` of one line, or `error` itself.
+        A one-line `UsageError`, or `error` itself.
     """
     if out_of_memory(error) is not None:
         return error
@@ -82,8 +82,8 @@ def unreadable(path: Path, error: Exception) -> Exception:
     return UsageError(f"{path} has no weights that can be read: {reason or type(error).__name__}")
 
 
-def tell_new(path: Path, names: list[str]) -> None:
-    """Warn that parts of a model are not in a file, or not in that shape."""
+def warn_new(path: Path, names: list[str]) -> None:
+    """Warn that parts of a model are not in a file, or have another shape there."""
     warnings.warn(
         f"{path} has nothing that fits {_few(names)}: {'it starts' if len(names) == 1 else 'they start'} from "
         "random weights.",

@@ -1,4 +1,4 @@
-"""What a calibration found, as text and JSON."""
+"""Results of a calibration, as text and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from brimful.quantities import format_bytes, format_seconds
 
 
 def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dict[str, Any]:
-    """What `brimful calibrate --json` prints.
+    """The document of `brimful calibrate --json`.
 
     Args:
         devices: With what was measured.
@@ -37,7 +37,7 @@ def _device_document(device: Device, path: str) -> dict[str, Any]:
 
 
 def calibration_text(device: Device, path: str) -> str:
-    """What `brimful calibrate` prints of a device.
+    """The text of `brimful calibrate` for a device.
 
     Args:
         device: With what was measured.

@@ -10,15 +10,15 @@ from brimful.results import WAITING_FRACTION, DataLoading, StepRecord, steady_st
 def feeding_lines(
     steps: Sequence[StepRecord], loading: DataLoading | None, *, on_gpu: bool
 ) -> Iterator[tuple[str, str]]:
-    """What there is to say of the data of a run.
+    """Report lines on the data loading of a run.
 
     Args:
-        steps: In order.
-        loading: How the batches come; None if all samples are in one.
-        on_gpu: Whether they are copied to a GPU.
+        steps: Records in order.
+        loading: How batches are loaded; None if all samples are in one batch.
+        on_gpu: Whether batches are copied to a GPU.
 
     Yields:
-        A label and a line each: how much of the time was waited, and what would help. Nothing if it is well.
+        Pairs of a label and a line: the time spent waiting, and what would help. Nothing if there is no need.
     """
     waited = waiting_fraction(steps)
     if waited >= WAITING_FRACTION:
@@ -43,7 +43,7 @@ def _what_helps(steps: Sequence[StepRecord], loading: DataLoading) -> str:
 
 
 def _what_helps_at_the_start(steps: Sequence[StepRecord], loading: DataLoading) -> str:
-    """Nothing was waited in the midst of epochs, or there are too few steps to tell."""
+    """Advice if training did not wait within epochs, or there are too few steps to know."""
     if not steady_steps(steps):
         return "more workers (num_workers=…), or less work for each sample"
     if loading.workers and not loading.persistent_workers:

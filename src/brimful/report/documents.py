@@ -14,7 +14,7 @@ from brimful.prediction import Estimate
 
 
 def estimate_document(estimate: Estimate) -> dict[str, Any]:
-    """What `brimful estimate --json` prints."""
+    """The document of `brimful estimate --json`."""
     return to_json_document(estimate)
 
 
@@ -35,7 +35,8 @@ json_form(
             *("job", "device", "settings", "is_own_loop", "verdict", "capacity_bytes"),
             *("predicted_peak_allocated_bytes", "predicted_peak_reserved_bytes", "predicted_peak_device_bytes"),
             *("predicted_device_interval_bytes", "smallest_surviving_capacity_bytes"),
-            *("predicted_step_seconds", "predicted_samples_per_second", "breakdown", "peak", "largest"),
+            *("predicted_step_seconds", "predicted_step_seconds_interval", "predicted_samples_per_second"),
+            *("breakdown", "peak", "largest"),
             *("modules", "phases", "allocators", "context_source", "cache_flushes", "out_of_memory_at"),
         ),
         omitted=(
@@ -58,7 +59,7 @@ json_form(
 
 
 def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> dict[str, Any]:
-    """What `brimful gpus --json` prints."""
+    """The document of `brimful gpus --json`."""
     return {
         "job": job,
         "global_batch_size": global_batch_size,
@@ -67,7 +68,7 @@ def gpus_document(job: str, global_batch_size: int, fits: Sequence[GpuFit]) -> d
 
 
 def error_document(error: BaseException) -> dict[str, Any]:
-    """What a command with `--json` prints instead of its result when it fails."""
+    """The document that a command with `--json` prints if it fails."""
     document: dict[str, Any] = {"error": {"type": type(error).__name__, "message": str(error)}}
     if isinstance(error, InfeasibleError):
         document["status"] = "infeasible"

@@ -20,12 +20,12 @@ _LABEL_CELLS = 44
 
 
 def estimate_text(estimate: Estimate) -> str:
-    """What a step takes, what holds it, and whether it fits."""
+    """Text of an estimate: memory and time, what holds the memory, and whether it fits."""
     return "\n".join(_estimate_lines(estimate))
 
 
 def plan_text(plan: Plan) -> str:
-    """What was chosen, what it takes, and what else was close."""
+    """Text of a plan: the chosen settings, their memory and time, and the alternatives."""
     return "\n".join(_plan_lines(plan))
 
 
@@ -66,7 +66,7 @@ def gpus_text(fits: GpuSurvey) -> str:
 
 
 def phase_lines(estimate: Estimate) -> Iterator[str]:
-    """What each part of a training run takes."""
+    """Lines on the memory of each part of a training run."""
     yield "  peak allocated in each part of a run"
     for phase in estimate.phases:
         size = format_bytes(phase.predicted_peak_allocated_bytes)
@@ -142,7 +142,7 @@ def _settings(estimate: Estimate) -> str:
 
 
 def _allocator_lines(estimate: Estimate) -> Iterator[str]:
-    """What other settings of the allocator would change."""
+    """Lines on the effect of other allocator settings."""
     if not estimate.allocators:
         return
     yield "  other allocator settings: peak reserved, and the smallest capacity that suffices"
@@ -213,7 +213,7 @@ def _step(estimate: Estimate) -> str:
     parts.append(("optimizer", time.optimizer_seconds))
     listed = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts)
     rate = format_rate(estimate.predicted_samples_per_second)
-    return f"{format_seconds(estimate.predicted_step_seconds)}, {rate} ({listed})"
+    return f"{_seconds(estimate)}, {rate} ({listed})"
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
@@ -222,14 +222,16 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"budget {format_bytes(plan.budget_bytes)}"
     )
     needs = format_bytes(plan.plain.predicted_peak_reserved_bytes + _context_bytes(plan))
-    fits = "fits; " if plan.plain.fits else "does not fit; if it did, "
-    yield f"  plain training  {needs}: {fits}{_speed(plan.plain)}"
+    speed = _speed(plan.plain)
+    yield f"  plain training  {needs}: " + (
+        f"fits; {speed}" if plan.plain.fits else f"does not fit (would take {speed})"
+    )
     yield f"  plan            {plan.settings.describe()}"
     used = plan.predicted_peak_device_bytes / plan.budget_bytes
     rate = format_rate(plan.predicted_samples_per_second)
     yield (
         f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget), "
-        f"{format_seconds(plan.predicted_step_seconds)} a step, {rate}"
+        f"{_seconds(plan)} a step, {rate}"
     )
     yield f"  peak in         {plan.peak_at}"
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
@@ -248,11 +250,29 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     for other in plan.alternatives:
         size = format_bytes(other.predicted_peak_reserved_bytes + _context_bytes(plan))
         by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
-        slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
         fit = "" if other.fits else ", does not fit"
-        yield f"    {by_hand}{other.settings.describe()}: {size}, {slower:+.1%} time{fit}"
+        yield f"    {by_hand}{other.settings.describe()}: {size}, {_slower(other, plan)}{fit}"
     for note in plan.notes:
         yield f"  note: {note}"
+
+
+def _seconds(result: Estimate | Plan) -> str:
+    """The predicted time with its interval: "412 ms (350–480 ms)"."""
+    seconds = format_seconds(result.predicted_step_seconds)
+    if result.predicted_step_seconds_interval is None:
+        return seconds
+    low, high = map(format_seconds, result.predicted_step_seconds_interval)
+    number, _, unit = low.partition(" ")
+    return f"{seconds} ({number if high.endswith(unit) and ' ' not in unit else low}–{high})"
+
+
+def _slower(other: Alternative, plan: Plan) -> str:
+    """The difference from the plan's time with its interval: "+3.1 % time (+1 to +5 %)"."""
+    slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
+    if other.predicted_difference_interval_seconds is None:
+        return f"{slower:+.1%} time"
+    low, high = (each / plan.predicted_step_seconds for each in other.predicted_difference_interval_seconds)
+    return f"{slower:+.1%} time ({low:+.1%} to {high:+.1%})"
 
 
 _MOST_CURVE_POINTS = 6
@@ -263,7 +283,7 @@ _MOST_SLOWER = 3.0
 
 
 def _curve_lines(plan: Plan) -> Iterator[str]:
-    """What more and less memory would do."""
+    """Lines on the effect of larger and smaller budgets."""
     now = plan.predicted_step_seconds
     more = [point for point in plan.budget_curve if point.budget_bytes > plan.budget_bytes]
     one_more = next((point for point in more if point.budget_bytes - plan.budget_bytes == GIB), None)

@@ -1,4 +1,4 @@
-"""What `print` shows of each result."""
+"""The text that `print` shows of each result."""
 
 from __future__ import annotations
 

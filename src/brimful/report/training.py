@@ -19,7 +19,7 @@ _SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def training_text(result: TrainingResult, plain: TrainingResult | None = None) -> str:
-    """What a run came to.
+    """Text of a training result.
 
     Args:
         result: The run.
@@ -117,7 +117,7 @@ def _recoveries(result: TrainingResult) -> Iterator[str]:
 
 
 def _feeding(result: TrainingResult) -> Iterator[str]:
-    """How much of the time training waited for its data and what would help, if that is worth a word."""
+    """How much of the time training waited for its data and what would help, if it is significant."""
     lines = feeding_lines(result.steps, result.data_loading, on_gpu=result.device != "cpu")
     yield from (f"  {label:<20}{line}" for label, line in lines)
 
@@ -167,7 +167,7 @@ def _curves(result: TrainingResult, plain: TrainingResult | None) -> Iterator[st
 
 
 def _why_different(result: TrainingResult, plain: TrainingResult) -> Iterator[str]:
-    """What may have made the losses differ, which training amplifies."""
+    """Possible causes of different losses, which training amplifies."""
     own, others = result.settings, plain.settings
     if own.gradient_accumulation_steps != others.gradient_accumulation_steps:
         yield "the batch is split: sums in another order, and random layers such as dropout draw other numbers"

@@ -1,13 +1,12 @@
-"""Records of what was measured: one step, a training run, a comparison of a plan with plain training.
+"""Records of measurements: one step, a training run, a comparison of a plan with plain training.
 
-They do not import torch. `training_run.TrainingResult` is what `bf.fit` returns, `measurement.Measurement` what
-`bf.measure` returns.
+They do not import torch. `bf.fit` returns `training_run.TrainingResult`, `bf.measure` returns
+`measurement.Measurement`.
 """
 
 from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
 from brimful.results.training_run import (
-    LARGEST_SEED,
     WAITING_FRACTION,
     DataLoading,
     Recovery,
@@ -20,7 +19,6 @@ from brimful.results.training_run import (
 )
 
 __all__ = [
-    "LARGEST_SEED",
     "WAITING_FRACTION",
     "Comparison",
     "DataLoading",

@@ -1,4 +1,4 @@
-"""What a comparison of training under a plan with plain training found."""
+"""Results of comparing training under a plan with plain training."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ from brimful.display import PrintedResult
 
 
 def _holds(comparison: Comparison) -> bool | None:
-    """None of a comparison that was not made."""
+    """None for a comparison that was not made."""
     return None if comparison.left_out_because else comparison.holds
 
 
 @json_form(JsonForm(derived={"holds": _holds}, order=("name", "holds")))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(PrintedResult):
-    """Loss, gradients and buffers of one batch, computed in two ways."""
+    """A comparison of loss, gradients and buffers of one batch, computed in two ways."""
 
     name: str
-    """What the plan does that plain training does not: "recomputing", "computing the loss in chunks",
-    "splitting"; of the last the loss alone: "splitting, in evaluation mode"."""
+    """The technique of the plan that is compared with plain training: "recomputing", "computing the loss in
+    chunks", "splitting"; "splitting, in evaluation mode" compares the loss alone."""
     is_bitwise: bool = False
-    """Whether all of them are equal to the last bit."""
+    """Whether all of them are bitwise equal."""
     largest_difference: UnboundedNonNegativeFloat = 0.0
-    """The largest of any entry, over the largest entry of its tensor."""
+    """Largest difference of any entry, relative to the largest entry of its tensor."""
     where: str = ""
-    """The tensor it is in; empty if there is none."""
+    """Name of the tensor with that difference; empty if there is none."""
     bound: NonNegativeFloat = 0.0
-    """The largest difference that there may be: 0 where only the order in which things are done changes."""
+    """The largest difference allowed; 0 if the plan only changes the order of operations."""
     left_out_because: str = ""
-    """Why it was not made; empty if it was."""
+    """Why the comparison was not made; empty if it was."""
     is_known_to_differ: bool = False
-    """Whether it was not made because the two do differ: BatchNorm over micro-batches, buffers that change in
-    each forward."""
+    """Whether the comparison was not made because the two are known to differ: BatchNorm over micro-batches, or
+    buffers that change in each forward."""
 
     @property
     def holds(self) -> bool:
-        """Whether it was not made, or found no more than there may be."""
+        """Whether the difference is within the bound, or the comparison was not made."""
         return self.is_bitwise or bool(self.left_out_because) or 0 < self.largest_difference <= self.bound
 
 
 @json_form(JsonForm(derived={"holds": attrgetter("holds")}, order=("holds",)))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EquivalenceReport(PrintedResult):
-    """Whether training under a plan computes what plain training does."""
+    """Whether training under a plan computes the same as plain training."""
 
     job: str
     device: str
-    """Where it was computed, which may be another device than the plan's."""
+    """The device of the comparison, which may differ from the plan's."""
     samples: PositiveInt
-    """In the batch that was compared."""
+    """Samples in the compared batch."""
     comparisons: tuple[Comparison, ...]
 
     @property
     def holds(self) -> bool:
-        """Whether every comparison does."""
+        """Whether every comparison holds."""
         return all(comparison.holds for comparison in self.comparisons)
 
     @property
     def known_differences(self) -> tuple[str, ...]:
-        """Why the plan is known to train otherwise; empty where it does not."""
+        """Why the plan is known to differ from plain training; empty if it does not."""
         return tuple(each.left_out_because for each in self.comparisons if each.is_known_to_differ)
 
     @property
@@ -82,7 +82,7 @@ class EquivalenceReport(PrintedResult):
 
     @property
     def way_out(self) -> str:
-        """What to do where a comparison does not hold; empty where all do."""
+        """Advice for comparisons that do not hold; empty if all hold."""
         failed = [comparison.name for comparison in self.comparisons if not comparison.holds]
         ways = []
         if any(name.startswith("splitting") for name in failed):
@@ -102,11 +102,11 @@ class EquivalenceReport(PrintedResult):
 
     @classmethod
     def from_json(cls, document: Any, *, where: str = "the certificate") -> EquivalenceReport:
-        """The certificate that `to_json` wrote.
+        """Read the certificate that `to_json` wrote.
 
         Args:
             document: As read from JSON.
-            where: Names it in errors.
+            where: Names the document in errors.
 
         Returns:
             A certificate equal to the one written.
@@ -117,5 +117,5 @@ class EquivalenceReport(PrintedResult):
         return from_json_document(document, cls, where=where)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object with the records' own names; a difference that is not finite is written as "inf"."""
+        """A JSON object with the records' own names; infinite differences are written as "inf"."""
         return to_json_document(self)

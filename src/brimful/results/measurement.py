@@ -1,4 +1,4 @@
-"""What one real training step took."""
+"""Measured memory and time of one training step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from brimful.display import PrintedResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTemporary:
-    """Bytes an op allocated inside itself and freed before it returned, live at the measured peak."""
+    """Temporary memory of one op, allocated and freed inside it, that is live at the measured peak."""
 
     op: str
     """Name of the op, such as "aten::mkldnn_convolution"."""
@@ -19,25 +19,25 @@ class OpTemporary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement(PrintedResult):
-    """The measured twin of an `Estimate`: one steady optimizer step on a real device."""
+    """Measured memory and time of one steady optimizer step on a real device: the counterpart of `Estimate`."""
 
     device: str
     measured_peak_allocated_bytes: int
-    """Peak of bytes in tensors, parameters and optimizer state included."""
+    """Peak bytes of allocated tensors, including parameters and optimizer state."""
     measured_peak_reserved_bytes: int
-    """Peak of bytes held by the caching allocator; on a CPU, which caches nothing, the same as allocated."""
+    """Peak bytes reserved by the caching allocator; equal to allocated on a CPU, which caches nothing."""
     measured_peak_device_bytes: int | None
-    """What the driver shows for the process; None on a CPU."""
+    """Peak bytes of the process as the driver reports them; None on a CPU."""
     measured_step_seconds: float
-    """Median of the timed steps, measured apart from the memory."""
+    """Median of the timed steps, which are not those that measure memory."""
     measured_steps: int
-    """How many steps were timed."""
+    """Number of timed steps."""
     loss: float | None
-    """Loss of the first step's global batch; None of a job's own loop."""
+    """Loss of the first step's global batch; None for a job's own loop."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()
-    """Op-internal temporaries live at the peak, largest first; empty where they cannot be seen."""
+    """Temporary memory inside ops at the peak, largest first; empty where it cannot be measured."""
     predicted_peak_allocated_bytes: int | None = None
-    """What the plan predicted; None if no plan was measured. So are the others."""
+    """The plan's prediction; this and the fields below are None if settings were measured, not a plan."""
     predicted_peak_reserved_bytes: int | None = None
     predicted_peak_device_bytes: int | None = None
     predicted_step_seconds: float | None = None

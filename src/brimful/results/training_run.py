@@ -1,4 +1,4 @@
-"""What a training run came to: every step, every validation, and predicted beside measured."""
+"""The result of a training run: every step, every validation, and predicted beside measured."""
 
 from __future__ import annotations
 
@@ -30,24 +30,21 @@ from brimful.settings import Settings
 
 RESULT_VERSION = 3
 
-LARGEST_SEED = 2**64 - 1
-"""Source: torch.manual_seed (torch 2.13)."""
-
 WAITING_FRACTION = 0.05
-"""Of the time, from which on waiting for data is worth a word. A choice."""
+"""Fraction of the time spent waiting for data from which reports mention it. A choice."""
 
 
 class StopReason(StrEnum):
-    """Why a run ended."""
+    """Why a training run ended."""
 
     FINISHED = "finished"
-    """Every step that was asked for is done."""
+    """All requested steps are done."""
     NOT_IMPROVING = "not improving"
-    """The validation loss has not fallen for as many validations as `patience` permits."""
+    """Early stopping: the validation loss has not improved for `patience` validations."""
     INTERRUPTED = "interrupted"
-    """Ctrl-C or `Trainer.stop`: the step under way was finished and the run saved."""
+    """Ctrl-C or `Trainer.stop`: the current step was finished and the run saved."""
     TERMINATED = "terminated"
-    """SIGTERM, as schedulers send it: the same."""
+    """SIGTERM, as schedulers send it; handled like an interrupt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,39 +52,39 @@ class StepRecord:
     """One optimizer step."""
 
     step: PositiveInt
-    """From 1: how many steps had been taken when this one was done."""
+    """Number of this step in the run, from 1."""
     epoch: PositiveInt
-    """From 1."""
+    """Number of the epoch, from 1."""
     loss: UnboundedFloat
     """Mean over the global batch, before the update."""
     gradient_norm: UnboundedFloat
     """2-norm of all gradients, before clipping."""
     seconds: NonNegativeFloat
-    """From the batch on the host to the updated parameters; loading the batch is not in it."""
+    """Time from the batch on the host to the updated parameters, without loading the batch."""
     samples: NonNegativeInt
     updated: bool
-    """False if the parameters were left as they were: fp16 gradients overflowed, or the loss was not finite."""
+    """False if the update was skipped: fp16 gradients overflowed, or the loss was not finite."""
     data_seconds: NonNegativeFloat = field(default=0.0, metadata=ALWAYS_WRITTEN)
-    """Waited for the batch before the step."""
+    """Time spent waiting for the batch before the step."""
     memory_measured: bool = False
-    """Whether the peak was measured in this step, which slows it down."""
+    """Whether peak memory was measured in this step, which slows it down."""
     terms: UnboundedFloat = 0.0
-    """What the loss is a mean over: what the job counts in the global batch, else its samples."""
+    """Number of terms the loss averages over: what `Job.count` counts in the global batch, else its samples."""
     mfu: UnboundedFloat | None = None
-    """Model FLOPs utilisation: FLOPs of forward and backward, nothing recomputed, over what the device could do
-    in the step and the waiting before it. None where either is not known, or the batch has another shape than
-    was planned for."""
+    """Model FLOPs utilisation: FLOPs of forward and backward, without recomputation, over the device's peak
+    FLOPs in the time of the step and the waiting before it. None if either is not known, or the batch has
+    another shape than the plan's."""
     learning_rate: UnboundedFloat | None = None
-    """Of the first group of parameters, in this step; None where there is none, or a GPU has it."""
+    """Learning rate of the first parameter group in this step; None if it has none, or it is on a GPU."""
 
     @property
     def total_seconds(self) -> float:
-        """The step and the waiting before it."""
+        """Time of the step and of waiting for its batch."""
         return self.seconds + self.data_seconds
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and the gradient norm are numbers."""
+        """Whether the loss and the gradient norm are finite."""
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
@@ -96,60 +93,61 @@ class ValidationRecord:
     """One pass over the validation data."""
 
     step: NonNegativeInt
-    """Optimizer steps taken before it."""
+    """Number of optimizer steps before this validation."""
     epoch: NonNegativeInt
-    """From 1: the epoch that it ends."""
+    """The epoch that it ends, from 1."""
     loss: UnboundedFloat
-    """Mean over everything that the job's `count` counts in the validation data."""
+    """Mean over all validation data, of what `Job.count` counts."""
     metrics: Mapping[str, UnboundedFloat]
-    """Means over the validation samples, by name."""
+    """The job's metrics by name, as means over the validation samples."""
     samples: NonNegativeInt
     seconds: NonNegativeFloat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """That memory ran out, and how training went on."""
+    """A recovery from running out of memory: what happened, and how training continued."""
 
     step: NonNegativeInt
-    """The step, or the one after which validation ran, from 1."""
+    """The step, or the last step before the validation, from 1."""
     during: str
-    """"step", "validation", "reading" of a batch, "rehearsal" of the longest, or "allocator" where it had to
-    search for memory."""
+    """"step", "validation", "reading" a batch, "rehearsal" of the longest batch, or "allocator" if the
+    allocator had to search for memory. On one of several ranks, after which the run is launched again: "step on
+    rank N", "rehearsal on rank N" or "update on rank N"."""
     message: str
-    """What the error said."""
+    """Message of the error."""
     before: str
-    """The settings until then, in a line."""
+    """The settings before the recovery, in one line."""
     after: str
-    """Those from then on; the same if only what was cached had to be given back."""
+    """The settings after the recovery; the same if releasing cached memory was enough."""
     seconds: NonNegativeFloat
-    """What it took: the time that was lost, and that of planning anew."""
+    """Time lost, including the time to plan again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLoading:
-    """How batches that are read one after the other come to training."""
+    """How the run loads batches that are read one after another."""
 
     workers: NonNegativeInt | None
-    """Processes that read ahead; None if it is no DataLoader and does not say."""
+    """Worker processes that read ahead; None if the data are not a DataLoader and do not report them."""
     persistent_workers: bool
-    """Whether they live on from epoch to epoch."""
+    """Whether workers persist across epochs."""
     pins_memory: bool
     processors: PositiveInt
-    """Those of the machine that this process may use, divided by the ranks on it."""
+    """Processors that this process may use, divided by the number of ranks on the machine."""
 
     def needed_workers(self, steps: Sequence[StepRecord]) -> int | None:
-        """So many workers that training would hardly wait for them, each with a processor to itself.
+        """The number of workers, each with its own processor, with which training would hardly wait for data.
 
-        Without workers a step waits for the whole reading of its batch. n workers that are not fast enough hand
-        over n batches in the time that one of them reads for its own: reading takes n · (step + waiting). To
-        hand over a batch in the time of a step, reading / step workers are needed, less what is hardly waiting.
+        Without workers, a step waits for the whole reading of its batch. n workers that are too slow deliver n
+        batches in the time in which each of them reads one, so reading takes n · (step + waiting). To deliver a
+        batch in the time of a step, reading / step workers are needed, less the waiting that is acceptable.
 
         Args:
-            steps: In order. The first of each epoch does not count: workers start in it.
+            steps: Records in order. The first step of each epoch is ignored, because workers start in it.
 
         Returns:
-            At least 1; None if it is no DataLoader, training hardly waited, or there are too few steps.
+            At least 1; None without a DataLoader, if training hardly waited, or with too few steps.
         """
         steady = steady_steps(steps)
         if self.workers is None or not steady or waiting_fraction(steady) < WAITING_FRACTION:
@@ -161,7 +159,7 @@ class DataLoading:
 
 
 def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """The steps but for the first of each epoch and those that were measured."""
+    """The steps without the first of each epoch and those in which memory was measured."""
     return [
         later
         for earlier, later in pairwise(steps)
@@ -170,7 +168,7 @@ def steady_steps(steps: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def waiting_fraction(steps: Sequence[StepRecord]) -> float:
-    """What part of the time of some steps went on waiting for data."""
+    """Fraction of the time of some steps spent waiting for data."""
     total = sum(step.total_seconds for step in steps)
     return sum(step.data_seconds for step in steps) / total if total else 0.0
 
@@ -178,68 +176,70 @@ def waiting_fraction(steps: Sequence[StepRecord]) -> float:
 @json_form(JsonForm(keys={"loss_unit": "counted"}))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult(PrintedResult):
-    """A training run.
+    """The result of a training run.
 
-    A predicted quantity is None if the run had no plan; a measured one if the run was too short to measure it.
+    Predicted quantities are None if the run had no plan; measured ones if the run was too short to measure
+    them.
     """
 
     job: str
     device: str
-    """Where it ran: "cpu", or a GPU's name."""
+    """The device of the run: "cpu", or the name of a GPU."""
     settings: Settings
     stopped_because: StopReason
     steps: tuple[StepRecord, ...]
     validations: tuple[ValidationRecord, ...]
-    """One per epoch; empty without validation data."""
+    """One record per epoch; empty without validation data."""
     budget_bytes: NonNegativeInt | None
-    """Bytes the plan permits to the process on the device."""
+    """Bytes that the plan permits the process on the device."""
     predicted_peak_allocated_bytes: NonNegativeInt | None
     measured_peak_allocated_bytes: NonNegativeInt | None
     predicted_peak_reserved_bytes: NonNegativeInt | None
     measured_peak_reserved_bytes: NonNegativeInt | None
     predicted_peak_device_bytes: NonNegativeInt | None
     measured_peak_device_bytes: NonNegativeInt | None
-    """None on a CPU, which has no driver to ask."""
+    """None on a CPU, where no driver reports it."""
     predicted_step_seconds: NonNegativeFloat | None
     measured_step_seconds: NonNegativeFloat | None
-    """Median over the steps with a full global batch, but for the first and the one that measured memory."""
+    """Median over the steps with a full global batch, without the first and the one that measured memory."""
     temporaries_at_peak: tuple[OpTemporary, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
-    """Op-internal temporaries live at the measured peak, largest first; empty where they cannot be seen."""
+    """Temporary memory inside ops at the measured peak, largest first; empty where it cannot be measured."""
     certificate: EquivalenceReport | None = field(default=None, metadata=ALWAYS_WRITTEN)
-    """Whether the plan was found to be the same training before the first step; None if there was nothing to
-    compare, or it was not asked for."""
+    """The comparison with plain training before the first step; None if there was nothing to compare, or it was
+    not requested."""
     recoveries: tuple[Recovery, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
-    """Each time that memory ran out."""
+    """One record for each time that memory ran out."""
     run_dir: Path | None = field(default=None, metadata=ALWAYS_WRITTEN)
     loss_unit: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
-    """What the job's `count` counts; None if its loss is a mean over samples."""
+    """Name of what `Job.count` counts; None if the loss is a mean over samples."""
     predicted_mfu: NonNegativeFloat | None = field(default=None, metadata=ALWAYS_WRITTEN)
     data_loading: DataLoading | None = field(default=None, metadata=ALWAYS_WRITTEN)
-    """None if all samples were in one batch."""
+    """How batches were loaded; None if all samples were in one batch."""
     notes: tuple[str, ...] = ()
-    """What was not as it was promised: an epoch with fewer batches than its data said, say."""
+    """Deviations from what was expected, such as an epoch with fewer batches than its data reported."""
 
     @property
     def measured_mfu(self) -> float | None:
-        """Over the steps but for the first and the one that measured memory; None if it is not known."""
+        """Model FLOPs utilisation without the first step and the one that measured memory; None if not
+        known."""
         found = [(step.mfu, step.total_seconds) for step in self._timed if step.mfu is not None]
         seconds = sum(each for _, each in found)
         return sum(mfu * each for mfu, each in found) / seconds if seconds else None
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over the same steps, waiting for data included; None if there is none."""
+        """Throughput over the same steps, including waiting for data; None if there are no such steps."""
         return self._per_second("samples")
 
     @property
     def terms_per_second(self) -> float | None:
-        """What the job counts, over the same steps."""
+        """Throughput over the same steps, in terms of what `Job.count` counts."""
         return self._per_second("terms")
 
     @property
     def needed_workers(self) -> int | None:
-        """So many DataLoader workers that training would hardly have waited; None if it did not, or for other
-        data. See `DataLoading.needed_workers`."""
+        """The number of DataLoader workers with which training would hardly have waited for data; None if it
+        did not wait, or for other data. See `DataLoading.needed_workers`."""
         return None if self.data_loading is None else self.data_loading.needed_workers(self.steps)
 
     @property
@@ -252,7 +252,7 @@ class TrainingResult(PrintedResult):
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The loss of every step."""
+        """The losses of all steps."""
         return tuple(step.loss for step in self.steps)
 
     def to_json(self) -> dict[str, Any]:
@@ -261,11 +261,11 @@ class TrainingResult(PrintedResult):
 
     @classmethod
     def from_json(cls, document: Any, *, where: str = "the training result") -> TrainingResult:
-        """The result that `to_json` wrote.
+        """Read the result that `to_json` wrote.
 
         Args:
             document: As read from JSON.
-            where: Names it in errors.
+            where: Names the document in errors.
 
         Returns:
             A result equal to the one written.

@@ -1,7 +1,7 @@
-"""How one optimizer step runs: planning chooses `Settings`, capture predicts them, execution obeys them.
+"""How one optimizer step runs: planning chooses `Settings`, capture predicts them, execution applies them.
 
 Start reading at `settings.Settings`. `choices` has the values of its fields, `units` the actions for parts of a
-model, `document` the JSON.
+model, `document` the JSON format.
 """
 
 from brimful.settings.choices import (

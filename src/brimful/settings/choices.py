@@ -1,4 +1,4 @@
-"""The values that settings choose from, and checks of what a user gives for them."""
+"""The values of settings, and checks of user input for them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from brimful.errors import UsageError
 class Precision(StrEnum):
     """Number format of the forward and backward pass; parameters stay float32.
 
-    FP16 and BF16 run under autocast; FP16 adds loss scaling. TF32 only changes how matmuls round.
+    FP16 and BF16 run under autocast; FP16 adds loss scaling. TF32 only changes the rounding of matmuls.
 
-    Names of dtypes are understood too: `Precision("bfloat16")` is `Precision.BF16`.
+    Names of dtypes are accepted too: `Precision("bfloat16")` is `Precision.BF16`.
     """
 
     FP32 = "fp32"
@@ -36,91 +36,94 @@ class Precision(StrEnum):
 
     @property
     def autocast_dtype(self) -> str | None:
-        """Name of the torch dtype autocast uses; None without autocast."""
+        """Name of the torch dtype that autocast uses; None without autocast."""
         return {Precision.FP16: "float16", Precision.BF16: "bfloat16"}.get(self)
 
 
 class OptimizerImplementation(StrEnum):
-    """How an optimizer of `torch.optim` goes over its parameters; each computes the same formula.
+    """Implementation of a `torch.optim` optimizer; all compute the same formula.
 
-    FUSED rounds in another order than the others, in the last digits of float32.
+    FUSED rounds in a different order, which changes the last digits of float32.
     """
 
     FOR_LOOP = "for-loop"
-    """One after another; torch's default on a CPU."""
+    """Updates one parameter after another; torch's default on a CPU."""
     FOREACH = "foreach"
-    """All at once, with temporaries as large as all parameters; torch's default on CUDA."""
+    """Updates all parameters at once, with temporaries as large as all of them; torch's default on CUDA."""
     FUSED = "fused"
-    """All at once in one kernel, without temporaries."""
+    """Updates all parameters in one kernel, without temporaries."""
 
 
 class Parallelism(StrEnum):
-    """How several ranks, each with its share of the global batch, train one model."""
+    """How several ranks train one model, each on its part of the global batch."""
 
     DDP = "ddp"
-    """Each holds all parameters, gradients and optimizer state; gradients are averaged."""
+    """Each rank holds all parameters, gradients and optimizer state; gradients are averaged."""
     FSDP2 = "fsdp2"
-    """Each holds its part of them; a unit's parameters are gathered while it runs."""
+    """Each rank holds a shard of them; the parameters of a unit are gathered while it runs."""
     ZERO1 = "zero1"
-    """DeepSpeed: each holds all parameters and gradients, and its part of the optimizer state."""
+    """DeepSpeed: each rank holds all parameters and gradients, and a shard of the optimizer state."""
     ZERO2 = "zero2"
-    """DeepSpeed: each holds its part of the gradients too."""
+    """DeepSpeed: gradients are sharded too."""
     ZERO3 = "zero3"
-    """DeepSpeed: each holds its part of the parameters too."""
+    """DeepSpeed: parameters are sharded too."""
 
     @property
     def is_zero(self) -> bool:
-        """Whether DeepSpeed divides the model."""
+        """Whether DeepSpeed shards the training state."""
         return self in (Parallelism.ZERO1, Parallelism.ZERO2, Parallelism.ZERO3)
 
 
 class Action(StrEnum):
-    """What becomes of a unit's saved tensors between its forward and its backward."""
+    """How a unit's saved tensors are handled between its forward and its backward."""
 
     KEEP = "keep"
     SAVE = "save"
-    """Save what chosen ops return, recompute the rest."""
+    """Save the results of chosen ops, recompute the rest (selective activation checkpointing)."""
     RECOMPUTE = "recompute"
     OFFLOAD = "offload"
-    """Keep it in the host's memory meanwhile; nothing is recomputed."""
+    """Move the saved tensors to host memory until backward; nothing is recomputed."""
     NEST = "nest"
-    """Recompute it, and do not hold its input either: the unit before it, which is recomputed or nested too, is
-    run once more to make it."""
+    """Recompute the unit, and do not keep its input either: the unit before it, which is recomputed or nested
+    too, runs once more to compute that input."""
 
 
 def check_counts(record: object, *names: str) -> None:
-    """Check that fields of a record are whole numbers.
+    """Check that fields of a record are positive whole numbers.
 
     Args:
-        record: Has the fields.
-        *names: Theirs.
+        record: The record.
+        *names: Names of the fields.
 
     Raises:
-        UsageError: One is a float, a text or a bool.
+        UsageError: One is less than 1, a float, a text or a bool.
     """
     for name in names:
         check_count(name, getattr(record, name))
 
 
-def check_count(name: str, value: object) -> None:
-    """Check that an argument is a whole number.
+def check_count(name: str, value: object, *, least: int = 1) -> None:
+    """Check that an argument is a whole number, at least 1.
 
     Args:
-        name: Of the argument.
+        name: Name of the argument.
         value: Its value.
+        least: Its minimum.
 
     Raises:
-        UsageError: It is a float, a text or a bool.
+        UsageError: It is less, a float, a text or a bool.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; it must be a whole number.")
+    if value < least:
+        raise UsageError(f"{name} is {value}; it must be at least {least}.")
 
 
 _Kind = TypeVar("_Kind", bound=StrEnum)
 
 
 def member(kind: type[_Kind], name: str, value: str) -> _Kind:
-    """The member of an enumeration that a value names, as "bf16" and `torch.bfloat16` name a precision."""
+    """The enumeration member that a value names, as "bf16" and `torch.bfloat16` name a precision."""
     try:
         return kind(value)
     except ValueError:

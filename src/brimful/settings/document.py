@@ -19,11 +19,11 @@ _JSON_KEYS = {
     "param_dtype": "gathered_dtype",
     "offload_parameters": "cpu_offload",
 }
-"""Fields whose key in JSON is another: files and scripts use the keys."""
+"""Fields with a different key in JSON; files and scripts use these keys."""
 
 
 def settings_to_json(settings: Settings) -> dict[str, Any]:
-    """Settings as a JSON object; options of FSDP2 only under FSDP2, and some others only where they are set."""
+    """Settings as a JSON object; FSDP2 options only under FSDP2, and some others only if they are set."""
     document: dict[str, Any] = {
         "precision": str(settings.precision),
         "micro_batch_size": settings.micro_batch_size,

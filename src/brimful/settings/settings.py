@@ -18,10 +18,10 @@ from brimful.settings.choices import (
 from brimful.settings.units import ChunkedLoss, UnitAction
 
 _RUN_AGAIN = frozenset({Action.RECOMPUTE, Action.SAVE, Action.NEST})
-"""Actions of which something runs a second time."""
+"""Actions that run ops a second time."""
 
 _DONE = ("recomputed", "recomputed in part", "nested", "offloaded", "offloaded in part")
-"""What is said of units."""
+"""Descriptions of units, in the order of `Settings.describe`."""
 
 
 def _done(unit: UnitAction) -> str:
@@ -35,53 +35,53 @@ def _done(unit: UnitAction) -> str:
 class Settings:
     """How one optimizer step is carried out.
 
-    The global batch, `micro_batch_size × gradient_accumulation_steps × world_size`, is one optimizer step.
-    It is the user's; planning chooses the factors.
+    One optimizer step trains on a global batch of `micro_batch_size × gradient_accumulation_steps × world_size`
+    samples. The user chooses its size; planning chooses the factors.
     """
 
     micro_batch_size: PositiveInt
     """Samples in one forward and backward pass."""
     gradient_accumulation_steps: PositiveInt = field(default=1, metadata=ALWAYS_WRITTEN)
-    """Forward and backward passes per optimizer step."""
+    """Micro-batches per optimizer step and rank."""
     precision: Precision = field(default=Precision.FP32, metadata=ALWAYS_WRITTEN)
     optimizer: str | None = field(default=None, metadata=ALWAYS_WRITTEN)
-    """Name of the optimizer that replaces the job's own; None keeps the job's own."""
+    """Name of an optimizer that replaces the job's own; None keeps the job's own."""
     optimizer_implementation: OptimizerImplementation | None = None
-    """None leaves it to the optimizer, and so to torch."""
+    """None keeps the optimizer's own choice, by default torch's."""
     units: tuple[UnitAction, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
-    """Actions by unit, in execution order; a module that is not named is kept."""
+    """Actions by unit, in execution order; modules that are not named are kept."""
     chunked_loss: ChunkedLoss | None = None
-    """None computes the loss of all tokens at once, as the job does."""
+    """None computes the loss of all tokens at once, as the job's own code does."""
     expandable_segments: bool = False
-    """Let PyTorch's CUDA allocator grow its segments, which leaves less memory unused between tensors; as the
-    environment variable PYTORCH_ALLOC_CONF=expandable_segments:True does."""
+    """Let PyTorch's CUDA allocator grow its segments, which reduces fragmentation, as the environment variable
+    PYTORCH_ALLOC_CONF=expandable_segments:True does."""
     optimizer_in_backward: bool = False
-    """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all are
-    never there together. An error in the midst of it cannot be taken back."""
+    """Update each parameter in backward, as soon as its gradient is complete, so that the gradients of all
+    parameters are never in memory together. An error during such a backward cannot be undone."""
     prefetch_inputs: bool = False
-    """Copy the next micro-batch of a step to the device while one is computed."""
+    """Copy the next micro-batch of a step to the device while the current one is computed."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state in the host's memory and compute the update there, for some parameters at a
-    time, whose gradients go there."""
+    """Keep the optimizer state in host memory and compute the update there, for some parameters at a time,
+    whose gradients are copied to the host."""
     own_checkpointing: bool = True
     """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
     `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
     world_size: PositiveInt = 1
-    """Processes, each with a device of its own, that train one model together."""
+    """Number of processes (ranks) that train one model together, each with its own device."""
     parallelism: Parallelism = Parallelism.DDP
-    """How; nothing to a single one."""
+    """How several ranks train one model; no effect with a single rank."""
     num_nodes: PositiveInt = 1
-    """Machines among which the ranks are divided evenly."""
+    """Number of machines, among which the ranks are divided evenly."""
     reshard_after_forward: bool = True
-    """Under FSDP2, let go of a unit's gathered parameters after its forward, and gather them again for its
-    backward; else they are held from the one to the other."""
+    """Under FSDP2, free a unit's gathered parameters after its forward and gather them again for its backward;
+    False keeps them until its backward."""
     param_dtype: str | None = None
-    """Under FSDP2 and bf16: "bfloat16" gathers parameters in half the bytes. They stay float32 where they are
-    divided, and gradients are averaged in float32. It is not quite what autocast computes: every parameter is
-    rounded, those of norms and embeddings too, and so is what comes into a unit. None gathers what there is."""
+    """Under FSDP2 and bf16, "bfloat16" gathers parameters in half the bytes. The shards stay float32, and
+    gradients are averaged in float32. It rounds more than autocast does: all parameters, including those of
+    norms and embeddings, and the inputs of each unit. None gathers parameters in their own type."""
     offload_parameters: bool = False
-    """Under FSDP2, keep a rank's parts of parameters, gradients and optimizer state in the host's memory, and
-    update them there; parameters go to the device to be gathered."""
+    """Under FSDP2, keep each rank's shards of parameters, gradients and optimizer state in host memory and
+    update them there; parameters are copied to the device to be gathered."""
 
     def __post_init__(self) -> None:
         for name, kind in (("precision", Precision), ("parallelism", Parallelism)):
@@ -91,9 +91,6 @@ class Settings:
             object.__setattr__(self, "optimizer_implementation", way)
         check_counts(self, "micro_batch_size", "gradient_accumulation_steps", "world_size", "num_nodes")
         self._check_gathering()
-        for name in ("micro_batch_size", "gradient_accumulation_steps", "world_size", "num_nodes"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.world_size % self.num_nodes:
             raise UsageError(f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes.")
         self._check_optimizer_in_backward()
@@ -160,17 +157,17 @@ class Settings:
 
     @property
     def rank_batch_size(self) -> int:
-        """Samples per optimizer step of one rank."""
+        """Samples per optimizer step on one rank."""
         return self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
     def divides_model(self) -> bool:
-        """Whether each of several ranks holds a part of every parameter as torch divides it."""
+        """Whether parameters are sharded over several ranks by FSDP2."""
         return self.world_size > 1 and self.parallelism is Parallelism.FSDP2
 
     @property
     def divides_state(self) -> bool:
-        """Whether each of several ranks holds a part of the optimizer's state."""
+        """Whether the optimizer state is sharded over several ranks."""
         return self.world_size > 1 and self.parallelism is not Parallelism.DDP
 
     @property
@@ -194,7 +191,7 @@ class Settings:
         return tuple(unit.fqn for unit in self.units if unit.action is Action.NEST)
 
     def describe(self) -> str:
-        """The settings in a line: "bf16, micro-batch 4 × 8, 12 of 24 units recomputed"."""
+        """The settings in one line: "bf16, micro-batch 4 × 8, 12 of 24 units recomputed"."""
         parts = [str(self.precision), f"micro-batch {self.micro_batch_size}"]
         if self.gradient_accumulation_steps > 1:
             parts[-1] += f" × {self.gradient_accumulation_steps}"
@@ -235,13 +232,13 @@ class Settings:
         return ", ".join(parts)
 
     def with_micro_batch_size(self, micro_batch_size: int) -> Settings:
-        """The same global batch in other micro-batches.
+        """The same global batch with another micro-batch size.
 
         Args:
             micro_batch_size: Samples in one forward and backward pass.
 
         Returns:
-            These settings with as many accumulation steps as that takes.
+            These settings with the number of accumulation steps that keeps the global batch.
 
         Raises:
             UsageError: `micro_batch_size` does not divide the global batch.

@@ -1,4 +1,4 @@
-"""What is done with one part of a model: a unit, or the layer that makes the logits."""
+"""Actions for one part of a model: a unit, or the layer that computes the logits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from brimful.settings.choices import Action
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A run of consecutive children of a plain `Sequential`: a unit where no single module is one.
+    """A run of consecutive children of a plain `Sequential`, used as a unit where no single module can be one.
 
-    Written `parent[first..last]` with the names of its first and last child.
+    It is written `parent[first..last]`, with the names of its first and last child.
     """
 
     parent: str
@@ -39,14 +39,14 @@ class Span:
 
 
 def op_kind(name: str) -> str:
-    """By what an op is called in `UnitAction.saved`.
+    """The name of an op in `UnitAction.saved`.
 
     Args:
-        name: Of an op with its overload, such as "aten.addmm.default".
+        name: Name of an op with its overload, such as "aten.addmm.default".
 
     Returns:
-        Its name alone, "addmm"; of another library with that, "torchvision.nms"; "attention" for all kernels
-        of fused attention, of which the device chooses one.
+        The bare name, "addmm"; with its library if that is not aten, "torchvision.nms"; "attention" for all
+        fused attention kernels, of which the device chooses one.
     """
     library, _, rest = name.partition(".")
     kind = rest.partition(".")[0]
@@ -56,21 +56,21 @@ def op_kind(name: str) -> str:
 
 
 _MOST_DIGITS = 9
-"""Of the number of an op within a unit's forward; Python refuses to convert thousands. A choice."""
+"""Digits in the number of an op within a unit's forward; Python refuses to convert thousands. A choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitAction:
-    """The action for one unit."""
+    """The action for one unit of a model."""
 
     fqn: str
     """Dotted path of the unit's module, or a `Span`."""
     action: Action
     saved: tuple[str, ...] = ()
     """Ops whose results are saved, by kind and number within the unit's forward: "addmm#2" is the third addmm.
-    One that the forward does not have is no error: there is nothing of it to save."""
+    Ops that the forward does not have are ignored."""
     most_offloaded_bytes: PositiveInt | None = None
-    """Of an offloaded unit: what leaves at most of each call, the largest storages first. None: all."""
+    """For an offloaded unit: the most bytes to offload per call, largest storages first. None offloads all."""
 
     def __post_init__(self) -> None:
         if bool(self.saved) != (self.action is Action.SAVE):
@@ -94,15 +94,16 @@ class UnitAction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkedLoss:
-    """A cross-entropy over many classes that is computed a part of the tokens at a time.
+    """A cross-entropy over many classes, computed for one chunk of the tokens at a time.
 
-    So there are never logits of all tokens; those of each chunk are computed twice, in forward and backward.
+    The logits of all tokens are never in memory together; those of each chunk are computed twice, in forward
+    and in backward.
     """
 
     layer: str
-    """Dotted path of the `nn.Linear` that makes the logits."""
+    """Dotted path of the `nn.Linear` that computes the logits."""
     chunks: PositiveInt
-    """Into how many parts the tokens of a micro-batch are divided, at least 2."""
+    """Number of chunks that the tokens of a micro-batch are divided into, at least 2."""
 
     def __post_init__(self) -> None:
         if self.chunks < 2:

@@ -1,4 +1,4 @@
-"""What one training step does: the record that every later stage reads. It does not import torch.
+"""The record of one training step, which all later stages read. It does not import torch.
 
 A `Trace` lists the operators of a step and each allocation and free, with their modules, phases and categories.
 It can be saved as JSON and planned on another machine. Start reading at `records.Trace`.

@@ -1,4 +1,4 @@
-"""What a step takes of one rank's memory beside what it takes alone: DDP's buckets of gradients.
+"""Memory of a step on one rank in addition to that of a single process: DDP's gradient buckets.
 
 FSDP2 is captured as a rank takes it; ZeRO is in `brimful.trace.zero`.
 

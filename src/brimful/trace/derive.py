@@ -1,6 +1,6 @@
 """Traces derived from others: of one micro-batch from two, of one step more, of a size from other steps.
 
-They tell what to choose; what is chosen is captured.
+They serve the search; its final choice is captured.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Counterparts:
         for i, index in enumerate(self._ops):
             if index in changing_ops:
                 like = kept.ops[index]
-                ops[i] = ops[i].with_work(like.flops, like.read_bytes, like.written_bytes)
+                ops[i] = ops[i].with_work(like.flops, like.read_bytes, like.written_bytes, *like.extents)
         for i, index in enumerate(self._storages):
             same = kept.storages[index]
             if index in changing_storages and same.size_bytes != storages[i].size_bytes:

@@ -14,8 +14,8 @@ class TraceEdit:
     """Collects changes of a trace.
 
     Args:
-        trace: Stays as it is.
-        maker: Whose memory is added; its storages are called so.
+        trace: The trace, which is not changed.
+        maker: Label of added storages.
     """
 
     def __init__(self, trace: Trace, maker: str) -> None:

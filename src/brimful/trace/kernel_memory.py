@@ -28,15 +28,15 @@ _SEMAPHORE_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """What decides how much memory a kernel takes."""
+    """Parameters that determine the memory of a kernel."""
 
     name: str
     """One of `KERNELS`."""
     numbers: tuple[int, ...]
-    """Multiprocessors, the most threads on each, then sizes and strides, affine in the micro-batch."""
+    """Number of multiprocessors, maximum threads on each, then sizes and strides, affine in the micro-batch."""
 
     def size_bytes(self) -> int:
-        """What it takes at these sizes."""
+        """Bytes that the kernel takes at these sizes."""
         return KERNELS[self.name](self.numbers)
 
     @property
@@ -200,14 +200,14 @@ def _block_of(dim0: int, dim1: int, most_threads: int) -> tuple[int, int]:
 
 
 _SORTED_TOKENS = 3072
-"""Up to so many tokens an embedding's gradient is added up without sorting. Source: torch
+"""Most tokens for which an embedding's gradient is summed without sorting. Source: torch
 aten/src/ATen/native/cuda/Embedding.cu, embedding_dense_backward_cuda."""
 _TOKENS_PER_SUM = 10
 """Source: torch aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu, NROWS_PER_THREAD."""
 
 
 def _embedding_backward_bytes(numbers: tuple[int, ...]) -> int:
-    """What is there beside the gradient while sums of tokens are scattered; see `EmbeddingBackward`."""
+    """Temporaries in addition to the gradient while sums of tokens are scattered; see `EmbeddingBackward`."""
     _multiprocessors, _threads, tokens, rows, width, index_bytes, sum_bytes, by_frequency = numbers
     if tokens <= _SORTED_TOKENS and not by_frequency:
         return 0

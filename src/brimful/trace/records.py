@@ -1,8 +1,8 @@
-"""What one training step does, op by op: the record that capture makes and everything else reads.
+"""One training step, op by op: the record that capture makes and all later stages read.
 
-A trace knows nothing of torch: it can be saved, compared, scaled to another batch size and planned for a
-GPU that is not there. Methods of `Trace` that need more than its fields import `file_format`, `scaling` or
-`derive`, which build on the records.
+A trace does not depend on torch: it can be saved, compared, scaled to another batch size and planned for a GPU
+that is not in this machine. Methods of `Trace` that need more than its fields import `file_format`, `scaling`
+or `derive`, which build on the records.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _Name = Annotated[str, Meta(max_length=4096)]
 
 
 class Phase(StrEnum):
-    """Part of the step an op runs in."""
+    """The part of a step that an op runs in."""
 
     SETUP = "setup"
     """Before the first step: parameters, buffers and, where it is created early, optimizer state."""
     EMBEDDING = "embedding"
-    """Of a loss that couples the micro-batches: their forwards without gradients, and the loss of all
+    """For a loss that couples the micro-batches: their forwards without gradients, and the loss of all
     embeddings with its gradient."""
     FORWARD = "forward"
     """The model and its loss."""
@@ -41,31 +41,31 @@ class Phase(StrEnum):
 
 
 class Guess(StrEnum):
-    """What a capture assumes of values that decide sizes and are not known."""
+    """Assumption of a capture about unknown values that decide sizes."""
 
     EXPECTED = "expected"
-    """Rows that choose among options, as tokens among experts, choose all of them equally often. A mask of
+    """Rows that choose among options, such as tokens among experts, choose all of them equally often. A mask of
     unknown values is true everywhere."""
     MOST = "most"
-    """Every option is chosen once, and then each row chooses the same. A mask is true everywhere."""
+    """Each option is chosen once, and all other rows choose the same one. A mask is true everywhere."""
     LEAST = "least"
-    """Each row chooses the same. A mask is true nowhere."""
+    """All rows choose the same option. A mask is true nowhere."""
 
 
 class Category(StrEnum):
-    """What a block of memory holds."""
+    """Contents of a block of memory."""
 
     PARAMETERS = "parameters"
     """Parameters and buffers."""
     GRADIENTS = "gradients"
     OPTIMIZER_STATE = "optimizer_state"
     SAVED_TENSORS = "saved_tensors"
-    """What a forward pass leaves for backward."""
+    """Tensors that a forward pass saves for backward."""
     INPUTS = "inputs"
     OTHER_TENSORS = "other_tensors"
-    """Tensors outside of the model that the step reads: a teacher's weights, a table in the loss."""
+    """Tensors outside of the model that the step reads, such as a teacher's weights or a table in the loss."""
     TEMPORARIES = "temporaries"
-    """Everything else: freed in the phase that made it; library workspaces too."""
+    """Everything else: tensors freed in the phase that made them, and library workspaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class Op:
     name: str
     """Name with overload, such as "aten.mm.default"."""
     module: _Name
-    """`fqn` of the module whose forward ran it, or whose forward made the node whose backward runs it."""
+    """`fqn` of the module whose forward ran it, or created the autograd node whose backward runs it."""
     phase: Phase
     step: NonNegativeInt
     """Optimizer step, from 0."""
@@ -86,24 +86,26 @@ class Op:
     read_bytes: NonNegativeInt
     written_bytes: NonNegativeInt
     dtype: str
-    """Type the arithmetic is done in, such as "float32"."""
+    """Type of the arithmetic, such as "float32"."""
     recomputed: bool = False
-    """Runs a second time, during backward, because the first result was not kept."""
+    """Whether it is a recomputation during backward, because the first result was not kept."""
     random: bool = False
-    """Draws from the random number generator."""
+    """Whether it draws from a random number generator."""
     weight_bytes: NonNegativeInt = 0
-    """Of a convolution: its weights, which are among what it reads."""
+    """For a convolution: bytes of its weights, which are part of `read_bytes`."""
     made_ops_ago: NonNegativeInt = 0
-    """Of an op in place, in forward or backward: how many ops before it the one was that made what it writes
-    over; 0 if none made it, as no op made a parameter."""
+    """For an in-place op in forward or backward: number of ops since the one that made the tensor it
+    overwrites; 0 if no op made it, as for a parameter."""
     on_host: bool = False
-    """Runs on the host, in its memory, where the device is another."""
+    """Whether it runs on the host, in host memory, while the device is a GPU."""
+    extents: tuple[NonNegativeInt, ...] = ()
+    """The problem size of the kernel, where it decides its speed; `trace.extents.extents_of` gives names."""
     line: str = ""
-    """Where in the user's or a library's Python code it is called, as "file.py:12", for ops that make large
-    tensors; for those of backward, where the forward op was called."""
+    """Line of Python code that calls it, as "file.py:12", for ops that make large tensors; for backward ops the
+    line of the forward op."""
 
-    def with_work(self, flops: int, read_bytes: int, written_bytes: int) -> Op:
-        """The same op with another amount of work, at half the price of `dataclasses.replace`."""
+    def with_work(self, flops: int, read_bytes: int, written_bytes: int, *extents: int) -> Op:
+        """The same op with another amount of work, at half the cost of `dataclasses.replace`."""
         return Op(
             name=self.name,
             module=self.module,
@@ -119,6 +121,7 @@ class Op:
             weight_bytes=self.weight_bytes,
             made_ops_ago=self.made_ops_ago,
             on_host=self.on_host,
+            extents=extents,
             line=self.line,
         )
 
@@ -128,20 +131,20 @@ class Storage:
     """One block of memory, shared by all tensors that view it."""
 
     size_bytes: NonNegativeInt
-    """Bytes asked for, before the allocator rounds."""
+    """Requested bytes, before the allocator rounds."""
     category: Category
     op: NonNegativeInt | None
     """Index of the op that made it; None for parameters, inputs and workspaces."""
     label: _Name
-    """What it is: a parameter's name, the op that made it, a workspace's name."""
+    """Description: a parameter's name, the op that made it, or a workspace's name."""
     most_bytes: NonNegativeInt | None = None
-    """The most it may be, where its size is a library's choice that cannot be known; None where it is known."""
+    """Largest possible size, if it is an unknown choice of a library; None if the size is known."""
     kernel: Kernel | None = None
-    """What decides its size, where that is not affine in the micro-batch; None where it is."""
+    """The kernel that decides its size, if that is not affine in the micro-batch; None if it is."""
 
 
 class EventKind(StrEnum):
-    """What happens to a storage."""
+    """Kind of an event."""
 
     ALLOCATE = "allocate"
     FREE = "free"
@@ -149,39 +152,39 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One allocation or release, in the order they happen."""
+    """One allocation or free of a storage."""
 
     kind: EventKind
     storage: NonNegativeInt
     """Index into `Trace.storages`."""
     op: Annotated[int, Meta(ge=-1)]
-    """Index of the latest op begun: the one that allocates, or after which it is released; -1 in setup."""
+    """Index of the latest op: the one that allocates, or after which the storage is freed; -1 in setup."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """A rule by which the trace was made to say what the target device does, not what this one would do."""
+    """A rule that made the trace follow the target device instead of the capturing one."""
 
     name: str
     source: str
-    """Where the rule is from."""
+    """Source of the rule."""
     occurrences: NonNegativeInt
     changed_bytes: int
-    """Sum over its occurrences of bytes allocated more (positive) or less; None of it need be at the peak."""
+    """Bytes allocated in addition (positive) or less, over all occurrences; not necessarily at the peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """Some training steps of one job under some settings."""
+    """The ops and allocations of some training steps of one job under some settings."""
 
     job: str
     settings: Settings
     device_kind: Literal["cuda", "cpu"]
-    """Whose decisions the ops follow."""
+    """Kind of device whose kernels the ops follow."""
     torch_version: str
     captured_steps: PositiveInt
     captured_micro_batches: PositiveInt
-    """Micro-batches captured per step; the last one stands for all further ones."""
+    """Micro-batches captured per step; the last one represents all further ones."""
     ops: tuple[Op, ...]
     storages: tuple[Storage, ...]
     events: tuple[Event, ...]
@@ -189,41 +192,40 @@ class Trace:
     """(`fqn`, class name) of every module that ran, in the order of first call; ("", …) is the model."""
     corrections: tuple[Correction, ...] = ()
     uncertain_ops: tuple[str, ...] = ()
-    """Ops whose memory or time is not known well, by name, and why."""
+    """Ops whose memory or time is uncertain, by name, with the reason."""
     batch_coupled_modules: tuple[str, ...] = ()
-    """Modules because of which splitting a batch changes what is computed: BatchNorm in training mode, whose
-    result for a sample depends on the others, and `stateful_modules`."""
+    """Modules with which splitting a batch changes the results: BatchNorm in training mode, whose output for a
+    sample depends on the others, and `stateful_modules`."""
     stateful_modules: tuple[str, ...] = ()
-    """Those that change their buffers in each forward, such as spectral norm, and what the loss changes outside
-    of the model. BatchNorm is not among them."""
+    """Modules that change their buffers in each forward, such as spectral norm, and tensors outside of the
+    model that the loss changes. BatchNorm is not included."""
     compiled_lines: tuple[str, ...] = ()
-    """Where code for `torch.compile` is called, as "file.py:12"; it is traced as it runs eagerly."""
+    """Lines that call code compiled by `torch.compile`, as "file.py:12"; that code is traced eagerly."""
     own_checkpoints: NonNegativeInt = 0
-    """Regions of a forward pass that the model itself runs again in backward, by torch.utils.checkpoint or its
-    like; those that the settings recompute are not among them."""
+    """Number of forward regions that the model itself recomputes in backward, with torch.utils.checkpoint or
+    similar; not counting those that the settings recompute."""
     is_own_loop: bool = False
-    """Whether the job's own loop ran, which decides precision, accumulation and optimizer."""
+    """Whether the job's own loop ran, which decides precision, gradient accumulation and optimizer."""
     sizes_are_guessed: bool = False
-    """Whether values that are not known decided sizes, such as a router's choices or a mask that the model
-    computes."""
+    """Whether unknown values decided sizes, such as a router's choices or a mask that the model computes."""
     guess: Guess = Guess.EXPECTED
-    """What was assumed of them."""
+    """Assumption about those values."""
     sizes_depend_on_values: bool = False
-    """Whether values of the batch, such as lengths of sequences, decided sizes: another batch has others."""
+    """Whether values of the batch, such as sequence lengths, decided sizes, which differ for another batch."""
     parameter_count: NonNegativeInt = 0
     trainable_parameter_count: NonNegativeInt = 0
     couples_samples: bool = False
-    """Whether the loss is one of all samples of the global batch together (`Job.embed`): what it takes is not
-    affine in the micro-batch, and is there however small that is."""
+    """Whether the loss couples all samples of the global batch (`Job.embed`): its memory is not affine in the
+    micro-batch, and is needed for any micro-batch size."""
 
     global_batch: tuple[NonNegativeInt, ...] = ()
-    """Indices of storages that hold the samples of the global batch, all micro-batches of it: of a CPU, whose
-    memory the batch is in."""
+    """Indices of storages that hold the samples of the whole global batch; on a CPU, whose memory the batch is
+    in."""
     host_state_bytes: NonNegativeInt = 0
-    """What is in the host's memory between steps, where the device is another: optimizer state, and with
-    `offload_parameters` parts of parameters and gradients."""
+    """Bytes in host memory between steps, if the device is a GPU: optimizer state, and with
+    `offload_parameters` shards of parameters and gradients."""
     host_staging_bytes: NonNegativeInt = 0
-    """Pinned memory of the host that gradients and parameters pass through on their way to and from there."""
+    """Pinned host memory that stages gradients and parameters on their way to and from the host."""
 
     @property
     def batch_norm_modules(self) -> tuple[str, ...]:
@@ -232,7 +234,7 @@ class Trace:
         return tuple(fqn for fqn in self.batch_coupled_modules if fqn not in stateful)
 
     def has_same_shape_as(self, other: Trace) -> bool:
-        """Whether both run the same ops and make the same storages, and only the micro-batch decides sizes."""
+        """Whether both run the same ops and storages, and sizes depend only on the micro-batch."""
         return (
             not (self.sizes_depend_on_values or other.sizes_depend_on_values)
             and not (self.couples_samples or other.couples_samples)
@@ -247,10 +249,10 @@ class Trace:
         )
 
     def at_micro_batch_size(self, other: Trace, micro_batch_size: int) -> Trace:
-        """This trace at another micro-batch size, through the line through `self` and `other`.
+        """Scale this trace to another micro-batch size, along the line through `self` and `other`.
 
-        Bytes and FLOPs of an op are affine in the micro-batch as long as the ops stay the same, so two
-        captures tell every size.
+        Bytes and FLOPs of an op are affine in the micro-batch as long as the ops stay the same, so two captures
+        determine every size.
 
         Args:
             other: The same job under the same settings at another micro-batch size.
@@ -267,13 +269,13 @@ class Trace:
         return TraceLine(self, other).at(micro_batch_size)
 
     def with_settings(self, settings: Settings) -> Trace:
-        """This trace as one of other settings under which the same ops run, such as more micro-batches.
+        """This trace under other settings that run the same ops, such as more micro-batches.
 
         Args:
-            settings: With the same micro-batch size.
+            settings: Settings with the same micro-batch size.
 
         Returns:
-            The same with the global batch as large as the settings say.
+            The same trace with the global batch size of the settings.
         """
         before, after = self.settings.global_batch_size, settings.global_batch_size
         if before == after or not self.global_batch:
@@ -285,10 +287,10 @@ class Trace:
         return replace(self, settings=settings, storages=tuple(storages))
 
     def with_last_step_again(self) -> Trace:
-        """This trace as if its last step were run once more, which finds memory as the allocator was left.
+        """This trace with its last step repeated, in the memory as the allocator was left.
 
         Returns:
-            A trace of one step more. What the step makes and does not free, such as a library's workspace, is
+            A trace with one more step. What the step makes and does not free, such as a library's workspace, is
             not made again.
         """
         from brimful.trace.derive import with_last_step_again

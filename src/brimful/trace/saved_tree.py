@@ -1,4 +1,4 @@
-"""What each module of a trace saves, and frees when it is recomputed, in the first micro-batch."""
+"""Bytes that each module of a trace saves, and frees if recomputed, in the first micro-batch."""
 
 from __future__ import annotations
 

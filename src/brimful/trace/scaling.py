@@ -56,7 +56,8 @@ class TraceLine:
             return a + (b - a) * (micro_batch_size - at_small) // (at_large - at_small)
 
         # Blocks of a model are alike, so there are few different works.
-        scaled = {(a, b): tuple(map(line, a, b)) for a, b in set(self._works)}
+        # An op may have a problem size at the larger size alone: one row has no layout to transpose.
+        scaled = {(a, b): (*map(line, a, b), *b[len(a) :]) for a, b in set(self._works)}
         ops, storages = list(self.small.ops), list(self.small.storages)
         for i, work in zip(self.changing_ops, self._works, strict=True):
             ops[i] = ops[i].with_work(*scaled[work])
@@ -74,8 +75,8 @@ class TraceLine:
         )
 
 
-def _work(op: Op) -> tuple[int, int, int]:
-    return op.flops, op.read_bytes, op.written_bytes
+def _work(op: Op) -> tuple[int, ...]:
+    return op.flops, op.read_bytes, op.written_bytes, *op.extents
 
 
 def _scaled_storage(a: Storage, b: Storage, line: Callable[[int, int], int]) -> Storage:

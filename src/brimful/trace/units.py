@@ -14,11 +14,11 @@ from brimful.trace.records import Category, Trace
 from brimful.trace.saved_tree import SavedTree
 
 SMALLEST_SHARE = 1 / 200
-"""A part that saves less of the whole than this is no unit: recomputing it would gain nothing to speak of."""
+"""A part that saves a smaller fraction of the whole is not a unit: recomputing it would gain almost nothing."""
 
 LARGEST_SHARE = 1 / 8
-"""A part that saves more than this is divided, unless it is one of several alike. Eight parts or more let
-a plan use its budget to within an eighth; repeated blocks are the parts that people checkpoint."""
+"""A part that saves a larger fraction is divided, unless it is one of several alike. With eight parts or more a
+plan can use its budget to within an eighth; repeated blocks are what is usually checkpointed."""
 
 
 def find_units(trace: Trace) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ def _frees_more_whole(tree: SavedTree, path: str, children: list[str]) -> bool:
     if not path or tree.classes.get(path) in (
         "ModuleList",
         "ModuleDict",
-    ):  # what is never called is no unit
+    ):  # a module that is never called is not a unit
         return False
     return 2 * sum(tree.bytes_freed([child]) for child in children) < tree.bytes_freed([path])
 

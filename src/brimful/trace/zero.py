@@ -1,4 +1,4 @@
-"""What a step takes of one rank's memory where DeepSpeed's ZeRO divides the model.
+"""Memory of a step on one rank if DeepSpeed's ZeRO shards the model.
 
 DeepSpeed cannot be run on fake tensors, so the capture of one process is changed by its rules:
 
@@ -40,11 +40,11 @@ GLOO_HELD_BUCKETS = 2
 (benchmarks/results/train_zero.json). NCCL has no such threads."""
 
 _BYTES = 4
-"""Of a float32 number; others are not trained."""
+"""Bytes of a float32 number; other types are not trained."""
 
 
 def bucket_elements(elements: int) -> int:
-    """Of a model with so many parameters; DeepSpeed wants an even number."""
+    """Bucket size for a model with `elements` parameters; DeepSpeed needs an even number."""
     return min(BUCKET_ELEMENTS, elements + elements % 2)
 
 

@@ -1,13 +1,15 @@
 """A job, a plan and data → a trained model: epochs, validation, checkpoints, recovery, resume.
 
-Start reading at `loop.py`. `trainer.Trainer` is what a user calls, `setup` builds a run, `resume` restores one.
+Start reading at `run/loop.py`. Users call `Trainer` (`trainer.py`); `setup.py` sets up a run, and `resume.py`
+finds the save that it resumes from.
 
-| room | what it has |
+| room | contents |
 |---|---|
+| `run/` | the loop over epochs, validation, when to save, how a run ends |
 | `step/` | one optimizer step as a transaction, with OOM recovery, schedules and the moving average |
 | `data/` | batches, their order and position, reading ahead, bucketing by length |
 | `storage/` | checkpoints, weights, the run directory |
-| `monitor/` | records, progress, utilisation, trackers, callbacks |
+| `monitor/` | records, what is written and shown of them, utilisation, trackers, callbacks |
 """
 
 from brimful.trainer.data.length_buckets import LengthBuckets, pad_batch

@@ -3,39 +3,44 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
-from brimful.errors import NonFiniteError, SaveError, UsageError
-from brimful.results import StepRecord
+from torch import nn
+
+from brimful.errors import SaveError, UsageError
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import check_rates, run_identity
 from brimful.trainer.state import TrainState
-from brimful.trainer.step.not_finite import step_not_finite, update_not_finite
+from brimful.trainer.step.not_finite import is_finite_on_all_ranks, update_not_finite
 from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.restore import Save
+from brimful.trainer.storage.weights import AVERAGE
 
 
 class Checkpointer:
-    """Saves the state of a run as its last step left it, and restores it.
+    """Saves the state of a run after its latest step, and restores it.
 
     Args:
-        config: Of the run.
-        state: What is saved.
-        logger: Writes, where there is a run directory.
+        config: The configuration of the run.
+        state: The state to save.
+        logger: The records and files of the run.
     """
 
     def __init__(self, *, config: RunConfig, state: TrainState, logger: RunLogger) -> None:
         self._config = config
-        self._run_dir = config.run_dir
-        self._ranks = state.ranks
         self._state = state
         self._logger = logger
+        self._saves = logger.files.saves
+        self._requested_step: int | None = None
+        """The step of the latest save requested; None before the first, and after one failed."""
 
     def restore(self, saved: Save) -> None:
-        """Load a checkpoint into the state; the model has its weights already.
+        """Load a checkpoint into the state; the model already has its weights.
 
         Args:
-            saved: Of this run.
+            saved: A save of this run.
 
         Raises:
             ResumeError: It does not match this optimizer, schedule or loss scaler, or has other rates.
@@ -44,96 +49,100 @@ class Checkpointer:
         self._state.load_state_dict(saved.checkpoint.with_optimizer(optimizer_state).state)
         saved.release()
         check_rates(self._config, self._state.rates, saved)
+        self._requested_step = saved.step
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint every `save_every` steps."""
+        every = self._config.options.save_every
+        if every is not None and self._state.step % every == 0:
+            self.save()
 
     def save(self) -> None:
-        """Save a checkpoint, unless there is one of this step, or NaN or infinity in the weights."""
-        if self._run_dir is None:
-            return
-        needs_save = self._ranks.any(self._logger.needs_save(self._state.step))
-        if not needs_save or not self._state.is_finite():
-            return
-        checkpoint = Checkpoint(
-            run=run_identity(self._config, self._state.rates), state=self._state.state_dict()
-        )
-        in_parts = self._state.parallel.saves_parts
-        model = self._state.model if in_parts else self._state.whole_model(self._run_dir)
-        self._logger.save(model, checkpoint)
+        """Save a checkpoint while training continues, unless this step has one or the weights are not finite.
 
-    def save_weights(self) -> None:
-        """Write the weights, and their average, unless the last step left NaN or infinity in them.
+        If a save fails, this shows it and training continues with the saves before it.
 
         Raises:
-            NonFiniteError: It did.
+            SaveError: The first save could not be written.
+            UsageError: The state cannot be loaded without running code.
+        """
+        state, run_dir = self._state, self._config.run_dir
+        if run_dir is None:
+            return
+        needs_save = state.ranks.any(self._requested_step != state.step)
+        if not needs_save or not is_finite_on_all_ranks(state.model, state.ranks):
+            return
+        checkpoint = Checkpoint(run=run_identity(self._config, state.rates), state=state.state_dict())
+        model = state.model if state.parallel.saves_parts else state.whole_model(run_dir)
+        self._write(model, checkpoint)
+        self._requested_step = state.step
+
+    def _write(self, model: nn.Module, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint with the records so far, after the save under way."""
+        if self._saves is None:
+            return
+        try:
+            self.wait_for_save()
+        except SaveError as error:
+            self._logger.progress.show_note(str(error))
+            with suppress(SaveError):  # the disk may be full
+                self._logger.files.append_message("failed save", str(error))
+        validations = tuple(self._logger.history.validations)
+        metrics_bytes = self._logger.files.flush_metrics()
+        self._saves.write(model, replace(checkpoint, validations=validations, metrics_bytes=metrics_bytes))
+
+    def wait_for_save(self) -> None:
+        """Wait until the save under way is on the disk.
+
+        Raises:
+            SaveError: It could not be written; those before it are complete.
+            UsageError: The state cannot be loaded without running code.
+        """
+        if self._saves is not None:
+            try:
+                self._saves.wait()
+            except (SaveError, UsageError):
+                self._requested_step = None
+                raise
+
+    @property
+    def saved_step(self) -> int | None:
+        """The step of the newest complete checkpoint; None if there is none, or if other ranks write them."""
+        return None if self._saves is None else self._saves.saved_step
+
+    def save_weights(self) -> None:
+        """Write the weights, and their average.
+
+        Raises:
+            NonFiniteError: The weights are NaN or infinite.
             SaveError: They could not be written; those written before stay.
         """
         state = self._state
-        state.broadcast_buffers()
-        if not state.is_finite():
-            raise update_not_finite(state.step, self._config.settings, self._weights_before())
-        self._write_weights()
+        state.ranks.broadcast_buffers(state.model)
+        if not is_finite_on_all_ranks(state.model, state.ranks):
+            raise update_not_finite(state.step, state.settings, self.earlier_weights())
+        self.write_weights()
         if state.average is not None:
-            with state.averaged():
-                self._logger.save_average(state.model, state.step)
+            with state.average.in_place():
+                self._logger.files.write_weights(state.model, AVERAGE, state.step)
 
-    def save_after(self, error: Exception) -> None:
-        """Save what there is before an error ends the run, and add to the error where it is."""
-        if self._state.step == 0 or self._run_dir is None or self._ranks.is_distributed:
-            return  # of several ranks one may not answer any more
-        try:
-            self._save_now()
-            self.save_weights()
-        except Exception as failure:  # not to take the place of the error that ends the run
-            error.add_note(f"Saving after it failed as well: {type(failure).__name__}: {failure}")
-        error.add_note(self._where_saved())
-
-    def note_save_before(self, error: Exception) -> None:
-        """Add to an error, after which nothing is saved, from where the run can be resumed."""
-        if self._run_dir is None or self._ranks.is_distributed:
-            return
-        with suppress(SaveError, UsageError):
-            self._logger.wait_for_save()
-        error.add_note(self._where_saved())
-
-    def _save_now(self) -> None:
-        """Save, and wait for it; once more if a save of this step was under way and fails."""
-        self.save()
-        try:
-            self._logger.wait_for_save()
-        except SaveError:
-            self.save()
-            self._logger.wait_for_save()
-
-    def _where_saved(self) -> str:
-        step = self._logger.saved_run_step
-        if step is None:
-            return f"The run has no save; resuming {self._run_dir} starts from the beginning."
-        return f"The run is saved after step {step}; resuming {self._run_dir} continues there."
-
-    def not_finite(self, record: StepRecord) -> NonFiniteError:
-        """Write the weights from before a step that was not taken, as it came to no number.
-
-        Args:
-            record: The step.
+    def write_weights(self) -> Path | None:
+        """Write the weights as they are.
 
         Returns:
-            The error for it, which says where the weights are.
+            Their path; None without a run directory.
+
+        Raises:
+            SaveError: They could not be written; those written before stay.
         """
-        if self._state.is_finite():
-            self._write_weights()
-            path = self._logger.weights_path
-            written = path or "in the model (Trainer.model); without run_dir nothing is written"
-            where = f"after step {self._state.step}, {written}"
-        else:
-            where = self._weights_before()
-        of_first = self._ranks.broadcast(where)  # which alone has written
-        return step_not_finite(record, self._config.settings, of_first)
+        run_dir, files = self._config.run_dir, self._logger.files
+        if run_dir is not None:
+            files.write_latest_weights(self._state.whole_model(run_dir), self._state.step)
+        return files.weights_path
 
-    def _write_weights(self) -> None:
-        if self._run_dir is not None:
-            self._logger.save_weights(self._state.whole_model(self._run_dir), self._state.step)
-
-    def _weights_before(self) -> str:
-        """Where those of an earlier step are."""
-        if self._logger.saved_step is None:
+    def earlier_weights(self) -> str:
+        """Describe where the weights of an earlier step are."""
+        files = self._logger.files
+        if files.weights_step is None:
             return "none were saved before"
-        return f"after step {self._logger.saved_step}, {self._logger.weights_path}"
+        return f"after step {files.weights_step}, {files.weights_path}"

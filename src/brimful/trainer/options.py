@@ -1,131 +1,92 @@
-"""What is asked of a training run, declared once; and what it is asked for: a job, a plan, a device."""
+"""The options of a training run, and its configuration: options, job, plan and device."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 
 from brimful.errors import UsageError
 from brimful.job import Data, Job
+from brimful.options import LARGEST_SEED, LoopOptions
 from brimful.planner import Plan
-from brimful.results import LARGEST_SEED
-from brimful.settings import Settings
+from brimful.settings import Settings, check_count, check_counts
 from brimful.trainer.monitor.callbacks import Callback, check_callbacks
 from brimful.trainer.step.schedules import MakeSchedule, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """What is asked of a training run: `Trainer` takes each of these by keyword.
+class TrainOptions(LoopOptions):
+    """The options of a training run; `Trainer` and `fit` take each of them by keyword.
 
     Raises:
         UsageError: An option is out of range, or needs another one.
     """
 
     data: Data | None = None
-    """What to train on; None means the job's own."""
+    """What to train on. Default: the job's own."""
     run_dir: Path | str | None = None
-    """A new or empty directory for weights, records and saves; None writes nothing."""
+    """A new or empty directory for weights, records and checkpoints. Default: nothing is written."""
     resume: bool = False
-    """Resume from the newest whole save in `run_dir`, exactly where it was made; start if there is none yet, so
-    that a scheduler can give the same command each time. Nothing that was trained is deleted: weights without
-    saves are refused."""
-    save_every: int | None = None
-    """Save every this many steps, besides the end of each epoch and of the run. A run that is killed loses the
-    steps since the last save."""
-    keep_saves: int = 2
-    """How many saves to keep, the newest."""
-    epochs: int | None = None
-    """Passes over the training data; 1 if neither this nor `steps` is given."""
-    steps: int | None = None
-    """Maximum total optimizer steps."""
-    seed: int = 0
-    """From 0 to 2**64 - 1; decides weights, order of samples and dropout."""
+    """Resume from the newest complete checkpoint in `run_dir`, exactly where it was saved; start if there is
+    none yet, so that a scheduler can give the same command each time. Weights without checkpoints are refused,
+    not deleted."""
     device: torch.device | str | None = None
-    """A torch device; None means the GPU if there is one, unless the plan is for a CPU."""
-    max_gradient_norm: float | None = None
-    """Clip gradients to this norm; None leaves them."""
+    """A torch device. Default: the GPU if there is one, unless the plan is for a CPU."""
     schedule: Schedule | MakeSchedule | None = None
-    """A `Schedule` over the steps of the run, which its data or `steps` must say; or what makes one from the
-    optimizer. It is stepped once per optimizer step, and not when fp16 gradients overflowed and the step was
-    skipped."""
-    ema_decay: float | None = None
-    """Keep an exponential moving average of the parameters with this decay, such as 0.999. It is what is
-    validated, and written to `average.safetensors`. It takes as much memory as the parameters, which a plan
-    does not count; None keeps none."""
-    correct_batch_norm: bool = False
-    """Under accumulation, let running statistics go as far in a step as with one micro-batch; what they are
-    over, a micro-batch, stays as it is."""
-    patience: int | None = None
-    """Early stopping: end after this many validations without a lower loss; None ends it at no loss."""
+    """A learning rate `Schedule` over the steps of the run, whose number the data or `steps` must give; or a
+    function that makes a scheduler from the optimizer. It is stepped once per optimizer step, but not when fp16
+    gradients overflowed and the step was skipped."""
     callbacks: Sequence[Callback] = ()
     """Called after each step and each validation, and at the end."""
     verify: bool = True
     """Before the first step, compare loss, gradients and buffers of a few samples under the plan with those of
     plain training, if the plan recomputes or splits anything."""
     show_progress: bool = True
-    """Show how far the run is, on standard error."""
+    """Show progress on standard error."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "save_every", "keep_saves", "patience"):
-            self._check_count(name, least=1)
-        self._check_count("seed", least=0)
+        asked = [
+            name for name in ("epochs", "steps", "save_every", "patience") if getattr(self, name) is not None
+        ]
+        check_counts(self, "keep_saves", *asked)
+        check_count("seed", self.seed, least=0)
         if self.seed > LARGEST_SEED:
             raise UsageError(f"seed is {self.seed}; it must be at most {LARGEST_SEED}.")
         for name, is_asked in (("resume", self.resume), ("save_every", self.save_every is not None)):
             if is_asked and self.run_dir is None:
-                raise UsageError(f"{name} needs a run_dir, in which saves are.")
+                raise UsageError(f"{name} needs a run_dir: checkpoints are written there.")
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
             raise UsageError(f"max_gradient_norm is {self.max_gradient_norm}; it must be positive.")
+        decay = self.ema_decay
+        if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
+            raise UsageError(f"ema_decay is {decay!r}; it must be at least 0 and less than 1, such as 0.999.")
         object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))
-
-    def _check_count(self, name: str, *, least: int) -> None:
-        count = getattr(self, name)
-        if count is not None and count < least:
-            raise UsageError(f"{name} is {count}; it must be at least {least}.")
 
 
 class TrainKeywords(TypedDict, total=False):
-    """The options of `TrainOptions` for type checkers."""
+    """The options of `Trainer` and `fit`, for type checkers."""
 
-    data: Data | None
-    run_dir: Path | str | None
-    resume: bool
-    save_every: int | None
-    keep_saves: int
     epochs: int | None
     steps: int | None
     seed: int
-    device: torch.device | str | None
     max_gradient_norm: float | None
-    schedule: Schedule | MakeSchedule | None
     ema_decay: float | None
     correct_batch_norm: bool
     patience: int | None
+    save_every: int | None
+    keep_saves: int
+    data: Data | None
+    run_dir: Path | str | None
+    resume: bool
+    device: torch.device | str | None
+    schedule: Schedule | MakeSchedule | None
     callbacks: Sequence[Callback]
     verify: bool
     show_progress: bool
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def takes_train_options(function: Function) -> Function:
-    """Show the options in the signature of a function whose last parameter is `**options`; a decorator."""
-    *named, _options = inspect.signature(function).parameters.values()
-    options = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-        )
-        for field in fields(TrainOptions)
-    ]
-    function.__signature__ = inspect.Signature([*named, *options])  # type: ignore[attr-defined]
-    return function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,20 +94,21 @@ class Length:
     """The length of a run."""
 
     epochs: int | None
-    """Most passes over the training data."""
+    """Maximum passes over the training data; None without a limit."""
     steps: int | None
-    """Most optimizer steps."""
+    """Maximum optimizer steps; None without a limit."""
     patience: int | None
-    """Most validations in a row without a lower loss."""
+    """Maximum validations in a row without a lower loss; None without a limit."""
 
     def total_steps(self, steps_per_epoch: int | None) -> int | None:
-        """Steps of the whole run.
+        """Optimizer steps of the whole run.
 
         Args:
-            steps_per_epoch: None if the data do not say; then the epochs may end the run before its last step.
+            steps_per_epoch: None if the data do not report it; then the run may end with its epochs, before
+                this number of steps.
 
         Returns:
-            None if neither the data nor the user say.
+            The steps; None if neither the data nor the options have them.
         """
         if self.epochs is None or steps_per_epoch is None:
             return self.steps
@@ -154,43 +116,47 @@ class Length:
         return by_epochs if self.steps is None else min(by_epochs, self.steps)
 
     def has_enough(self, steps: int) -> bool:
-        """Whether as many steps are taken as were asked for."""
+        """Whether the requested number of steps is taken."""
         return self.steps is not None and steps >= self.steps
 
+    def is_out_of_patience(self, validations_without_improvement: int) -> bool:
+        """Whether early stopping ends the run."""
+        return self.patience is not None and validations_without_improvement >= self.patience
+
     def is_past(self, epoch: int) -> bool:
-        """Whether an epoch, from 1, is one too many."""
+        """Whether an epoch, counted from 1, comes after the last."""
         return self.epochs is not None and epoch > self.epochs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """Everything that is known of a run before it begins."""
+    """The configuration of a run."""
 
     job: Job
     about: Any
-    """What the job says about itself, as it is in a file."""
+    """`Job.about` as it is when read back from JSON."""
     plan: Plan | None
     settings: Settings
-    """The plan's, or those given without one."""
+    """The settings of the plan, or those given without one."""
     device: torch.device
-    """This rank's."""
+    """The device of this rank."""
     options: TrainOptions
     shows_progress: bool
-    """On this rank."""
+    """Whether this rank shows progress."""
 
     @property
     def length(self) -> Length:
-        """One epoch, unless epochs or steps were asked for."""
+        """The length of the run: one epoch, unless the options have epochs or steps."""
         options = self.options
         epochs = 1 if options.epochs is None and options.steps is None else options.epochs
         return Length(epochs=epochs, steps=options.steps, patience=options.patience)
 
     @property
     def run_dir(self) -> Path | None:
-        """None writes nothing."""
+        """The run directory; None writes nothing."""
         return None if self.options.run_dir is None else Path(self.options.run_dir)
 
     @property
     def loss_unit(self) -> str | None:
-        """What the job counts, for a reader; None if it counts nothing."""
+        """The unit that the job counts, as text; None if it counts nothing."""
         return None if self.job.count is None else self.job.counted

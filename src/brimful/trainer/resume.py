@@ -1,4 +1,4 @@
-"""What a run begins with, or goes on from: its save, which must be of the same run, and its settings."""
+"""Finds the start of a run: the save that it resumes from, which must be of the same run, and its settings."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from brimful.trainer.storage.unsaved import check_restart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """From where a run starts."""
+    """The start of a run."""
 
     saved: Save | None
-    """What it goes on from; None begins it."""
+    """The save to resume from; None for a new run."""
     settings_of_save: Settings
-    """With which the run was saved last, or begins; a launch may have lowered them since."""
+    """The settings of the save, or those of a new run."""
     settings: Settings
-    """Those to go on with."""
+    """The settings to train with: those of the save, or smaller ones that the last launch left."""
     fallback: Recovery | None
-    """Why they are lower, where memory ran out on one of the ranks of the launch before this."""
+    """Why they are smaller: memory ran out on a rank of the last launch. None if they are not."""
 
 
 def find_start(config: RunConfig, ranks: Ranks) -> Start:
-    """Find the newest save if the run is to go on, and see that it is of this run; or prepare to begin.
+    """Find the save that a run resumes from, and check that it is of this run; else check that it can start.
 
     Args:
-        config: Say which.
-        ranks: All of them look for it together.
+        config: The configuration of the run.
+        ranks: All ranks; they call this together.
 
     Returns:
-        From where to start.
+        The start of the run.
 
     Raises:
         RunDirectoryError: The run directory is not empty or cannot be written to.
-        ResumeError: No save is whole, or they are of another run.
+        ResumeError: There is no complete checkpoint, or the checkpoints are of another run.
     """
-    ranks.barrier()  # the first may still be writing what a run before this saved last
+    ranks.barrier()  # the first rank may still be writing the last save of an earlier run
     saved = _newest_save(config, ranks)
     if saved is None:
         _check_run_directory(config, ranks)
@@ -58,17 +58,17 @@ def find_start(config: RunConfig, ranks: Ranks) -> Start:
     return Start(saved=saved, settings_of_save=before, settings=settings, fallback=fallback)
 
 
-def schedule_fallback(config: RunConfig, start: Start, after: Settings, recovery: Recovery) -> str:
-    """Let the next launch resume with settings that take less.
+def store_fallback(config: RunConfig, start: Start, after: Settings, recovery: Recovery) -> str:
+    """Store smaller settings for the next launch to resume with.
 
     Args:
-        config: Say where the run is saved.
-        start: From where this launch started.
-        after: The settings that take less.
-        recovery: What happened.
+        config: The configuration of the run.
+        start: The start of this launch.
+        after: The smaller settings.
+        recovery: The record of the failure.
 
     Returns:
-        What to tell the user of it.
+        A sentence for the error message.
     """
     run_dir = config.run_dir
     if run_dir is None:
@@ -81,14 +81,14 @@ def schedule_fallback(config: RunConfig, start: Start, after: Settings, recovery
 
 
 def run_identity(config: RunConfig, rates: Rates) -> RunIdentity:
-    """What identifies a run: a checkpoint with another identity is of another run.
+    """Make the identity of a run: a checkpoint with another identity is of another run.
 
     Args:
-        config: What was asked.
-        rates: Learning rates and weight decays that were asked for.
+        config: The configuration of the run.
+        rates: The learning rates and weight decays of its optimizer.
 
     Returns:
-        What is saved with the run.
+        The identity to save.
     """
     schedule = config.options.schedule
     return RunIdentity(
@@ -101,15 +101,15 @@ def run_identity(config: RunConfig, rates: Rates) -> RunIdentity:
 
 
 def check_rates(config: RunConfig, rates: Rates, saved: Save) -> None:
-    """Check that the rates are those that were saved; others that are asked for now would not be taken.
+    """Check that learning rates, weight decays and schedule are those of the save, which would override them.
 
     Args:
-        config: Name the run, and its schedule.
-        rates: Learning rates and weight decays that are asked for now.
-        saved: Its own take their place.
+        config: The configuration of the run.
+        rates: The learning rates and weight decays of its optimizer.
+        saved: The save to resume from.
 
     Raises:
-        ResumeError: They are others.
+        ResumeError: They differ.
     """
     before, now = saved.checkpoint.run, run_identity(config, rates)
     if (before.rates, before.schedule) != (now.rates, now.schedule):
@@ -138,7 +138,7 @@ def _newest_save(config: RunConfig, ranks: Ranks) -> Save | None:
 
 
 def _check_run_directory(config: RunConfig, ranks: Ranks) -> None:
-    """Check on the first rank, for all, that a run can begin where it is to; nothing is written yet."""
+    """Check on the first rank that a run can start in its directory; all ranks raise if not. Writes nothing."""
     run_dir = config.run_dir
     refusal: BrimfulError | None = None
     if run_dir is not None and ranks.is_first:
@@ -171,19 +171,23 @@ def _check_same_run(config: RunConfig, saved: Save) -> None:
 
 
 def _settings_to_resume(config: RunConfig, saved: Save) -> Settings:
-    """Those in force when the run was saved, lowered perhaps, unless others are asked for now."""
+    """The settings in force when the run was saved, unless the plan has changed."""
     if saved.checkpoint.run.settings != config.settings:
         return config.settings
     return saved.checkpoint.state.settings
 
 
 def _fallback(config: RunConfig, settings: Settings, ranks: Ranks) -> tuple[Settings, Recovery | None]:
-    """The settings to go on with, and what happened if the launch before this left others."""
+    """The settings that the last launch left, and why; else those of the save."""
     if config.options.resume and ranks.is_distributed:
         assert config.run_dir is not None
         try:
             left = read_fallback(config.run_dir, settings)
-        except (FileFormatError, KeyError, TypeError) as error:  # the run goes on as it was saved
+        except (
+            FileFormatError,
+            KeyError,
+            TypeError,
+        ) as error:  # the run continues with the settings of the save
             warnings.warn(f"{FALLBACK} is not used: {error}", stacklevel=3)
             left = None
         if left is not None:

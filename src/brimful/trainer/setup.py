@@ -1,4 +1,4 @@
-"""Builds everything that a run has before its first step, in the order that its random numbers need."""
+"""Sets up a run, in the order in which its parts draw random numbers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,29 @@ from dataclasses import dataclass
 from functools import partial
 
 from brimful.batches import layout_of
-from brimful.distributed.ranks import Ranks
+from brimful.distributed.ranks import SINGLE, Ranks
+from brimful.errors import UsageError
 from brimful.job import Data
-from brimful.results import EquivalenceReport
-from brimful.trainer.data.batches import Batches, check_validation, find_data, refuse_single_samples
+from brimful.results import DataLoading, EquivalenceReport
+from brimful.trainer.data.batches import (
+    Batches,
+    check_validation,
+    data_loading,
+    find_data,
+    refuse_single_samples,
+)
 from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.monitor.mfu import Utilisation
 from brimful.trainer.monitor.progress import make_progress
+from brimful.trainer.monitor.run_files import RunFiles
 from brimful.trainer.options import RunConfig
-from brimful.trainer.resume import Start, find_start, schedule_fallback
+from brimful.trainer.resume import Start, find_start, store_fallback
 from brimful.trainer.state import TrainState, make_state, seeded_model
 from brimful.trainer.step.fallback import MemoryFallback
 from brimful.trainer.step.runner import StepRunner
 from brimful.trainer.storage.saves import Saves
-from brimful.trainer.verify import certified
+from brimful.trainer.verify import verified
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,38 +40,42 @@ class RunContext:
     start: Start
     data: Data
     batches: Batches
-    """Of the training data."""
+    """The batches of the training data."""
+    data_loading: DataLoading | None
+    """How the training data are loaded; None if they are in memory."""
     utilisation: Utilisation
     certificate: EquivalenceReport | None
     state: TrainState
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None if that is not known."""
+        """Optimizer steps of the whole run; None if that is not known."""
         return self.config.length.total_steps(self.batches.steps_per_epoch)
 
 
 def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
-    """Set up a run from its beginning or from a checkpoint: its data, model and optimizer.
+    """Set up a new run, or resume one: its data, model and optimizer.
 
-    The seed decides the weights, then the random numbers of the data, which are alike on every rank; from
-    there on those of the ranks differ.
+    The seed determines the weights, then the random numbers of the data: both are the same on every rank. From
+    then on each rank draws its own random numbers.
 
     Args:
-        config: What was asked.
-        ranks: All of them call this together.
+        config: The configuration of the run.
+        ranks: All ranks; they call this together.
 
     Returns:
-        What the run is made of.
+        The parts of the run.
 
     Raises:
-        UsageError: There are no data, or they, the model or the loss are none.
+        UsageError: There is no data, or the data, the model or the loss cannot be used.
         RunDirectoryError: The run directory is not empty or cannot be written to.
-        ResumeError: No save is whole, or they are of another run.
+        ResumeError: There is no complete checkpoint, or the checkpoints are of another run.
         EquivalenceError: The plan does not compute what plain training does.
     """
     start = find_start(config, ranks)
     data = find_data(config.job, config.options.data)
+    if config.options.patience is not None and data.validation is None:
+        raise UsageError("patience needs validation data: Data(validation=…).")
     layout = layout_of(config.job, whole=start.settings.global_batch_size)
     batches = Batches(
         data.train,
@@ -80,7 +92,7 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
     model = seeded_model(config, start)
     if ranks.is_first:
         batches.warn_small_batches(model)
-    certificate = certified(model, config, ranks) if start.saved is None else None
+    certificate = verified(model, config, ranks) if start.saved is None else None
     state = make_state(
         model,
         config,
@@ -95,6 +107,7 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
         start=start,
         data=data,
         batches=batches,
+        data_loading=data_loading(data.train),
         utilisation=utilisation,
         certificate=certificate,
         state=state,
@@ -102,22 +115,22 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
 
 
 def make_logger(run: RunContext) -> RunLogger:
-    """The logger of a run, which the first rank alone writes, but for saves of which each has a part."""
+    """Make the logger of a run. Only the first rank writes files, except for sharded saves."""
     config = run.config
-    return RunLogger(
-        run_dir=config.run_dir if run.ranks.is_first else None,
+    files = RunFiles(
+        config.run_dir if run.ranks.is_first else None,
         plan=config.plan or config.settings,
         job=config.job,
-        progress=make_progress(run.total_steps, show=config.shows_progress, loss_unit=config.loss_unit),
-        keep_saves=config.options.keep_saves,
         may_resume=config.options.resume,
         resumed=run.start.saved,
-        saves=_saves_of_parts(run),
+        saves=_make_saves(run),
     )
+    progress = make_progress(run.total_steps, show=config.shows_progress, loss_unit=config.loss_unit)
+    return RunLogger(files, progress)
 
 
 def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
-    """What runs the steps, and reports to the logger where memory ran out."""
+    """Make the runner of the steps, which logs each time that memory ran out."""
     config = run.config
     return StepRunner(
         config.job,
@@ -125,15 +138,19 @@ def make_runner(run: RunContext, logger: RunLogger) -> StepRunner:
         corrects_batch_norm=config.options.correct_batch_norm,
         shrink=MemoryFallback(config.job, config.plan, config.device),
         on_recovery=logger.add_recovery,
-        schedule_fallback=partial(schedule_fallback, config, run.start),
+        store_fallback=partial(store_fallback, config, run.start),
     )
 
 
-def _saves_of_parts(run: RunContext) -> Saves | None:
-    """Every rank's own, where each writes what it has of the model and of the optimizer's state."""
-    run_dir = run.config.run_dir
-    if run_dir is None or not run.state.parallel.saves_parts:
+def _make_saves(run: RunContext) -> Saves | None:
+    """Every rank writes its shard where the model is sharded; elsewhere the first rank writes all."""
+    run_dir, is_sharded = run.config.run_dir, run.state.parallel.saves_parts
+    if run_dir is None or not (is_sharded or run.ranks.is_first):
         return None
     saved = run.start.saved
-    saved_step = None if saved is None else saved.step
-    return Saves(run_dir, keep=run.config.options.keep_saves, ranks=run.ranks.apart(), saved_step=saved_step)
+    return Saves(
+        run_dir,
+        keep=run.config.options.keep_saves,
+        ranks=run.ranks.apart() if is_sharded else SINGLE,
+        saved_step=None if saved is None else saved.step,
+    )

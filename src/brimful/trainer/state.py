@@ -1,15 +1,12 @@
 """The state of a run: everything that its next step depends on, in one place.
 
-`TrainState.state_dict()` is what a checkpoint holds beside parameters and buffers; `load_state_dict` resumes
-from it. Each part saves and loads itself: optimizer, schedule, loss scaler, moving average, batch stream,
-random numbers. To add a part, add it here and to `StateDict` in `storage/checkpoint.py`, which has its schema.
+A checkpoint holds `TrainState.state_dict()` beside parameters and buffers; `load_state_dict` resumes from it.
+Each part saves and loads itself: optimizer, schedule, loss scaler, moving average, batch stream, random states.
+To add a part, add it here and to `StateDict` in `storage/checkpoint.py`, which has its schema.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,35 +23,29 @@ from brimful.distributed.strategies import DataParallel, data_parallel
 from brimful.errors import ResumeError, UsageError
 from brimful.execution.executor import StepExecutor
 from brimful.execution.out_of_memory import out_of_memory, with_room
-from brimful.execution.random_state import RandomState
 from brimful.execution.setup import build_model, set_up_allocator
 from brimful.optimizers import make_optimizer, set_implementation
 from brimful.settings import Settings
-from brimful.trainer.data.rng import random_state_now, seed_all
+from brimful.trainer.data.rng import random_state_now, restore_own, seed_all
 from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start
 from brimful.trainer.step.ema import MovingAverage
-from brimful.trainer.step.not_finite import has_finite_parameters
 from brimful.trainer.step.schedules import make_scheduler
 from brimful.trainer.storage.checkpoint import Rates, StateDict
 from brimful.trainer.storage.run_directory import SAVES
-from brimful.trainer.storage.state_checks import (
-    check_optimizer_state,
-    check_scaler_state,
-    check_scheduler_state,
-)
+from brimful.trainer.storage.state_checks import check_parts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainState:
-    """What a run has learned and where it is. Questions about all ranks are answered collectively."""
+    """The state of a run on one rank."""
 
     executor: StepExecutor
-    """Runs the steps; it has the model, the optimizer and the loss scaler."""
+    """Runs the steps. It has the model, the optimizer and the loss scaler."""
     scheduler: LRScheduler | None
     average: MovingAverage | None
-    """Exponential moving average of the parameters; None keeps none."""
+    """Exponential moving average of the parameters; None without one."""
     stream: BatchStream
     """The batches, and the position in them."""
     ranks: Ranks
@@ -64,13 +55,13 @@ class TrainState:
     """Learning rates and weight decays as the job's optimizer sets them."""
     seed: int
     settings: Settings
-    """Those in force: a step that ran out of memory may have lowered them."""
+    """The settings in force; smaller ones replace them after a step ran out of memory."""
     step: int = 0
-    """Optimizer steps taken, those included that the loss scaler skipped."""
+    """Number of optimizer steps taken, including those that the loss scaler skipped."""
     updates: int = 0
-    """Steps that changed the parameters."""
+    """Number of steps that changed the parameters."""
     skipped_in_a_row: int = 0
-    """Steps that the loss scaler skipped since the last update."""
+    """Number of steps that the loss scaler skipped since the last update."""
 
     @property
     def model(self) -> nn.Module:
@@ -84,13 +75,13 @@ class TrainState:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return self.executor.device
 
     def state_dict(self) -> StateDict:
-        """What `load_state_dict` resumes from; of sharded tensors, this rank's shards.
+        """Return the state that `load_state_dict` resumes from, with this rank's shards of sharded tensors.
 
-        Gathers the random numbers of all ranks, so every rank must call it.
+        Every rank must call it: it gathers the random states of all ranks.
         """
         return self.ranks.with_room(self._own_state, during="the state of the run is read").with_random(
             self.ranks.all_gather(random_state_now(self.device))
@@ -103,7 +94,7 @@ class TrainState:
             updates=self.updates,
             skipped_in_a_row=self.skipped_in_a_row,
             settings=self.settings,
-            optimizer_class=self._optimizer_class,
+            optimizer_class=_class_of(self.optimizer),
             optimizer=self.optimizer.state_dict(),
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
             scaler=None if scaler is None else scaler.state_dict(),
@@ -112,28 +103,32 @@ class TrainState:
         )
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Resume from what `state_dict` returned. Random numbers follow once the data are opened.
+        """Load what `state_dict` returned. Random states are restored once the data are open.
 
         Args:
-            state: Of a run with the same job and settings.
+            state: The state of a run with the same job and settings.
 
         Raises:
-            ResumeError: It is of another optimizer, or only one of the two runs has a schedule or loss scaler.
+            ResumeError: The optimizers differ, or only one of the two runs has a schedule or loss scaler.
         """
-        if state.optimizer_class != self._optimizer_class:
+        optimizer_class = _class_of(self.optimizer)
+        if state.optimizer_class != optimizer_class:
             raise ResumeError(
                 f"the saved run has the optimizer {state.optimizer_class}, and this one "
-                f"{self._optimizer_class}. Resume with the optimizer of the saved run."
+                f"{optimizer_class}. Resume with the optimizer of the saved run."
             )
         with self.executor.loading():
             self.ranks.with_room(partial(self._load_own, state), during="the saved state is loaded")
         self.step, self.updates = state.step, state.updates
         self.skipped_in_a_row = state.skipped_in_a_row
-        self.stream.load_state_dict(state.data, then=partial(self._restore_random, state.random, state.step))
+        restore_random = partial(
+            restore_own, state.random, self.ranks, self.device, otherwise_seed=self.seed + state.step
+        )
+        self.stream.load_state_dict(state.data, then=restore_random)
 
     def _load_own(self, state: StateDict) -> None:
         scaler = self.executor.scaler
-        self._check_parts(state)
+        check_parts(state, self.optimizer, self.scheduler, scaler)
         try:
             self.optimizer.load_state_dict(divided_state(self.optimizer, state.optimizer))
             if self.scheduler is not None:
@@ -144,72 +139,31 @@ class TrainState:
             if out_of_memory(error) is not None:
                 raise
             raise ResumeError(
-                f"the saved state does not match this {self._optimizer_class}: {error}. Resume with "
+                f"the saved state does not match this {_class_of(self.optimizer)}: {error}. Resume with "
                 "the optimizer and schedule of the saved run."
             ) from error
-        if self.settings.optimizer_implementation is not None:  # the saved groups brought the saved run's
+        if self.settings.optimizer_implementation is not None:  # loading replaced it by the saved run's
             set_implementation(self.optimizer, self.settings.optimizer_implementation)
         if self.average is not None:
             self.average.load_state_dict(state.average)
 
-    def _check_parts(self, state: StateDict) -> None:
-        """Check that optimizer, schedule and loss scaler can load what was saved of them."""
-        check_optimizer_state(self.optimizer, state.optimizer)
-        for name, part, saved in (
-            ("scheduler", self.scheduler, state.scheduler),
-            ("scaler", self.executor.scaler, state.scaler),
-        ):
-            if (part is None) != (saved is None):
-                had, has = ("a", "none") if part is None else ("no", "one")
-                raise ResumeError(
-                    f"the saved run had {had} {name}, and this one has {has}. Resume it as it was."
-                )
-        if self.scheduler is not None and state.scheduler is not None:
-            check_scheduler_state(self.scheduler, state.scheduler)
-        if state.scaler is not None:
-            check_scaler_state(state.scaler)
-
-    def _restore_random(self, of_ranks: Sequence[RandomState], step: int) -> None:
-        """Set this rank's random numbers to those after its last step; seed them if it had no such rank."""
-        if self.ranks.count != len(of_ranks):
-            warnings.warn(
-                f"the run was saved by {len(of_ranks)} ranks and resumes with {self.ranks.count}: dropout "
-                "draws other numbers than it would have.",
-                stacklevel=2,
-            )
-        if self.ranks.rank >= len(of_ranks):
-            seed_all(self.seed + step, self.ranks.rank)
-        else:
-            of_ranks[self.ranks.rank].restore(self.device)
-
-    @property
-    def _optimizer_class(self) -> str:
-        optimizer = self.optimizer
-        return type(optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer).__name__
-
-    def averaged(self) -> AbstractContextManager[None]:
-        """Within, the model has the moving average for its parameters, if one is kept."""
-        return nullcontext() if self.average is None else self.average.in_place()
-
-    def is_finite(self) -> bool:
-        """Whether no rank has a parameter that is NaN or infinite."""
-        check = partial(has_finite_parameters, self.model)
-        return not self.ranks.any(not with_room(check, during="weights are checked for NaN and infinity"))
-
-    def broadcast_buffers(self) -> None:
-        """Give every rank the first one's buffers; those of the others are of their own samples."""
-        self.ranks.broadcast_buffers(self.model)
-
     def whole_model(self, run_dir: Path | None) -> nn.Module:
-        """The model, or what of it can be written to `run_dir` where each rank has a shard."""
+        """The model with whole tensors to write; every rank must call it.
+
+        Args:
+            run_dir: The run directory, for files of gathered parameters; None gathers no parameters.
+
+        Returns:
+            A module with the `state_dict` to write.
+        """
         folder = run_dir / SAVES if run_dir is not None and self.ranks.is_first else None
         return self.parallel.whole_model(self.model, folder)
 
 
 def seeded_model(config: RunConfig, start: Start) -> nn.Module:
-    """The model as the seed initializes it, on the device, in training mode, the same on every rank.
+    """Build the model from the seed, on the device and in training mode, the same on every rank.
 
-    One whose weights will be loaded from a checkpoint does not load the job's own first.
+    A resumed run skips the weights of the job, since those of its checkpoint replace them.
     """
     set_up_allocator(start.settings, config.device)
     job = config.job if start.saved is None else replace(config.job, weights=None)
@@ -233,12 +187,12 @@ def make_state(
     """Shard a model over the ranks, load saved weights into it, and make its optimizer and schedule.
 
     Args:
-        model: On the device, the same on each rank; its parameters may become shards.
-        config: Of the run.
-        start: From where; `load_state_dict` resumes the rest of it.
-        ranks: All of them. Each draws random numbers of its own from here on.
+        model: The model on the device, the same on every rank; its parameters may become shards.
+        config: The configuration of the run.
+        start: The start of the run; `load_state_dict` loads the rest of a saved state.
+        ranks: All ranks. Each draws its own random numbers from here on.
         stream: The batches.
-        total_steps: Of the run, for the schedule; None if it is not known.
+        total_steps: The length of the run, for the schedule; None if it is not known.
 
     Returns:
         The state before the first step.
@@ -281,6 +235,10 @@ def make_state(
         seed=config.options.seed,
         settings=start.settings,
     )
+
+
+def _class_of(optimizer: Optimizer) -> str:
+    return type(optimizer.inner if isinstance(optimizer, ZeroOptimizer) else optimizer).__name__
 
 
 def _rates(optimizer: Optimizer) -> Rates:

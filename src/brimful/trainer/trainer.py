@@ -16,40 +16,41 @@ from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_mem
 from brimful.execution.setup import choose_device
 from brimful.execution.update_in_backward import clipped_in_backward
 from brimful.job import Job
-from brimful.planner import Plan
+from brimful.options import takes_options
+from brimful.planner import Plan, settings_of
 from brimful.results import TrainingResult
 from brimful.settings import Settings
-from brimful.trainer.loop import Run
 from brimful.trainer.monitor.callbacks import Callbacks
-from brimful.trainer.options import RunConfig, TrainKeywords, TrainOptions, takes_train_options
+from brimful.trainer.options import RunConfig, TrainKeywords, TrainOptions
+from brimful.trainer.run.loop import Run
+from brimful.trainer.run.stop import Stop
 from brimful.trainer.setup import set_up_run
-from brimful.trainer.stop import Stop
 
 
+@takes_options(TrainOptions, TrainKeywords)
 class Trainer:
-    """Trains a job as a plan says, and shows predicted beside measured.
+    """Trains a job under a plan, and reports predicted beside measured.
 
-    The seed decides the weights, the order of the samples and all randomness in the steps: two runs that differ
-    in their plan alone start from the same weights and see the same batches.
+    The seed determines the weights, the order of the samples and all random numbers in the steps: two runs that
+    differ only in their plan start from the same weights and see the same batches.
 
-    Launched on several ranks, by `torchrun` or `accelerate launch`, each gives the same arguments and reads the
-    same global batches, of which it computes its share; the run directory is one that all of them see. The
-    first rank writes and is shown.
+    To train on several ranks, launch the script with `torchrun` or `accelerate launch`. Every rank passes the
+    same arguments, reads the same global batches and computes its share of each. All ranks must see the run
+    directory; the first one writes to it and shows progress.
 
     Args:
-        job: What is trained. A `model` that is a module is trained in place.
-        plan: The plan, or plain settings, which predict nothing.
-        **options: Those of `TrainOptions`, by name.
+        job: The job to train. A `model` that is a module is trained in place.
+        plan: The plan, or plain settings, which come without predictions.
+        **options: The fields of `TrainOptions`.
 
     Raises:
         UsageError: An argument is invalid.
     """
 
-    @takes_train_options
     def __init__(self, job: Job, plan: Plan | Settings, **options: Unpack[TrainKeywords]) -> None:
         asked = TrainOptions(**options)
         made = plan if isinstance(plan, Plan) else None
-        settings = plan.settings if isinstance(plan, Plan) else plan
+        settings = settings_of(plan, order="Trainer(job, plan)")
         about = _as_read_again(job)
         check_coupled(job, settings)
         if settings.optimizer_in_backward and asked.max_gradient_norm is not None:
@@ -66,14 +67,14 @@ class Trainer:
         )
         self._stop = Stop()
         self._trained: tuple[nn.Module, Optimizer] | None = None
-        """Not the whole state, which holds the data."""
+        """Model and optimizer alone: the whole state would keep the data alive."""
 
     @property
     def model(self) -> nn.Module:
         """The model in training, and afterwards the trained one.
 
-        Under FSDP2 and ZeRO's third stage each rank has a shard of it. After `fit` the whole model is only in
-        the run directory, as `weights.safetensors`.
+        Under FSDP2 and ZeRO stage 3 each rank has a shard of it. After `fit` the whole model is only in the run
+        directory, as `weights.safetensors`.
 
         Raises:
             UsageError: `fit` has not been called.
@@ -94,28 +95,30 @@ class Trainer:
         return self._trained[1]
 
     def stop(self) -> None:
-        """End the run after the step under way, as Ctrl-C does: the weights are saved, `fit` returns."""
+        """End the run after the current step, as Ctrl-C does: the run is saved, and `fit` returns."""
         self._stop.request()
 
     def fit(self) -> TrainingResult:
-        """Train until every epoch or step asked for is done, or the run is interrupted.
+        """Train for the requested epochs or steps, or until the run is interrupted.
 
-        Ctrl-C and SIGTERM finish the step under way, save the run and return; the second stops at once. At the
-        end of each epoch the run is saved, the model validated and its weights written.
+        At the end of each epoch this saves the run, validates the model and writes its weights. Ctrl-C and
+        SIGTERM finish the current step, save the run and return; a second one stops at once.
 
         Returns:
             Every step, every validation, and predicted beside measured.
 
         Raises:
-            UsageError: There are no data, or they, the model or the loss are none.
+            UsageError: There is no data, or the data, the model or the loss cannot be used.
             RunDirectoryError: The run directory is not empty or cannot be written to.
-            ResumeError: No save is whole, or they are of another run; or weights are there without saves.
+            ResumeError: There is no complete checkpoint, the checkpoints are of another run, or there are
+                weights without checkpoints.
             EquivalenceError: The plan does not compute what plain training does; nothing was trained.
-            OutOfMemoryError: Memory ran out however little was taken, or outside of a step; says what is saved.
+            OutOfMemoryError: Memory ran out even with the smallest settings, or outside of a step. The message
+                reports what is saved.
             DataError: The training data raised; the run is saved.
-            PartialUpdateError: An update raised and could not be finished; the weights are not saved.
-            NonFiniteError: The loss or a gradient is NaN or infinite; the step was not taken.
-            SaveError: A file could not be written; what was there before stays.
+            PartialUpdateError: An update raised and could not be completed; the weights are not saved.
+            NonFiniteError: The loss or a gradient is NaN or infinite; the step was undone.
+            SaveError: A file could not be written; the one before it stays.
         """
         check_ranks(self._config.settings.world_size)
         with init_distributed(self._config.device) as ranks:
@@ -129,7 +132,7 @@ class Trainer:
         return found
 
     def _fit(self, ranks: Ranks) -> TrainingResult:
-        """Apart from `fit`, so that a run is gone, with what speaks to the other ranks, before they part."""
+        """Set up and train. On return the run is freed, with its process groups, before `fit` closes them."""
         run = set_up_run(self._config, ranks)
         self._trained = run.state.model, run.state.optimizer
         self._stop.clear()
@@ -137,7 +140,7 @@ class Trainer:
 
 
 def _as_read_again(job: Job) -> Any:
-    """What a job says about itself, as it is in a file."""
+    """`Job.about` as it is when read back from JSON."""
     try:
         return json.loads(json.dumps(job.about, allow_nan=False))
     except (TypeError, ValueError) as error:

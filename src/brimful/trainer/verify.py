@@ -1,4 +1,4 @@
-"""Before anything is trained: that a plan computes what plain training does."""
+"""Verifies a plan before training: its steps must compute what plain training computes."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from brimful.results import EquivalenceReport
 from brimful.trainer.options import RunConfig
 
 
-def certified(model: nn.Module, config: RunConfig, ranks: Ranks) -> EquivalenceReport | None:
-    """What the first rank finds; the others wait for it, and end with it.
+def verified(model: nn.Module, config: RunConfig, ranks: Ranks) -> EquivalenceReport | None:
+    """Verify the plan of a run on the first rank; every rank raises if it fails.
 
     Args:
-        model: Which is to be trained, on the device; it is left as it was.
-        config: What was asked, the plan above all.
-        ranks: All of them.
+        model: The model to train, on the device; verifying does not change it.
+        config: The configuration of the run.
+        ranks: All ranks; they call this together.
 
     Returns:
-        On the first rank, that the plan is the same training; None if there is nothing to compare.
+        The report, on the first rank alone; None if there is nothing to compare.
 
     Raises:
-        EquivalenceError: It is another.
+        EquivalenceError: The plan does not compute what plain training does.
     """
     certificate, failure = None, None
     if ranks.is_first:
         try:
-            certificate = _certified_here(model, config)
+            certificate = _verified_here(model, config)
         except EquivalenceError as error:
             failure = error
-    told = ranks.broadcast(None if failure is None else str(failure))
-    if told is not None:
-        raise failure or EquivalenceError(told)
+    message = ranks.broadcast(None if failure is None else str(failure))
+    if message is not None:
+        raise failure or EquivalenceError(message)
     return certificate
 
 
-def _certified_here(model: nn.Module, config: RunConfig) -> EquivalenceReport | None:
+def _verified_here(model: nn.Module, config: RunConfig) -> EquivalenceReport | None:
     settings = config.settings
     is_plain = not settings.changed and settings.chunked_loss is None and not settings.optimizer_in_backward
     if not config.options.verify or (is_plain and settings.gradient_accumulation_steps == 1):

@@ -26,11 +26,11 @@ _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 
 
 class DeferringLinear:
-    """Stands in for the `forward` of a linear layer and defers it.
+    """Replaces the `forward` of a linear layer by one that defers it.
 
     Args:
-        linear: Its module.
-        chunks: In how many parts the cross-entropy of what it returns is computed.
+        linear: The layer whose `forward` this replaces.
+        chunks: Number of chunks in which the cross-entropy is computed.
     """
 
     def __init__(self, linear: nn.Linear, chunks: int) -> None:
@@ -61,7 +61,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def of(product: _Product) -> DeferredLogits:
-        """Logits that a product would be."""
+        """Make deferred logits for a product."""
         logits = Tensor._make_wrapper_subclass(
             DeferredLogits,
             (*product.input.shape[:-1], product.layer.out_features),
@@ -81,7 +81,9 @@ class DeferredLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer what is known, defer what can be, compute the loss in chunks, and else the logits."""
+        """Return metadata, defer views and casts, compute the loss in chunks; for anything else, compute the
+        logits.
+        """
         kwargs = kwargs or {}
         if func in _METADATA:
             return super().__torch_function__(func, types, args, kwargs)
@@ -100,7 +102,7 @@ class DeferredLogits(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Compute them for what asks past `__torch_function__`."""
+        """Compute the logits for calls that bypass `__torch_function__`."""
         return func(*_computed(args), **_computed(kwargs or {}))
 
     def _compute(self) -> Tensor:
@@ -159,7 +161,7 @@ class _Product:
             return self.logits_of(self.input, self.layer.weight, self.layer.bias)
 
     def logits_of(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same of another input with other parameters."""
+        """The logits for another input and other parameters."""
         dtype = self.autocast_dtype
         with torch.autocast(input.device.type, dtype, enabled=dtype is not None):
             logits = F.linear(input, weight, bias)
@@ -176,78 +178,10 @@ class _Product:
                 "Plan with chunked_loss=False, or use the logits before."
             )
 
-    def _of(self, input: Tensor) -> _Product:
-        """The same of rows of the input."""
+    def of_rows(self, input: Tensor) -> _Product:
+        """The same layer, for other rows of the input."""
         self.check_unchanged()
         return replace(self, input=input, versions=_versions(input, self.layer.weight))
-
-    # What can be done to logits without computing them. Each is None where it cannot.
-
-    def view(self, *shape: Any) -> _Product | None:
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], (int, torch.dtype)) else shape
-        if not all(isinstance(size, int) for size in sizes):
-            return None
-        if -1 in sizes:
-            rest = math.prod(size for size in sizes if size != -1)
-            if not rest:
-                return None
-            sizes = tuple(math.prod(self.shape) // rest if size == -1 else size for size in sizes)
-        if not sizes or sizes[-1] != self.layer.out_features or math.prod(sizes) != math.prod(self.shape):
-            return None
-        return self._of(self.input.reshape(*sizes[:-1], self.input.shape[-1]))
-
-    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> _Product | None:
-        dims = len(self.shape)
-        end_dim += dims if end_dim < 0 else 0
-        return self._of(self.input.flatten(start_dim, end_dim)) if end_dim < dims - 1 else None
-
-    def index(self, index: Any) -> _Product | None:
-        parts = index if isinstance(index, tuple) else (index,)
-        if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
-            is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim < len(self.shape)
-            return self._of(self.input[index]) if is_mask else None
-        counted = sum(part is not None and part is not ... for part in parts)
-        reaches_width = counted == len(self.shape) or (... in parts and parts[-1] is not ...)
-        if reaches_width and parts[-1] != slice(None):
-            return None
-        return self._of(self.input[index])
-
-    def contiguous(self, *layout: Any) -> _Product | None:
-        return None if layout else self
-
-    def to(self, *what: Any, dtype: torch.dtype | None = None, device: Any = None) -> _Product | None:
-        dtypes = [each for each in (*what, dtype) if isinstance(each, torch.dtype)]
-        devices = [each for each in (*what, device) if isinstance(each, (str, torch.device))]
-        is_plain = len(dtypes) + len(devices) == len(what) + (dtype is not None) + (device is not None)
-        if not is_plain or any(torch.device(each) != self.input.device for each in devices):
-            return None
-        return replace(self, casts=(*self.casts, *dtypes))
-
-    def float(self, *layout: Any) -> _Product | None:
-        return None if layout else replace(self, casts=(*self.casts, torch.float32))
-
-    def cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """As `torch.nn.functional.cross_entropy` of logits (N, V) and classes (N,), reduced to a scalar."""
-        given = _CROSS_ENTROPY.bind(None, *args, **kwargs)
-        given.apply_defaults()
-        target, weight = given.arguments["target"], given.arguments["weight"]
-        reduction, ignored = given.arguments["reduction"], given.arguments["ignore_index"]
-        is_deprecated = given.arguments["size_average"] is not None or given.arguments["reduce"] is not None
-        if (
-            len(self.shape) != 2
-            or target.shape != self.shape[:1]
-            or reduction not in ("mean", "sum")
-            or is_deprecated
-        ):
-            return None
-        self.check_unchanged()
-        terms = _Terms(self, weight, ignored, given.arguments["label_smoothing"])
-        with torch.set_grad_enabled(self.has_gradients and torch.is_grad_enabled()):
-            total: Tensor = _ChunkedSum.apply(terms, self.input, self.layer.weight, self.layer.bias, target)
-            if reduction == "mean":
-                total = total / terms.count(target)
-        is_autocast = torch.is_autocast_enabled(self.input.device.type)
-        return total if is_autocast else total.to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +208,7 @@ class _Terms:
         )
 
     def count(self, target: Tensor) -> Tensor:
-        """By what a mean divides the sum."""
+        """The divisor of the mean."""
         is_counted = target != self.ignored
         if self.class_weight is None:
             return is_counted.sum()
@@ -294,7 +228,7 @@ class _ChunkedSum(torch.autograd.Function):
         """Σ over the tokens.
 
         Args:
-            ctx: Of autograd.
+            ctx: Autograd context.
             terms: What is summed.
             input: (N, D).
             weight: (V, D).
@@ -316,7 +250,7 @@ class _ChunkedSum(torch.autograd.Function):
         """The gradients of the input, the weight and the bias.
 
         Args:
-            ctx: Of autograd.
+            ctx: Autograd context.
             grad: A scalar, that of the sum.
 
         Returns:
@@ -342,6 +276,84 @@ class _ChunkedSum(torch.autograd.Function):
                     grad_sum += leaf.grad
                     leaf.grad = None
         return None, input_grad, weight_grad, bias_grad, None
+
+
+# Handlers of functions of logits: the result without computing them, or None where that is not possible.
+
+
+def _view(product: _Product, *shape: Any) -> _Product | None:
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], (int, torch.dtype)) else shape
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    if -1 in sizes:
+        rest = math.prod(size for size in sizes if size != -1)
+        if not rest:
+            return None
+        sizes = tuple(math.prod(product.shape) // rest if size == -1 else size for size in sizes)
+    if not sizes or sizes[-1] != product.layer.out_features or math.prod(sizes) != math.prod(product.shape):
+        return None
+    return product.of_rows(product.input.reshape(*sizes[:-1], product.input.shape[-1]))
+
+
+def _flatten(product: _Product, start_dim: int = 0, end_dim: int = -1) -> _Product | None:
+    dims = len(product.shape)
+    end_dim += dims if end_dim < 0 else 0
+    return product.of_rows(product.input.flatten(start_dim, end_dim)) if end_dim < dims - 1 else None
+
+
+def _index(product: _Product, index: Any) -> _Product | None:
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is None or part is ... or isinstance(part, (int, slice)) for part in parts):
+        is_mask = isinstance(index, Tensor) and index.dtype is torch.bool and index.ndim < len(product.shape)
+        return product.of_rows(product.input[index]) if is_mask else None
+    counted = sum(part is not None and part is not ... for part in parts)
+    reaches_width = counted == len(product.shape) or (... in parts and parts[-1] is not ...)
+    if reaches_width and parts[-1] != slice(None):
+        return None
+    return product.of_rows(product.input[index])
+
+
+def _contiguous(product: _Product, *layout: Any) -> _Product | None:
+    return None if layout else product
+
+
+def _to(product: _Product, *what: Any, dtype: torch.dtype | None = None, device: Any = None) -> _Product | None:
+    dtypes = [each for each in (*what, dtype) if isinstance(each, torch.dtype)]
+    devices = [each for each in (*what, device) if isinstance(each, (str, torch.device))]
+    is_plain = len(dtypes) + len(devices) == len(what) + (dtype is not None) + (device is not None)
+    if not is_plain or any(torch.device(each) != product.input.device for each in devices):
+        return None
+    return replace(product, casts=(*product.casts, *dtypes))
+
+
+def _float(product: _Product, *layout: Any) -> _Product | None:
+    return None if layout else replace(product, casts=(*product.casts, torch.float32))
+
+
+def _cross_entropy(product: _Product, *args: Any, **kwargs: Any) -> Tensor | None:
+    """As `torch.nn.functional.cross_entropy` of logits (N, V) and classes (N,), reduced to a scalar."""
+    given = _CROSS_ENTROPY.bind(None, *args, **kwargs)
+    given.apply_defaults()
+    target, weight = given.arguments["target"], given.arguments["weight"]
+    reduction, ignored = given.arguments["reduction"], given.arguments["ignore_index"]
+    is_deprecated = given.arguments["size_average"] is not None or given.arguments["reduce"] is not None
+    if (
+        len(product.shape) != 2
+        or target.shape != product.shape[:1]
+        or reduction not in ("mean", "sum")
+        or is_deprecated
+    ):
+        return None
+    product.check_unchanged()
+    terms = _Terms(product, weight, ignored, given.arguments["label_smoothing"])
+    with torch.set_grad_enabled(product.has_gradients and torch.is_grad_enabled()):
+        total: Tensor = _ChunkedSum.apply(
+            terms, product.input, product.layer.weight, product.layer.bias, target
+        )
+        if reduction == "mean":
+            total = total / terms.count(target)
+    is_autocast = torch.is_autocast_enabled(product.input.device.type)
+    return total if is_autocast else total.to(product.dtype)
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:
@@ -374,18 +386,18 @@ _METADATA = frozenset(
         ),
     }
 )
-"""What is known of logits before they are computed."""
+"""Attributes known before the logits are computed."""
 
 _HANDLERS: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {
-    Tensor.view: (_Product.view, frozenset()),
-    Tensor.reshape: (_Product.view, frozenset()),
-    torch.reshape: (lambda product, shape: product.view(shape), frozenset()),
-    Tensor.flatten: (_Product.flatten, frozenset({"start_dim", "end_dim"})),
-    torch.flatten: (_Product.flatten, frozenset({"start_dim", "end_dim"})),
-    Tensor.__getitem__: (_Product.index, frozenset()),
-    Tensor.contiguous: (_Product.contiguous, frozenset()),
-    Tensor.to: (_Product.to, frozenset({"dtype", "device"})),
-    Tensor.float: (_Product.float, frozenset()),
-    F.cross_entropy: (_Product.cross_entropy, frozenset(_CROSS_ENTROPY.parameters)),
+    Tensor.view: (_view, frozenset()),
+    Tensor.reshape: (_view, frozenset()),
+    torch.reshape: (_view, frozenset()),
+    Tensor.flatten: (_flatten, frozenset({"start_dim", "end_dim"})),
+    torch.flatten: (_flatten, frozenset({"start_dim", "end_dim"})),
+    Tensor.__getitem__: (_index, frozenset()),
+    Tensor.contiguous: (_contiguous, frozenset()),
+    Tensor.to: (_to, frozenset({"dtype", "device"})),
+    Tensor.float: (_float, frozenset()),
+    F.cross_entropy: (_cross_entropy, frozenset(_CROSS_ENTROPY.parameters)),
 }
 """By function: what may defer it, and the keywords that it knows."""

@@ -1,21 +1,22 @@
 """Hold what a unit saves for backward in the host's memory while the device does not need it.
 
-Autograd's hooks for saved tensors give what a forward saves. When the unit's forward ends, copies of it leave
-for the host; when the forward of the next unit ends, the device's memory is released. When the backward of the
-next unit begins, copies are fetched; when the unit's own begins, they must be there. So copies overlap with the
-work of one unit each way, and memory is told exactly: it is held while the unit or the next one runs, and not
-between.
+Autograd's hooks for saved tensors give what a forward saves. When the unit's forward ends, copies to the host
+begin; when the forward of the next unit ends, the device memory is freed. When the backward of the next unit
+begins, copies back begin; when the unit's own begins, they must have arrived. So copies overlap with the work
+of one unit each way, and memory is predicted exactly: it is held while the unit or the next one runs, and not
+in between.
 
-What stays on the device:
+These stay on the device:
 
-* what the unit was given or returns: others hold it too, and recomputing the unit would need it as well;
-* parameters, buffers, and what anything else still holds when it would be released, such as autocast's casts of
-  weights;
-* storages below `LEAST_OFFLOADED_BYTES`, and tensors that are no plain views of their storage;
-* where the plan permits only so many bytes, all but the largest storages that come to so many.
+* inputs and outputs of the unit: others hold them too, and recomputing the unit would need them as well;
+* parameters, buffers, and tensors that anything else still holds when they would be freed, such as autocast's
+  casts of weights;
+* storages below `LEAST_OFFLOADED_BYTES`, and tensors that are not plain views of their storage;
+* if the plan limits the offloaded bytes, all but the largest storages within that limit.
 
-A storage is copied once, however many tensors view it. What is written to after autograd saved it is an error
-in backward, as in plain training: with hooks autograd does not look itself (checked: torch 2.13).
+A storage is copied once, for any number of tensors that view it. Changing a tensor in-place after autograd
+saved it is an error in backward, as in plain training: with hooks, autograd does not check this (checked: torch
+2.13).
 
 Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._storage_Use_Count`, and
 `torch._compile._disable_dynamo`, as in `recompute.py` (checked: torch 2.13).
@@ -42,21 +43,21 @@ from brimful.transforms.host_link import give_back, to_device, to_device_done, t
 
 
 class OffloadSchedule:
-    """Tells when copies leave and come back: by the order in which the units of one model run."""
+    """Schedules copies to and from the host by the order in which the units of one model run."""
 
     def __init__(self) -> None:
         self._leaving: weakref.ref[_Parcel] | None = None
-        """What the unit before sent to the host."""
+        """The previous unit's copies to the host."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OffloadSchedule, ()  # that of a copied model begins anew
+        return OffloadSchedule, ()  # a copied model starts with a new one
 
     def forward_ends(self, results: list[Tensor], parcel: _Parcel | None) -> None:
-        """Release what the unit before sent, send what this one saved, and see to their coming back.
+        """Free what the previous unit offloaded, offload this unit's saved tensors, and schedule their return.
 
         Args:
             results: Tensors that the unit returns.
-            parcel: What of that which it saved is to leave; None if nothing is.
+            parcel: Saved tensors to offload; None if there are none.
         """
         before = None if self._leaving is None else self._leaving()
         if before is not None:
@@ -69,13 +70,13 @@ class OffloadSchedule:
 
 
 class ScheduledUnit:
-    """Carries out a unit's forward and keeps the schedule of offloading.
+    """Runs a unit's forward and maintains the offload schedule.
 
     Args:
-        function: The unit's forward, however it is carried out.
-        modules: Those it calls.
-        schedule: The model's.
-        unit: What the plan says of it.
+        function: The unit's forward.
+        modules: Modules that it calls.
+        schedule: The schedule of the model.
+        unit: The plan's action for the unit.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class ScheduledUnit:
         self._unit = unit
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns."""
+        """Call the function; with gradients enabled, offload saved tensors by the schedule."""
         if not torch.is_grad_enabled():
             return self._function(*args, **kwargs)
         return self._scheduled(*args, **kwargs)
@@ -310,7 +311,7 @@ class _Item:
 
 
 class _Parcel:
-    """What one call of a unit sends to the host; it lives as long as any of it."""
+    """The tensors that one call of a unit copies to the host; it lives as long as any of them."""
 
     def __init__(self) -> None:
         self._items: list[weakref.ref[_Item]] = []

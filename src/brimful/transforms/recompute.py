@@ -1,12 +1,12 @@
 """Recompute a module's forward during backward instead of keeping what it saved.
 
-Non-reentrant `torch.utils.checkpoint` does the work. What it leaves wrong is put right here:
+This uses non-reentrant `torch.utils.checkpoint`, and corrects the following:
 
 * Buffers that the forward changes (BatchNorm's running statistics and counters, spectral norm's vectors) would
   change a second time in the recomputation. It works on throwaway copies instead, with the values they had
   before the forward. (BatchNorm counting twice is a known open bug of plain checkpointing.)
-* It restores torch's random state only. What is drawn from Python's `random` and NumPy's global generator is
-  drawn again alike too; a generator object of the model's own is not known here and goes on.
+* It restores torch's random state only. Here the states of Python's `random` and NumPy's global generator are
+  restored too; a generator object of the model's own is not known and not restored.
 * It restores the random state only of devices on which it finds a tensor among the positional arguments
   (checked: torch 2.13). Arguments given by keyword are therefore handed to it by position.
 * `torch.compile` takes it into its graphs, but not the contexts used here. So a unit that is recomputed runs
@@ -56,26 +56,26 @@ class UnitForward:
 
     def __init__(self, module: nn.Module, carry_out: CarryOut) -> None:
         self.forward: Callable[..., Any] = module.forward
-        """The original, bound."""
+        """The original bound method."""
         self._instead = carry_out(self.forward, [module])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the original forward returns."""
+        """Call the replacement of the forward, which returns the same."""
         return self._instead(*args, **kwargs)
 
 
 class UnitRuns:
-    """Stands in for the `forward` of a plain Sequential and carries out runs of its children in another way.
+    """Replaces the `forward` of a plain Sequential, and runs some of its children in another way.
 
     Args:
         sequential: The module whose children make up the runs.
-        runs: For each run the position of its first child and of the one behind its last, and in which way it
-            is carried out; none overlap.
+        runs: For each run the positions of its first child and after its last one, and how to run it; runs do
+            not overlap.
     """
 
     def __init__(self, sequential: nn.Sequential, runs: Iterable[tuple[int, int, CarryOut]]) -> None:
         self.forward: Callable[..., Any] = sequential.forward
-        """The original, bound."""
+        """The original bound method."""
         self._sequential = sequential
         self._children = list(sequential)
         self._parts: list[Callable[[Any], Any]] = []
@@ -87,16 +87,16 @@ class UnitRuns:
         self._parts.append(_Run(self._children[position:]))
 
     def __call__(self, input: Any) -> Any:
-        """What the Sequential returns.
+        """Run the Sequential.
 
         Args:
-            input: Of the first child.
+            input: Input of the first child.
 
         Returns:
             The last child's output.
 
         Raises:
-            UsageError: It has other children than it had when the plan was applied.
+            UsageError: Its children have changed since the plan was applied.
         """
         if list(self._sequential) != self._children:
             raise UsageError(
@@ -142,9 +142,9 @@ class RecomputedRegion:
         self._saved = SavedOps(unit, modules)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, without keeping what it saves if there are gradients.
+        """Call the function; with gradients enabled, its saved tensors are not kept but recomputed.
 
-        Where no tensor is given, nothing tells on which device random numbers are drawn; then all is kept.
+        Without tensor arguments, the device of random numbers is unknown; then all saved tensors are kept.
         """
         if not torch.is_grad_enabled() or not _has_tensor((args, kwargs)):
             return self._function(*args, **kwargs)
@@ -203,11 +203,10 @@ def _gathers_its_weights(module: nn.Module) -> bool:
 
 
 class _TorchRandomState(AbstractContextManager[None]):
-    """Lets what is drawn from torch's generators be drawn again: entered, they are as they were when they were
-    noted; left, they go on where they were.
+    """Restores torch's generators for a recomputation: on entry to noted states, on exit to where they were.
 
     Args:
-        devices: Whose generators, beside the host's.
+        devices: Devices whose generators to restore, in addition to the host's.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -238,8 +237,8 @@ class _TorchRandomState(AbstractContextManager[None]):
 
 
 class _HostRandomState(AbstractContextManager[None]):
-    """Lets what is drawn from Python's and NumPy's generators be drawn again: entered, they are as they were
-    before the watched forward, if that drew anything; left, they go on where they were."""
+    """Restores Python's and NumPy's generators for a recomputation: on entry to their states before the watched
+    forward, if that drew anything; on exit to where they were."""
 
     def __init__(self) -> None:
         self._before: tuple[Any, Any] | None = None
@@ -339,7 +338,7 @@ class _ForwardBuffers:
                     yield (path, name), buffer
 
     def _running_statistics(self) -> Iterator[_BufferName]:
-        """Buffers that change without their version telling: batch norm's kernels do not declare it."""
+        """Buffers that change without a new tensor version, because batch norm's kernels do not declare it."""
         for path, module in self._module.named_modules():
             if isinstance(module, _NormBase):
                 yield from ((path, name) for name, buffer in module._buffers.items() if buffer is not None)
@@ -370,5 +369,5 @@ class _StandIns(AbstractContextManager[None]):
 
 
 def _stamp(buffer: Tensor) -> tuple[int, int]:
-    """What changes when a buffer is replaced or written to."""
+    """A value that changes when a buffer is replaced or changed in-place."""
     return id(buffer), buffer._version

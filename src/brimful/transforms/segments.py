@@ -1,13 +1,13 @@
 """Nested segments: recomputed units whose inputs are not held either.
 
-A segment is a unit that is recomputed, its anchor, and the nested units behind it. Only the anchor's input is
-held. What a nested unit is given, the unit before it returned; that is let go. When the last unit of the
-segment needs its input in backward, the forwards of the anchor and of all units between run once more, and
-leave each nested unit's input until its own backward has taken it. So there is one forward more of every unit
-but the last, and there are the inputs of one segment at a time.
+A segment is a recomputed unit, its anchor, and the nested units behind it. Only the anchor's input is held. The
+input of a nested unit is the output of the unit before it; it is freed. When the last unit of the segment needs
+its input in backward, the forwards of the anchor and of all units between run again, and keep each nested
+unit's input until its own backward has used it. So every unit but the last has one more forward, and only the
+inputs of one segment are in memory at a time.
 
-* An input is let go if it is the very tensor that the unit before returned, unchanged. Where something happened
-  to it on the way, it is held as that of any recomputed unit: right, if not as lean.
+* An input is freed if it is the unchanged tensor that the unit before returned. If it was changed on the way,
+  it is held like the input of any recomputed unit, which is correct but takes more memory.
 * What runs again runs as in the forward: with gradients, because kernels and fast paths are chosen by that, and
   with what autograd would save dropped; with the same autocast, random states and buffers. Autocast's cache is
   off: a weight's cast without its place in the graph must not serve the recomputation around it.
@@ -15,7 +15,7 @@ but the last, and there are the inputs of one segment at a time.
 * Torch's checkpoint holds nothing here and restores no random state: a call holds its own arguments, detached,
   and so both the forwards that run again and the recomputation start from the same.
 
-Used of torch beside its documented parts: `torch.utils.weak.WeakIdKeyDictionary`, `Tensor._version`
+Undocumented parts of torch used here: `torch.utils.weak.WeakIdKeyDictionary`, `Tensor._version`
 (checked: torch 2.13).
 """
 
@@ -39,7 +39,7 @@ from brimful.settings import Action, UnitAction
 
 
 class Returned:
-    """What a unit's calls have returned, as long as it is there. A copy of it remembers nothing."""
+    """Outputs of a unit's calls, as long as they exist. A copy of it is empty."""
 
     def __init__(self) -> None:
         self._tensors = WeakIdKeyDictionary()
@@ -207,7 +207,7 @@ class Call:
         self._autocast = _Autocast({tensor.device.type for tensor in tensors_in((args, kwargs))} | {"cpu"})
 
     def forward(self) -> Any:
-        """What the function returns; backward will run it again."""
+        """Call the function; backward will run it again."""
         return checkpoint(
             self._run, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: self._contexts
         )
@@ -233,7 +233,7 @@ class Call:
         return let_go
 
     def _run(self) -> Any:
-        """What checkpoint runs: the forward, then its recomputations."""
+        """The function that checkpoint runs: the forward, then its recomputations."""
         if self._given:
             args, kwargs = self._given.pop()
         else:

@@ -5,14 +5,15 @@ in the recomputation the other returns it instead of running the op, each once, 
 Unlike torch's own selective checkpointing this one
 
 * knows an op by its kind and its number within the unit. Numbers mean the same ops as long as the ops of these
-  kinds come in the same order as in the unit's first forward; where they do not (a layer is left out, another
+  kinds come in the same order as in the unit's first forward; if they do not (a layer is skipped, another
   shape takes another branch), nothing more is saved. The sequences of a forward and its recomputation are
-  compared too: from where they differ, everything is recomputed. Both are said once a unit, as a warning. Casts
-  may differ, because autocast keeps those of weights;
-* works with in-place ops: one that writes over a saved result is left out of the recomputation like the op that
-  made it (torch's raises "mutated"). A result that another op reads before it is written over is recomputed;
-* saves random ops one by one: the generator is set behind a saved one as it was left by the forward;
-* recomputes where a saved result is not there any more, as in a second backward through the same graph (torch's
+  compared too: from where they differ, everything is recomputed. Both give one warning per unit. Casts may
+  differ, because autocast caches those of weights;
+* works with in-place ops: one that overwrites a saved result is skipped in the recomputation like the op that
+  made it (torch's raises "mutated"). A result that another op reads before it is overwritten is recomputed;
+* saves random ops individually: after a saved one, the generator is set to its state after that op in the
+  forward;
+* recomputes if a saved result is no longer there, as in a second backward through the same graph (torch's
   raises).
 
 Private torch APIs used here: `torch._C._SetExcludeDispatchKeyGuard`, `UntypedStorage._cdata`
@@ -92,7 +93,7 @@ class SavedOps:
 
 
 _Say = Callable[[str, str], None]
-"""Told what happens instead of what the plan says, and the reason."""
+"""Called with a deviation from the plan and its reason."""
 
 
 @dataclass(slots=True)
@@ -106,7 +107,7 @@ class _Order:
 
 @dataclass(slots=True)
 class _Call:
-    """What one forward of a unit leaves for its recomputation."""
+    """Results and order of ops of one forward of a unit, for its recomputation."""
 
     results: dict[_Key, _Result] = field(default_factory=dict)
     sequence: list[str] = field(default_factory=list)
@@ -121,7 +122,7 @@ class _Call:
 
 @dataclass(slots=True)
 class _Result:
-    """What a saved op returned."""
+    """The result of a saved op."""
 
     value: Any
     random_states: tuple[Tensor, ...]
@@ -231,7 +232,7 @@ class _Saving(EagerDispatchMode):
         self._owners.update({_address(tensor): key for tensor in tensors_in(value)})
 
     def _note_use(self, info: _OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> None:
-        """See which results are read; drop those written over afterwards, or in a way not to be left out."""
+        """Note which results are read; drop those overwritten later, or by an op that cannot be skipped."""
         for tensor in tensors_in((args[1:] if info.is_in_place else args, kwargs)):
             owner = self._owners.get(_address(tensor))
             if owner is not None:

@@ -254,6 +254,27 @@ def test_whether_a_choice_is_the_true_class_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("guess", Guess)
+def test_a_mask_of_many_tokens_for_many_experts_selects_as_many_as_choose_each(guess: Guess) -> None:
+    tokens, experts, chosen = 2**16, 64, 8
+    counted: list[int] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        scores = model(batch)
+        mask = F.one_hot(scores.topk(chosen).indices, experts).permute(2, 1, 0)
+        assert mask.numel() == 2**25
+        counted.extend(len(torch.where(mask[expert])[0]) for expert in (0, experts - 1))
+        return scores.mean()
+
+    one_hot = replace(
+        job("where"), model=lambda: nn.Linear(1, experts), loss=loss, batch=lambda n: torch.randn(n, 1)
+    )
+    captured(one_hot, guess, samples=tokens)
+    few = {Guess.EXPECTED: tokens * chosen // experts, Guess.MOST: 1, Guess.LEAST: 0}[guess]
+    most = {Guess.EXPECTED: few, Guess.MOST: tokens - experts // chosen + 1, Guess.LEAST: tokens}[guess]
+    assert counted[:2] == [most, few]
+
+
+@pytest.mark.parametrize("guess", Guess)
 def test_draws_with_replacement_are_of_the_classes_that_there_are(guess: Guess) -> None:
     counted: list[list[int]] = []
 

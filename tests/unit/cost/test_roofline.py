@@ -1,19 +1,23 @@
-"""The roofline of one op: arithmetic, traffic or launch, whichever takes longest."""
+"""The time of one op: of its kernels on a GPU, by a roofline on a CPU."""
 
 from dataclasses import replace
 
 import pytest
 
 from brimful.cost import op_seconds, region_seconds
-from brimful.cost.roofline import (
-    BANDWIDTH_EFFICIENCY,
-    COMPUTE_EFFICIENCY,
-    SPLIT_INNER,
-    TILE_OUTPUTS,
+from brimful.cost.kernels import FactorTable
+from brimful.cost.kernels.factors import (
+    CACHED_FRACTION,
+    HALF_BYTES_PER_SECOND,
+    KERNEL_SECONDS,
+    L2_SPEEDUP,
+    reached_by,
 )
-from brimful.devices import find_device
+from brimful.devices import Device, find_device
+from brimful.devices.data_rows import read_rows
 from brimful.settings import Precision
 from brimful.trace import Op, Phase
+from brimful.trace.extents import Product
 
 A100 = find_device("A100 80GB SXM")
 SMALL = Op(
@@ -33,41 +37,99 @@ def test_a_small_op_takes_its_launch() -> None:
     assert op_seconds(SMALL, A100) == A100.launch_seconds
 
 
+def elementwise_seconds(size_bytes: int, device: Device) -> float:
+    return op_seconds(replace(SMALL, read_bytes=size_bytes, written_bytes=0), device)
+
+
 def test_an_elementwise_op_takes_its_bytes_at_the_achieved_bandwidth() -> None:
-    op = replace(SMALL, read_bytes=2 * 10**9, written_bytes=10**9)
-    assert op_seconds(op, A100) == pytest.approx(3e9 / (2.039e12 * BANDWIDTH_EFFICIENCY))
+    bandwidth = A100.memory_bandwidth_bytes_per_second * reached_by(A100).bandwidth
+    in_cache = CACHED_FRACTION * A100.l2_bytes * (1 - 1 / L2_SPEEDUP)
+    expected = (3e9 - in_cache) / bandwidth + KERNEL_SECONDS
+    assert elementwise_seconds(3 * 10**9, A100) == pytest.approx(expected)
+
+
+def test_bytes_in_the_l2_cache_move_faster() -> None:
+    few = int(CACHED_FRACTION * A100.l2_bytes)
+    uncached = replace(A100, l2_bytes=0)
+    launch = A100.launch_seconds
+    fast, slow = (
+        (elementwise_seconds(few, each) - KERNEL_SECONDS)
+        for each in (replace(A100, launch_seconds=0.0), replace(uncached, launch_seconds=0.0))
+    )
+    assert slow == pytest.approx(L2_SPEEDUP * fast)
+    assert launch < elementwise_seconds(10 * few, uncached)
+
+
+def test_half_types_take_no_less_than_multiprocessors_need_to_load_them() -> None:
+    """An A100's memory moves more than 108 multiprocessors load 8 bytes at a time."""
+    seconds = {
+        dtype: op_seconds(replace(SMALL, read_bytes=10**9, written_bytes=0, dtype=dtype), A100)
+        for dtype in ("float32", "bfloat16")
+    }
+    assert seconds["bfloat16"] == pytest.approx(1e9 / (108 * HALF_BYTES_PER_SECOND) + KERNEL_SECONDS)
+    assert seconds["bfloat16"] > 1.1 * seconds["float32"]
+    norm = replace(SMALL, name="aten.native_layer_norm.default", read_bytes=10**9)
+    assert op_seconds(norm, A100) == op_seconds(replace(norm, dtype="bfloat16"), A100)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "precision", "peak"),
+    ("dtype", "precision", "peak", "reached"),
     [
-        ("float32", Precision.FP32, 19.5e12),
-        ("float32", Precision.TF32, 156e12),
-        ("bfloat16", Precision.BF16, 312e12),
-        ("float16", Precision.FP16, 312e12),
+        ("float32", Precision.FP32, 19.5e12, "fp32"),
+        ("float32", Precision.TF32, 156e12, "tf32"),
+        ("bfloat16", Precision.BF16, 312e12, "half"),
+        ("float16", Precision.FP16, 312e12, "half"),
     ],
 )
-def test_a_matmul_takes_its_flops_at_the_rate_of_its_type(
-    dtype: str, precision: Precision, peak: float
+def test_a_large_matmul_takes_its_flops_at_the_rate_reached_by_its_type(
+    dtype: str, precision: Precision, peak: float, reached: str
 ) -> None:
-    op = replace(SMALL, flops=10**13, dtype=dtype, written_bytes=10**9)
-    assert op_seconds(op, A100, precision) == pytest.approx(1e13 / (peak * COMPUTE_EFFICIENCY))
-
-
-def test_a_product_of_fewer_tiles_than_multiprocessors_leaves_the_others_idle() -> None:
-    """27 tiles of 64 × 64 keep a quarter of 108 multiprocessors busy, or all if four share each tile."""
-    outputs = 27 * TILE_OUTPUTS
-    product = replace(SMALL, dtype="bfloat16", written_bytes=2 * outputs)
-    short, long = (replace(product, flops=2 * outputs * inner) for inner in (SPLIT_INNER, 4 * SPLIT_INNER))
-    slow = replace(A100, bf16_flops_per_second=1e9)
-    assert op_seconds(short, slow) == pytest.approx(4 * short.flops / (1e9 * COMPUTE_EFFICIENCY))
-    assert op_seconds(long, slow) == pytest.approx(long.flops / (1e9 * COMPUTE_EFFICIENCY))
+    size = 27648  # 108 multiprocessors have whole waves of tiles
+    op = replace(
+        SMALL,
+        name="aten.mm.default",
+        flops=2 * size**3,
+        dtype=dtype,
+        extents=tuple(Product(1, size, size, size)),
+    )
+    rate = peak * getattr(reached_by(A100), reached)
+    assert op_seconds(op, A100, precision) == pytest.approx(2 * size**3 / rate, rel=1e-3)
 
 
 def test_tf32_changes_nothing_where_the_hardware_lacks_it() -> None:
     op = replace(SMALL, flops=10**12)
     t4 = find_device("T4")
     assert op_seconds(op, t4, Precision.TF32) == op_seconds(op, t4, Precision.FP32)
+
+
+def test_a_class_without_a_row_is_less_certain_than_any_with_one() -> None:
+    table = FactorTable.of(A100)
+    unknown = table.factors("a kernel of tomorrow")
+    known = [table.factors(cells["kernel"]) for cells in read_rows("kernel_factors.csv")]
+    assert unknown.rows == 0
+    assert all(each.spread < unknown.spread for each in known if each != unknown)
+
+
+def test_types_without_tensor_cores_run_at_the_float32_rate() -> None:
+    pascal = find_device("GTX 1080 Ti")
+    product = replace(
+        SMALL,
+        name="aten.mm.default",
+        flops=2 * 8192**3,
+        extents=tuple(Product(1, 8192, 8192, 8192)),
+    )
+    seconds = {
+        op_seconds(replace(product, dtype=dtype), pascal) for dtype in ("float32", "float16", "bfloat16")
+    }
+    assert len(seconds) == 1
+
+
+def test_a_gpu_without_a_row_has_those_of_its_generation_with_a_wider_spread() -> None:
+    """Figures of the same architecture and kind of memory, else of the kind of memory."""
+    measured, sister = reached_by(find_device("RTX 3090")), reached_by(find_device("RTX 3070"))
+    assert sister.spread > measured.spread
+    assert 0.5 < sister.bandwidth <= 1.0
+    assert reached_by(replace(A100, name="none", architecture="Volta")).rows == 0
 
 
 def test_a_cpus_rates_are_achieved_ones_already() -> None:

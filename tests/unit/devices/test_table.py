@@ -314,3 +314,8 @@ def test_what_control_groups_permit_is_found(
 def test_this_machines_memory_is_no_more_than_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(this_machine, "memory_limits_bytes", lambda: [3 * GIB, 2 * GIB])
     assert this_machine.cpu_device().capacity_bytes == 2 * GIB
+
+
+def test_gpu_is_not_a_device_and_cuda_is() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown device 'gpu'.*write cuda\."):
+        find_device("gpu")

@@ -14,14 +14,14 @@ GROWING = Settings(micro_batch_size=1, expandable_segments=True)
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the allocator is told; it was told of a split size and fixed segments before."""
     said: list[str] = []
-    monkeypatch.setattr(local, "_told_to_grow", False)
+    monkeypatch.setattr(local, "_expands_segments", False)
     before = "max_split_size_mb:128,expandable_segments:False"
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: said[-1] if said else before)
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
     return said
 
 
-def test_the_allocator_is_told_to_grow_segments_and_keeps_what_else_it_was_told(told: list[str]) -> None:
+def test_the_allocator_expands_segments_and_keeps_its_other_options(told: list[str]) -> None:
     set_up_allocator(GROWING, torch.device("cuda"))
     assert told == ["max_split_size_mb:128,expandable_segments:True"]
 

@@ -96,7 +96,7 @@ def test_anything_else_is_refused_with_what_it_is(directory):
 
 
 def test_an_unknown_attribute_says_the_nearest(directory):
-    with pytest.raises(UnknownNameError, match=r"unknown factory 'mak'\. Nearest: make") as caught:
+    with pytest.raises(UnknownNameError, match=r"unknown name 'mak'\. Nearest: make") as caught:
         resolve_job("jobs:mak")
     assert caught.value.nearest[0] == "make"
 
@@ -110,7 +110,10 @@ def test_a_missing_module_is_named(directory, name):
 @pytest.mark.parametrize("target", ["broken", "broken.py"])
 def test_a_module_that_imports_a_missing_one_is_told_apart(directory, target):
     (directory / "broken.py").write_text("import absent_package")
-    with pytest.raises(UsageError, match=r"broken.* cannot be imported: No module named 'absent_package'"):
+    with pytest.raises(
+        UsageError,
+        match=r"broken.* cannot be imported: No module named 'absent_package'.*pip install absent_package\.",
+    ):
         resolve_job(f"{target}:make")
 
 
@@ -134,9 +137,7 @@ def test_half_a_name_is_refused(text):
 
 @pytest.mark.parametrize("find", [find_architecture, resolve_job])
 def test_an_unknown_architecture_says_the_nearest_and_how_to_name_ones_own(find):
-    with pytest.raises(
-        UnknownNameError, match=r"unknown model 'bert-bse'\. Nearest: bert-base.*module:factory"
-    ):
+    with pytest.raises(UnknownNameError, match=r"unknown model 'bert-bse'\. Nearest: bert-base.*module:NAME"):
         find("bert-bse")
 
 

@@ -18,6 +18,7 @@ from brimful.planner import GpuFit
 from brimful.prediction import Verdict, estimate_trace
 from brimful.prediction.estimator import MOST_SAMPLES
 from brimful.quantities import GIB, MIB
+from brimful.settings import Action
 from brimful.trace import Category, Phase
 
 DEVICE = "RTX 3090"
@@ -227,6 +228,12 @@ def test_the_largest_micro_batch_is_looked_for_up_to_a_limit() -> None:
 def test_an_estimate_recomputes_all_or_nothing() -> None:
     with pytest.raises(UnknownNameError, match="'auto'"):
         bf.estimate(wide_job(), DEVICE, recompute="auto")
+    for action in (Action.OFFLOAD, Action.SAVE, Action.NEST):
+        with pytest.raises(UnknownNameError, match="unknown value of recompute"):
+            bf.estimate(wide_job(), DEVICE, recompute=action)
+        with pytest.raises(UnknownNameError, match="unknown value of recompute"):
+            bf.estimator(wide_job(), DEVICE, recompute=action)
+    assert bf.estimate(wide_job(), DEVICE, recompute=Action.KEEP).settings.units == ()
 
 
 def test_a_loop_with_all_units_recomputed_says_so() -> None:

@@ -172,7 +172,7 @@ def test_the_key_names_cpu_torch_and_threads() -> None:
 
 
 RATES_OF_AN_OLDER_VERSION = (
-    '{"version": 2, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
+    '{"version": 3, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
     '"bf16_flops_per_second": 2e11, "memory_bandwidth_bytes_per_second": 8e9, "launch_seconds": 2e-6}}}'
 )
 
@@ -183,14 +183,14 @@ RATES_OF_AN_OLDER_VERSION = (
         "",
         "{",
         "[]",
-        '{"version": 2}',
-        '{"version": 2, "cpus": {"x": {"fp32": 1}}}',
-        '{"version": 2, "cpus": {"x": []}}',
-        '{"version": 2, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
+        '{"version": 3}',
+        '{"version": 3, "cpus": {"x": {"fp32": 1}}}',
+        '{"version": 3, "cpus": {"x": []}}',
+        '{"version": 3, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
         RATES_OF_AN_OLDER_VERSION,
         "\x00",
         "[" * 100_000,
-        '{"version": 2, "cpus": {"x": NaN}}',
+        '{"version": 3, "cpus": {"x": NaN}}',
     ],
 )
 def test_a_damaged_cache_is_named_in_a_warning_and_rewritten(
@@ -416,7 +416,7 @@ def test_what_is_around_ops_is_measured_with_the_ops_of_a_capture() -> None:
 
 @pytest.mark.slow
 def test_a_real_measurement_is_whole_and_survives_being_kept() -> None:
-    found = measure_device(find_device("cpu"), CPU)
+    found = measure_device(find_device("cpu"), CPU, sweeps=1)
     assert from_builtins(json.loads(json.dumps(asdict(found))), Calibration, where="it") == found
     assert {curve.kind.partition(":")[0] for curve in found.curves} == {*ARITHMETIC_KINDS, *BYTE_KINDS}
     assert page_fault_seconds_per_byte() >= 0

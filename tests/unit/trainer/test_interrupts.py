@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from brimful.trainer.stop import stops_on_signals
+from brimful.trainer.run.stop import stops_on_signals
 
 SCRIPT = """
     import sys, time
@@ -88,8 +88,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     process = start(tmp_path / "run", 20)
     read_forwards(process, 1)
     process.send_signal(signal.SIGINT)
-    while "Ending after this step" not in process.stderr.readline():
-        pass
+    assert any("Ending after this step" in line for line in iter(process.stderr.readline, ""))
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=10)
     assert process.returncode != 0

@@ -5,11 +5,11 @@ import pytest
 from rich.console import Console
 
 from brimful.job import Data
-from brimful.results import StepRecord, ValidationRecord
+from brimful.results import Recovery, StepRecord, ValidationRecord
 from brimful.settings import Settings
 from brimful.trainer import Trainer
 from brimful.trainer.monitor import progress
-from brimful.trainer.monitor.progress import make_progress, memory_text
+from brimful.trainer.monitor.progress import make_progress, memory_text, recovery_text
 
 
 def step(number, loss=1.234, seconds=0.5, **changes):
@@ -150,3 +150,9 @@ def test_training_reports_each_micro_batch_of_a_validation(job_with, samples, mo
     job = job_with(data=lambda: Data(train=samples, validation=part))
     Trainer(job, Settings(micro_batch_size=8), epochs=1, device="cpu", show_progress=False).fit()
     assert seen == [8, 16, 20]
+
+
+def test_a_recovery_tells_what_is_lost():
+    recovery = Recovery(step=3, during="step on rank 1", message="out", before="a", after="b", seconds=0.5)
+    text = recovery_text(recovery, lost="resumed from the last save")
+    assert text == "step on rank 1, step 3  out: on with b; resumed from the last save"

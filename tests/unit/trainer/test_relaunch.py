@@ -9,6 +9,7 @@ import pytest
 from brimful.errors import FileFormatError
 from brimful.results import Recovery
 from brimful.settings import Settings
+from brimful.trainer import resume
 from brimful.trainer.storage.relaunch import read_fallback, write_fallback
 from brimful.trainer.storage.run_directory import FALLBACK
 
@@ -58,3 +59,12 @@ def test_a_fifo_is_refused_without_waiting(left):
     os.mkfifo(left)
     with pytest.raises(FileFormatError, match="not a regular file"):
         read_fallback(left.parent, BEFORE)
+
+
+def test_a_relaunch_says_that_it_goes_on_from_the_last_save(job_with, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(resume, "_fallback", lambda config, settings, ranks: (settings, RECOVERY))
+    options = {"run_dir": tmp_path / "run", "resume": True, "show_progress": True}
+    trained(job_with(), steps=1, **options)
+    assert "step on rank 1, step 3  out: on with b; started from the beginning" in capsys.readouterr().err
+    trained(job_with(), steps=2, **options)
+    assert "step on rank 1, step 3  out: on with b; resumed from the last save" in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_no_whole_save_is_told_and_nothing_is_trained(job_with, trained, tmp_pat
     (tmp_path / "run" / SAVES / "step-000000002" / "state.pt").write_bytes(b"")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ResumeError, match=r"no save .* is whole[\s\S]*state.pt has bytes 0"):
+        with pytest.raises(ResumeError, match=r"has no complete checkpoint[\s\S]*state.pt has bytes 0"):
             trained(job_with(), epochs=2, run_dir=tmp_path / "run", resume=True)
 
 

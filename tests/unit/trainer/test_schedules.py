@@ -93,7 +93,7 @@ def test_unknown_names_and_runs_of_unknown_length_are_refused() -> None:
         def __iter__(self) -> Iterator[torch.Tensor]:
             return iter([torch.ones(1, 2)])
 
-    with pytest.raises(UsageError, match="Say `steps`"):
+    with pytest.raises(UsageError, match="Set `steps`"):
         rates(bf.Schedule("linear"), data=bf.Data(train=Endless()))
 
 

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from brimful.errors import UsageError
 from brimful.job import Data
-from brimful.trainer import Callback, TensorBoard, WandB
+from brimful.trainer import Callback, Schedule, TensorBoard, WandB
 from brimful.trainer.monitor import trackers
 from helpers.tiny_jobs import StopAfter
 
@@ -62,6 +62,26 @@ def test_learning_rates_that_differ_are_told_apart(job_with, trained, tmp_path):
     found = scalars(tmp_path)
     assert found["train/learning_rate_0"] == [(1, 0.5)]
     assert found["train/learning_rate_1"] == [(1, 0.25)]
+
+
+def test_a_learning_rate_is_shown_at_the_step_that_it_was_used_in(job, trained, tmp_path):
+    _, result = trained(job, epochs=1, schedule=Schedule("linear"), callbacks=[TensorBoard(tmp_path)])
+    assert scalars(tmp_path)["train/learning_rate"] == [
+        (step.step, pytest.approx(step.learning_rate)) for step in result.steps
+    ]
+    assert [step.learning_rate for step in result.steps] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+
+
+def test_rates_of_several_groups_are_shown_at_their_steps_as_far_as_they_are_known(job_with, trained, tmp_path):
+    def optimizer(parameters):
+        first, *rest = parameters
+        return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": rest}], lr=0.25)
+
+    job = job_with(optimizer=optimizer)
+    trained(job, steps=4, schedule=Schedule("linear"), callbacks=[TensorBoard(tmp_path)])
+    found = scalars(tmp_path)
+    assert found["train/learning_rate_0"] == [(1, 0.5), (2, 0.375), (3, 0.25), (4, 0.125)]
+    assert found["train/learning_rate_1"] == [(2, 0.1875), (3, 0.125), (4, 0.0625)]
 
 
 class FakeRun:

@@ -152,7 +152,7 @@ def test_a_resumed_run_measures_a_steady_step_too(job_with, trained, tmp_path):
 
 def test_measuring_does_not_change_the_losses(job_with, trained, monkeypatch):
     _, measured = trained(job_with(), steps=6)
-    monkeypatch.setattr("brimful.trainer.loop.MEASURED_UPDATE", 6)
+    monkeypatch.setattr("brimful.trainer.step.memory.MEASURED_UPDATE", 6)
     _, later = trained(job_with(), steps=6)
     assert measured.losses == later.losses
 

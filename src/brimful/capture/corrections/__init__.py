@@ -1,4 +1,4 @@
-"""What a device does otherwise than fake tensors on a CPU, as named rules: one a file, of the rule's name."""
+"""Differences between a device and fake tensors on a CPU, as rules: one per file of the rule's name."""
 
 from brimful.capture.corrections.functions import CorrectedFunctions
 from brimful.capture.corrections.rule import Rule

@@ -24,7 +24,7 @@ class Rule:
     its name.
 
     Args:
-        target: The device whose decisions the capture follows.
+        target: The target device, whose choice of kernels the capture follows.
         settings: How the job is trained.
     """
 

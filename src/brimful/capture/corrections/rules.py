@@ -28,6 +28,7 @@ from brimful.capture.corrections.cuda.dropout_mask import DropoutMask
 from brimful.capture.corrections.cuda.embedding_backward import EmbeddingBackward
 from brimful.capture.corrections.cuda.foreach_norm import ForeachNorm
 from brimful.capture.corrections.cuda.foreach_optimizer import ForeachOptimizer
+from brimful.capture.corrections.cuda.fused_rms_norm import FusedRmsNorm
 from brimful.capture.corrections.cuda.hidden_copies import HiddenCopies
 from brimful.capture.corrections.cuda.index_backward import IndexBackward
 from brimful.capture.corrections.cuda.norm_parts import NormParts
@@ -54,6 +55,7 @@ RULES: tuple[type[Rule], ...] = (
     EmbeddingBackward,
     IndexBackward,
     Sort,
+    FusedRmsNorm,
     NormParts,
     HiddenCopies,
     ForeachNorm,
@@ -78,12 +80,12 @@ def rules_for(target: Device, settings: Settings, without: Collection[str] = ())
     """The rules that apply to a capture.
 
     Args:
-        target: The device whose decisions are followed.
+        target: The target device, whose choice of kernels the capture follows.
         settings: How the job is trained.
-        without: Names of rules to leave out.
+        without: Names of rules to disable.
 
     Returns:
-        New ones, in the order of `RULES`.
+        New rules, in the order of `RULES`.
 
     Raises:
         UnknownNameError: No rule has a name in `without`.

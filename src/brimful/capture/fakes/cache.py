@@ -1,7 +1,7 @@
 """The results of ops on fake tensors, cached by the shapes of their arguments.
 
-A step runs the same ops on the same shapes again and again, once for each block of a model. Fake tensors
-have a cache too, but it tells cases apart in greater detail than a capture needs, which takes most of its time.
+A step runs the same ops on the same shapes repeatedly, once for each block of a model. Fake tensors have a
+cache too, but its keys distinguish more cases than a capture needs, and computing them takes most of its time.
 
 Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.DisableTorchFunction`,
 `torch._C._DisableTorchDispatch` (checked: torch 2.13; the first two in 2.11 too).
@@ -28,7 +28,7 @@ class _Fresh(NamedTuple):
 
 
 class CachedResult:
-    """What calls alike return, and their work."""
+    """The cached results of equal calls, and their work."""
 
     __slots__ = ("_device", "_made", "_mode", "work")
 
@@ -41,13 +41,13 @@ class CachedResult:
 
 
 class OpResult(NamedTuple):
-    """What a call of an op returned."""
+    """The cached result of an op call."""
 
     out: Any
     inputs: list[Tensor] | None
     """The tensors among its arguments, in order; None where they were not looked for."""
     cached: CachedResult | None
-    """What calls alike have in common; None where the result is not cached."""
+    """The key of equal calls; None if the result is not cached."""
 
 
 class FakeCache:
@@ -120,22 +120,28 @@ class FakeCache:
 
 
 class _NotCachedError(Exception):
-    """An argument decides in a way that is not looked at."""
+    """The result depends on an argument in a way that the cache's key does not cover."""
 
 
 def _key_of_call(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], fakes: list[Tensor]
 ) -> Hashable | None:
-    """What decides the result of a call; None if something else does. Leaves its tensors in `fakes`."""
+    """The key of a call; None if its result depends on more. Appends the call's tensors to `fakes`."""
     try:
         key = (func, _key(args, fakes), _key(tuple(kwargs.items()), fakes))
     except _NotCachedError:
         return None
     if fakes:
-        return key
+        return key if len(set(map(id, fakes))) == len(fakes) else (*key, _repeated(fakes))
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
     is_typed = mode is not None and kwargs.get("dtype") is not None  # else torch's default type decides
     return (*key, id(mode)) if is_typed else None
+
+
+def _repeated(fakes: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the first place where it stands: a call that reads one twice has other work."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(fake), place) for place, fake in enumerate(fakes))
 
 
 def _key(value: Any, fakes: list[Tensor]) -> Hashable:

@@ -152,7 +152,7 @@ def fakes_behave() -> Iterator[None]:
 
 @contextmanager
 def no_gradient_overflows() -> Iterator[None]:
-    """Let a loss scaler step its optimizer without looking for an overflow, which fakes cannot tell of.
+    """Let a loss scaler step its optimizer without the check for overflow, which fake tensors cannot answer.
 
     Source: torch/amp/grad_scaler.py, GradScaler._maybe_opt_step (checked: 2.13).
     """

@@ -1,4 +1,4 @@
-"""What a trace says of a step beside its ops and its memory."""
+"""Facts about a step that a trace records in addition to ops and memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StepFacts:
     """Collected while a step runs; the fields of `Trace` of the same names."""
 
     uncertain: dict[str, None] = field(default_factory=dict)
-    """What is not known for sure, in the order of its first occurrence."""
+    """Uncertain facts, in the order of their first occurrence."""
     sizes_depend_on_values: bool = False
     """Whether values of the batch decided the size of anything, so that another batch may have others."""
     sizes_are_guessed: bool = False

@@ -143,7 +143,7 @@ class StorageLedger:
 
     @property
     def live_bytes(self) -> int:
-        """What tensors hold now, without blocks that no tensor owns."""
+        """Bytes that tensors hold now, without blocks that no tensor owns."""
         return sum(self.blocks[index].size_bytes for index in self.live.values())
 
     def _add(self, block: Block) -> int:

@@ -13,7 +13,7 @@ import torch
 _PACKAGE = Path(__file__).parents[2]
 _OWN_FOLDER, _OWN_MODELS = f"{_PACKAGE}/", f"{_PACKAGE / 'models'}/"
 _CAPTURE_FILE = str(_PACKAGE / "capture" / "step.py")
-"""Where capturing begins: what called it is no part of the step."""
+"""Where capturing begins; callers of it are not part of the step."""
 _TORCH_FOLDER = f"{Path(torch.__file__).parent}/"
 _PYTHON_FOLDER = f"{Path(contextlib.__file__).parent}/"
 _PACKAGE_FOLDERS = ("site-packages", "dist-packages")

@@ -1,8 +1,8 @@
 """Which module an op belongs to, in forward and in backward.
 
-Forward: a stack kept by hooks on every module call. Backward: autograd numbers its nodes in the order in which
-the forward makes them; the numbers at which the stack changed tell in whose forward a node was made. A unit
-whose forward runs again in backward for the unit behind it, which is nested, is put on the stack as if called.
+Forward: hooks on every module call maintain a stack. Backward: autograd numbers its nodes in the order in which
+the forward creates them; the numbers at which the stack changed give the module whose forward created a node. A
+unit whose forward runs again in backward for the nested unit behind it is put on the stack as if called.
 
 Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node`
 (checked: torch 2.13, 2.11).

@@ -53,6 +53,7 @@ class OpLog:
                 weight_bytes=work.weight_bytes,
                 made_ops_ago=made_ops_ago,
                 on_host=at.is_on_host,
+                extents=work.extents,
                 line=self._line() if work.written_bytes >= _LOCATED_BYTES else "",
             )
         )

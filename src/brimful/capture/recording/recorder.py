@@ -29,8 +29,9 @@ from brimful.capture.recording.op_info import OpInfo, describe_op
 from brimful.capture.recording.op_log import OpLog
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.runner import FakeRunner
+from brimful.capture.recording.traffic import depends_on_shape_alone
 from brimful.capture.recording.value_reader import ValueReader
-from brimful.capture.recording.work import depends_on_shape_alone, work_of
+from brimful.capture.recording.work import work_of
 from brimful.capture.values.known import KnownValues, is_followed
 from brimful.trace import Category, Op, Phase
 

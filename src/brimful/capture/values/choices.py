@@ -1,8 +1,8 @@
-"""What models choose by numbers that are not known: the experts of a token, the best classes, an order.
+"""Choices of models by unknown numbers: the experts of a token, the best classes, an order.
 
-A router's scores are unknown, and so is which of n experts takes a token; but each row chooses k of n. So the
-indices that such an op returns are assumed, and what is computed from them has the sizes of a true step: n
-experts together get rows × k, whatever code gathers their rows. `Guess` says how rows choose.
+A router's scores are unknown, and so is which of n experts receives a token; but each row chooses k of n. So
+the indices that such an op returns are assumed, and results computed from them have the sizes of a real step:
+n experts together get rows × k, for any code that gathers their rows. `Guess` defines how rows choose.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from brimful.capture.values.choices import CHOICES, chosen
 from brimful.capture.values.known import (
     CHOICE,
     DATA,
+    LARGEST_CHOSEN_NUMEL,
     WHOLE,
     KnownValues,
     NotKnownError,
@@ -122,7 +123,7 @@ class ValueFollower:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]
     ) -> None:
         """Suppose what an op chooses, if that is what it does."""
-        if func not in CHOICES or not is_followed_if_assumed(outputs[-1]):
+        if func not in CHOICES or not is_followed_if_assumed(outputs[-1], LARGEST_CHOSEN_NUMEL):
             return
         with unset_fake_temporarily():
             indices = chosen(func, args, kwargs, self._known.guess)

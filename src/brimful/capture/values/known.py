@@ -26,8 +26,11 @@ from brimful.trace import Guess
 LARGEST_KNOWN_NUMEL = 2**20
 """Tensors of more integers or booleans are not followed. An id for each token of a batch is fewer, a mask for
 each pair of tokens is more; so following an op takes a millisecond at most."""
-LARGEST_ASSUMED_NUMEL = 2**24
-"""The same for what is computed from assumed choices: of each token for each of many experts."""
+LARGEST_CHOSEN_NUMEL = 2**24
+"""The same for assumed choices, such as the experts of each token."""
+LARGEST_ASSUMED_NUMEL = 2**26
+"""The same for what is computed from them: a mask of 65,536 tokens × 8 choices × 128 experts. As int64 it takes
+512 MiB while it lives, and about 0.6 s to fill and add up (one thread of an AMD EPYC)."""
 LARGEST_KNOWN_FLOATS = 2**16
 """The same for other numbers, which most ops have to do with: a mask that is added for each token is fewer,
 most activations are more."""
@@ -201,7 +204,7 @@ def is_followed(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and math.prod(tensor.shape) <= largest
 
 
-def is_followed_if_assumed(tensor: Tensor) -> bool:
+def is_followed_if_assumed(tensor: Tensor, largest_numel: int = LARGEST_ASSUMED_NUMEL) -> bool:
     """The same for what is computed from assumed choices."""
     is_whole = tensor.layout is torch.strided and tensor.dtype in WHOLE
-    return is_whole and math.prod(tensor.shape) <= LARGEST_ASSUMED_NUMEL
+    return is_whole and math.prod(tensor.shape) <= largest_numel

@@ -178,6 +178,10 @@ def _positions(known: KnownValues, tensor: Tensor) -> list[Tensor]:
     """Where a mask is not zero, one fake tensor for each dimension; known if they are few."""
     mask = known.of(tensor)
     with unset_fake_temporarily():
+        if (
+            not mask.is_contiguous() and 0 not in mask.stride()
+        ):  # to read strided integers once, not three times
+            mask = mask != 0
         count = int(mask.count_nonzero())
         is_few = count * mask.dim() <= LARGEST_KNOWN_NUMEL
         real = mask.nonzero(as_tuple=True) if is_few else ()

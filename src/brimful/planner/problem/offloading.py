@@ -20,33 +20,33 @@ from brimful.trace import Phase, Trace
 
 @dataclass(frozen=True, slots=True)
 class SentStorages:
-    """What a unit sends to the host in one micro-batch when it is offloaded."""
+    """Storages that an offloaded unit copies to the host in one micro-batch."""
 
     sizes_bytes: tuple[int, ...]
-    """Of the storages, as the device's allocator rounds."""
+    """Sizes of the storages, rounded like those of the device's allocator."""
 
     @property
     def pinned_bytes(self) -> int:
-        """What they take of the host."""
+        """Pinned host memory that they take."""
         return sum(map(pinned_bytes, self.sizes_bytes))
 
     def within(self, most_bytes: int) -> SentStorages:
-        """Those that leave where at most this many bytes may."""
+        """The storages to offload within a limit of bytes."""
         return SentStorages(tuple(self.sizes_bytes[i] for i in chosen_to_leave(self.sizes_bytes, most_bytes)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadOptions:
-    """What each unit sends to the host, and how long its forward and backward are, which hide copies."""
+    """Storages that each unit may offload, and the time of its forward and backward, which hide copies."""
 
     sent: tuple[SentStorages, ...]
     permitted: frozenset[int]
     """Units that may be offloaded."""
     copy_bytes_per_second: float
     forward_seconds: NDArray[np.float64]
-    """With what runs between it and the unit before, (n,)."""
+    """Including what runs between it and the unit before, (n,)."""
     backward_seconds: NDArray[np.float64]
-    """With what runs between it and the unit before, (n,)."""
+    """Including what runs between it and the unit before, (n,)."""
     prices: RecomputePrices
 
     def beside_copies(self, unit: int, option: Option) -> Option:
@@ -84,7 +84,7 @@ class OffloadOptions:
 def offload_options(
     k: SteadyStep, r: SteadyStep, kept: Trace, prices: RecomputePrices, device: Device, host_bytes: int
 ) -> OffloadOptions | None:
-    """What could be offloaded; None if nothing may be."""
+    """The options for offloading; None if it is not permitted."""
     if not host_bytes or device.host_link_bytes_per_second is None:
         return None
     sent = _sent(k, r)

@@ -193,7 +193,7 @@ class _Results:
                 self._allocated[storage] = position
 
     def extensions(self, forward_op: int, same_op_again: int) -> tuple[Extension, ...]:
-        """What saving the results of an op would change."""
+        """The effect of saving the results of an op."""
         pairs = zip(self._made[forward_op], self._made[same_op_again], strict=False)
         return tuple(self._extension(first, second) for first, second in pairs)
 

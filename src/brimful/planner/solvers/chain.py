@@ -24,10 +24,10 @@ such that for R(k) = Σ_{i<k} r(i, o(i)) and L(k) = l(k - 1, o(k - 1)), L(0) = 0
     R(i) + L(i) + p(i, o(i)) ≤ B      for every unit
     R(k) + L(k) + g(k)       ≤ B      for k = 0 … n
 
-States (R, cost) with equal l and t of the last unit, of which another is no larger and no dearer, are dropped;
-what remains is exact. The state of least R with its l and t is never dropped, and every way on from others is
-open to it. So a choice is found whenever there is one, even where there are too many states and some more are
-dropped.
+States (R, cost) are dropped if another state with equal l and t of the last unit is at most as large and as
+costly; what remains is exact. The state of least R with its l and t is never dropped, and every way on from
+others is open to it. So a choice is found whenever there is one, even where there are too many states and some
+more are dropped.
 """
 
 from __future__ import annotations
@@ -171,18 +171,18 @@ def _has_solution(problem: Problem, budget_bytes: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """Ways through the units so far, of which others are no better; all arrays (states,)."""
+    """Undominated choices for the units so far; all arrays are (states,)."""
 
     retained: NDArray[np.int64]
     seconds: NDArray[np.float64]
     lingering: NDArray[np.int64]
-    """Bytes of the last unit that linger."""
+    """Lingering bytes of the last unit."""
     copy_seconds: NDArray[np.float64]
     parent: NDArray[np.int64]
     option: NDArray[np.int64]
 
     def undominated(self) -> _States:
-        """Of states with the same that lingers, those of which no other retains no more and costs no more."""
+        """The states that no other with equal lingering bytes matches or beats in memory and cost."""
         order = np.lexsort((self.seconds, self.retained))
         cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], self.seconds[order][:-1])))
         return self._at(order[self.seconds[order] < cheapest_before])

@@ -71,7 +71,7 @@ class SegmentProblem:
         return peak
 
     def cost_seconds(self, nested: tuple[bool, ...]) -> float:
-        """What a choice costs over recomputing everything."""
+        """Cost of a choice relative to recomputing everything."""
         return sum(seconds for seconds, is_nested in zip(self.seconds, nested, strict=True) if is_nested)
 
 

@@ -1,4 +1,4 @@
-"""Where a step's samples come from: the global batches of an epoch, and the validation batches."""
+"""The global batches of an epoch, and the validation batches."""
 
 from __future__ import annotations
 
@@ -25,31 +25,32 @@ from brimful.trainer.data.prefetch import read_ahead
 from brimful.trainer.data.rng import generator_of
 
 FEW_SAMPLES_FRACTION = 0.25
-"""Of a global batch, below which a last batch is told of where BatchNorm normalises over it. A choice: running
-statistics move a tenth of the way to a batch's, and a variance over a quarter has twice the spread."""
+"""Warn if BatchNorm normalises over a last batch of less than this fraction of a global batch. A choice:
+running statistics move a tenth of the way to a batch's, and a variance over a quarter has twice the spread."""
 
 BATCHES_LOOKED_AT = 8
-"""Of an iterable, before it is said that none is a whole global batch: buckets of lengths leave some over."""
+"""Read this many batches of an iterable before warning that none is a whole global batch: length buckets may
+begin with smaller ones."""
 
 
 def find_data(job: Job, data: Data | None) -> Data:
-    """What to train on.
+    """Find the data to train on.
 
     Args:
-        job: Whose own data are used if none are given.
-        data: What was given, or None.
+        job: Its own data are used if no other is given.
+        data: The data given to the trainer, or None.
 
     Returns:
         The data given, else the job's own.
 
     Raises:
-        UsageError: There is none, or it is no `Data`.
+        UsageError: There is no data, or it is not a `Data`.
     """
     if data is None:
         if job.data is None:
             raise UsageError(
-                f"{job.name} has no data to train on. Give it as Trainer(job, plan, data=Data(train=…)) "
-                "or as Job(data=lambda: Data(train=…)); `train` is a batch with all samples, or a DataLoader."
+                f"{job.name} has no data to train on. Pass data=Data(train=…), or give "
+                "the job data=lambda: Data(train=…); `train` is a batch with all samples, or a DataLoader."
             )
         data = job.data() if callable(job.data) else job.data
     if not isinstance(data, Data):
@@ -62,24 +63,23 @@ def find_data(job: Job, data: Data | None) -> Data:
 class Batches:
     """The global batches of each epoch.
 
-    A batch that holds every sample is shuffled anew for each epoch and cut into global batches; what is left
-    over at the end makes a smaller one. `Samples` make their batches themselves. Of an iterable, every batch is
-    a global batch, whatever its size; a `set_epoch` that it, its samplers or its dataset have is told the
-    epoch.
+    A batch with all samples is shuffled for each epoch and cut into global batches; the last one may be
+    smaller. `Samples` make their batches themselves. Each batch of an iterable is a global batch, whatever its
+    size; if the iterable, its samplers or its dataset have `set_epoch`, it is called with the epoch.
 
     Args:
         train: One batch with all samples, `Samples`, or an iterable of batches. A tensor, mapping, tuple or
             dataclass is one batch; a list is one if a tensor is directly in it, else a list of batches.
         global_batch_size: Samples per global batch.
-        seed: Decides the order of the samples, with the epoch.
-        layout: How the samples of a batch are found.
-        device: Where batches go. For a GPU, those cut from one batch are read ahead: the host's processors have
-            time for that, and on a CPU the step would lack what reading takes.
-        warns: Of batches that are no global batch; of several ranks one does.
+        seed: Determines the order of the samples, together with the epoch.
+        layout: Finds the samples of a batch.
+        device: The device that trains. Batches for a GPU, if cut from one batch, are read ahead: the host has
+            time for that. On a CPU reading would slow the step down.
+        warns: Warn about batches of another size than the global batch; True on one rank only.
 
     Raises:
-        UsageError: `train` is no data.
-        BatchError: It is a batch without samples, or whose entries disagree on how many.
+        UsageError: `train` is not training data.
+        BatchError: `train` is a batch without samples, or its entries have different numbers of samples.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Batches:
         self._example: Batch | None = None
 
     def expect(self, example: Batch | None) -> None:
-        """Be told what a batch of the job's is, to refuse single samples that an iterable gives.
+        """Refuse single samples from an iterable by comparing them with a batch.
 
         Args:
-            example: None if nothing is to be refused.
+            example: A batch of the job; None refuses nothing.
         """
         self._example = example
 
@@ -116,7 +116,7 @@ class Batches:
         """Warn if no batch can be a whole global batch, or if BatchNorm will normalise over a few samples.
 
         Args:
-            model: What is trained.
+            model: The model to train.
         """
         if self._samples is None:
             return
@@ -154,15 +154,15 @@ class Batches:
 
         Args:
             epoch: At least 0; the same number gives the same order.
-            skip: Batches to leave out at the start. Those of an iterable are read for that: what they draw from
-                random generators is drawn before this returns.
+            skip: Number of batches to skip at the start. An iterable is read to skip them, so it draws their
+                random numbers before this returns.
 
         Returns:
             Global batches.
 
         Raises:
             UsageError: The data give no batch.
-            DataError: They give fewer than are to be skipped.
+            DataError: The data give fewer batches than `skip`.
         """
         if _are_samples(self._train):
             return iter(self._train.batches(self._global_batch_size, seed=self._seed, epoch=epoch, skip=skip))
@@ -180,7 +180,7 @@ class Batches:
         )
 
     def _of_iterable(self, train: Iterable[Batch], epoch: int, skip: int) -> Iterator[Batch]:
-        _tell_epoch(train, epoch)
+        _set_epoch(train, epoch)
         batches = iter(train)
         for read in range(skip):
             if next(batches, None) is None:
@@ -191,17 +191,17 @@ class Batches:
         return self._sized(batches if skip else self._at_least_one(batches, epoch))
 
     def _sized(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same; warns once if one is more than a global batch, or if none is a whole one."""
+        """Pass batches on; warn once if one is larger than a global batch, or if all are smaller."""
         largest = count = 0
         for batch in batches:
             largest, count = max(largest, self._layout.count(batch)), count + 1
             if largest > self._global_batch_size or count == BATCHES_LOOKED_AT:
-                self._tell_size(largest)
+                self._warn_other_size(largest)
             yield batch
         if count > 1:
-            self._tell_size(largest)
+            self._warn_other_size(largest)
 
-    def _tell_size(self, largest: int) -> None:
+    def _warn_other_size(self, largest: int) -> None:
         if largest == self._global_batch_size or not self._warns:
             return
         self._warns = False  # once is enough
@@ -229,31 +229,31 @@ class Batches:
 def validation_batches(
     validation: Batch | Iterable[Batch], micro_batch_size: int, layout: BatchLayout, ranks: Ranks = SINGLE
 ) -> Iterator[tuple[Batch, bool]]:
-    """The validation samples of this rank in micro-batches, in their own order.
+    """Split the validation data of this rank into micro-batches, in order.
 
     Args:
         validation: One batch with all samples, or an iterable of batches.
-        micro_batch_size: Most samples of each.
-        layout: How the samples of a batch are found.
-        ranks: Among which each batch is divided.
+        micro_batch_size: Most samples of a micro-batch.
+        layout: Finds the samples of a batch.
+        ranks: The ranks that share each batch.
 
     Yields:
-        Micro-batches on the host, and whether they count.
+        Micro-batches on the host, and whether each counts.
     """
     for batch in [validation] if is_one_batch(validation) else validation:
         yield from ranks.micro_batches(batch, micro_batch_size, layout)
 
 
 def check_validation(validation: Batch | Iterable[Batch], layout: BatchLayout) -> None:
-    """Check that data can be validated with.
+    """Check the validation data.
 
     Args:
-        validation: What `Data` was given.
-        layout: How the samples of a batch are found.
+        validation: `Data.validation`.
+        layout: Finds the samples of a batch.
 
     Raises:
-        UsageError: They are no data.
-        BatchError: They are a batch without samples, or whose entries disagree on how many.
+        UsageError: It is not validation data.
+        BatchError: It is a batch without samples, or its entries have different numbers of samples.
     """
     _check_data("validation", validation)
     if is_one_batch(validation):
@@ -261,14 +261,14 @@ def check_validation(validation: Batch | Iterable[Batch], layout: BatchLayout) -
 
 
 def refuse_single_samples(job: Job, data: Data, batches: Batches, samples: int) -> None:
-    """Check that lists and other iterables give batches: a list for validation now, those to train on later.
+    """Check that lists and other iterables give batches: a validation list now, training data when it is read.
 
     Args:
-        job: Its `batch` says what a batch is; it may draw random numbers for that. One that makes none of so
-            many samples checks nothing.
-        data: What was given.
-        batches: Of the training data.
-        samples: Of a batch that the job can make.
+        job: Its `batch` makes a batch to compare with, and may draw random numbers. If it raises, nothing is
+            checked.
+        data: The data of the run.
+        batches: The batches of the training data.
+        samples: Number of samples of the batch to compare with.
 
     Raises:
         UsageError: The validation data are a list of single samples.
@@ -284,7 +284,7 @@ def refuse_single_samples(job: Job, data: Data, batches: Batches, samples: int) 
 
 
 def _makes_batches(data: object) -> bool:
-    """Whether data are a loader that was not told to leave samples single."""
+    """Whether data are a DataLoader that makes batches."""
     return isinstance(data, DataLoader) and data.batch_sampler is not None
 
 
@@ -304,13 +304,13 @@ def _check_no_sample(name: str, batch: Batch, example: Batch | None) -> None:
 
 
 def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
-    """How the batches of training data come to it.
+    """Describe how training data are loaded.
 
     Args:
-        train: What `Data` was given.
+        train: `Data.train`.
 
     Returns:
-        None if they are one batch, or samples that are in memory.
+        The description; None if the data are one batch, or samples in memory.
     """
     if is_one_batch(train) or (_are_samples(train) and not hasattr(train, "workers")):
         return None
@@ -318,7 +318,7 @@ def data_loading(train: Batch | Iterable[Batch]) -> DataLoading | None:
     return DataLoading(
         workers=getattr(train, "workers", None) if loader is None else loader.num_workers,
         persistent_workers=loader is None or loader.persistent_workers,
-        pins_memory=loader is None or loader.pin_memory,  # nothing else can be asked to
+        pins_memory=loader is None or loader.pin_memory,  # other data have no such option
         processors=processors_here(),
     )
 
@@ -335,12 +335,12 @@ def is_one_batch(data: Batch | Iterable[Batch]) -> bool:
 
 
 def _are_samples(data: object) -> TypeGuard[Samples]:
-    """Whether data make their batches themselves; a loader may have a list that is called `batches`."""
+    """Whether data make their batches themselves; a loader may have a list named `batches`."""
     return isinstance(data, Samples) and callable(data.batches)
 
 
 def _count_if_known(train: Batch | Iterable[Batch] | Samples, layout: BatchLayout) -> int | None:
-    """Samples in an epoch; None of an iterable, whose batches are as they come."""
+    """Number of samples in an epoch; None for an iterable of batches."""
     if not _are_samples(train):
         return _check_some(train, layout) if is_one_batch(train) else None
     samples = _length(train)
@@ -355,9 +355,9 @@ def _count_if_known(train: Batch | Iterable[Batch] | Samples, layout: BatchLayou
 
 
 def _length(data: object) -> int | None:
-    """How many samples or batches data have; None if they do not tell.
+    """Number of samples or batches; None if the data do not report it.
 
-    A class may have a length and its objects none, as a DataLoader of an IterableDataset: `len` is a TypeError.
+    A class may have `__len__` although `len` of an object raises TypeError: a DataLoader of an IterableDataset.
     """
     if not isinstance(data, Sized):
         return None
@@ -389,7 +389,7 @@ def _check_data(name: str, data: Any) -> None:
 
 
 def _leaves_few(samples: int, global_batch_size: int) -> bool:
-    """Whether the last batch of an epoch is a small part of one."""
+    """Whether the last batch of an epoch is a small fraction of a global batch."""
     return 0 < samples % global_batch_size < global_batch_size * FEW_SAMPLES_FRACTION
 
 
@@ -406,10 +406,10 @@ def _check_some(batch: Batch, layout: BatchLayout) -> int:
     return samples
 
 
-def _tell_epoch(data: Iterable[Batch], epoch: int) -> None:
-    """Tell data which epoch it is, where that decides their order: a resumed run gets the same again."""
+def _set_epoch(data: Iterable[Batch], epoch: int) -> None:
+    """Call `set_epoch` of data whose order depends on the epoch, so that a resumed run gets the same order."""
     parts: list[Any] = [data]
-    if isinstance(data, DataLoader) and not hasattr(data, "set_epoch"):  # Accelerate's hand it on themselves
+    if isinstance(data, DataLoader) and not hasattr(data, "set_epoch"):  # Accelerate's loaders pass it on
         parts = [data.batch_sampler, data.sampler, data.dataset]
     for part in parts:
         if hasattr(part, "set_epoch"):

@@ -1,4 +1,4 @@
-"""Samples of different lengths in one batch: those of similar length together, padded to the longest.
+"""Batches of samples of similar length, padded to the longest.
 
 In a DataLoader:
 
@@ -25,17 +25,17 @@ ATTENTION_MASK = "attention_mask"
 
 
 class LengthBuckets(Sampler[list[int]]):
-    """Batches of samples of similar length, for `DataLoader(batch_sampler=…)`; another order each epoch.
+    """A batch sampler that groups samples of similar length, for `DataLoader(batch_sampler=…)`.
 
-    All samples are shuffled and cut into windows; each window is sorted by length and cut into batches; the
-    batches are shuffled. Each sample comes once, and the last batch of the last window may have fewer. A wider
-    window pads less and mixes less.
+    In each epoch it shuffles all samples, cuts them into windows, sorts each window by length, cuts it into
+    batches and shuffles the batches. Each sample comes once; the last batch of the last window may be smaller.
+    A wider window needs less padding and mixes the samples less.
 
-    The seed and the epoch decide the order, whatever is drawn elsewhere: a `Trainer` tells the epoch, and a run
-    that is resumed in the midst of one goes on with the same batches. Elsewhere each pass is the next epoch.
+    The order depends on the seed and the epoch alone. A `Trainer` calls `set_epoch`, so a run resumed within an
+    epoch continues with the same batches. Without `set_epoch` each pass is the next epoch.
 
     Args:
-        lengths: Of every sample of the dataset, by index.
+        lengths: The length of every sample of the dataset, by index.
         batch_size: Samples in each batch; under a plan, its global batch size.
         seed: At least 0.
         window: Batches in a window.
@@ -62,14 +62,14 @@ class LengthBuckets(Sampler[list[int]]):
 
     @property
     def longest(self) -> list[int]:
-        """The indices of the longest samples, as many as are in a batch: no batch takes more memory.
+        """Indices of one batch of the longest samples, which no batch exceeds in memory.
 
-        Collated, they are what `Data(longest=…)` is for.
+        Collate them and pass them as `Data(longest=…)`.
         """
         return self._lengths.topk(min(self._batch_size, len(self._lengths))).indices.tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the batches of this epoch from the next pass on.
+        """Set the epoch of the next pass.
 
         Args:
             epoch: The same number gives the same order.
@@ -80,7 +80,7 @@ class LengthBuckets(Sampler[list[int]]):
         return -(-len(self._lengths) // self._batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Nothing is done before the first batch is asked for: a DataLoader with workers makes two iterators.
+        # a generator, so that an unused iterator does not count: a DataLoader with workers makes two
         generator = generator_of(self._seed, self._epoch)
         self._epoch += 1
         order = torch.randperm(len(self._lengths), generator=generator)
@@ -96,7 +96,7 @@ class LengthBuckets(Sampler[list[int]]):
 def pad_batch(
     samples: Sequence[Mapping[str, Any]], pad_values: Mapping[str, float], multiple_of: int = 8
 ) -> dict[str, Tensor]:
-    """One batch of samples of different lengths.
+    """Collate samples of different lengths into one batch.
 
     Entries named in `pad_values` are padded at their end to the longest in the batch, rounded up; all others
     are stacked. Samples without an "attention_mask" get one: 1 where the first entry of `pad_values` has

@@ -9,14 +9,14 @@ from brimful.execution.random_state import RandomState
 
 @dataclass(slots=True, kw_only=True)
 class DataPosition:
-    """An epoch and the global batches of it that were trained on; it advances with each step."""
+    """An epoch, and the number of its global batches that the run has trained on."""
 
     epoch: int
     """From 1."""
     batches: int = 0
-    """Those of this epoch that were trained on."""
+    """Number of batches of this epoch that the run has trained on."""
     random: RandomState
-    """As the epoch began: a DataLoader draws the order of its samples then."""
+    """The random state at the start of the epoch, where a DataLoader draws the order of its samples."""
 
     def __str__(self) -> str:
         return f"{self.batches} batches of epoch {self.epoch}"

@@ -1,4 +1,4 @@
-"""Batches that are made ready while the step before them runs."""
+"""Reads batches ahead, while the step before them runs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 
 def read_ahead(places: Iterable[T], read: Callable[[T], Batch], device: torch.device) -> Iterator[Batch]:
-    """Read one batch after the other in a thread, each while the one before it is used.
+    """Read batches in a thread, each while the one before it is used.
 
-    Only for a `read` that draws no random numbers: those of a thread would come between those of a step.
+    `read` must not draw random numbers: they would come between those of a step.
 
     Args:
-        places: What to read, in order.
-        read: Gives a batch on the host.
-        device: Where it is going; for a GPU its memory is pinned, so that the copy need not be waited for.
+        places: The arguments of `read`, in order.
+        read: Returns a batch on the host.
+        device: The device that trains; for a GPU the batch is pinned, which makes its copy asynchronous.
 
     Yields:
-        What `read` gives, in order. What it raises is raised here.
+        The batches in order. An error in `read` is raised here.
     """
     is_gpu = device.type == "cuda"
-    # without it the thread would pin by way of the first GPU, and so make a context there (torch does the same)
+    # otherwise pinning would create a context on the first GPU (torch's own pinning thread does the same)
     on_device = partial(torch.cuda.set_device, device) if is_gpu else None
     with ThreadPoolExecutor(1, "brimful-data", initializer=on_device) as thread:
         coming: Future[Batch] | None = None

@@ -1,25 +1,27 @@
-"""Random numbers of a training run: its seed, and a stream of their own for its data."""
+"""Random states of a training run: seeding, and a separate stream for its data."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 import torch
 
+from brimful.distributed.ranks import Ranks
 from brimful.errors import PartialUpdateError
 from brimful.execution.out_of_memory import with_room
 from brimful.execution.random_state import RandomState
 
 
 class RandomStream:
-    """Random numbers for one purpose, which nothing that is drawn elsewhere changes.
+    """A separate state of the host's random generators.
 
-    The data have one: so the order of the samples is the same whatever a plan or another rank draws in a step.
-    It begins as the generators are when it is made; a GPU's own is no part of it.
+    The data have one, so that the order of the samples does not depend on what the steps draw. It starts as a
+    copy of the global state, without the generator of a GPU.
     """
 
     def __init__(self) -> None:
@@ -27,10 +29,10 @@ class RandomStream:
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Within, random numbers come from here.
+        """Draw random numbers from this stream within the context.
 
         Raises:
-            PartialUpdateError: The numbers of elsewhere could not be restored.
+            PartialUpdateError: The global state could not be restored.
         """
         elsewhere = random_state_now(_HOST)
         try:
@@ -48,26 +50,26 @@ class RandomStream:
 
 
 def random_state_now(device: torch.device) -> RandomState:
-    """The state of all generators, even where memory runs out once.
+    """Copy the state of all generators; try again if memory runs out.
 
     Args:
-        device: Whose generator counts beside the host's.
+        device: The device whose generator is copied beside the host's.
 
     Returns:
-        A copy.
+        The state.
     """
     return with_room(partial(RandomState.now, device), during="the state of random generators is read")
 
 
 def restore_random_state(state: RandomState, device: torch.device) -> None:
-    """Set all generators back, even where memory runs out once.
+    """Restore the state of all generators; try again if memory runs out.
 
     Args:
-        state: Of all generators.
-        device: Whose generator counts beside the host's.
+        state: What `random_state_now` returned.
+        device: The device whose generator is restored beside the host's.
 
     Raises:
-        PartialUpdateError: They could not be set back: what follows would draw other numbers, saved or not.
+        PartialUpdateError: The state could not be restored: the run would continue with other random numbers.
     """
     try:
         with_room(partial(state.restore, device), during="random numbers are restored")
@@ -78,12 +80,35 @@ def restore_random_state(state: RandomState, device: torch.device) -> None:
         ) from error
 
 
+def restore_own(
+    of_ranks: Sequence[RandomState], ranks: Ranks, device: torch.device, *, otherwise_seed: int
+) -> None:
+    """Restore the saved random state of this rank; seed a rank that the saved run did not have.
+
+    Args:
+        of_ranks: The saved states, by rank.
+        ranks: The ranks now.
+        device: The device whose generator is restored beside the host's.
+        otherwise_seed: The seed where no state was saved for this rank.
+    """
+    if ranks.count != len(of_ranks):
+        warnings.warn(
+            f"the run was saved by {len(of_ranks)} ranks and resumes with {ranks.count}: dropout "
+            "draws other numbers than it would have.",
+            stacklevel=2,
+        )
+    if ranks.rank >= len(of_ranks):
+        seed_all(otherwise_seed, ranks.rank)
+    else:
+        of_ranks[ranks.rank].restore(device)
+
+
 def seed_all(seed: int, rank: int = 0) -> None:
-    """Seed every generator, each rank's otherwise.
+    """Seed every generator, differently on each rank.
 
     Args:
         seed: At least 0.
-        rank: That of the first is the seed itself.
+        rank: Rank 0 uses the seed itself.
     """
     if rank:
         seed = int(np.random.SeedSequence((seed, rank)).generate_state(1, np.uint64)[0]) >> 1
@@ -93,7 +118,7 @@ def seed_all(seed: int, rank: int = 0) -> None:
 
 
 def generator_of(*numbers: int) -> torch.Generator:
-    """A generator of its own for each seed, epoch and whatever else; neighbouring numbers share nothing."""
+    """A generator seeded with several numbers, such as seed and epoch; similar ones give unrelated streams."""
     (mixed,) = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(mixed) >> 1)
 

@@ -1,4 +1,4 @@
-"""The batches of a run, from its position in the data on."""
+"""The stream of batches of a run, and its position in the data."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from brimful.trainer.storage.checkpoint import DataState
 
 
 class BatchStream:
-    """Reads the batches of epoch after epoch, with random numbers of their own, and keeps its position.
+    """Reads the batches of each epoch from a separate random stream, and keeps its position.
 
-    These random numbers begin as the generators are when it is made, which must be alike on every rank.
+    Create it with the same random state on every rank: the stream starts from it.
 
     Args:
-        batches: Of each epoch.
-        ranks: All of them read the same.
+        batches: The batches of each epoch.
+        ranks: All ranks, which read the same batches.
     """
 
     def __init__(self, batches: Batches, *, ranks: Ranks) -> None:
         self._batches = batches
         self._ranks = ranks
         self._resumed: tuple[RandomState, Callable[[], None]] | None = None
-        """How the next epoch's data are opened in a resumed run; None again once they are."""
+        """Random state and callback for opening the data of a resumed run; None once they are open."""
         self.randomness = RandomStream()
-        """Random numbers of the data."""
+        """The random stream of the data."""
         self._before_batch: RandomState | None = None
-        """Random numbers of the data before the batch was read that is not trained on yet."""
+        """The random state before the current batch was read; None once the run has trained on it."""
         self.position = self._first_of(1)
-        """Of the next batch."""
+        """The position of the next batch."""
 
     def state_dict(self) -> DataState:
-        """What the same batches are read from again: position and random numbers."""
+        """Return the position and the random states, to read the same batches again."""
         return DataState(
             epoch=self.position.epoch,
             batches=self.position.batches,
@@ -55,13 +55,13 @@ class BatchStream:
 
         Args:
             state: What `state_dict` returned.
-            then: Called once the rest of its epoch is open, which may draw random numbers of its own.
+            then: Called once the rest of the epoch is open; opening it may draw from the global generators.
         """
         self.position = DataPosition(epoch=state.epoch, batches=state.batches, random=state.epoch_random)
         self._resumed = state.random, then
 
     def advance(self) -> None:
-        """Count the batch that was read last as trained on."""
+        """Advance past the batch that was read last."""
         self.position.batches += 1
         self._before_batch = None
 
@@ -72,24 +72,24 @@ class BatchStream:
     def rest_of_epoch(
         self, is_stopped: Callable[[], bool], on_out_of_memory: Callable[[str, float], None]
     ) -> Iterator[tuple[Batch, float]]:
-        """The batches from the position on, each with the seconds spent waiting for it.
+        """Iterate over the batches from the position on, each with the seconds spent waiting for it.
 
-        All ranks get a batch or none does: a signal reaches a DataLoader's workers too, and then one
-        rank may miss its worker before the others have heard of it.
+        Either all ranks get a batch or none does: a signal also reaches a DataLoader's workers, and one rank
+        may lose its worker before the other ranks stop.
 
-        Where memory runs out, an iterator cannot be asked for the same batch again. The data are opened again
-        and read up to the position, as in a resumed run; of several ranks none does so alone.
+        If memory runs out, this opens the data again and reads up to the position, as in a resumed run, since
+        an iterator cannot repeat a batch. With several ranks the error ends the run.
 
         Args:
-            is_stopped: Asked after each is read; if any rank is, it was the last, and is not given.
-            on_out_of_memory: Told of each time that memory ran out: what the error said, and the seconds lost.
+            is_stopped: Called after each read; True on any rank drops the batch and ends the iteration.
+            on_out_of_memory: Called each time that memory ran out, with the message and the seconds lost.
 
         Yields:
             Global batches, on the host.
 
         Raises:
-            DataError: They could not be read, on this rank or another.
-            OutOfMemoryError: Memory ran out, in reading the same batch twice.
+            DataError: A batch could not be read, on this rank or another.
+            OutOfMemoryError: Memory ran out twice while the same batch was read.
         """
         batches = self._opened()
         while True:
@@ -98,7 +98,7 @@ class BatchStream:
             batch, failure = self._read(batches)
             ran_out = None if failure is None or self._ranks.is_distributed else out_of_memory(failure)
             if ran_out is not None:
-                del batches, failure  # which hold what was read ahead
+                del batches, failure  # they keep batches alive that were read ahead
                 make_room(_HOST)
                 batches = self._opened_again(self._before_batch)
                 on_out_of_memory(ran_out, time.perf_counter() - start)
@@ -112,7 +112,7 @@ class BatchStream:
         return DataPosition(epoch=epoch, random=self.randomness.state)
 
     def _opened(self) -> Iterator[Batch]:
-        """The rest of the epoch, before its first batch is read."""
+        """Open the rest of the epoch."""
         if self._resumed is None:
             return self._opened_at(0)
         (random, then), self._resumed = self._resumed, None
@@ -121,10 +121,10 @@ class BatchStream:
         return rest
 
     def _opened_again(self, before_batch: RandomState) -> Iterator[Batch]:
-        """The same after the batches that were trained on, which are read again, and skipped.
+        """Open the epoch again and skip the batches before the position.
 
         Args:
-            before_batch: Random numbers that the next batch is read with.
+            before_batch: The random state to read the next batch with.
 
         Returns:
             Global batches, on the host.
@@ -142,7 +142,7 @@ class BatchStream:
         return with_room(opened, during=f"the training data of epoch {self.position.epoch} are opened")
 
     def _read(self, batches: Iterator[Batch]) -> tuple[Batch | None, Exception | None]:
-        """The next batch, or why there is none."""
+        """The next batch, or the error that reading it raised; None and None at the end."""
         try:
             with self.randomness.drawn_from():
                 return next(batches, None), None
@@ -150,7 +150,7 @@ class BatchStream:
             return None, error
 
     def _is_over(self, batch: Batch | None, failure: Exception | None, is_stopped: bool) -> bool:
-        """Whether the epoch is, on all ranks; or raise what ends the run."""
+        """Whether the epoch is over on all ranks; raise if the run cannot continue."""
         failed, stopped, ended = self._ranks.all_reduce(
             failure is not None, is_stopped, failure is None and batch is None
         )
@@ -169,7 +169,7 @@ class BatchStream:
 
 
 def _reading_error(failure: Exception, position: DataPosition) -> DataError | OutOfMemoryError:
-    """What ends a run whose data raised."""
+    """The error that ends a run whose data raised."""
     ran_out = out_of_memory(failure)
     if ran_out is not None:
         return OutOfMemoryError(
@@ -182,7 +182,7 @@ def _reading_error(failure: Exception, position: DataPosition) -> DataError | Ou
 
 @contextmanager
 def worker_errors() -> Iterator[None]:
-    """Within, a DataLoader worker that dies raises DataError, whatever runs when its signal arrives."""
+    """Raise DataError if a DataLoader worker dies, whatever runs when its signal arrives."""
     try:
         yield
     except RuntimeError as error:

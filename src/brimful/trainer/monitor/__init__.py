@@ -1,1 +1,1 @@
-"""What a run reports: records, progress, utilisation, trackers, callbacks."""
+"""The records of a run: in memory, in files, shown, and passed to callbacks."""

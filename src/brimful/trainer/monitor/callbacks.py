@@ -1,4 +1,4 @@
-"""What a run tells while it runs."""
+"""Callbacks: the events of a run."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Told of what happens in a run, between steps, on every rank; override what is of interest.
+    """Base class of callbacks: override the methods for the events you need. They run on every rank.
 
-    `trainer.model` and `trainer.optimizer` are those in training, `trainer.stop()` ends the run. An error that
-    a callback raises ends the run, which is saved first; `TensorBoard` and `WandB` turn theirs into a warning.
+    `trainer.model` and `trainer.optimizer` are those in training; `trainer.stop()` ends the run. If a callback
+    raises, the run is saved and ends; `TensorBoard` and `WandB` warn instead.
     """
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """After each optimizer step."""
+        """Called after each optimizer step."""
 
     def on_validation(self, trainer: Trainer, record: ValidationRecord) -> None:
-        """After each pass over the validation data."""
+        """Called after each pass over the validation data."""
 
     def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
-        """After the run; the result is None if an error ended it."""
+        """Called after the run; the result is None if an error ended it."""
 
 
 _HOOKS = ("on_step", "on_validation", "on_end")
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
-    """Check that each can be told of everything.
+    """Check that every callback has all methods of `Callback`.
 
     Args:
-        callbacks: Of a trainer.
+        callbacks: The callbacks of a trainer.
 
     Returns:
-        The same.
+        The callbacks.
 
     Raises:
-        UsageError: One lacks what is called.
+        UsageError: One lacks a method, or is a class.
     """
     given = tuple(callbacks)
     for callback in given:
@@ -58,11 +58,11 @@ def check_callbacks(callbacks: Sequence[Callback]) -> tuple[Callback, ...]:
 
 
 class Callbacks:
-    """The callbacks of one trainer, told one after the other.
+    """Calls the callbacks of one trainer in order.
 
     Args:
-        trainer: What they are given.
-        callbacks: In their order.
+        trainer: Passed to each of them.
+        callbacks: The callbacks.
     """
 
     def __init__(self, trainer: Trainer, callbacks: Sequence[Callback]) -> None:
@@ -70,16 +70,16 @@ class Callbacks:
         self._callbacks = tuple(callbacks)
 
     def on_step(self, record: StepRecord) -> None:
-        """Tell them of a step."""
+        """Call `on_step` of each."""
         for callback in self._callbacks:
             callback.on_step(self._trainer, record)
 
     def on_validation(self, record: ValidationRecord) -> None:
-        """Tell them of a validation."""
+        """Call `on_validation` of each."""
         for callback in self._callbacks:
             callback.on_validation(self._trainer, record)
 
     def on_end(self, result: TrainingResult | None) -> None:
-        """Tell them that the run has ended."""
+        """Call `on_end` of each."""
         for callback in self._callbacks:
             callback.on_end(self._trainer, result)

@@ -1,45 +1,65 @@
-"""What `metrics.jsonl` has of a run that is resumed. Nothing is decided by it: what decides is in the save."""
+"""The records of a run, in memory, and how a resumed run reads them from `metrics.jsonl`.
+
+A resumed run only reports these records; everything that determines how it continues is in the save.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from brimful.codec import from_builtins, from_json_document, parse_json
 from brimful.errors import FileFormatError
-from brimful.results import Recovery, StepRecord
+from brimful.results import Recovery, StepRecord, ValidationRecord
 from brimful.trainer.monitor.step_log import StepLog
 from brimful.trainer.storage.checkpoint import Checkpoint
 
 
+@dataclass(slots=True, kw_only=True)
+class RunHistory:
+    """The records of a run so far."""
+
+    steps: StepLog = field(default_factory=StepLog)
+    validations: list[ValidationRecord] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def is_best(self, record: ValidationRecord) -> bool:
+        """Whether a validation has a finite loss, lower than all before it."""
+        return _ranked(record) < min(map(_ranked, self.validations), default=math.inf)
+
+    @property
+    def validations_without_improvement(self) -> int:
+        """Number of validations since the one with the lowest loss; NaN and infinity rank last."""
+        losses = [_ranked(record) for record in self.validations]
+        return len(losses) - 1 - losses.index(min(losses)) if losses else 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
-    """The records of a run up to a save."""
+class SavedHistory:
+    """The records up to a save, as `metrics.jsonl` has them."""
 
+    history: RunHistory
     lines: bytes
-    """Those of `metrics.jsonl` that could be read."""
-    steps: StepLog
-    recoveries: list[Recovery]
-    notes: list[str]
+    """The lines that could be read."""
     is_damaged: bool
-    """Whether there are other lines than were written before the save."""
+    """Whether other lines were written before the save than are there now."""
 
 
-def read_history(content: bytes, checkpoint: Checkpoint) -> History:
-    """What was recorded before a save; the steps after it are taken again.
+def read_history(content: bytes, checkpoint: Checkpoint) -> SavedHistory:
+    """Read the records up to a save. Later steps are skipped: the resumed run takes them again.
 
     Args:
         content: All of `metrics.jsonl`.
-        checkpoint: Of the save.
+        checkpoint: The save's; its validations are used, not those of `metrics.jsonl`.
 
     Returns:
-        The lines up to there that can be read.
+        The records, and the lines that could be read.
     """
     before = content[: checkpoint.metrics_bytes]
     is_damaged = len(before) < checkpoint.metrics_bytes
     lines: list[bytes] = []
-    steps = StepLog()
-    recoveries: list[Recovery] = []
-    notes: list[str] = []
+    history = RunHistory(validations=list(checkpoint.validations))
     for line in before.splitlines(keepends=True):
         try:
             record = _record(line)
@@ -50,19 +70,22 @@ def read_history(content: bytes, checkpoint: Checkpoint) -> History:
             if record.step > checkpoint.state.step:
                 is_damaged = True
                 continue
-            steps.append(record)
+            history.steps.append(record)
         elif isinstance(record, Recovery):
-            recoveries.append(record)
+            history.recoveries.append(record)
         elif record is not None:
-            notes.append(record)
+            history.notes.append(record)
         lines.append(line)
-    return History(
-        lines=b"".join(lines), steps=steps, recoveries=recoveries, notes=notes, is_damaged=is_damaged
-    )
+    return SavedHistory(history=history, lines=b"".join(lines), is_damaged=is_damaged)
+
+
+def _ranked(record: ValidationRecord) -> float:
+    """The loss of a validation, to compare it with others; infinite if it is NaN or infinite."""
+    return record.loss if math.isfinite(record.loss) else math.inf
 
 
 def _record(line: bytes) -> StepRecord | Recovery | str | None:
-    """A step, a recovery or a note; None of another kind, such as a validation, which the save has."""
+    """A step, a recovery or a note; None for other kinds, such as validations, which are in the save."""
     if not line.endswith(b"\n"):
         raise FileFormatError("a line has no end.")
     document = parse_json(line, where="a line")

@@ -1,4 +1,4 @@
-"""What part of the device's peak the steps of a run make use of (MFU)."""
+"""Model FLOPs utilisation (MFU): the fraction of the device's peak that the steps of a run use."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _Shapes = dict[str, tuple[int, ...]]
 
 
 class Utilisation:
-    """Model FLOPs utilisation of steps, by what the plan counted for a batch of the job's.
+    """Computes the MFU of steps from the FLOPs that the plan counted for a batch of the job.
 
     Args:
-        plan: Whose FLOPs and peak; None knows neither.
-        job: Whose `batch` the plan was made for.
+        plan: Has the FLOPs of a batch and the peak of the device; without a plan the MFU is not known.
+        job: Its `batch` is the one that the plan was made for.
     """
 
     def __init__(self, plan: Plan | None, job: Job) -> None:
@@ -26,14 +26,14 @@ class Utilisation:
             self._shapes = _sample_shapes(make_batch(job, plan.settings.micro_batch_size))
 
     def of(self, record: StepRecord, batch: Batch) -> float | None:
-        """The utilisation in a step, and in the waiting before it.
+        """The MFU of a step, including the time spent waiting for its batch.
 
         Args:
             record: The step.
-            batch: The global batch it was taken on.
+            batch: Its global batch.
 
         Returns:
-            A fraction; None if the plan does not know it, or was made for samples of other shapes.
+            A fraction; None if the plan does not have it, or was made for samples of other shapes.
         """
         if self._sample_flops is None or self._peak is None:
             return None
@@ -43,5 +43,5 @@ class Utilisation:
 
 
 def _sample_shapes(batch: Batch) -> _Shapes:
-    """The shape of one sample, by where it is in the batch."""
+    """The shape of one sample, by path in the batch."""
     return {path: tuple(tensor.shape[1:]) for path, tensor in named_tensors(batch) if tensor.ndim > 0}

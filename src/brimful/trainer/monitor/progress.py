@@ -1,6 +1,6 @@
-"""How far a run is: a bar on a terminal, a line now and then elsewhere, or nothing.
+"""Shows the progress of a run: a bar on a terminal, elsewhere a line every few seconds.
 
-Standard error that cannot be written does not end a run; see `display`.
+If standard error cannot be written to, the run continues; see `display`.
 """
 
 from __future__ import annotations
@@ -21,56 +21,56 @@ _RECENT_STEPS = 20
 
 
 class ProgressDisplay(Protocol):
-    """Shows a run to whoever watches it."""
+    """Shows the progress of a run."""
 
     def start(self) -> None:
-        """Before the first step."""
+        """Start; called before the first step."""
 
     def show_step(self, record: StepRecord, memory: str) -> None:
-        """After each step.
+        """Show a step.
 
         Args:
             record: The step.
-            memory: How much is in use, for a reader; empty if it is not known.
+            memory: The peak memory, as text; empty if it is not known.
         """
 
     def show_validating(self, samples: int) -> None:
-        """During a pass over the validation data, after each micro-batch.
+        """Show how far a pass over the validation data is; called after each micro-batch.
 
         Args:
-            samples: Validated so far in this pass.
+            samples: Number of samples validated in this pass.
         """
 
     def show_validation(self, record: ValidationRecord) -> None:
-        """After each pass over the validation data."""
+        """Show a validation."""
 
     def show_note(self, note: str) -> None:
-        """What else there is to say, in a line."""
+        """Show a line of text."""
 
     def set_total(self, total_steps: int | None) -> None:
-        """As the data turn out to have other lengths than they said.
+        """Change the length of the run; called if an epoch has another length than the data reported.
 
         Args:
             total_steps: Optimizer steps of the run; None if not known.
         """
 
     def stop(self) -> None:
-        """After the last step, and when the run fails; more than one call does nothing."""
+        """Stop; called after the last step and when the run fails. Further calls do nothing."""
 
 
 def make_progress(
     total_steps: int | None, *, show: bool, loss_unit: str | None = None, console: Console | None = None
 ) -> ProgressDisplay:
-    """The display that suits where the output goes.
+    """Make the display for a console.
 
     Args:
         total_steps: Optimizer steps of the run; None if not known.
         show: False shows nothing.
-        loss_unit: What the records' terms are, if the speed is to be told in them.
-        console: Where to show it; None means standard error.
+        loss_unit: The unit of the records' terms, to show the speed in; None shows samples per second.
+        console: The console; None means standard error.
 
     Returns:
-        A bar on a terminal, else single lines; or silence.
+        A bar on a terminal, else lines; or a display that shows nothing.
     """
     if not show:
         return _Silence()
@@ -79,12 +79,12 @@ def make_progress(
     return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(pace, console)
 
 
-def memory_text(in_use_bytes: int | None, budget_bytes: int | None, *, predicted: bool = False) -> str:
-    """Memory for a reader: "312 MiB of 640 MiB", with a "~" before what is only predicted."""
-    if in_use_bytes is None:
+def memory_text(peak_bytes: int | None, budget_bytes: int | None, *, predicted: bool = False) -> str:
+    """Peak memory as text: "312 MiB of 640 MiB", with a "~" before a prediction."""
+    if peak_bytes is None:
         return ""
-    in_use = f"{'~' if predicted else ''}{format_bytes(in_use_bytes)}"
-    return in_use if budget_bytes is None else f"{in_use} of {format_bytes(budget_bytes)}"
+    peak = f"{'~' if predicted else ''}{format_bytes(peak_bytes)}"
+    return peak if budget_bytes is None else f"{peak} of {format_bytes(budget_bytes)}"
 
 
 class _Silence:
@@ -111,7 +111,7 @@ class _Silence:
 
 
 class _Pace:
-    """How fast the recent steps were, waiting for data included, and how long it takes at that."""
+    """The speed of the recent steps, including waiting for data, and the time left at that speed."""
 
     def __init__(self, total_steps: int | None, loss_unit: str | None) -> None:
         self.total_steps = total_steps
@@ -125,11 +125,11 @@ class _Pace:
             self._recent.append(record)
 
     def of_total(self, step: int) -> str:
-        """ "/60" after the number of a step; nothing where the total is not known, or was not true."""
+        """ "/60" for a step of 60; empty if the total is not known or exceeded."""
         return "" if self.total_steps is None or step > self.total_steps else f"/{self.total_steps}"
 
     def describe(self, memory: str) -> str:
-        """The latest step in a line: "loss 1.23  154 samples/s  MFU 41%  312 MiB of 640 MiB  12 s left"."""
+        """Describe the latest step: "loss 1.23  154 samples/s  MFU 41%  312 MiB of 640 MiB  12 s left"."""
         assert self._latest is not None
         parts = [f"loss {self._latest.loss:.4g}"]
         seconds = sum(record.total_seconds for record in self._recent)
@@ -240,8 +240,8 @@ def _validation_line(record: ValidationRecord) -> str:
     return f"epoch {record.epoch}, step {record.step}  validation loss {record.loss:.4g}{metrics}"
 
 
-def recovery_text(recovery: Recovery) -> str:
-    """That memory ran out and how training goes on, in a line."""
+def recovery_text(recovery: Recovery, *, lost: str) -> str:
+    """Describe in one line that memory ran out and how training continues; `lost` says what is lost."""
     where = f"step {recovery.step}" if recovery.during == "step" else f"{recovery.during}, step {recovery.step}"
     how = "again as before" if recovery.after == recovery.before else f"on with {recovery.after}"
-    return f"{where}  {recovery.message}: {how}; nothing is lost"
+    return f"{where}  {recovery.message}: {how}; {lost}"

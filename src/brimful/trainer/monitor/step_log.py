@@ -1,4 +1,4 @@
-"""The records of a run's steps, in a third of the memory that they take as objects."""
+"""The records of the steps of a run, in a third of the memory that they would take as objects."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _COLUMNS = {
     "updated": "b", "data_seconds": "d", "memory_measured": "b",
     "terms": "d", "mfu": "d", "learning_rate": "d",
 }  # fmt: skip
-"""Fields of a record, and what the standard library's arrays call their types."""
+"""The fields of a record, and their type codes in `array`."""
 
 _TRUTH_VALUES = ("updated", "memory_measured")
 _MAY_BE_NONE = ("mfu", "learning_rate")  # arrays have no None, but NaN
 
 
 class StepLog(Sequence[StepRecord]):
-    """Records of steps, to which more are added; each is made when it is asked for.
+    """A growing sequence of step records, which makes each record on access.
 
     Args:
-        records: Those it begins with.
+        records: The first records.
     """
 
     def __init__(self, records: Iterable[StepRecord] = ()) -> None:
@@ -33,7 +33,7 @@ class StepLog(Sequence[StepRecord]):
             self.append(record)
 
     def append(self, record: StepRecord) -> None:
-        """Add one."""
+        """Append a record."""
         for name, column in self._columns.items():
             value = getattr(record, name)
             column.append(math.nan if value is None else value)

@@ -1,9 +1,9 @@
-"""Callbacks that hand a run's records to TensorBoard or Weights & Biases, on the first rank alone."""
+"""Callbacks that log a run to TensorBoard or Weights & Biases, on the first rank only."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -19,14 +19,16 @@ if TYPE_CHECKING:
 
 
 class _Tracker(Callback):
-    """Logs the numbers of each record. A tracker that fails ends with a warning, and training continues."""
+    """Logs the numbers of each record. If a tracker fails, it warns and stops; training continues."""
 
     _has_failed = False
+    _next_rates: tuple[float | None, ...] = ()
+    """The learning rates of the groups after the latest step, which are those of the next."""
 
     def on_step(self, trainer: Trainer, record: StepRecord) -> None:
-        """Log a step's loss, gradient norm, learning rate, times and speed."""
+        """Log the loss, gradient norm, learning rates, times and speed of a step."""
         if current_rank() == 0:
-            self._try(record.step, lambda: self._track(_of_step(trainer, record), record.step))
+            self._try(record.step, lambda: self._track_step(trainer.optimizer.param_groups, record))
 
     def on_validation(self, trainer: Trainer, record: ValidationRecord) -> None:
         """Log the validation loss and the job's metrics."""
@@ -36,11 +38,17 @@ class _Tracker(Callback):
             self._try(record.step, lambda: self._track(named, record.step))
 
     def on_end(self, trainer: Trainer, result: TrainingResult | None) -> None:
-        """Write what is not written yet, and close the log."""
+        """Flush and close the log."""
+        self._next_rates = ()
         if self._has_failed:
-            with suppress(Exception):  # which may work, and was reported if not
+            with suppress(Exception):  # the failure is reported already
                 self._close(result)
         self._try(None, lambda: self._close(result))
+
+    def _track_step(self, groups: Sequence[Mapping[str, Any]], record: StepRecord) -> None:
+        rates = _rates(groups, record, self._next_rates)
+        self._next_rates = tuple(_rate(group) for group in groups)
+        self._track(_of_step(record, rates), record.step)
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
         raise NotImplementedError
@@ -49,7 +57,7 @@ class _Tracker(Callback):
         raise NotImplementedError
 
     def _try(self, step: int | None, log: Callable[[], None]) -> None:
-        """Log, unless an earlier try failed; `metrics.jsonl` has the same numbers."""
+        """Log, unless that failed before; `metrics.jsonl` has the same numbers."""
         if self._has_failed:
             return
         try:
@@ -66,12 +74,12 @@ class _Tracker(Callback):
 
 
 class TensorBoard(_Tracker):
-    """Writes event files that `tensorboard --logdir` shows. Needs the package tensorboard.
+    """Writes event files for `tensorboard --logdir`. Needs the package tensorboard.
 
-    A run that is resumed with the same directory takes the place of what was written after the save.
+    A run resumed with the same directory replaces the events after its save.
 
     Args:
-        log_dir: Where to; is made if it is not there.
+        log_dir: The directory of the event files; created if it does not exist.
 
     Raises:
         UsageError: The package is not installed.
@@ -95,13 +103,13 @@ class TensorBoard(_Tracker):
 
 
 class WandB(_Tracker):
-    """Logs to Weights & Biases. Needs the package wandb and, but for `mode="offline"`, an account.
+    """Logs to Weights & Biases. Needs the package wandb and, unless `mode="offline"`, an account.
 
-    To go on with the same run there after resuming, give `id` and `resume="allow"`.
+    To continue the same W&B run after resuming, pass `id` and `resume="allow"`.
 
     Args:
-        project: The project's name.
-        **options: For `wandb.init`: name, mode, config, id, resume, …
+        project: The name of the project.
+        **options: Options of `wandb.init`: name, mode, config, id, resume, …
 
     Raises:
         UsageError: The package is not installed.
@@ -113,7 +121,7 @@ class WandB(_Tracker):
         self._run: Any = None
 
     def _close(self, result: TrainingResult | None) -> None:
-        """Finish the run there, as failed where an error ended this one."""
+        """Finish the W&B run, as failed if an error ended this one."""
         if self._run is not None:
             self._run.finish(exit_code=int(result is None))
             self._run = None
@@ -124,8 +132,34 @@ class WandB(_Tracker):
         self._run.log(dict(values), step=step)
 
 
-def _of_step(trainer: Trainer, record: StepRecord) -> dict[str, float]:
-    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+def _rates(
+    groups: Sequence[Mapping[str, Any]], record: StepRecord, before: tuple[float | None, ...]
+) -> dict[str, float | None]:
+    """The learning rates of a step, by name; one name if they are the same for all groups.
+
+    Args:
+        groups: The parameter groups. Their rates are those of the next step: a scheduler has stepped.
+        record: The step, which has the rate of the first group.
+        before: The rates of the groups before the step; empty in the first step of a launch. Then the rates of
+            further groups are known only without a scheduler, which sets `initial_lr`.
+
+    Returns:
+        The rates; None for one that is not known.
+    """
+    initial = {_rate(group, "initial_lr" if "initial_lr" in group else "lr") for group in groups}
+    if len(initial) == 1 and len(set(before)) <= 1 and len({_rate(group) for group in groups}) == 1:
+        return {"learning_rate": record.learning_rate}
+    if len(before) != len(groups):
+        before = tuple(None if "initial_lr" in group else _rate(group) for group in groups)
+    return {f"learning_rate_{number}": rate for number, rate in enumerate((record.learning_rate, *before[1:]))}
+
+
+def _rate(group: Mapping[str, Any], name: str = "lr") -> float | None:
+    rate = group.get(name)
+    return None if rate is None else float(rate)
+
+
+def _of_step(record: StepRecord, rates: Mapping[str, float | None]) -> dict[str, float]:
     values: dict[str, float | None] = {
         "loss": record.loss,
         "gradient_norm": record.gradient_norm,
@@ -135,11 +169,8 @@ def _of_step(trainer: Trainer, record: StepRecord) -> dict[str, float]:
         "samples_per_second": record.samples / record.total_seconds,
         "terms_per_second": record.terms / record.total_seconds,
         "mfu": record.mfu,
+        **rates,
     }
-    if len(set(rates)) == 1:
-        values["learning_rate"] = float(rates[0])
-    else:
-        values |= {f"learning_rate_{group}": float(rate) for group, rate in enumerate(rates)}
     return {f"train/{name}": value for name, value in values.items() if value is not None}
 
 

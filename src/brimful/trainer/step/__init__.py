@@ -1,1 +1,1 @@
-"""One training step: it completes, or leaves everything unchanged. Start reading at `transaction`."""
+"""One training step: it completes, or leaves everything unchanged. Start reading at `runner.StepRunner.run`."""

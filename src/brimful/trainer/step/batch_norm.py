@@ -1,4 +1,4 @@
-"""BatchNorm's momentum under accumulation: as far in a step as one update with the whole batch would go.
+"""Corrects BatchNorm's momentum under gradient accumulation.
 
 Private torch API used here: `_NormBase`, the class of all layers with running statistics (checked: 2.13).
 """
@@ -14,14 +14,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 @contextmanager
 def corrected_momentum(model: nn.Module, updates_per_step: int) -> Iterator[None]:
-    """Within, `updates_per_step` updates of running statistics weigh what was before as one does outside.
+    """Lower the momentum within the context, so that k updates of running statistics decay them as much as one.
 
     With momentum m, k updates leave (1 - m)**k of the statistics; with 1 - (1 - m)**(1 / k) they leave 1 - m.
-    What the statistics are over, a micro-batch, stays as it is.
+    The statistics are still those of micro-batches.
 
     Args:
-        model: Its normalisation layers with a momentum are changed; those with a cumulative average are not.
-        updates_per_step: Micro-batches to an optimizer step.
+        model: The momentum of its normalisation layers changes, except where they keep a cumulative average.
+        updates_per_step: Micro-batches per optimizer step, k.
     """
     if updates_per_step == 1:
         yield

@@ -1,4 +1,4 @@
-"""An exponential moving average of the parameters, kept beside them and validated in their place."""
+"""Exponential moving average of the parameters."""
 
 from __future__ import annotations
 
@@ -9,36 +9,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from brimful.errors import ResumeError, UsageError
+from brimful.errors import ResumeError
 from brimful.execution.out_of_memory import with_room
 
 
 class MovingAverage:
-    """`average = decay × average + (1 - decay) × parameter`, after each update; buffers are not averaged.
+    """Averages parameters: `average = decay × average + (1 - decay) × parameter` after each update.
+
+    Buffers are not averaged.
 
     Args:
-        model: Its parameters begin the average.
-        decay: Part that an update leaves of the average, from 0 up to, but not, 1.
-
-    Raises:
-        UsageError: The decay is none.
+        model: The average starts from its parameters.
+        decay: At least 0 and less than 1.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        if not 0 <= decay < 1:
-            raise UsageError(f"ema_decay is {decay}; it must be at least 0 and less than 1, such as 0.999.")
         self._parameters = dict(model.named_parameters())
         self._averages = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._fold_in = get_ema_multi_avg_fn(decay)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Fold the parameters into the average; for all of them in one op, or for none."""
+        """Update the average with the parameters, for all of them in one op."""
         self._fold_in(list(self._averages.values()), list(self._parameters.values()), torch.tensor(0))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model has the averages for parameters; nothing is copied."""
+        """Swap the averages into the model within the context, without a copy."""
         own = with_room(
             lambda: {name: parameter.data for name, parameter in self._parameters.items()},
             during="the average takes the place of the weights",
@@ -54,18 +51,18 @@ class MovingAverage:
             parameter.data = values[name]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages by the names of their parameters."""
+        """The averages by parameter name."""
         return self._averages
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor] | None) -> None:
-        """Resume from saved averages.
+        """Load saved averages.
 
         Args:
-            state: What `state_dict` returned.
+            state: What `state_dict` returned; None if the saved run has no average.
 
         Raises:
-            ResumeError: There is none, or it is of other parameters.
+            ResumeError: The state is None, or of other parameters.
         """
         if state is None or _kinds(state) != _kinds(self._averages):
             raise ResumeError(

@@ -1,4 +1,4 @@
-"""Settings that take less memory, for where a step ran out of it."""
+"""Finds settings that take less memory, after a step ran out of it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,26 @@ from brimful.capture import CautiousCapture, capture_step
 from brimful.devices import Device
 from brimful.errors import BrimfulError, OutOfMemoryError
 from brimful.job import Job
-from brimful.options import PlanOptions
+from brimful.options import RECOMPUTE_ACTIONS, PlanOptions
 from brimful.planner import Permits, Pins, Plan, RankOptions, Request, search
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
 from brimful.requests import job_traits
-from brimful.settings import Action, Settings
+from brimful.settings import Settings
 from brimful.trace import Trace, per_rank_trace
 
 FALLBACK_FRACTION = 0.9
-"""What settings may take of what those took that ran out. On public GPU runs nine in ten predictions are within
-6.7 % (benchmarks/results/gpu_truth.json): what is predicted to take a tenth less takes less."""
-
-
-_PINNED = {"all": Action.RECOMPUTE, "none": Action.KEEP}
-"""Actions by what may be asked of them; auto pins none."""
+"""The memory to plan for, as a fraction of that of the settings that ran out. On public GPU runs nine in ten
+predictions are within 6.7 % (benchmarks/results/gpu_truth.json): a prediction of a tenth less means less."""
 
 
 class MemoryFallback:
     """Finds settings that take less memory for the same global batch.
 
     Args:
-        job: What is trained.
-        plan: Has what the user asked for, which is kept to; None without a plan.
-        device: Where it is trained.
+        job: The job in training.
+        plan: The plan; smaller settings keep to the options it was made with. None without a plan.
+        device: The device that trains.
     """
 
     def __init__(self, job: Job, plan: Plan | None, device: torch.device) -> None:
@@ -44,25 +40,25 @@ class MemoryFallback:
         self._asked = PlanOptions() if plan is None else plan.asked
         self._device = device
         self._least_bytes: int | None = None
-        """What the leanest settings took with which memory ran out, predicted: what is planned next takes less.
-        Else a smaller micro-batch that is predicted to take more could lead back to them."""
+        """Smallest predicted peak of the settings that ran out; the next plan must take less. Otherwise a
+        smaller micro-batch with a larger prediction could lead back to them."""
 
     def __call__(self, settings: Settings) -> Settings:
-        """Settings that take less.
+        """Find smaller settings: replan, else reshard after forward, else reduce the micro-batch.
 
         Args:
-            settings: Those with which memory ran out.
+            settings: The settings with which memory ran out.
 
         Returns:
-            A plan's settings for nine tenths of what these are predicted to take, pinned as the user asked;
-            else those that hold no gathered parameters between forward and backward; else, pinned or not,
-            those with the next smaller micro-batch.
+            The settings of a plan for nine tenths of the predicted memory, within what the user pinned; else
+            the same settings with `reshard_after_forward`; else those with the next smaller micro-batch, pinned
+            or not.
 
         Raises:
             OutOfMemoryError: There are none.
         """
         reasons = []
-        for way in (self._planned_anew, self._resharding, self._smaller_micro_batch):
+        for way in (self._replanned, self._resharding, self._smaller_micro_batch):
             try:
                 return way(settings)
             except BrimfulError as error:
@@ -74,7 +70,7 @@ class MemoryFallback:
             "optimizer with less state, or another precision."
         )
 
-    def _planned_anew(self, settings: Settings) -> Settings:
+    def _replanned(self, settings: Settings) -> Settings:
         device = device_record(self._device)
         cautious = CautiousCapture(self._job, device)
 
@@ -89,7 +85,7 @@ class MemoryFallback:
 
     def _request(self, settings: Settings, device: Device, budget_bytes: int) -> Request:
         plan, asked = self._plan, self._asked
-        is_pinned = settings.micro_batch_size == asked.micro_batch_size  # until nothing else helps
+        is_pinned = settings.micro_batch_size == asked.micro_batch_size  # until nothing else is left
         return Request(
             job=job_traits(self._job, settings.rank_batch_size),
             device=device,
@@ -97,7 +93,7 @@ class MemoryFallback:
             global_batch_size=settings.global_batch_size,
             pins=Pins(
                 micro_batch_size=asked.micro_batch_size if is_pinned else None,
-                recompute=_PINNED.get(asked.recompute),
+                recompute=RECOMPUTE_ACTIONS.get(asked.recompute),
                 optimizer=settings.optimizer,
                 optimizer_implementation=settings.optimizer_implementation,
                 optimizer_in_backward=settings.optimizer_in_backward,
@@ -134,7 +130,7 @@ class MemoryFallback:
         smaller = [size for size in range(1, settings.micro_batch_size) if total % size == 0]
         if not smaller:
             raise OutOfMemoryError("the micro-batch is one sample already.")
-        if settings.gradient_accumulation_steps == 1:  # else batches of this run are split already
+        if settings.gradient_accumulation_steps == 1:  # otherwise the run splits batches already
             reason = why_not_split(self._job, total)
             if reason is not None:
                 raise OutOfMemoryError(f"the batch was not split: {reason}")

@@ -1,26 +1,36 @@
-"""Losses, gradients and weights that are no numbers: the error that says where the last good weights are."""
+"""NaN and infinity in losses, gradients and weights: the checks, and errors that name the last good weights."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from brimful.batches import own_part
+from brimful.distributed.ranks import Ranks
 from brimful.errors import NonFiniteError
+from brimful.execution.out_of_memory import with_room
 from brimful.results import StepRecord
 from brimful.settings import Precision, Settings
 
 
 def has_finite_parameters(model: nn.Module) -> bool:
-    """Whether no parameter is NaN or infinite, as far as this rank has them; takes next to no memory.
+    """Whether all parameters, or this rank's shards of them, are finite; needs next to no memory.
 
-    A buffer may be infinite: an attention mask, say.
+    Buffers are not checked: an attention mask may be infinite.
     """
     return all(_is_finite(own_part(parameter).detach()) for parameter in model.parameters())
 
 
+def is_finite_on_all_ranks(model: nn.Module, ranks: Ranks) -> bool:
+    """Whether no rank has a NaN or infinite parameter; every rank must call it."""
+    check = partial(has_finite_parameters, model)
+    return not ranks.any(not with_room(check, during="weights are checked for NaN and infinity"))
+
+
 def _is_finite(tensor: Tensor) -> bool:
-    """By the extremes, which are NaN if anything is; `isfinite` makes several tensors as large as this."""
+    """Check the extremes, which are NaN if any number is; `isfinite` would allocate tensors of this size."""
     if tensor.numel() == 0 or not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     low, high = torch.aminmax(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
@@ -28,15 +38,15 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> NonFiniteError:
-    """The error for a step that was not taken.
+    """Make the error for a step that was undone.
 
     Args:
         record: The step.
-        settings: Decide what may help.
+        settings: The settings in force; the suggestions depend on them.
         weights: Where the last good weights are.
 
     Returns:
-        It, to be raised.
+        The error to raise.
     """
     return _error(
         f"the loss is {record.loss:.6g} and the gradient norm {record.gradient_norm:.6g} in step {record.step} "
@@ -47,15 +57,15 @@ def step_not_finite(record: StepRecord, settings: Settings, weights: str) -> Non
 
 
 def update_not_finite(step: int, settings: Settings, weights: str) -> NonFiniteError:
-    """The error for an update that left the weights NaN or infinite.
+    """Make the error for an update that left the weights NaN or infinite.
 
     Args:
         step: The latest step.
-        settings: Decide what may help.
+        settings: The settings in force; the suggestions depend on them.
         weights: Where the last good weights are.
 
     Returns:
-        It, to be raised.
+        The error to raise.
     """
     return _error(f"weights are NaN or infinite after step {step}; they are not saved.", settings, weights)
 

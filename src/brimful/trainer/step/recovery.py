@@ -1,8 +1,8 @@
-"""What a step does when memory runs out: it is undone and run again.
+"""Recovery from running out of memory in a step: the step is undone and run again.
 
-Once with the same settings, as the memory may have been lost to garbage or to another process; then with
-settings that take less. The batch is still on the host, so all of it is trained on, once. Of several ranks none
-can retry alone: the launch ends, and the next one starts with the smaller settings.
+The first retry keeps the settings: garbage or another process may have taken the memory. Further retries use
+settings that take less. The batch is still on the host, so the run trains on all of it, once. With several
+ranks none can retry alone: the launch ends, and the next one starts with the smaller settings.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import TypeVar
 
 import torch
 
 from brimful.errors import OutOfMemoryError, PartialUpdateError
 from brimful.execution.out_of_memory import RanOut, make_room, with_retries
-from brimful.execution.update import AtomicUpdate, ResumableUpdate
 from brimful.optimizers import has_implementation
 from brimful.results import Recovery
 from brimful.settings import OptimizerImplementation, Settings
@@ -28,28 +26,28 @@ from brimful.transforms import apply_units
 from brimful.transforms.apply import Applied
 
 THRASHING_STEPS = 3
-"""Steps in a row in which the CUDA allocator released its cache to find memory, after which less is taken:
-each such search waits for the device. A choice: one may be due to a longer batch, three in a row are a
-habit."""
+"""Shrink the settings after this many steps in a row in which the CUDA allocator released its cache to find
+memory: each such search waits for the device. A choice: one may be due to a longer batch; three in a row will
+recur."""
 
 Shrink = Callable[[Settings], Settings]
 """Finds settings that take less memory for the same global batch; raises OutOfMemoryError if there are none."""
 
-ScheduleFallback = Callable[[Settings, Recovery], str]
-"""Stores the settings for the next launch; returns what an error says about it."""
+StoreFallback = Callable[[Settings, Recovery], str]
+"""Stores the settings for the next launch; returns a sentence for the error message."""
 
 Result = TypeVar("Result")
 
 
 class OomRecovery:
-    """Retries steps in which memory ran out, with smaller settings from the second time on.
+    """Retries steps in which memory ran out, with smaller settings from the second retry on.
 
     Args:
-        state: Its settings are replaced by smaller ones.
+        state: Gets the smaller settings.
         applied: The unit actions on the model, which change with the settings.
         shrink: Finds smaller settings.
         on_recovery: Called each time that memory ran out.
-        schedule_fallback: See `ScheduleFallback`.
+        store_fallback: Stores smaller settings for the next launch.
     """
 
     def __init__(
@@ -59,29 +57,29 @@ class OomRecovery:
         *,
         shrink: Shrink,
         on_recovery: Callable[[Recovery], None],
-        schedule_fallback: ScheduleFallback,
+        store_fallback: StoreFallback,
     ) -> None:
         self._state = state
         self.applied = applied
-        """The unit actions in force."""
+        """The unit actions on the model."""
         self._shrink = shrink
         self._on_recovery = on_recovery
-        self._schedule_fallback = schedule_fallback
+        self._store_fallback = store_fallback
         self._retries = _allocator_retries(state.device)
         self._thrashed_in_a_row = 0
 
     def with_retries(self, during: str, attempt: Callable[[], Result]) -> Result:
-        """The result of an attempt, repeated from the same random numbers each time that memory runs out.
+        """Run an attempt; when memory runs out, repeat it from the same random state.
 
         Args:
-            during: Names the attempt in the recovery's record.
-            attempt: Runs a step, or leaves everything as before.
+            during: Names the attempt in the record of the recovery.
+            attempt: Runs a step, and undoes it if it fails.
 
         Returns:
             What the last attempt returned.
 
         Raises:
-            OutOfMemoryError: Nothing that takes less is left to try, or there are several ranks.
+            OutOfMemoryError: No settings take less, or there are several ranks.
             PartialUpdateError: The step cannot be repeated.
         """
         device = self._state.device
@@ -98,16 +96,16 @@ class OomRecovery:
             if self._state.ranks.is_distributed:
                 raise self._ended_on_one_rank(during, ran_out.message, start)
             self._recover(during, ran_out.message, start, shrinks=is_retry)
-            restore_random_state(random, device)  # planning draws batches
+            restore_random_state(random, device)  # planning makes batches, which draws random numbers
 
         return with_retries(timed, recover, device)
 
     def shrink_if_thrashing(self) -> None:
-        """Shrink where the allocator had to search for memory in each of the last steps."""
+        """Shrink the settings if the allocator had to search for memory in each of the last steps."""
         device = self._state.device
         before, self._retries = self._retries, _allocator_retries(device)
         if self._state.ranks.is_distributed:
-            return  # all of them would have to shrink alike
+            return  # all ranks would have to shrink together
         self._thrashed_in_a_row = self._thrashed_in_a_row + 1 if self._retries > before else 0
         if self._thrashed_in_a_row < THRASHING_STEPS:
             return
@@ -119,15 +117,27 @@ class OomRecovery:
             self._recover("allocator", what, time.perf_counter(), shrinks=True)
         restore_random_state(random, device)
 
-    def schedule_smaller_update(self, message: str) -> str:
-        """Store, for the next launch, an update without temporaries as large as all parameters.
+    def record_reading(self, message: str, seconds: float) -> None:
+        """Record that memory ran out while a batch was read, and that it was read again.
 
         Args:
-            message: What the error said.
+            message: The message of the error.
+            seconds: The time lost.
+        """
+        settings = self._state.settings
+        self._on_recovery(self._record("reading", message, settings, settings, seconds))
+
+    def after_interrupted_update(self, message: str) -> str:
+        """Let the next launch update without temporaries as large as all parameters, if that may help.
+
+        Args:
+            message: The message of the error that interrupted the update.
 
         Returns:
-            How the run can continue.
+            How the user can continue.
         """
+        if self._state.executor.on_host is not None:  # it takes no memory of the device
+            return "Resume from the last save, on a host with more memory."
         before = self._state.settings
         for_loop = OptimizerImplementation.FOR_LOOP
         of_torch = before.optimizer_implementation is None and self._state.device.type == "cuda"
@@ -135,7 +145,9 @@ class OomRecovery:
             of_torch and has_implementation(self._state.optimizer, for_loop)
         ):
             return "Resume from the last save, on more ranks or with an optimizer that has less state."
-        return self._scheduled("update", message, replace(before, optimizer_implementation=for_loop))
+        return self._stored_for_next_launch(
+            "update", message, replace(before, optimizer_implementation=for_loop)
+        )
 
     def _recover(self, during: str, message: str, since: float, *, shrinks: bool) -> None:
         state = self._state
@@ -167,36 +179,23 @@ class OomRecovery:
             )
 
     def _ended_on_one_rank(self, during: str, message: str, since: float) -> OutOfMemoryError:
-        """Store smaller settings for the next launch, and the error that ends this one."""
+        """Store smaller settings for the next launch; return the error that ends this one."""
         ranks = self._state.ranks
         after = self._shrink(self._state.settings)
-        scheduled = self._scheduled(during, message, after, time.perf_counter() - since)
+        stored = self._stored_for_next_launch(during, message, after, time.perf_counter() - since)
         return OutOfMemoryError(
             f"memory ran out on rank {ranks.rank} of {ranks.count} in step {self._state.step + 1}: "
             f"{message}.\n  The other ranks wait for its gradients and cannot undo the step, so this "
-            f"launch ends.\n  {scheduled}"
+            f"launch ends.\n  {stored}"
         )
 
-    def _scheduled(self, during: str, message: str, after: Settings, seconds: float = 0.0) -> str:
+    def _stored_for_next_launch(self, during: str, message: str, after: Settings, seconds: float = 0.0) -> str:
         where = f"{during} on rank {self._state.ranks.rank}"
-        return self._schedule_fallback(
-            after, self._record(where, message, self._state.settings, after, seconds)
-        )
-
-
-def update_of(state: TrainState, recovery: OomRecovery) -> ResumableUpdate | AtomicUpdate:
-    """How the update of a run behaves when memory runs out in it."""
-    on_host = state.executor.on_host
-    if on_host is not None:  # it takes no memory of the device
-        way_out = "Resume from the last save, on a host with more memory."
-        return AtomicUpdate("parameters on the host", lambda _message: way_out, lambda: on_host.has_begun)
-    if state.parallel.is_sharded:
-        return AtomicUpdate("divided parameters", recovery.schedule_smaller_update)
-    return ResumableUpdate(state.optimizer, partial(make_room, state.device))
+        return self._store_fallback(after, self._record(where, message, self._state.settings, after, seconds))
 
 
 def _allocator_retries(device: torch.device) -> int:
-    """How often the CUDA allocator has released its cache because a device had no more memory to give."""
+    """How often the CUDA allocator has released its cache because the device was full."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

@@ -1,4 +1,4 @@
-"""Learning rates over a run, by name."""
+"""Learning rate schedules by name."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 from brimful.errors import UnknownNameError, UsageError
 
 MakeSchedule = Callable[[Optimizer], LRScheduler]
-"""Makes the learning rate's schedule; it is stepped after each update, so its unit is the optimizer step."""
+"""Makes a scheduler from an optimizer. It is stepped after each update, so its unit is the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A learning rate that rises to what the optimizer has, then falls to nothing at the end of the run.
+    """A learning rate schedule: linear warmup to the optimizer's rate, then decay to zero at the end.
 
     Args:
-        name: "constant", "linear" or "cosine" (Loshchilov & Hutter 2016, SGDR, equation 5, one cycle): how it
-            falls.
-        warmup: Over which part of the run it first rises, in a straight line (Goyal et al. 2017, section 2.2).
+        name: The decay: "constant" (none), "linear" or "cosine" (Loshchilov & Hutter 2016, SGDR, equation 5,
+            one cycle).
+        warmup: Fraction of the run for the warmup (Goyal et al. 2017, section 2.2).
 
     Raises:
         UnknownNameError: No schedule has the name.
-        UsageError: `warmup` is no part.
+        UsageError: `warmup` is not at least 0 and less than 1.
     """
 
     name: str = "constant"
@@ -40,23 +40,23 @@ class Schedule:
             raise UsageError(f"warmup is {self.warmup}; it is a part of the run, at least 0 and below 1.")
 
     def make(self, optimizer: Optimizer, steps: int) -> LambdaLR:
-        """The schedule of an optimizer.
+        """Make a scheduler.
 
         Args:
-            optimizer: Its rates are the highest.
-            steps: Of the whole run.
+            optimizer: Its learning rates are the maximum.
+            steps: Optimizer steps of the whole run.
 
         Returns:
-            It is stepped once per optimizer step.
+            A scheduler to step once per optimizer step.
         """
         return LambdaLR(optimizer, lambda step: self.factor(step, steps))
 
     def factor(self, step: int, steps: int) -> float:
-        """What the rate is multiplied by.
+        """The factor of the learning rate in a step.
 
         Args:
-            step: Taken before.
-            steps: Of the whole run.
+            step: Number of steps taken before.
+            steps: Optimizer steps of the whole run.
 
         Returns:
             From 0 to 1; above 0 in every step of the run.
@@ -72,30 +72,30 @@ _FALLS: dict[str, Callable[[float], float]] = {
     "linear": lambda part: 1.0 - part,
     "cosine": lambda part: (1.0 + math.cos(math.pi * part)) / 2,
 }
-"""By which part of the way is gone."""
+"""The factor by the fraction of the decay that is done."""
 
 
 def make_scheduler(
     schedule: Schedule | MakeSchedule | None, optimizer: Optimizer, total_steps: int | None
 ) -> LRScheduler | None:
-    """The schedule of an optimizer over a run.
+    """Make the scheduler of a run.
 
     Args:
-        schedule: What was asked for.
-        optimizer: Its rates are the highest.
-        total_steps: Of the whole run; None if that is not known.
+        schedule: The schedule, or a function that makes a scheduler.
+        optimizer: Its learning rates are the maximum.
+        total_steps: Optimizer steps of the whole run; None if that is not known.
 
     Returns:
-        None leaves the rates.
+        The scheduler; None for constant rates.
 
     Raises:
-        UsageError: It needs to know the steps, or a metric.
+        UsageError: The schedule needs the number of steps, which is not known, or a metric.
     """
     if isinstance(schedule, Schedule):
         if total_steps is None:
             raise UsageError(
                 f"the schedule {schedule.name!r} is over the steps of the run, and the data do not say how "
-                "many batches an epoch has. Say `steps`."
+                "many batches an epoch has. Set `steps`."
             )
         return schedule.make(optimizer, total_steps)
     scheduler = None if schedule is None else schedule(optimizer)
@@ -108,7 +108,7 @@ def make_scheduler(
 
 
 def learning_rate(optimizer: Optimizer) -> float | None:
-    """That of an optimizer's first group; None if it has none, or a GPU has it, which one would wait for."""
+    """The learning rate of the first group; None without one, or if reading it would synchronize with a GPU."""
     rate = optimizer.param_groups[0].get("lr")
     is_elsewhere = isinstance(rate, Tensor) and not rate.is_cpu
     return None if rate is None or is_elsewhere else float(rate)

@@ -1,1 +1,1 @@
-"""What a run writes and reads: checkpoints, weights, the run directory. Start reading at `checkpoint`."""
+"""Checkpoints, weights and the run directory. Start reading at `checkpoint`."""

@@ -1,15 +1,15 @@
-"""What a save holds, on one page.
+"""The schema of a save.
 
     saves/step-000000120/
-      run.json            what was asked, and how far the run has come: numbers and text
-      state.pt            optimizer, schedule, loss scaler, moving average, random numbers: with tensors
+      run.json            the identity of the run and its progress: numbers and text
+      state.pt            optimizer, schedule, loss scaler, moving average, random states: with tensors
       model.safetensors   parameters and buffers
-      shards/             the parts of parameters and optimizer state that each rank has; see `shards.py`
+      shards/             each rank's shards of parameters and optimizer state; see `shards.py`
       manifest.json       size and SHA-256 of each of these files; see `saves.py`
 
-`Checkpoint` is all of it but parameters and buffers: the run's identity and `StateDict`, which
-`trainer/state.py` makes and loads. Reading checks every number against its range, and random numbers with their
-own generators. Whether a checkpoint matches this model and optimizer is checked as they load it.
+`Checkpoint` has everything but parameters and buffers: the identity of the run, and `StateDict`, which
+`trainer/state.py` makes and loads. Reading checks every number against its range, and tries random states on
+separate generators. Model and optimizer check that a checkpoint matches them when they load it.
 """
 
 from __future__ import annotations
@@ -32,79 +32,79 @@ from brimful.settings import Settings
 T = TypeVar("T")
 
 Rates = tuple[tuple[float, ...], ...]
-"""Of each group of parameters: its learning rate and weight decay, as far as it has them."""
+"""The learning rate and weight decay of each parameter group, as far as it has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """What a run was asked for. A checkpoint with another identity is of another run."""
+    """Identifies a run. A checkpoint with another identity is of another run."""
 
     settings: Settings
-    """The training may have lowered them since."""
+    """The settings in the configuration; those in force may take less memory."""
     seed: int
     about: Any
     """`Job.about`, as JSON."""
     rates: Rates
     schedule: str | None
-    """None without a `Schedule`; schedules made by a function have no name."""
+    """None without a `Schedule`, and for a scheduler made by a function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataState:
-    """Which batch is next, and the random numbers that it is read with."""
+    """The position in the data, and the random states to read on with."""
 
     epoch: int
     """From 1."""
     batches: int
-    """Those of this epoch that were trained on."""
+    """Number of batches of this epoch that the run has trained on."""
     epoch_random: RandomState
-    """As the epoch began: a DataLoader draws the order of its samples then."""
+    """The random state at the start of the epoch, where a DataLoader draws the order of its samples."""
     random: RandomState
-    """Before the next batch is read."""
+    """The random state before the next batch is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateDict:
-    """What `TrainState.state_dict` returns: all that the next step depends on, but parameters and buffers."""
+    """The result of `TrainState.state_dict`: the state of a run, except parameters and buffers."""
 
     step: int
-    """Optimizer steps taken, those included that the loss scaler skipped."""
+    """Number of optimizer steps taken, including those that the loss scaler skipped."""
     updates: int
-    """Steps that changed the parameters."""
+    """Number of steps that changed the parameters."""
     skipped_in_a_row: int
     settings: Settings
-    """Those in force."""
+    """The settings in force."""
     optimizer_class: str
     optimizer: dict[str, Any]
-    """Its `state_dict`; without what the shards hold."""
+    """Its `state_dict` without sharded tensors."""
     scheduler: dict[str, Any] | None
     """Its `state_dict`; None without one."""
     scaler: dict[str, Any] | None
     """Its `state_dict`; None unless the precision is fp16."""
     average: dict[str, Tensor] | None
-    """The moving average of the parameters by name; None if none is kept."""
+    """The moving average of the parameters by name; None without one."""
     data: DataState
     random: tuple[RandomState, ...] = ()
-    """Of each rank, after its last step."""
+    """The random state of each rank after its last step."""
 
     def with_random(self, random: Iterable[RandomState]) -> Self:
-        """The same with the random numbers of each rank."""
+        """A copy with the random state of each rank."""
         return replace(self, random=tuple(random))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """Everything that a run resumes from, but parameters and buffers."""
+    """Everything that a run resumes from, except parameters and buffers."""
 
     run: RunIdentity
     state: StateDict
     validations: tuple[ValidationRecord, ...] = ()
-    """All so far: the lowest loss decides which weights are the best, and when `patience` ends."""
+    """All validations so far: the lowest loss determines the best weights and early stopping."""
     metrics_bytes: int = 0
-    """Length of `metrics.jsonl`."""
+    """Length of `metrics.jsonl` in bytes."""
 
     def with_optimizer(self, state: Mapping[str, Any]) -> Self:
-        """The same with another `state_dict` of the optimizer."""
+        """A copy with another `state_dict` of the optimizer."""
         return replace(self, state=replace(self.state, optimizer=dict(state)))
 
     def run_document(self) -> dict[str, Any]:
@@ -144,18 +144,18 @@ class Checkpoint:
 
     @classmethod
     def from_documents(cls, run_json: bytes, state: object, *, where: str) -> Self:
-        """The checkpoint whose files hold what `run_document` and `state_document` returned.
+        """Decode a checkpoint from the documents that `run_document` and `state_document` returned.
 
         Args:
             run_json: The content of `run.json`.
-            state: What `torch.load` found in `state.pt`.
+            state: The content of `state.pt`, loaded by `torch.load`.
             where: Names the save in errors.
 
         Returns:
-            The checkpoint, every part of its type and in its range.
+            The checkpoint; the types and ranges of its parts are checked.
 
         Raises:
-            FileFormatError: It is not; names the file and the field.
+            FileFormatError: A type or range is wrong; names the file and the field.
         """
         run = decode_json(run_json, RunFile, where=f"{where}run.json")
         found = _StateFile.checked(state, where=f"{where}state.pt")
@@ -263,7 +263,7 @@ class _Generators:
 
 
 def _random_state(value: Any, *, where: str) -> RandomState:
-    """Random numbers that this Python, NumPy and torch can restore, tried on generators of their own."""
+    """Decode a random state, and try it on separate generators of this Python, NumPy and torch."""
     if not isinstance(value, dict) or value.keys() != {"python", "numpy", "host", "cuda"}:
         raise FileFormatError(f"{where}: expected the states of `python`, `numpy`, `host` and `cuda`.")
     from_builtins({name: value[name] for name in ("python", "numpy")}, _Generators, where=where)
@@ -288,7 +288,7 @@ def _decoded(decode: Callable[[], T], *, where: str) -> T:
 
 
 def _optimizer_state(value: Any, *, where: str) -> dict[str, Any]:
-    """A `state_dict`: the state of each parameter by its number, and groups that name these numbers."""
+    """Check a `state_dict`: the state of each parameter by its number, and groups of these numbers."""
     found = _named(value, where=where)
     states, groups = (found or {}).get("state"), (found or {}).get("param_groups")
     if found is None or not isinstance(states, dict) or not isinstance(groups, list):

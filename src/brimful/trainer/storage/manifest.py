@@ -1,7 +1,7 @@
-"""What is in a save's directory, and that it is what was written there.
+"""The manifest of a save, and the checks that its files are those that were written.
 
-`manifest.json` names the files of a save, each with its size and SHA-256, and has a digest of itself. The files
-must be regular ones, of names that a save has: nothing else is opened, and no more is read than was written.
+`manifest.json` lists the files of a save with size and SHA-256, and has a digest of itself. The files must be
+regular files with the names that a save has: nothing else is opened, and no more is read than was written.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _NAME = re.compile(r"step-[0-9]{1,18}")
 
 
 def name_of(step: int) -> str:
-    """The name of the save after so many steps."""
+    """The name of the save after a step."""
     return f"step-{step:09d}"
 
 
 def by_step(saves: Path) -> list[Path]:
-    """The saves in a directory by name, the newest first."""
+    """The saves in a directory, the newest first."""
     paths = [path for path in saves.iterdir() if _NAME.fullmatch(path.name)]
     return sorted(paths, key=step_of, reverse=True)
 
 
 def step_of(save: Path) -> int:
-    """The steps in the name of a save."""
+    """The step in the name of a save."""
     return int(save.name.removeprefix("step-"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digest:
-    """By what a file is known again."""
+    """Size and hash of a file."""
 
     bytes: NonNegativeInt
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
@@ -62,14 +62,14 @@ class Manifest:
     step: NonNegativeInt
     files: dict[str, Digest]
     sha256: str
-    """Of the manifest without this line."""
+    """The digest of the manifest without this line."""
 
 
 def read_manifest(save: Path) -> Manifest:
-    """The manifest of a save.
+    """Read the manifest of a save.
 
     Args:
-        save: Its directory.
+        save: The directory of the save.
 
     Returns:
         The manifest, unchanged since it was written.
@@ -92,11 +92,11 @@ def read_manifest(save: Path) -> Manifest:
 
 
 def manifest_text(step: int, files: Mapping[str, Any]) -> str:
-    """The content of a manifest; the last line is the digest of those before.
+    """The content of a manifest; its last line is the digest of the lines before.
 
     Args:
-        step: Steps taken.
-        files: Size and digest of each.
+        step: The step of the save.
+        files: Size and digest of each file.
 
     Returns:
         JSON.
@@ -107,14 +107,14 @@ def manifest_text(step: int, files: Mapping[str, Any]) -> str:
 
 
 def check_names(save: Path, manifest: Manifest) -> None:
-    """Check that a save names what a save has, and has nothing else in it.
+    """Check that a manifest lists the files of a save, and that the directory has no others.
 
     Args:
-        save: Its directory.
+        save: The directory of the save.
         manifest: Its manifest.
 
     Raises:
-        FileFormatError: It does not.
+        FileFormatError: A file is missing in the manifest, or is not one of a save.
     """
     for name in manifest.files:
         if name not in (MODEL, RUN, STATE) and not _SHARD.fullmatch(name):
@@ -132,15 +132,15 @@ def check_names(save: Path, manifest: Manifest) -> None:
 
 
 def check_file(save: Path, name: str, expected: Digest) -> None:
-    """Check a file's size, before all of it is read, and its digest.
+    """Check the size of a file, then its digest.
 
     Args:
         save: The directory of the save.
-        name: Of the file in it.
-        expected: What was written.
+        name: The name of the file in it.
+        expected: Size and digest in the manifest.
 
     Raises:
-        FileFormatError: It is another file.
+        FileFormatError: The file is another one, or cannot be read.
     """
     try:
         with _opened(save / name) as file:
@@ -155,7 +155,7 @@ def check_file(save: Path, name: str, expected: Digest) -> None:
 
 
 def digest_of(path: Path) -> dict[str, Any]:
-    """By what a file is known again, as a manifest has it."""
+    """Size and digest of a file, as the manifest lists them."""
     with _opened(path) as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}
@@ -163,7 +163,7 @@ def digest_of(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BufferedReader]:
-    """A regular file; a FIFO or a device is refused without waiting for it."""
+    """Open a regular file; refuse a FIFO or a device without blocking on it."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,7 +1,7 @@
-"""What one of several ranks leaves for the next launch, as memory ran out on it.
+"""Smaller settings for the next launch, after memory ran out on one of several ranks.
 
-The other ranks wait in the middle of a collective for gradients that do not come, and cannot take their step
-back. So the run ends, and the launcher starts it again from the last save, with settings that take less.
+The other ranks are blocked in a collective on gradients that never come, and cannot undo their step. So the run
+ends, and the launcher starts it again from the last save, with settings that take less memory.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class Fallback:
 
 
 def write_fallback(run_dir: Path, before: Settings, after: Settings, recovery: Recovery) -> None:
-    """Write down with which settings the run is to go on.
+    """Write the settings for the next launch.
 
     Args:
         run_dir: The run directory, which all ranks see.
-        before: The settings of the last save, or those that the run began with.
-        after: Those to go on with.
-        recovery: What happened.
+        before: The settings of the last save, or those that the run started with.
+        after: The settings to continue with.
+        recovery: The record of the failure.
 
     Raises:
-        SaveError: It cannot be written.
+        SaveError: The file cannot be written.
     """
     document = to_json_document(Fallback(before=before, after=after, recovery=recovery))
     partial = run_dir / f".{FALLBACK}.{os.getpid()}.partial"  # two ranks may run out together
@@ -46,17 +46,17 @@ def write_fallback(run_dir: Path, before: Settings, after: Settings, recovery: R
 
 
 def read_fallback(run_dir: Path, before: Settings) -> tuple[Settings, Recovery] | None:
-    """The settings to go on with, if memory ran out with those of the last save.
+    """Read the settings that the last launch wrote for this one.
 
     Args:
         run_dir: The run directory.
-        before: The settings of the last save, or those to begin with.
+        before: The settings of the last save, or those that the run starts with.
 
     Returns:
-        Them and what happened; None if nothing was left, or it is of other settings.
+        The settings to continue with and the record of the failure; None if there are none for `before`.
 
     Raises:
-        FileFormatError: What was left is damaged.
+        FileFormatError: The file is damaged.
     """
     path = run_dir / FALLBACK
     if not os.path.lexists(path):

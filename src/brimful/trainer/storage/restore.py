@@ -1,8 +1,8 @@
-"""The newest whole save of a run, found, checked and read.
+"""Finds, checks and reads the newest complete checkpoint of a run.
 
-What is read may be anything: see `manifest.py` for the files. Loaders run no code (safetensors, and
-`torch.load` with `weights_only`), and what they give is checked against its types and ranges (`checkpoint.py`).
-A save that fails any of this is refused, and the one before it is used.
+The files are not trusted. `manifest.py` checks their names and digests; loading them runs no code (safetensors,
+and `torch.load` with `weights_only`); `checkpoint.py` checks types and ranges. A save that fails any of these
+checks is refused, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from brimful.trainer.storage.weights import read_tensors, read_tied
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """A save that was found whole."""
+    """A complete checkpoint."""
 
     path: Path
     checkpoint: Checkpoint
 
     @property
     def step(self) -> int:
-        """Steps taken before it."""
+        """Number of steps taken before it."""
         return self.checkpoint.state.step
 
     def load_model(self, model: nn.Module) -> None:
-        """Give a model the saved parameters and buffers.
+        """Load the saved parameters and buffers into a model.
 
         Args:
-            model: Of the same structure as the one that was saved.
+            model: A model with the structure of the saved one.
 
         Raises:
-            ResumeError: It is of another structure, or its tensors are of other types.
+            ResumeError: The structure or the types of the tensors differ.
         """
         try:
             if (self.path / SHARDS).is_dir() or any(isinstance(p, DTensor) for p in model.parameters()):
@@ -70,13 +70,13 @@ class Save:
             raise ResumeError(f"the run cannot be resumed: {error}") from error
 
     def optimizer_state_for(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The saved `state_dict` with what the shards hold, on its way to the parameters as they are.
+        """Read the saved `state_dict` of the optimizer with the shards that its parameters need.
 
         Args:
-            optimizer: Over parameters that may be divided.
+            optimizer: The optimizer of this run; its parameters may be sharded.
 
         Returns:
-            The state.
+            The `state_dict` to load.
 
         Raises:
             ResumeError: The saved optimizer has other parameters.
@@ -84,7 +84,7 @@ class Save:
         return load_optimizer_state(optimizer, self.checkpoint.state.optimizer, self.path)
 
     def release(self) -> None:
-        """Forget what is as large as parameters, once it is loaded."""
+        """Free the optimizer state and the average, once they are loaded."""
         state = self.checkpoint.state
         for tensors in (state.optimizer, state.average):
             if tensors is not None:
@@ -94,46 +94,46 @@ class Save:
 def newest_save(
     run_dir: Path, refused: Callable[[str], None], *, ranks: Ranks = SINGLE, maps: bool = False
 ) -> Save | None:
-    """The newest save of a run that is whole.
+    """Find the newest complete checkpoint of a run, and read its state.
 
     Args:
         run_dir: The run directory.
-        refused: Told of each newer one that is not.
-        ranks: Those that look for it together, each checking a part of the files.
-        maps: Leave what is large of its state on the disk until it is used.
+        refused: Called with a message for each newer one that is not complete.
+        ranks: All ranks; they call this together, and each checks some of the files.
+        maps: Memory-map the tensors of the state instead of reading them.
 
     Returns:
-        It, with all of its state but the weights; None if the run saved nothing.
+        The checkpoint with its state, without the weights; None if the run has none.
 
     Raises:
-        ResumeError: There are saves, and none is whole; or the ranks see different ones.
+        ResumeError: There is no complete checkpoint, or the ranks see different checkpoints.
     """
     found = _found_alike(run_dir, ranks)
     reasons = []
     for path in found:
         reason, save = _read_or_reason(path, ranks, maps=maps)
-        told = next(filter(None, ranks.all_gather(reason)), None)
-        if told is None:
+        refusal = next(filter(None, ranks.all_gather(reason)), None)
+        if refusal is None:
             return save
-        reasons.append(f"{path} is not used: {told}")
+        reasons.append(f"{path} is not used: {refusal}")
         refused(reasons[-1])
     if found:
         listed = "\n".join(f"  {reason}" for reason in reasons)
-        raise ResumeError(f"no save of {run_dir} is whole, so the run cannot be resumed.\n{listed}")
+        raise ResumeError(f"{run_dir} has no complete checkpoint, so the run cannot be resumed.\n{listed}")
     return None
 
 
 def find_saves(run_dir: Path) -> list[Path]:
-    """The saves of a run by their names, the newest first.
+    """List the saves of a run, the newest first; they may be damaged.
 
     Args:
         run_dir: The run directory.
 
     Returns:
-        Their directories; none where there is no `saves/`.
+        Their directories; empty without `saves/`.
 
     Raises:
-        ResumeError: `saves` is there, but not as a directory that can be read.
+        ResumeError: `saves/` exists but cannot be read.
     """
     saves = run_dir / SAVES
     if not os.path.lexists(saves):
@@ -149,7 +149,7 @@ def find_saves(run_dir: Path) -> list[Path]:
 
 
 def _found_alike(run_dir: Path, ranks: Ranks) -> list[Path]:
-    """The saves, if all ranks see the same."""
+    """List the saves; raise if the ranks see different ones."""
     found: list[Path] = []
     problem = None
     try:
@@ -200,13 +200,13 @@ def _load_state(path: Path, *, maps: bool) -> object:
         )
     except OutOfMemoryError:
         raise
-    except Exception as error:  # whatever the file holds
+    except Exception as error:  # any error: the file may hold anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise FileFormatError(f"its {path.name} cannot be read ({reason})") from error
 
 
 def _load_whole(model: nn.Module, path: Path) -> None:
-    """Give a model tensors of its own names, shapes and types."""
+    """Load a model from a file that has the same names, shapes and types."""
     tensors = read_tensors(path)
     own = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
     if own.keys() != tensors.keys():

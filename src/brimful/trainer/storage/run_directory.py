@@ -1,19 +1,19 @@
-"""The run directory: what a run leaves behind, written so that a failure never damages what was there.
+"""The run directory: the files of a run, written so that a failure never damages an earlier version.
 
-| file | what |
+| file | contents |
 |---|---|
-| `plan.json`, or `settings.json` without a plan | how it is trained |
-| `job.json` | what the job says `about` itself, such as the names of its classes |
-| `metrics.jsonl` | a line per step and per validation, as they come |
-| `weights.safetensors` | the latest weights; its metadata say after which step |
+| `plan.json`, or `settings.json` without a plan | how the run trains |
+| `job.json` | `Job.about`, such as the names of its classes |
+| `metrics.jsonl` | a line for each step, validation, recovery and note |
+| `weights.safetensors` | the latest weights; the metadata have their step |
 | `best.safetensors` | the weights with the lowest validation loss |
-| `average.safetensors` | their moving average, if one is kept |
-| `saves/` | what is needed to resume, see `saves.py`; made first, so that it is missed where it was moved |
-| `fallback.json` | settings to go on with, where memory ran out on one of several ranks |
-| `tensorboard/` | TensorBoard's event files, if they were asked for |
+| `average.safetensors` | the moving average of the weights, if the run keeps one |
+| `saves/` | the saves, see `saves.py`; created first, so that its absence means that it was moved |
+| `fallback.json` | smaller settings for the next launch, if memory ran out on one of several ranks |
+| `tensorboard/` | TensorBoard's event files, if requested |
 | `result.json` | the `TrainingResult`, once the run has ended |
-| `report.txt` | what `brimful train` printed of it |
-| `unsaved-1/` | what a run left that ended before its first save, and was started again |
+| `report.txt` | the report that `brimful train` prints of it |
+| `unsaved-1/` | the files of a run that ended before its first save and was restarted |
 
 `load_weights(model, directory)` loads the weights; see docs/howto/weights.md.
 """
@@ -57,7 +57,7 @@ _MOST_ENTRIES_NAMED = 3
 
 
 _OPEN: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
-"""The `metrics.jsonl` that are open; a forked DataLoader worker is not to hold their locks when this ends."""
+"""The open `metrics.jsonl` files. A forked DataLoader worker closes its copies, which would keep the locks."""
 
 
 def _close_in_child() -> None:
@@ -70,14 +70,14 @@ if hasattr(os, "register_at_fork"):
 
 
 class RunDirectory:
-    """A directory of one run's own.
+    """The directory of one run, locked while open.
 
     Args:
-        path: A directory that is empty or does not exist yet; it is made, with its parents.
-        resumes: It may have a run in it that is resumed, or begun again.
+        path: An empty directory, or one that does not exist; it is created with its parents.
+        resumes: It may contain a run, to resume or to restart.
 
     Raises:
-        RunDirectoryError: It is a file, has something in it, is in use, or cannot be made.
+        RunDirectoryError: It is a file, is not empty, is in use, or cannot be created.
     """
 
     def __init__(self, path: Path | str, *, resumes: bool = False) -> None:
@@ -87,7 +87,7 @@ class RunDirectory:
         for name in NAMES:
             _check_is_no_directory(self.path / name)
         self._made: list[Path] = []
-        """Files and directories that were not there before this run."""
+        """Files and directories that this run created."""
         metrics = self.path / METRICS
         is_new = not os.path.lexists(metrics)
         try:
@@ -108,14 +108,14 @@ class RunDirectory:
 
     @property
     def metrics_bytes(self) -> int:
-        """Length of `metrics.jsonl`."""
+        """Length of `metrics.jsonl` in bytes."""
         return self._metrics.tell()
 
     def read_metrics(self) -> bytes:
-        """All of `metrics.jsonl`.
+        """Read `metrics.jsonl`.
 
         Returns:
-            Whole lines, unless it is damaged.
+            Its content: whole lines, unless it is damaged.
 
         Raises:
             SaveError: It cannot be read.
@@ -126,14 +126,14 @@ class RunDirectory:
             raise self._save_error(METRICS, 0, error) from error
 
     def cut_metrics(self, lines: bytes, *, keeps_copy: bool) -> Path | None:
-        """Continue `metrics.jsonl` after some lines.
+        """Cut `metrics.jsonl` to the lines to keep; further lines are appended after them.
 
         Args:
-            lines: What is to be in it.
-            keeps_copy: Keep what is in it now under another name.
+            lines: The lines to keep.
+            keeps_copy: Copy the current content to another file first.
 
         Returns:
-            That name; None if it is not kept, or the file was empty.
+            The path of the copy; None without one, or if the file was empty.
 
         Raises:
             SaveError: It cannot be written.
@@ -154,15 +154,15 @@ class RunDirectory:
         return aside
 
     def bring_metrics_to_disk(self) -> None:
-        """Wait until the lines so far would survive a loss of power."""
+        """Flush `metrics.jsonl` to the disk (fsync)."""
         os.fsync(self._metrics.fileno())
 
     def write_json(self, name: str, document: Mapping[str, Any]) -> None:
-        """Write a JSON file whole, or leave the one that is there.
+        """Write a JSON file atomically.
 
         Args:
             name: The file's name.
-            document: What `json` can write.
+            document: Its content.
 
         Raises:
             SaveError: It could not be written.
@@ -171,10 +171,10 @@ class RunDirectory:
         self._replace(name, len(content), lambda temporary: temporary.write_bytes(content))
 
     def append_metrics(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to `metrics.jsonl`: a whole one, or none.
+        """Append a whole line to `metrics.jsonl`, or none.
 
         Args:
-            entry: What `json` can write.
+            entry: The content of the line, for `json`.
 
         Raises:
             SaveError: It could not be written.
@@ -190,17 +190,15 @@ class RunDirectory:
             raise self._save_error(METRICS, len(line), error) from error
 
     def save_weights(self, model: nn.Module, name: str, metadata: Mapping[str, str]) -> Path:
-        """Write the model's parameters and buffers whole, or leave the file that is there.
-
-        Tied weights are written once, under their first name.
+        """Write the parameters and buffers of a model atomically. Tied weights are written once.
 
         Args:
-            model: Its `state_dict` is written, by the names that it has without wrappers (`torch.compile`).
+            model: Its `state_dict` is written, under the names without wrappers (`torch.compile`).
             name: The file's name.
-            metadata: Kept beside the weights.
+            metadata: Stored beside the weights.
 
         Returns:
-            Where they are.
+            The path of the file.
 
         Raises:
             SaveError: They could not be written.
@@ -215,23 +213,23 @@ class RunDirectory:
         return self._replace(name, size_bytes, lambda temporary: write_tensors(tensors, temporary, kept))
 
     def close(self) -> None:
-        """Close `metrics.jsonl`; calling it again does nothing."""
+        """Close `metrics.jsonl`. Further calls do nothing."""
         self._metrics.close()
 
     def discard(self) -> None:
-        """Close, and delete what this run has made here: for one that failed before its first step."""
+        """Close, and delete what this run created, after it failed before its first step."""
         self.close()
         for path in reversed(self._made):
             with suppress(OSError):
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def _replace(self, name: str, size_bytes: int, write: Callable[[Path], object]) -> Path:
-        """Write beside the file, bring it to the disk, then put it in the file's place."""
+        """Write a temporary file, flush it to the disk, then rename it."""
         path, temporary = self.path / name, self.path / f".{name}.partial"
         is_new = not os.path.lexists(path)
         try:
             write(temporary)
-            shutil.copymode(self.path / METRICS, temporary)  # safetensors lets nobody else read its files
+            shutil.copymode(self.path / METRICS, temporary)  # safetensors makes its files private
             bring_to_disk(temporary)
             temporary.replace(path)
             bring_to_disk(self.path)
@@ -264,9 +262,9 @@ class RunDirectory:
 
 
 def _lock(metrics: BinaryIO, path: Path) -> None:
-    """Keep other processes out while `metrics.jsonl` is open; the system lets go when this one ends."""
+    """Lock `metrics.jsonl` against other processes until it is closed or this process ends."""
     if os.name != "posix":
-        return  # nothing keeps them out there
+        return  # no lock on other systems
     import fcntl
 
     try:
@@ -285,7 +283,7 @@ def check_not_in_use(path: Path) -> None:
         path: The run directory.
 
     Raises:
-        RunDirectoryError: One is, or it cannot be found out.
+        RunDirectoryError: One is, or `metrics.jsonl` cannot be opened.
     """
     try:
         if (path / METRICS).is_file():
@@ -296,13 +294,13 @@ def check_not_in_use(path: Path) -> None:
 
 
 def check_run_directory(path: Path) -> None:
-    """Check that a new run may write into `path`, without writing.
+    """Check that a new run may write to `path`. Writes nothing.
 
     Args:
-        path: Where the run directory is or is to be.
+        path: The run directory, which may not exist yet.
 
     Raises:
-        RunDirectoryError: It is a file, or has something in it, or cannot be read.
+        RunDirectoryError: It is a file, is not empty, or cannot be read.
     """
     present = [name for name in entries(path) if name != FALLBACK]
     if present:
@@ -310,16 +308,16 @@ def check_run_directory(path: Path) -> None:
 
 
 def entries(path: Path) -> list[str]:
-    """The names in a directory, in order.
+    """List a directory.
 
     Args:
-        path: May not exist yet.
+        path: The directory, which may not exist yet.
 
     Returns:
-        None of a directory that does not exist.
+        The names, sorted; empty if the directory does not exist.
 
     Raises:
-        RunDirectoryError: It is not a directory that can be read.
+        RunDirectoryError: It is a file, or cannot be read.
     """
     if not os.path.lexists(path):
         return []
@@ -332,14 +330,14 @@ def entries(path: Path) -> list[str]:
 
 
 def not_empty(path: Path, present: Sequence[str]) -> RunDirectoryError:
-    """The error for a directory that has something in it.
+    """Make the error for a directory that is not empty.
 
     Args:
         path: The directory.
-        present: Names in it.
+        present: The names in it.
 
     Returns:
-        It, to be raised.
+        The error to raise.
     """
     named = ", ".join(present[:_MOST_ENTRIES_NAMED]) + (", …" if len(present) > _MOST_ENTRIES_NAMED else "")
     return RunDirectoryError(
@@ -349,14 +347,14 @@ def not_empty(path: Path, present: Sequence[str]) -> RunDirectoryError:
 
 
 def not_usable(what: str, error: OSError) -> RunDirectoryError:
-    """The error for a run directory that the system does not permit to be used.
+    """Make the error for a run directory that cannot be opened or written to.
 
     Args:
         what: The file or directory.
-        error: What the system answered.
+        error: The error of the system.
 
     Returns:
-        It, to be raised.
+        The error to raise.
     """
     return RunDirectoryError(
         f"{what} cannot be opened and written to: {error.strerror or error}. Choose another run directory."
@@ -366,7 +364,7 @@ def not_usable(what: str, error: OSError) -> RunDirectoryError:
 def _check_is_no_directory(file: Path) -> None:
     try:
         is_directory = stat.S_ISDIR(file.lstat().st_mode)
-    except OSError:  # also where there is nothing yet
+    except OSError:  # it does not exist yet, for example
         return
     if is_directory:
         raise RunDirectoryError(

@@ -1,9 +1,9 @@
-"""Saves: everything that a run needs to resume exactly, whole or not there at all.
+"""Writes saves: everything that a run needs to resume exactly, written atomically.
 
-A save is a directory such as `saves/step-000000120/`; `checkpoint.py` says what is in it. It is written beside
-the others under another name, brought to the disk and then renamed, which happens whole or not at all; only
-then are the oldest deleted. Where parameters are divided, each rank writes its part, and the first renames once
-all have told it what they have written. `restore.py` reads saves.
+A save is a directory such as `saves/step-000000120/`; `checkpoint.py` describes its files. It is written under
+a temporary name, flushed to the disk and renamed; then the oldest saves are deleted. If the model is sharded,
+each rank writes its shard, and the first rank renames the save once all have sent it the digests of their
+files. `restore.py` reads saves.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ from brimful.trainer.storage.weights import TIED, distinct_tensors, write_tensor
 T = TypeVar("T")
 
 PARTIAL = ".partial"
-"""Ends the name of a save that is being written, which begins with a dot."""
+"""Suffix of the name of a save that is being written; the name starts with a dot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Copies:
-    """What one rank writes, on the host."""
+    """The copies on the host that one rank writes."""
 
     step: int
     shards: Shards | None
-    """None where nothing is divided."""
+    """None if nothing is sharded."""
     tensors: dict[str, Tensor]
     tied: dict[str, str]
     run: dict[str, Any]
     state: dict[str, Any]
-    """Of the first rank; others write none of these four."""
+    """The last four are empty on every rank but the first."""
 
     @property
     def file_bytes(self) -> int:
-        """What the files take at least."""
+        """Least size of the files."""
         parts = {} if self.shards is None else self.shards.tensors
         tensors = sum(tensor.nbytes for tensor in (*self.tensors.values(), *parts.values()))
         counter = _Counter()
@@ -76,7 +76,7 @@ class _Copies:
 
 
 class _Counter(io.RawIOBase):
-    """Counts what is written to it."""
+    """Counts the bytes written to it."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -91,21 +91,21 @@ class _Counter(io.RawIOBase):
 
 
 class Saves:
-    """Writes the saves of one run, each while training goes on.
+    """Writes the saves of one run in a thread, while training continues.
 
     Args:
         run_dir: The run directory.
-        keep: How many to keep, the newest.
-        ranks: Those that write together, each its part, over connections that nothing else uses meanwhile;
-            one that writes whole tensors is alone.
-        saved_step: Of the save that the run is resumed from; None begins it.
+        keep: Number of saves to keep, the newest.
+        ranks: The ranks that each write a shard, with a process group that nothing else uses; a single one
+            where it writes whole tensors.
+        saved_step: The step of the save that the run resumes from; None for a new run.
     """
 
     def __init__(
         self, run_dir: Path, *, keep: int, ranks: Ranks = SINGLE, saved_step: int | None = None
     ) -> None:
         self.saved_step = saved_step
-        """Of the newest save that is known to be whole; None if there is none."""
+        """The step of the newest complete checkpoint; None if there is none."""
         self._directory = run_dir / SAVES
         self._keep = keep
         self._ranks = ranks
@@ -114,15 +114,17 @@ class Saves:
         self._is_checked = False
 
     def write(self, model: nn.Module, checkpoint: Checkpoint) -> None:
-        """Copy everything to the host, and write it while training goes on; all ranks do so together.
+        """Copy everything to the host, then write it while training continues; all ranks call this together.
+
+        The first save is waited for.
 
         Args:
-            model: Its parameters and buffers.
-            checkpoint: All else; the first rank's is written.
+            model: Its parameters and buffers are written.
+            checkpoint: Everything else; that of the first rank is written.
 
         Raises:
-            SaveError: The save before this one could not be written, or this one, the first.
-            UsageError: What is to be saved cannot be loaded without running code.
+            SaveError: The save before this one, or this one if it is the first, could not be written.
+            UsageError: The state cannot be loaded without running code.
         """
         self.wait()
         copies = with_room(
@@ -134,14 +136,14 @@ class Saves:
         is_first = not self._is_checked
         thread.start()
         if is_first:
-            self.wait()  # that it can be read is to be known before hours of training
+            self.wait()  # whether it can be read back must be known before hours of training
 
     def wait(self) -> None:
         """Wait until the save under way is on the disk.
 
         Raises:
-            SaveError: It could not be written; those before it are whole.
-            UsageError: What is to be saved cannot be loaded without running code.
+            SaveError: It could not be written; those before it are complete.
+            UsageError: The state cannot be loaded without running code.
         """
         if self._writing is None:
             return
@@ -170,7 +172,7 @@ class Saves:
         )
 
     def _write_safely(self, copies: _Copies) -> None:
-        """Write, and keep why it could not be, the same on every rank."""
+        """Write, and keep the failure for `wait`, the same on every rank."""
         path = self._directory / name_of(copies.step)
         partial = self._directory / f".{path.name}{PARTIAL}"
         try:
@@ -181,7 +183,7 @@ class Saves:
             self._is_checked = True
         except UsageError as error:
             self._failure = error
-        except Exception as error:  # whatever it is, the thread's end is not to hide it
+        except Exception as error:  # any error: the end of the thread would hide it
             self._failure = SaveError(
                 f"the save after step {copies.step} could not be written to {path}: {_summary_line(error)}.\n"
                 f"  {_needed(copies)}{_free(self._directory)}\n"
@@ -192,14 +194,14 @@ class Saves:
 
     def _before(self) -> str:
         if self.saved_step is None:
-            return "There is no save before it."
-        return f"The save after step {self.saved_step} is whole."
+            return "There is no checkpoint before it."
+        return f"The checkpoint after step {self.saved_step} is complete."
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the saves of later steps, which were refused: they count no more.
+        """Rename the saves of later steps, which were refused, so that they are not used again.
 
         Args:
-            step: Of the save that the run resumes from.
+            step: The step of the save that the run resumes from.
         """
         for path in by_step(self._directory):
             if step_of(path) > step:
@@ -211,7 +213,7 @@ class Saves:
                 path.rename(refused)
 
     def _all_do(self, action: Callable[[], T]) -> list[T]:
-        """What each rank's action returns; if one raises, all raise the same."""
+        """Gather what the action returns on each rank; if one raises, all raise its error."""
         value: T | None = None
         failure: tuple[bool, str] | None = None
         try:
@@ -222,9 +224,9 @@ class Saves:
             of_user = isinstance(error, UsageError)
             failure = of_user, str(error) if of_user else f"rank {self._ranks.rank}: {_summary_line(error)}"
         found = self._ranks.all_gather((value, failure))
-        for _value, told in found:
-            if told is not None:
-                raise UsageError(told[1]) if told[0] else _FailedSomewhereError(told[1])
+        for _value, failed in found:
+            if failed is not None:
+                raise UsageError(failed[1]) if failed[0] else _FailedSomewhereError(failed[1])
         return [value for value, _failure in found]  # type: ignore[misc]
 
     def _begin(self, partial: Path, copies: _Copies) -> None:
@@ -233,7 +235,7 @@ class Saves:
             (partial if copies.shards is None else partial / SHARDS).mkdir(parents=True)
 
     def _write_own(self, partial: Path, copies: _Copies) -> dict[str, dict[str, Any]]:
-        """What this rank has written: sizes and digests by name."""
+        """Write the files of this rank; return their sizes and digests by name."""
         names = []
         if self._ranks.is_first:
             write_tensors(copies.tensors, partial / MODEL, {TIED: json.dumps(copies.tied)})
@@ -249,7 +251,7 @@ class Saves:
     def _finish(
         self, partial: Path, path: Path, copies: _Copies, files: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Let the save be there, now that all of it is on the disk."""
+        """Write the manifest and rename the save, once all files are on the disk."""
         if not self._ranks.is_first:
             return
         (partial / MANIFEST).write_text(manifest_text(copies.step, files))
@@ -262,7 +264,7 @@ class Saves:
         self._delete_superseded()
 
     def _write_documents(self, copies: _Copies, partial: Path) -> None:
-        """Write all but the model; the first time, check that it can be read without running code."""
+        """Write everything but the model; the first time, check that it can be read without running code."""
         (partial / RUN).write_text(json.dumps(copies.run, indent=2, allow_nan=False) + "\n")
         try:
             torch.save(copies.state, partial / STATE)
@@ -279,13 +281,13 @@ class Saves:
             ) from error
 
     def _delete_superseded(self) -> None:
-        """Now that a save is whole: the oldest, and what a run that was killed had written of one."""
+        """Delete the oldest saves, and incomplete ones of a run that was killed."""
         for old in (*by_step(self._directory)[self._keep :], *self._directory.glob(f".*{PARTIAL}")):
             shutil.rmtree(old, ignore_errors=True)
 
 
 class _FailedSomewhereError(Exception):
-    """An action of a rank raised."""
+    """An action raised on some rank."""
 
 
 def _summary_line(error: Exception) -> str:
@@ -302,5 +304,5 @@ def _free(directory: Path) -> str:
 def _needed(copies: _Copies) -> str:
     try:
         return f"needed: at least {format_bytes(copies.file_bytes)}; "
-    except Exception:  # of an error that is told, or for want of memory
+    except Exception:  # the state cannot be written, or memory ran out
         return ""

@@ -1,16 +1,16 @@
-"""What each rank has of divided tensors, in a file of its own, and back onto any number of ranks.
+"""Writes the shards of each rank to a file, and loads them on any number of ranks.
 
     shards/
-      00001-of-00004.safetensors    rank 0: its part of parameters ("model.NAME") and of the optimizer's state
-      00002-of-00004.safetensors    ("optimizer.PARAMETER.NAME"); where each part begins stands in the header
+      00001-of-00004.safetensors    rank 0: its shards of parameters ("model.NAME") and optimizer state
+      00002-of-00004.safetensors    ("optimizer.PARAMETER.NAME"); the header has the offset of each shard
       …
 
-This is the format that torch's distributed checkpoint (DCP) writes with `HuggingFaceStorageWriter`, and DCP's
-reader of it reads it, each rank what it needs of any file. DCP's own format is not taken: its `.metadata` is a
-pickle and `FileSystemReader` loads it as such, which may run code. DCP's writer is not taken either: it makes
-the whole file in memory first, beside the copies that the file is made of.
+This is the format that torch's distributed checkpoint (DCP) writes with `HuggingFaceStorageWriter`. DCP's
+reader of it reads it: each rank reads the parts of any file that it needs. DCP's own format is not used: its
+`.metadata` is a pickle, and `FileSystemReader` unpickles it, which may run code. DCP's writer is not used
+either: it builds the whole file in memory, beside the copies of the tensors.
 
-Private torch API used: `DTensor.__create_chunk_list__`, by which DCP asks for the part (checked: torch 2.13).
+Private torch API used: `DTensor.__create_chunk_list__`, as DCP uses it to find a shard (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from brimful.trainer.storage.weights import read_tied, write_tensors
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
 _HEADER, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""What DCP's reader looks for in a file."""
+"""Keys that DCP's reader looks for in a file."""
 
 
 class Shards:
-    """Copies on the host of this rank's parts.
+    """Copies on the host of this rank's shards.
 
     Args:
-        divided: Tensors by name, each of which every rank has a part of.
+        divided: Sharded tensors by name.
     """
 
     def __init__(self, divided: Mapping[str, DTensor]) -> None:
@@ -51,25 +51,25 @@ class Shards:
         self._header: dict[str, dict[str, list[int]]] = {}
         for name, tensor in divided.items():
             (place,) = tensor.__create_chunk_list__()
-            if math.prod(place.sizes):  # the last ranks may have nothing of a small tensor
+            if math.prod(place.sizes):  # the last ranks may have an empty shard of a small tensor
                 part = tensor.to_local().detach()
                 self.tensors[name] = part.to("cpu", copy=True).contiguous()
                 self._header[name] = {_OFFSETS: list(place.offsets)}
 
     def write(self, path: Path) -> None:
-        """Write them to a file.
+        """Write the shards to a file.
 
         Args:
-            path: Is overwritten.
+            path: The file, which is overwritten if it exists.
         """
         write_tensors(self.tensors, path, {_HEADER: json.dumps(self._header)})
 
 
 class SavedTensors:
-    """All `*.safetensors` in a directory, of which only what is asked for is read.
+    """The tensors in the `*.safetensors` of a directory, read on demand.
 
     Args:
-        directory: With parts of tensors, or whole ones.
+        directory: Its files have shards, or whole tensors.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -77,7 +77,7 @@ class SavedTensors:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Whole shape and type of each tensor by name; a ResumeError if a part of one is missing."""
+        """Unsharded shape and type of each tensor by name; raises ResumeError if a shard is missing."""
         if not self._directory.is_dir():
             return {}
         try:
@@ -92,13 +92,13 @@ class SavedTensors:
         return found
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Read into tensors, whole ones or this rank's parts; no rank need speak to another.
+        """Read into tensors, sharded or not, without communication between ranks.
 
         Args:
-            targets: By name, of the saved whole shapes.
+            targets: The tensors by name, with the unsharded shapes that were saved.
 
         Raises:
-            ResumeError: They cannot be read.
+            ResumeError: The files cannot be read.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load
@@ -109,7 +109,7 @@ class SavedTensors:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 load(dict(targets), storage_reader=self._reader(), no_dist=True)
-        except CheckpointException as error:  # no Exception, but a BaseException
+        except CheckpointException as error:  # a BaseException, not an Exception
             raise ResumeError(f"{self._directory} cannot be read: {error}") from error
 
     def _reader(self) -> Any:
@@ -119,14 +119,14 @@ class SavedTensors:
 
 
 def divided_of_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, DTensor], dict[str, str]]:
-    """A model's state in what this rank has whole and what is divided.
+    """Separate the sharded tensors of a model from the rest of its state.
 
     Args:
-        model: Any.
+        model: The model.
 
     Returns:
-        By names without wrappers: what is whole; what is divided, once each, by its name in the shards; the
-        first name of each divided one that is tied.
+        By names without wrappers: the state that is not sharded; each sharded tensor once, by its name in the
+        shards; and for each further name of a tied sharded tensor, its first name.
     """
     plain_name = plain_namer(model)
     parameters = model.named_parameters(remove_duplicate=False)
@@ -148,7 +148,7 @@ def divided_of_model(model: nn.Module) -> tuple[dict[str, Any], dict[str, DTenso
 
 
 def divided_of_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, DTensor]]:
-    """An optimizer's `state_dict` without what is divided, and that by its name in the shards."""
+    """Split an optimizer's `state_dict` into what is not sharded, and sharded tensors by name in the shards."""
     divided = {
         f"{_OPTIMIZER}{index}.{name}": value
         for index, values in state["state"].items()
@@ -163,15 +163,15 @@ def divided_of_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict
 
 
 def load_model(model: nn.Module, save: Path, whole_name: str) -> None:
-    """Give a model a save's parameters and buffers; of what is divided, here or there, this rank's part alone.
+    """Load the parameters and buffers of a save into a model; each rank reads its shards alone.
 
     Args:
-        model: Of the same structure as the saved one, divided or not.
-        save: Its directory.
-        whole_name: Of the file in it with what was not divided.
+        model: A model with the structure of the saved one, sharded or not.
+        save: The directory of the save.
+        whole_name: The name of its file of unsharded tensors.
 
     Raises:
-        ResumeError: It is of another structure.
+        ResumeError: The structure differs.
     """
     wanted = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
     tied = read_tied(save / whole_name, elsewhere=True)
@@ -186,7 +186,7 @@ def load_model(model: nn.Module, save: Path, whole_name: str) -> None:
                 check_alike(name, wanted[name], *source.sizes[prefix + saved_name])
                 targets.setdefault(prefix + saved_name, wanted[name])
         source.fill(targets)
-        for name, saved_name in saved_names.items():  # not tied any more
+        for name, saved_name in saved_names.items():  # they were tied when saved, and are not now
             filled = targets.get(prefix + saved_name)
             if filled is not None and filled is not wanted[name]:
                 wanted[name].copy_(filled)
@@ -197,23 +197,23 @@ def load_model(model: nn.Module, save: Path, whole_name: str) -> None:
             f"the run cannot be resumed with this model: {save} has no {sorted(missing)}, and the model has no "
             f"{sorted(unexpected)}."
         )
-    # for hooks; what it copies is there already
+    # runs the model's hooks; the tensors are loaded already
     model.load_state_dict(wrapped_state(model, wanted), strict=False)
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: Path) -> dict[str, Any]:
-    """An optimizer's saved state with what was divided, divided as its parameters are now or whole.
+    """Add the sharded tensors of a save to an optimizer's state, sharded as the parameters are now.
 
     Args:
-        optimizer: Over the parameters as they are now.
-        state: Its saved `state_dict` without what was divided.
+        optimizer: The optimizer of this run.
+        state: The saved `state_dict` without sharded tensors.
         save: The directory of the save.
 
     Returns:
-        The state with it.
+        The complete `state_dict`.
 
     Raises:
-        ResumeError: It is of other parameters.
+        ResumeError: The saved optimizer has other parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     source = SavedTensors(save / SHARDS)
@@ -227,9 +227,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
                     f"{len(parameters)} parameters."
                 )
             parameter = parameters[index]
-            of_deepspeed = getattr(
-                parameter, "ds_shape", None
-            )  # which has a part, and divides whole state itself
+            of_deepspeed = getattr(parameter, "ds_shape", None)  # DeepSpeed shards whole state itself
             if (of_deepspeed or parameter.shape) != shape:
                 raise _unlike(name, "shape", tuple(of_deepspeed or parameter.shape), tuple(shape))
             targets[name] = (
@@ -248,16 +246,16 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], save: P
 
 
 def check_alike(name: str, own: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-    """Check that a tensor is of the shape and type of the one that was saved.
+    """Check that a tensor has the shape and type of the saved one.
 
     Args:
-        name: Names it in errors.
-        own: The model's.
-        shape: Of the saved one.
-        dtype: Of the saved one.
+        name: Its name, for the error.
+        own: The tensor of the model.
+        shape: The shape of the saved one.
+        dtype: The type of the saved one.
 
     Raises:
-        ResumeError: It is not.
+        ResumeError: Shape or type differs.
     """
     if own.shape != shape:
         raise _unlike(name, "shape", tuple(own.shape), tuple(shape))

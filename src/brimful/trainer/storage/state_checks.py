@@ -1,7 +1,7 @@
-"""Whether saved state is that of this optimizer, schedule and loss scaler, before they take it over.
+"""Checks saved state before this run's optimizer, schedule and loss scaler load it.
 
-Their `load_state_dict` takes almost anything, and what does not fit would raise, or broadcast, in the midst of
-an update.
+Their `load_state_dict` accepts almost anything, and state that does not fit would raise or broadcast within an
+update.
 """
 
 from __future__ import annotations
@@ -12,22 +12,52 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from brimful.codec import NonNegativeInt, PositiveInt, from_builtins
 from brimful.errors import FileFormatError, ResumeError
+from brimful.trainer.storage.checkpoint import StateDict
+
+
+def check_parts(
+    state: StateDict, optimizer: Optimizer, scheduler: LRScheduler | None, scaler: GradScaler | None
+) -> None:
+    """Check that optimizer, schedule and loss scaler can load a saved state.
+
+    Args:
+        state: The saved state.
+        optimizer: The optimizer of this run.
+        scheduler: The schedule of this run; None without one.
+        scaler: The loss scaler of this run; None without one.
+
+    Raises:
+        ResumeError: One of them cannot, or only one of the two runs has it.
+    """
+    check_optimizer_state(optimizer, state.optimizer)
+    for name, part, saved in (
+        ("scheduler", scheduler, state.scheduler),
+        ("scaler", scaler, state.scaler),
+    ):
+        if (part is None) != (saved is None):
+            had, has = ("a", "none") if part is None else ("no", "one")
+            raise ResumeError(f"the saved run had {had} {name}, and this one has {has}. Resume it as it was.")
+    if scheduler is not None and state.scheduler is not None:
+        check_scheduler_state(scheduler, state.scheduler)
+    if state.scaler is not None:
+        check_scaler_state(state.scaler)
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Check that a saved `state_dict` is of the parameters that an optimizer has.
+    """Check that a saved `state_dict` is of the parameters of an optimizer.
 
     Args:
-        optimizer: Over the parameters of the model in training, divided or not.
-        state: Its tensors whole, or divided as the parameters are.
+        optimizer: The optimizer of this run; its parameters may be sharded.
+        state: The saved state; its tensors are whole, or sharded as the parameters are.
 
     Raises:
-        ResumeError: It is of others, or its tensors are of other shapes or types.
+        ResumeError: It is of other parameters, or its tensors have other shapes or types.
     """
     saved_groups, groups = state["param_groups"], optimizer.param_groups
     if [len(group["params"]) for group in saved_groups] != [len(group["params"]) for group in groups]:
@@ -46,14 +76,14 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> Non
 
 
 def check_scheduler_state(scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Check that a saved `state_dict` is of a schedule such as this: it replaces attributes.
+    """Check that a saved `state_dict` is of such a scheduler: loading it replaces attributes.
 
     Args:
-        scheduler: The schedule of this run.
-        state: What was saved of one.
+        scheduler: The scheduler of this run.
+        state: The saved state.
 
     Raises:
-        ResumeError: It is of another.
+        ResumeError: It is of another scheduler.
     """
     own = scheduler.state_dict()
     if missing := own.keys() - state.keys():
@@ -67,7 +97,7 @@ def check_scheduler_state(scheduler: LRScheduler, state: Mapping[str, Any]) -> N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScalerState:
-    """What `torch.amp.GradScaler.state_dict` gives."""
+    """The result of `torch.amp.GradScaler.state_dict`."""
 
     scale: Annotated[float, Meta(gt=0, le=2.0**127)]
     growth_factor: Annotated[float, Meta(gt=1, le=2.0**20)]
@@ -80,7 +110,7 @@ def check_scaler_state(state: Mapping[str, Any]) -> None:
     """Check that a saved `state_dict` is of a loss scaler.
 
     Args:
-        state: What was saved of one.
+        state: The saved state.
 
     Raises:
         ResumeError: It is not.
@@ -93,13 +123,13 @@ def check_scaler_state(state: Mapping[str, Any]) -> None:
 
 
 def _check_tensor(optimizer: Optimizer, name: str, value: Tensor, parameter: nn.Parameter) -> None:
-    """Check state of one of torch's optimizers: one number, or a tensor that fits its parameter.
+    """Check the state of an optimizer of torch: one number, or a tensor that fits its parameter.
 
-    Adafactor keeps a mean for each row and each column: a size of 1 in place of the other.
+    Adafactor keeps a mean for each row and each column, with a size of 1 for the other dimension.
     """
     if not type(optimizer).__module__.startswith("torch.optim") or value.numel() == 1:
         return
-    shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed leaves a part on each rank
+    shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed leaves a shard on each rank
     fits = value.dim() == len(shape) and all(
         size in (1, own) for size, own in zip(value.shape, shape, strict=True)
     )
@@ -115,7 +145,7 @@ _KINDS = (bool, int | float, str, Tensor, list | tuple, dict)
 
 
 def _check_kind(owner: object, name: str, saved: Any, own: Any) -> None:
-    """Check that a value is a number where there is one now, a list where there is a list, and so on."""
+    """Check that a saved value has the kind of the current one: a number, a list, and so on."""
     if saved is None or own is None:
         return
     for kind in _KINDS:

@@ -1,8 +1,8 @@
-"""A run directory to resume in that has no save: looked at first, then set aside. Nothing is deleted.
+"""Restarts a run that has no save: checks its directory, then sets its files aside. Nothing is deleted.
 
-A run that ends before its first save has trained for some steps, and the same command starts it again from the
-beginning. But a run directory without saves may also be one whose `saves/` was moved away, or is on a disk that
-is not mounted. What training wrote there must not be overwritten by a run that starts again.
+The command that resumes a run starts it from the beginning if it ended before its first save. But a run
+directory without saves may also be one whose `saves/` was moved, or is on a disk that is not mounted. A run
+that starts again must not overwrite what training wrote there.
 """
 
 from __future__ import annotations
@@ -33,23 +33,24 @@ from brimful.trainer.storage.saves import PARTIAL
 from brimful.trainer.storage.weights import AVERAGE, BEST, WEIGHTS
 
 _OF_TRAINING = (WEIGHTS, BEST, AVERAGE, RESULT, REPORT)
-"""What a run writes after its first save only."""
+"""Files that a run writes only after its first save."""
 
 _OF_UNSAVED_RUN = (PLAN, SETTINGS, JOB, TENSORBOARD, METRICS)
-"""What a run writes before its first save; `metrics.jsonl` last, which tells that there is something."""
+"""Files that a run writes before its first save, in the order of moving them: `metrics.jsonl`, which shows that
+the run took steps, is last."""
 
 _SET_ASIDE = re.compile(r"unsaved-\d+")
 
 
 def check_restart(path: Path) -> None:
-    """Check that a run that is to be resumed, and has no save, can start from the beginning; without writing.
+    """Check that a run without a save can start from the beginning. Writes nothing.
 
     Args:
         path: The run directory.
 
     Raises:
-        RunDirectoryError: It has something else in it, is in use, or cannot be read.
-        ResumeError: It has what training left, which a run from the beginning would overwrite.
+        RunDirectoryError: It has other files, is in use, or cannot be read.
+        ResumeError: It has files from training that a run from the beginning would overwrite.
     """
     present = entries(path)
     if saves := find_saves(path):
@@ -75,13 +76,13 @@ def check_restart(path: Path) -> None:
 
 
 def set_unsaved_run_aside(path: Path) -> Path | None:
-    """Move what a run left that ended before its first save to a directory `unsaved-N` beside it.
+    """Move the files of a run that ended before its first save to a directory `unsaved-N` inside its own.
 
     Args:
-        path: The run directory, which `check_restart` has passed.
+        path: The run directory, checked by `check_restart`.
 
     Returns:
-        Where it is now; None if that run had not taken a step.
+        The directory `unsaved-N`; None if that run had not taken a step.
 
     Raises:
         RunDirectoryError: Another process is training in it, or it cannot be written to.

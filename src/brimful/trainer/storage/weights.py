@@ -1,4 +1,4 @@
-"""A model's weights in a safetensors file, tied ones once, and back."""
+"""Writes the weights of a model to a safetensors file, tied ones once, and loads them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from brimful.execution.out_of_memory import out_of_memory
 from brimful.module_names import wrapped_state
 
 WEIGHTS = "weights.safetensors"
-"""In a run directory: the latest weights."""
+"""The latest weights in a run directory."""
 BEST = "best.safetensors"
-"""Those with the lowest validation loss."""
+"""The weights with the lowest validation loss."""
 AVERAGE = "average.safetensors"
-"""Their moving average."""
+"""The moving average of the weights."""
 TIED = "tied"
-"""Metadata: further names of tied weights, each with the name they are written under, as JSON."""
+"""Metadata key: JSON that maps the further names of tied weights to the name in the file."""
 
 
 def load_weights(model: nn.Module, path: Path | str) -> Path:
-    """Give a model the weights that a run saved.
+    """Load the weights of a run into a model.
 
     Args:
-        model: Of the same structure as the one that was trained, compiled or not; on any device.
-        path: A run directory, or a safetensors file. Of a run directory: `best.safetensors` if the run
-            validated, else `average.safetensors` if it kept an average, else `weights.safetensors`.
+        model: A model with the structure of the trained one, compiled or not, on any device.
+        path: A run directory, or a safetensors file. From a run directory this loads `best.safetensors` if the
+            run validated, else `average.safetensors` if it kept an average, else `weights.safetensors`.
 
     Returns:
         The file that was loaded.
@@ -45,7 +45,7 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
     file = _weights_of_run(Path(path)) if Path(path).is_dir() else Path(path)
     try:
         missing, unexpected = model.load_state_dict(wrapped_state(model, read_tensors(file)), strict=False)
-        # what is no tensor was not saved
+        # extra state is not a tensor, and was not saved
         missing = [name for name in missing if not name.endswith("_extra_state")]
         if missing or unexpected:
             raise KeyError(f"missing {missing}, not in the model {unexpected}")
@@ -65,15 +65,15 @@ def _weights_of_run(directory: Path) -> Path:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file: the same bytes for the same tensors and metadata.
+    """Write a safetensors file, deterministically.
 
-    safetensors writes the metadata in an order that differs from process to process (0.8: Rust's `HashMap`), so
-    the header is written once more with them sorted, which leaves its length as it is.
+    safetensors writes the metadata in an order that differs between processes (0.8: Rust's `HashMap`), so this
+    writes the header again with sorted metadata, of the same length.
 
     Args:
-        tensors: On the host, each in a block of memory of its own.
-        path: Is overwritten.
-        metadata: Kept beside them.
+        tensors: Tensors on the host, each with its own storage.
+        path: The file, which is overwritten if it exists.
+        metadata: Stored beside the tensors.
     """
     save_file(dict(tensors), path, metadata={"format": "pt", **metadata})
     with path.open("r+b") as file:
@@ -87,20 +87,20 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[s
 
 
 _LENGTH_BYTES = 8
-"""Of the header's length, with which a safetensors file begins."""
+"""Size of the number at the start of a safetensors file, the length of its header."""
 
 
 def read_tensors(path: Path | str) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, tied ones by each of their names.
+    """Read all tensors of a safetensors file, tied ones under each of their names.
 
     Args:
-        path: What `write_tensors` wrote of `distinct_tensors`, or any safetensors file.
+        path: A file by `write_tensors`, or any safetensors file.
 
     Returns:
         Tensors on the host by name.
 
     Raises:
-        FileFormatError: It is not one, or cannot be read.
+        FileFormatError: It is not a safetensors file, or cannot be read.
     """
     tied = read_tied(path)
     try:
@@ -112,19 +112,19 @@ def read_tensors(path: Path | str) -> dict[str, Tensor]:
 
 
 def read_tied(path: Path | str, *, elsewhere: bool = False) -> dict[str, str]:
-    """The further names of the tensors in a safetensors file, each with the name that it is written under.
+    """Read the further names of tied tensors in a safetensors file.
 
     Args:
         path: The file.
         elsewhere: The tensors may be in other files.
 
     Returns:
-        The names; none if no weights are tied.
+        The name in the file by further name; empty if no weights are tied.
 
     Raises:
         FileFormatError: It is not a safetensors file, or cannot be read.
     """
-    if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would wait
+    if Path(path).exists() and not Path(path).is_file():  # opening a FIFO would block
         raise FileFormatError(f"{path} is not a regular file.")
     try:
         with safe_open(path, framework="pt") as file:
@@ -142,17 +142,17 @@ def read_tied(path: Path | str, *, elsewhere: bool = False) -> dict[str, str]:
 def distinct_tensors(
     state: Mapping[str, Any], *, copies: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a `state_dict` on the host, each once, and which further names it has.
+    """Move the tensors of a `state_dict` to the host, tied ones once.
+
+    `safetensors.torch.save_model` does the same, but refuses a parameter that shares its storage with others,
+    as the weights of an RNN on a GPU do (safetensors 0.8).
 
     Args:
-        state: A model's.
-        copies: Copy what is on the host already, so that training may go on.
+        state: The `state_dict` of a model.
+        copies: Copy tensors that are on the host already, so that training can continue.
 
     Returns:
-        Tensors by their first name, and the first name of each that is tied.
-
-    `safetensors.torch.save_model` would do, but refuses a parameter that is a part of a larger block, as every
-    weight of an RNN on a GPU is (safetensors 0.8).
+        Tensors by their first name, and the first name by further name.
     """
     distinct: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
@@ -174,14 +174,14 @@ def distinct_tensors(
 
 
 def _place(name: str, tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two tensors if, and only if, they are one."""
+    """A key that is equal for two tensors if, and only if, they are the same memory."""
     if tensor.numel() == 0:
         return (name,)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _alone_in_block(tensor: Tensor, blocks: set[int]) -> Tensor:
-    """The tensor on the host, filling a block of memory that is not one of `blocks`, where it is then added."""
+    """The tensor on the host with its own storage, not one of `blocks`; adds its storage to them."""
     tensor = tensor.detach().cpu().contiguous()
     block = tensor.untyped_storage()
     if block.nbytes() != tensor.nbytes or block.data_ptr() in blocks:

@@ -121,9 +121,9 @@ _WANT_CONTIGUOUS = frozenset({aten.native_group_norm_backward.default})
 
 
 def _laid_out(op: Any, form: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake form whose first result lies as the kernel's does."""
+    """A fake form whose first result has the strides of the kernel's."""
 
-    @functools.wraps(form)  # torch looks at where a form is from
+    @functools.wraps(form)  # torch checks which module a form is from
     def run(*args: Any, **kwargs: Any) -> Any:
         if op in _WANT_CONTIGUOUS:
             made = form(*(arg.contiguous() if isinstance(arg, Tensor) else arg for arg in args), **kwargs)

@@ -1,1 +1,1 @@
-"""What CPU kernels do that fake tensors do not show. One rule a file, which has its name."""
+"""Behaviour of CPU kernels that fake tensors do not show. One rule per file of the same name."""

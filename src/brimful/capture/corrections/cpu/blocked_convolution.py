@@ -24,7 +24,7 @@ from brimful.quantities import round_up
 aten = torch.ops.aten
 
 _BLOCKS = {"AVX512": 16, "AVX2": 8}
-"""Channels of one block, by what torch calls the CPU's capability: as many float32 as a register holds."""
+"""Channels per block, by torch's name of the CPU's capability: the number of float32 in a register."""
 _SMALL_NUMEL = 20480
 _SMALL_KERNEL = 3
 _SMALL_BATCH = 16
@@ -131,7 +131,7 @@ class _Convolution:
         return 0 if tensor.is_contiguous(memory_format=layout) else tensor.nbytes
 
     def columns_bytes(self) -> int:
-        """Each output position's patch of the input, (C_in · kernel sizes, positions), where it is no row."""
+        """Input patches of all output positions, (C_in · kernel sizes, positions); 0 if the input serves."""
         if set(self.weight.shape[2:]) == {1} and max(self.stride) == 1 and max(self.padding) == 0:
             return 0
         return self.y.shape[0] * self.column_bytes()

@@ -1,4 +1,4 @@
-"""What gloo takes inside a collective of ranks on CPUs."""
+"""Temporary memory of gloo in a collective of CPU ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What some CPU kernels take beside their arguments and results, and give back before they end."""
+"""Temporary memory of some CPU kernels, allocated and freed inside them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What CUDA does otherwise than fake tensors on a CPU. One rule a file, which has its name."""
+"""Differences between CUDA and fake tensors on a CPU. One rule per file of the same name."""

@@ -99,6 +99,6 @@ class AutocastLists(Rule):
 
 
 def _asked_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the caller has said which type the result is to have, by keyword or by position."""
+    """Whether the caller passes the dtype of the result, by keyword or by position."""
     position = [argument.name for argument in op._schema.arguments].index("dtype")
     return kwargs.get("dtype") is not None or (len(args) > position and args[position] is not None)

@@ -225,12 +225,12 @@ def reserve_bytes(sizes: RnnSizes) -> tuple[int, int]:
 
 
 def workspace_bytes(sizes: RnnSizes) -> tuple[int, int]:
-    """Likely and most bytes that cuDNN works in.
+    """Likely and largest size of cuDNN's workspace, in bytes.
 
-    A copy of the matrices, 44 states (B, H) for each layer and direction, and with two directions two outputs
-    (T, B, 2H): so it is in the logs named at `reserve_bytes` (17,730,560, 13,169,920 and 313,344,000 bytes, if
-    B is 25 in the first two, which do not tell; there the GRU has 32 states). The most has the gates of one
-    layer in addition, which other algorithms may compute for all steps at once.
+    It holds a copy of the matrices, 44 states (B, H) per layer and direction, and with two directions two
+    outputs (T, B, 2H). This matches the logs named at `reserve_bytes` (17,730,560, 13,169,920 and 313,344,000
+    bytes, if B is 25 in the first two, which do not report it; there the GRU has 32 states). The largest size
+    adds the gates of one layer, which other algorithms may compute for all steps at once.
     """
     state = sizes.samples * sizes.hidden_size * sizes.element_bytes
     likely = sizes.matrix_bytes + _STATES_AT_WORK * state * sizes.layers * sizes.directions

@@ -16,12 +16,12 @@ aten = torch.ops.aten
 
 
 class EmbeddingBackward(Rule):
-    """Count what `embedding_dense_backward` holds beside the gradient (V, D) for more than 3072 tokens.
+    """Count the temporaries of `embedding_dense_backward` for more than 3072 tokens; the gradient is (V, D).
 
-    Of n tokens: their sorted values and their places, the beginnings of runs, counts and places of at most
-    min(n, V) runs, and a sum in float32 for each ten tokens of a run, of which there are n/10 + min(n, V) at
-    most: so many are allocated, whatever the tokens are. What sorting takes is gone by then, and the table is
-    not there yet. A gradient that is not contiguous is copied.
+    For n tokens these are their sorted values and positions, the beginnings of runs, counts and positions of at
+    most min(n, V) runs, and a float32 sum for every ten tokens of a run. There are at most n/10 + min(n, V)
+    such sums; the kernel allocates that number for any tokens. The temporaries of sorting are freed before, and
+    the table is allocated later. A gradient that is not contiguous is copied.
     """
 
     name = "embedding_backward"
@@ -35,7 +35,7 @@ class EmbeddingBackward(Rule):
         return func is aten.embedding_dense_backward.default
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Add what the op takes beside its result."""
+        """Add the temporaries of the op."""
         grad, indices, rows, _padding, by_frequency = args
         kernel = Kernel(
             name="embedding backward",

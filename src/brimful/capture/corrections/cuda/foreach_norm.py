@@ -16,9 +16,9 @@ _FLOAT_BYTES = 4
 
 
 class ForeachNorm(Rule):
-    """Count the parts of `_foreach_norm`: as many for each tensor as the largest has chunks of 65536 numbers.
+    """Count the temporaries of `_foreach_norm`: per tensor, a number per chunk of 65536 of the largest tensor.
 
-    Its results, one number each, are outputs.
+    Its results, one number per tensor, are outputs.
     """
 
     name = "foreach_norm"

@@ -46,7 +46,7 @@ class IndexBackward(Rule):
         return func in _ACCUMULATES
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Add what the op takes beside its result."""
+        """Add the temporaries of the op."""
         if func not in _ACCUMULATES or len(args) < 4 or not args[3]:
             return
         x, indices, values = args[:3]

@@ -18,6 +18,7 @@ aten = torch.ops.aten
 _NORMS = frozenset(
     {
         aten.native_layer_norm_backward.default,
+        aten._fused_rms_norm_backward.default,
         aten.native_group_norm.default,
         aten.native_group_norm_backward.default,
         aten.native_batch_norm.default,
@@ -30,12 +31,12 @@ _MOST_BATCH_NORM_PARTS = 128
 
 
 class NormParts(Rule):
-    """Count the partial sums of layer, group and batch norm.
+    """Count the partial sums of layer, RMS, group and batch norm.
 
     Layer norm: for M > 65536 rows that are narrow for the GPU, parts of the gradients of weight and bias, about
-    a million numbers each. Group norm: sums of each sample and channel, (B, C), three in backward with two of
-    each group, two in forward. Batch norm of channels-last images: statistics of at most 128 parts, four
-    numbers a channel in forward and two in backward; in the NCHW layout none.
+    a million numbers each. RMS norm: those of its weight. Group norm: sums of each sample and channel, (B, C),
+    three in backward with two of each group, two in forward. Batch norm of channels-last images: statistics of
+    at most 128 parts, four numbers a channel in forward and two in backward; in the NCHW layout none.
     """
 
     name = "norm_parts"
@@ -49,9 +50,11 @@ class NormParts(Rule):
         return func in _NORMS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Add what the op takes beside its results."""
+        """Add the temporaries of the op."""
         if func is aten.native_layer_norm_backward.default:
-            self._layer_norm(func, args)
+            self._by_rows(func, *args[1:3], weight=args[5], gradients=2)
+        elif func is aten._fused_rms_norm_backward.default:
+            self._by_rows(func, *args[1:3], weight=args[4], gradients=1)
         elif func in (aten.native_group_norm.default, aten.native_group_norm_backward.default):
             is_backward = func is aten.native_group_norm_backward.default
             place = 5 if is_backward else 3
@@ -65,13 +68,14 @@ class NormParts(Rule):
                 most = (2 if is_backward else 4) * x.size(1) * _MOST_BATCH_NORM_PARTS * _FLOAT_BYTES
                 self.add(0, f"inside {func}", most_bytes=most)
 
-    def _layer_norm(self, func: Any, args: tuple[Any, ...]) -> None:
-        x, shape, weight = args[1], args[2], args[5]
+    def _by_rows(
+        self, func: Any, x: Tensor, shape: list[int], *, weight: Tensor | None, gradients: int
+    ) -> None:
         multiprocessors, threads = self.target.sm_count, self.target.threads_per_multiprocessor
         if weight is None or multiprocessors is None or threads is None:
             return
         width = max(prod(shape), 1)
         numbers = (multiprocessors, threads, x.numel() // width, width, weight.element_size())
-        for _gradient in range(2):
+        for _gradient in range(gradients):
             kernel = Kernel(name="layer norm backward", numbers=numbers)
             self.add(kernel.size_bytes(), f"inside {func}", kernel=kernel)

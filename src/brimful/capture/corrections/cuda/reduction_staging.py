@@ -34,7 +34,7 @@ class ReductionStaging(Rule):
         return func in _DIMS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Add what the op takes beside its result."""
+        """Add the temporaries of the op."""
         threads = self.target.threads_per_multiprocessor
         if func not in _DIMS or self.target.sm_count is None or threads is None:
             return

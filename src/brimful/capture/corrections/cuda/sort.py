@@ -17,8 +17,8 @@ _MOST_SORTED_IN_PLACE = 4096
 """Values of a row that are sorted where they are. Source: Sort.h, should_use_small_sort."""
 _ROW_SORTED_ALONE = 1_000_000
 _MOST_ROWS_SORTED_TOGETHER = 127
-"""A single row and longer ones are sorted one after another; up to so many rows as one; more by cub's sort of
-segments. Source: SortStable.cu, launch_stable_sort_kernel."""
+"""The largest number of rows that are sorted together; more use cub's segmented sort. A single row, and longer
+rows, are sorted one after another. Source: SortStable.cu, launch_stable_sort_kernel."""
 
 
 class Sort(Rule):
@@ -40,7 +40,7 @@ class Sort(Rule):
         return func in _SORTS
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Add what the op takes beside its results."""
+        """Add the temporaries of the op."""
         if func not in _SORTS or args[0].dim() == 0:
             return
         x = args[0]

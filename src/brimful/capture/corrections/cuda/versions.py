@@ -1,4 +1,4 @@
-"""The version of torch whose decisions are followed: the one that captures."""
+"""The version of torch whose kernels are assumed: the one that captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ends a run early: a request of its user, Ctrl-C or SIGTERM; the second of these ends it at once."""
+"""Stops a run early: on request, on Ctrl-C or on SIGTERM. A second signal stops it at once."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """What a run is asked: to end after the step under way. It may come at any moment, on one rank alone."""
+    """A request to end the run after the current step. It may come at any moment, on one rank alone."""
 
     def __init__(self) -> None:
         self._is_requested = self._is_terminated = False
 
     def clear(self) -> None:
-        """Ask nothing of a run that begins."""
+        """Clear the request, before a run starts."""
         self._is_requested = self._is_terminated = False
 
     def request(self) -> None:
-        """Ask for the end of the run."""
+        """Request the end of the run."""
         self._is_requested = True
 
     def handle(self, number: signal.Signals) -> None:
-        """Ask for it as a signal does."""
+        """Request the end of the run on a signal."""
         self._is_terminated = number is signal.SIGTERM
         self.request()
 
     def is_requested(self) -> bool:
-        """Whether this rank is asked, which the others may not know yet."""
+        """Whether this rank has the request; the others may not."""
         return self._is_requested
 
     def synced(self, ranks: Ranks) -> StopReason | None:
-        """Why all ranks stop, at the same point: where any of them is asked to.
+        """Why all ranks stop, if any of them has a request.
 
         Args:
-            ranks: All of them; they agree together.
+            ranks: All ranks; they call this together, and get the same answer.
 
         Returns:
-            None if none of them is.
+            The reason; None if no rank has a request.
         """
         asked, terminated = ranks.all_reduce(self._is_requested, self._is_terminated)
         if not asked:
@@ -55,14 +55,14 @@ class Stop:
 
 @contextmanager
 def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
-    """Call `stop` on the first Ctrl-C or SIGTERM, and give both back their own handlers.
+    """Call `stop` on the first Ctrl-C or SIGTERM within the context, then restore the handlers of both.
 
-    Signals that the process ignores stay ignored. Outside the main thread, which alone gets signals, it does
-    nothing. After the first, processes that end are not told of: a DataLoader's workers get the signal too, and
-    an error in the middle of the step under way would come of it.
+    Signals that the process ignores stay ignored. Outside the main thread, which alone gets signals, this does
+    nothing. The first signal also resets the handler of SIGCHLD: a DataLoader's workers get the signal too,
+    and their end would raise an error within the current step.
 
     Args:
-        stop: Called with the signal, in the middle of whatever runs; it should only take a note.
+        stop: Called with the signal, between any two instructions; it should only set a flag.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -72,7 +72,7 @@ def stops_on_signals(stop: Callable[[signal.Signals], None]) -> Iterator[None]:
 
     def restore(numbers: Iterable[int]) -> None:
         for number in numbers:
-            if before[number] is not None:  # else it was not set from Python
+            if before[number] is not None:  # None: it was not set from Python
                 signal.signal(number, before[number])
 
     def handle(number: int, _frame: FrameType | None) -> None:

@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader, Dataset
 from brimful.job import Data
 from brimful.report.data_loading import feeding_lines
 from brimful.results import DataLoading, StepRecord
-from brimful.trainer import loop as run_module
 from brimful.trainer.data.batches import data_loading
+from brimful.trainer.run import loop as run_module
 
 
 def loading(workers, **changes):

@@ -238,7 +238,7 @@ def test_adafactor_is_refused_where_parameters_are_divided() -> None:
     assert any("FSDP2 is not considered: Adafactor" in note for note in found.notes)
 
 
-def test_with_cpu_offload_a_gpu_holds_no_part_and_copies_what_it_gathers() -> None:
+def test_with_offload_parameters_a_gpu_holds_no_part_and_copies_what_it_gathers() -> None:
     """Beside what is gathered and saved for backward, there are copies of a unit's parts at a time."""
     ranks = replace(OFFLOADED, world_size=8, micro_batch_size=1, gradient_accumulation_steps=2)
     traces = []
@@ -261,7 +261,7 @@ def test_with_cpu_offload_a_gpu_holds_no_part_and_copies_what_it_gathers() -> No
     assert not any(op.on_host for op in offloaded.ops if op.phase is Phase.FORWARD)
 
 
-def test_cpu_offload_is_planned_for_fsdp2_alone_and_takes_its_time() -> None:
+def test_offload_parameters_is_planned_for_fsdp2_alone_and_takes_its_time() -> None:
     plan = bf.plan(make_job(linear=False), "RTX 3090", global_batch_size=8, world_size=4, parallelism="fsdp2")
     offloaded = bf.plan(
         make_job(linear=False),

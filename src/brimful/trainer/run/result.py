@@ -1,4 +1,4 @@
-"""What a run comes to: the result, with predicted beside measured."""
+"""The result of a run, with predicted beside measured."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ from collections.abc import Sequence
 
 from brimful.execution.setup import device_name
 from brimful.profiling import PeakMemory
-from brimful.results import DataLoading, StepRecord, StopReason, TrainingResult
-from brimful.trainer.monitor.logger import RunLogger
+from brimful.results import StepRecord, StopReason, TrainingResult
+from brimful.trainer.monitor.history import RunHistory
 from brimful.trainer.setup import RunContext
 
 
 def result_of(
     run: RunContext,
-    logger: RunLogger,
+    history: RunHistory,
     *,
     peak: PeakMemory | None,
-    data_loading: DataLoading | None,
     stopped_because: StopReason,
 ) -> TrainingResult:
     """The result of a run that has ended.
 
     Args:
-        run: What was asked and predicted, and the final settings.
-        logger: The records of the run.
+        run: The configuration, the predictions and the final settings.
+        history: The records of the run.
         peak: The measured memory of a step; None if the run was too short to measure it.
-        data_loading: How the data were loaded.
-        stopped_because: Why it ended.
+        stopped_because: Why the run ended.
 
     Returns:
-        All of it, in one record.
+        The result.
     """
     config = run.config
     plan = config.plan
@@ -39,8 +37,8 @@ def result_of(
         device=device_name(config.device),
         settings=run.state.settings,
         stopped_because=stopped_because,
-        steps=tuple(logger.steps),
-        validations=tuple(logger.validations),
+        steps=tuple(history.steps),
+        validations=tuple(history.validations),
         budget_bytes=None if plan is None else plan.budget_bytes,
         predicted_peak_allocated_bytes=None if plan is None else plan.predicted_peak_allocated_bytes,
         measured_peak_allocated_bytes=None if peak is None else peak.allocated_bytes,
@@ -49,20 +47,20 @@ def result_of(
         predicted_peak_device_bytes=None if plan is None else plan.predicted_peak_device_bytes,
         measured_peak_device_bytes=None if peak is None else peak.device_bytes,
         predicted_step_seconds=None if plan is None else plan.predicted_step_seconds,
-        measured_step_seconds=_steady_seconds(logger.steps, config.settings.global_batch_size),
+        measured_step_seconds=_steady_seconds(history.steps, config.settings.global_batch_size),
         temporaries_at_peak=() if peak is None else peak.temporaries_at_peak,
         certificate=run.certificate,
-        recoveries=tuple(logger.recoveries),
+        recoveries=tuple(history.recoveries),
         run_dir=config.run_dir,
         loss_unit=config.loss_unit,
         predicted_mfu=None if plan is None else plan.predicted_mfu,
-        data_loading=data_loading,
-        notes=tuple(logger.notes),
+        data_loading=run.data_loading,
+        notes=tuple(history.notes),
     )
 
 
 def _steady_seconds(records: Sequence[StepRecord], global_batch_size: int) -> float | None:
-    """Median over the steps with a full batch, but for the first and the one whose memory was measured."""
+    """Median over the steps with a full batch, except the first and the one whose memory was measured."""
     steady = [record for record in records[1:] if record.updated and not record.memory_measured]
     full_samples = global_batch_size
     if all(record.samples != full_samples for record in steady):  # a DataLoader with batches of its own size

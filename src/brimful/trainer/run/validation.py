@@ -1,11 +1,11 @@
-"""One pass over the validation data: means of the loss and of the job's metrics."""
+"""Validates a model: the means of the loss and of the job's metrics over the validation data."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -24,52 +24,62 @@ from brimful.profiling.splitting import evaluation_mode
 from brimful.results import Recovery, ValidationRecord
 from brimful.trainer.data.batches import is_one_batch, validation_batches
 from brimful.trainer.data.rng import random_state_now, restore_random_state
+from brimful.trainer.monitor.logger import RunLogger
+from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
 
 T = TypeVar("T")
 
 
 class Validator:
-    """Validates the model of a run, with fewer samples at once from when memory ran out.
+    """Validates the model of a run, or its moving average, and logs the result.
+
+    It begins with the micro-batch size in force, and halves it when memory runs out twice.
 
     Args:
-        state: Of the run; its modules' modes are as before after each pass.
-        job: Its loss, count and metrics.
+        config: The configuration of the run.
+        state: The state of the run; each pass restores the modes of its modules.
         validation: One batch with all samples, or an iterable of batches.
-        on_recovery: Called each time that memory ran out.
+        logger: Logs the validation, and each time that memory ran out.
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        job: Job,
-        validation: Batch | Iterable[Batch],
-        *,
-        on_recovery: Callable[[Recovery], None],
+        self, config: RunConfig, state: TrainState, validation: Batch | Iterable[Batch], logger: RunLogger
     ) -> None:
+        self._config = config
         self._state = state
-        self._job = job
+        self._job = config.job
         self._validation = validation
+        self._logger = logger
         self._micro_batch_size = state.settings.micro_batch_size
-        self._on_recovery = on_recovery
         self._buffers = BufferSnapshot(state.model)
 
-    def run(
-        self, *, is_stopped: Callable[[], bool], on_samples: Callable[[int], object] = lambda _samples: None
-    ) -> ValidationRecord | None:
-        """One pass, repeated where memory runs out: as before, then with ever fewer samples at once.
+    def run(self, *, is_stopped: Callable[[], bool]) -> ValidationRecord | None:
+        """Validate, and log the result; write the weights if they are the best so far.
 
         Args:
-            is_stopped: Asked before each micro-batch.
-            on_samples: Called after each micro-batch with the number of samples so far, of this rank.
+            is_stopped: Called before each micro-batch; True stops the validation on all ranks.
 
         Returns:
-            The means; None if `is_stopped` returned True on any rank before the end.
+            The record; None if the validation was stopped.
 
         Raises:
             UsageError: The validation data have no samples, or nothing that the job counts.
             OutOfMemoryError: Memory ran out with one sample at a time.
+            SaveError: The record or the weights could not be written.
         """
+        state, run_dir = self._state, self._config.run_dir
+        state.ranks.broadcast_buffers(state.model)
+        with nullcontext() if state.average is None else state.average.in_place():
+            record = self._validated(is_stopped)
+            if record is None:
+                return None
+            is_written = run_dir is not None and self._logger.history.is_best(record)
+            self._logger.add_validation(record, state.whole_model(run_dir) if is_written else state.model)
+        return record
+
+    def _validated(self, is_stopped: Callable[[], bool]) -> ValidationRecord | None:
+        """Run a pass; repeat it when memory runs out, and halve the micro-batch from the second time on."""
         state, stream = self._state, self._state.stream.randomness
         random, of_data = random_state_now(state.device), stream.state
         is_again = False
@@ -81,7 +91,7 @@ class Validator:
                 validation=self._validation,
                 micro_batch_size=self._micro_batch_size,
                 is_stopped=is_stopped,
-                on_samples=on_samples,
+                on_samples=self._logger.progress.show_validating,
             )
             found = self._keeping_buffers(each.coupled_means if self._job.embed is not None else each.means)
             if not isinstance(found, RanOut):
@@ -94,7 +104,7 @@ class Validator:
             if is_again:
                 self._shrink(found)
             is_again = True
-            self._on_recovery(
+            self._logger.add_recovery(
                 Recovery(
                     step=state.step,
                     during="validation",
@@ -106,7 +116,7 @@ class Validator:
             )
 
     def _keeping_buffers(self, run: Callable[[], ValidationRecord | None]) -> ValidationRecord | RanOut | None:
-        """The result of a pass; unless it is complete, buffers that its forward passes changed are restored."""
+        """Run a pass; if it is not completed, restore the buffers that its forward passes changed."""
         with_room(self._buffers.take, during="buffers are copied before the validation")
         found: ValidationRecord | RanOut | None = None
         try:
@@ -139,8 +149,8 @@ class Validator:
 class _Pass:
     """One pass over the validation data, in evaluation mode and without gradients.
 
-    The loss is averaged by what the job counts, the metrics by samples, so that neither depends on how the data
-    are split. A loss that is a sum is given for as many samples as a global batch has.
+    The loss is averaged over what the job counts, the metrics over samples: neither depends on how the data are
+    split. A loss that is a sum is scaled to the number of samples in a global batch.
     """
 
     state: TrainState
@@ -151,12 +161,12 @@ class _Pass:
     on_samples: Callable[[int], object]
 
     def means(self) -> ValidationRecord | None:
-        """The means of a loss that is a mean or a sum over samples."""
+        """Means where the loss is a mean or a sum over samples."""
         start = time.perf_counter()
         state, job = self.state, self.job
         ranks, parallel, global_batch_size = state.ranks, state.parallel, state.settings.global_batch_size
         layout = layout_of(job, whole=self.micro_batch_size)
-        counting = layout_of(job, whole=global_batch_size)  # whatever memory runs out
+        counting = layout_of(job, whole=global_batch_size)  # independent of the micro-batch size
         move = InputMover.copying_to(state.device)
         samples, terms, loss = 0.0, 0.0, 0.0
         is_sum = job.reduction == "sum"
@@ -194,7 +204,7 @@ class _Pass:
         )
 
     def coupled_means(self) -> ValidationRecord | None:
-        """The mean of a loss that couples the samples, over batches as large as those trained on."""
+        """Means where the loss couples samples, over batches of the size of the global batch."""
         start = time.perf_counter()
         state, job = self.state, self.job
         loss = loss_of(job)
@@ -241,7 +251,7 @@ class _Pass:
 def _global_batches(
     validation: Batch | Iterable[Batch], global_batch_size: int | None, layout: BatchLayout
 ) -> Iterator[Batch]:
-    """One batch with all samples in parts, or the batches that are given."""
+    """Split one batch with all samples into global batches; pass on the batches of an iterable."""
     if global_batch_size is not None and is_one_batch(validation):
         yield from layout.split(validation, global_batch_size)
     else:

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from brimful.errors import UsageError
+from brimful.errors import PartialUpdateError, UsageError
 from brimful.job import Data
 from brimful.results import StopReason
 from brimful.trainer import Callback, load_weights
+from brimful.trainer.step.ema import MovingAverage
 
 
 def test_the_average_is_validated_saved_and_resumed(job_with, trained, samples, tmp_path):
@@ -78,3 +79,15 @@ def test_a_run_ends_when_it_does_not_improve(job_with, trained, samples):
     _, result = trained(job, 50, epochs=6, patience=3)
     assert result.stopped_because is StopReason.NOT_IMPROVING
     assert [v.loss for v in result.validations] == pytest.approx([3.0, 2.0, 2.5, 2.1, 2.2])
+
+
+@pytest.mark.parametrize("message", ["the store is gone", "the store is gone."])
+def test_an_average_that_cannot_follow_ends_the_run_without_saving(job_with, trained, monkeypatch, message):
+    def update(_self):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(MovingAverage, "update", update)
+    with pytest.raises(
+        PartialUpdateError, match=r"Error: the store is gone\. The model is not saved\. Resume from"
+    ):
+        trained(job_with(), steps=1, ema_decay=0.9)

@@ -99,6 +99,24 @@ def test_the_total_that_is_shown_becomes_the_true_one(fit, monkeypatch, capsys):
     assert lines == ["step 1/10", "step 2/10", "step 3/10", "step 4/6", "step 5/6", "step 6/6"]
 
 
+def test_the_total_that_is_shown_follows_epochs_of_the_expected_length_again(
+    fit, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+
+    class Growing(Streamed):
+        """The first epoch is short."""
+
+        def __iter__(self):
+            self.samples, samples = SAID, self.samples
+            return map(sample, range(samples))
+
+    fit(Growing(6), epochs=3, show_progress=True)
+    lines = [line.split("  ")[0] for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert lines[2:5] == ["step 3/15", "step 4/9", "step 5/9"]
+    assert lines[-2:] == ["step 12/13", "step 13/13"]
+
+
 def test_an_epoch_without_a_batch_is_an_error(fit, job_with, trained):
     with pytest.raises(UsageError, match="gave no batch in epoch 1"):
         fit(Ending(0), epochs=1)

@@ -1,0 +1,22 @@
+"""Whether the model that is built today is the one that was measured."""
+
+from __future__ import annotations
+
+ROUNDING_MILLIONS = 0.005 + 1e-9
+"""Half a unit in the last digit of `parameters_millions` in timm's files, and an allowance for float64."""
+
+
+def differs(parameter_count: int, measured_millions: str) -> str | None:
+    """Why a model is not the one that was measured, by its number of parameters.
+
+    Args:
+        parameter_count: Of the model that is built today.
+        measured_millions: Of the one that was measured, in millions with two decimals.
+
+    Returns:
+        Both numbers in words; None if they are the same.
+    """
+    today, measured = parameter_count / 1e6, float(measured_millions)
+    if abs(today - measured) <= ROUNDING_MILLIONS:
+        return None
+    return f"today's timm builds a model of {today:.2f}M parameters; {measured:.2f}M were measured"

@@ -1,0 +1,84 @@
+"""Seconds of a GPU's work for one op: the sum over the kernels that it launches."""
+
+from __future__ import annotations
+
+from brimful.cost.kernels import FactorTable, Kernel, Unit, kernels_of
+from brimful.cost.kernels.classes import FUSED_ATTENTION, POINTWISE
+from brimful.cost.kernels.factors import CACHED_FRACTION, HALF_BYTES_PER_SECOND, KERNEL_SECONDS, L2_SPEEDUP
+from brimful.devices import Device
+from brimful.settings import Precision
+from brimful.trace import Op
+
+
+class GpuWork:
+    """The rates of a GPU: its peaks, the fractions of them that it reaches, and the factors of kernel classes.
+
+    Args:
+        device: A GPU.
+        precision: Of matmuls.
+    """
+
+    def __init__(self, device: Device, precision: Precision) -> None:
+        self._factors = FactorTable.of(device)
+        reached = self._factors.reached
+        is_tf32 = precision is Precision.TF32 and device.tf32_flops_per_second is not None
+        self._sm_count = device.sm_count or 1
+        self._fp32_rate = device.fp32_flops_per_second
+        has_rate = {
+            "float32": True,
+            "float16": device.fp16_flops_per_second is not None,
+            "bfloat16": device.bf16_flops_per_second is not None,
+        }  # without one, the rate is that of float32
+        self._fractions = {
+            dtype: reached.arithmetic(dtype, is_tf32=is_tf32) for dtype, has in has_rate.items() if has
+        }
+        self._fp32_fraction = reached.fp32
+        self._half_bytes_per_second = HALF_BYTES_PER_SECOND * (device.sm_count or float("inf"))
+        self._attention = reached.attention
+        self._cached_bytes = CACHED_FRACTION * device.l2_bytes
+        self.seconds_per_byte = 1 / (device.memory_bandwidth_bytes_per_second * reached.bandwidth)
+
+    def parts(self, op: Op, flops_per_second: float) -> list[tuple[str, float]]:
+        """Seconds by class of kernel.
+
+        Args:
+            op: The op.
+            flops_per_second: Peak rate of products in its type.
+
+        Returns:
+            Pairs of a name and seconds.
+        """
+        return [
+            (kernel.name, self.kernel_seconds(kernel, op.dtype, flops_per_second))
+            for kernel in kernels_of(op, self._sm_count)
+        ]
+
+    def kernel_seconds(self, kernel: Kernel, dtype: str, flops_per_second: float) -> float:
+        """Seconds of one launch.
+
+        Args:
+            kernel: Its class and amounts of work.
+            dtype: Type of its products.
+            flops_per_second: Peak rate of products in this type.
+
+        Returns:
+            The larger of arithmetic and memory, and the least time of a kernel.
+        """
+        factors = self._factors.factors(kernel.name)
+        computing = kernel.flops * factors.slowdown / self._rate(kernel, dtype, flops_per_second)
+        moving = self._from_memory(kernel.moved_bytes) * factors.passes * self.seconds_per_byte
+        if kernel.name in POINTWISE and dtype in ("float16", "bfloat16"):
+            moving = max(moving, kernel.moved_bytes / self._half_bytes_per_second)
+        return max(computing, moving) + KERNEL_SECONDS
+
+    def _rate(self, kernel: Kernel, dtype: str, flops_per_second: float) -> float:
+        if kernel.unit is Unit.SCALAR:
+            return self._fp32_rate
+        if kernel.name in FUSED_ATTENTION:
+            return flops_per_second * self._attention
+        return flops_per_second * self._fractions.get(dtype, self._fp32_fraction)
+
+    def _from_memory(self, moved_bytes: int) -> float:
+        """Bytes of the memory that take as long as these, of which the L2 cache has some."""
+        cached = min(self._cached_bytes, moved_bytes)
+        return moved_bytes - cached * (1 - 1 / L2_SPEEDUP)

@@ -1,0 +1,203 @@
+"""The files of a run: its records, weights, settings and result."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+from torch import nn
+
+from brimful.codec import to_json_document
+from brimful.errors import SaveError, UsageError
+from brimful.job import Job
+from brimful.planner import Plan
+from brimful.results import Recovery, StepRecord, TrainingResult, ValidationRecord
+from brimful.settings import Settings
+from brimful.trainer.monitor.history import RunHistory, read_history
+from brimful.trainer.storage.restore import Save
+from brimful.trainer.storage.run_directory import JOB, METRICS, PLAN, RESULT, SETTINGS, RunDirectory
+from brimful.trainer.storage.saves import Saves
+from brimful.trainer.storage.unsaved import set_unsaved_run_aside
+from brimful.trainer.storage.weights import WEIGHTS
+
+
+class RunFiles:
+    """Writes the files of a run, from `open_directory` to `close`. Without a run directory nothing is written.
+
+    Args:
+        run_dir: A new or empty directory; None on every rank but the first, and where none was asked for.
+        plan: The plan, or plain settings.
+        job: The job to train.
+        may_resume: `run_dir` may contain a run; one without a save is set aside.
+        resumed: The save to resume from; None starts a new run.
+        saves: Writes the checkpoints; None on a rank that writes none.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | None,
+        *,
+        plan: Plan | Settings,
+        job: Job,
+        may_resume: bool,
+        resumed: Save | None,
+        saves: Saves | None,
+    ) -> None:
+        self.saves = saves
+        """Writes the checkpoints; None on a rank that writes none."""
+        self.set_aside: Path | None = None
+        """The directory with the files of an earlier run without a save; None if there was none."""
+        self.weights_step: int | None = None
+        """The step of the latest weights written; None before that."""
+        self.run_dir = run_dir
+        """The directory that this rank writes to; None writes nothing."""
+        self._plan = plan
+        self._job = job
+        self._may_resume = may_resume
+        self._resumed = resumed
+        self._directory: RunDirectory | None = None
+
+    def open_directory(self) -> RunHistory:
+        """Open the run directory, and write how the run is trained.
+
+        Returns:
+            The records of the run that is resumed; empty for a new run.
+
+        Raises:
+            RunDirectoryError: The run directory is not empty, in use, or cannot be written to.
+            SaveError: A file could not be read or written.
+        """
+        history = RunHistory()
+        if self._resumed is not None:
+            history.validations += self._resumed.checkpoint.validations
+        if self.run_dir is None:
+            return history
+        if self._may_resume and self._resumed is None:
+            self.set_aside = set_unsaved_run_aside(self.run_dir)
+        self._directory = RunDirectory(self.run_dir, resumes=self._may_resume)
+        if self._resumed is not None:
+            assert self.saves is not None
+            self.saves.set_aside_after(self._resumed.step)
+            history = _restored_history(self._directory, self._resumed)
+        if isinstance(self._plan, Plan):
+            self._directory.write_json(PLAN, self._plan.to_json())
+        else:
+            self._directory.write_json(SETTINGS, to_json_document(self._plan))
+        if self._job.about is not None:
+            self._directory.write_json(JOB, dict(self._job.about))
+        return history
+
+    def close(self, *, failed: bool, has_steps: bool) -> None:
+        """Close the run directory; leave it empty if the run failed before its first step.
+
+        Args:
+            failed: An error ended the run. A save under way is then waited for.
+            has_steps: The run has taken steps.
+        """
+        if self.saves is not None and failed:
+            with suppress(SaveError, UsageError):  # there is an error already
+                self.saves.wait()
+        if self._directory is not None:
+            if failed and not has_steps and self._resumed is None:
+                self._directory.discard()
+            self._directory.close()
+
+    @property
+    def weights_path(self) -> Path | None:
+        """Path of the latest weights, written or not yet; None without a run directory."""
+        return None if self.run_dir is None else self.run_dir / WEIGHTS
+
+    def append_record(self, kind: str, record: StepRecord | Recovery | ValidationRecord) -> None:
+        """Append a record to `metrics.jsonl`.
+
+        Args:
+            kind: Its `kind` there.
+            record: Its other fields.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        if self._directory is not None:
+            self._directory.append_metrics({"kind": kind} | to_json_document(record))
+
+    def append_message(self, kind: str, message: str) -> None:
+        """Append a message to `metrics.jsonl`.
+
+        Args:
+            kind: Its `kind` there.
+            message: One line.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        if self._directory is not None:
+            self._directory.append_metrics({"kind": kind, "message": message})
+
+    def flush_metrics(self) -> int:
+        """Flush `metrics.jsonl` to the disk.
+
+        Returns:
+            Its length in bytes; 0 without a run directory.
+        """
+        if self._directory is None:
+            return 0
+        self._directory.bring_metrics_to_disk()
+        return self._directory.metrics_bytes
+
+    def write_latest_weights(self, model: nn.Module, step: int) -> None:
+        """Write the latest weights, unless those of the same step are written.
+
+        Args:
+            model: Its parameters and buffers are written.
+            step: Number of steps taken.
+
+        Raises:
+            SaveError: They could not be written; those written before stay.
+        """
+        if self._directory is not None and self.weights_step != step:
+            self.write_weights(model, WEIGHTS, step)
+            self.weights_step = step
+
+    def write_weights(self, model: nn.Module, name: str, step: int, **metadata: str) -> None:
+        """Write weights under a name.
+
+        Args:
+            model: Its parameters and buffers are written.
+            name: The file's name.
+            step: Number of steps taken.
+            **metadata: Stored in the file beside the job's name and the step.
+
+        Raises:
+            SaveError: They could not be written; those written before stay.
+        """
+        if self._directory is not None:
+            of_run = {"job": self._job.name, "step": str(step)}
+            self._directory.save_weights(model, name, of_run | metadata)
+
+    def write_result(self, result: TrainingResult) -> None:
+        """Write the result of the run.
+
+        Args:
+            result: The result.
+
+        Raises:
+            SaveError: It could not be written.
+        """
+        if self._directory is not None:
+            self._directory.write_json(RESULT, result.to_json())
+
+
+def _restored_history(directory: RunDirectory, resumed: Save) -> RunHistory:
+    """The records up to the save; `metrics.jsonl` is cut there, and continues from there."""
+    saved = read_history(directory.read_metrics(), resumed.checkpoint)
+    aside = directory.cut_metrics(saved.lines, keeps_copy=saved.is_damaged)
+    steps = len(saved.history.steps)
+    if saved.is_damaged or steps < resumed.step:
+        kept = "" if aside is None else f" What was there is kept as {aside.name}."
+        warnings.warn(
+            f"{directory.path / METRICS} is damaged: it has {steps} of the {resumed.step} "
+            f"steps before the save. Training resumes exactly; the record of those steps is lost.{kept}",
+            stacklevel=2,
+        )
+    return saved.history

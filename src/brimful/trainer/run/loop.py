@@ -1,0 +1,203 @@
+"""A run in progress: set up, train epoch after epoch, validate, save, and end well."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+
+from brimful.display import write_from_signal
+from brimful.execution.precision import matmul_precision
+from brimful.job import Batch
+from brimful.report.data_loading import feeding_lines
+from brimful.results import StepRecord, StopReason, TrainingResult
+from brimful.trainer.checkpointer import Checkpointer
+from brimful.trainer.data.stream import worker_errors
+from brimful.trainer.monitor.callbacks import Callbacks
+from brimful.trainer.run.epoch_length import EpochLengthCheck
+from brimful.trainer.run.result import result_of
+from brimful.trainer.run.save_on_error import SaveOnError
+from brimful.trainer.run.stop import Stop, stops_on_signals
+from brimful.trainer.run.validation import Validator
+from brimful.trainer.setup import RunContext, make_logger, make_runner
+from brimful.trainer.step.memory import MemoryMeter
+
+_COPIES_NOTE = (
+    "the run is too short for a steady step to be measured: in this one, as in the first two of every launch, "
+    "parameters and optimizer state are on the host a second time"
+)
+
+STEPS_BEFORE_ADVICE = 50
+"""The step after which a note reports, once, how long training waits for its data: late enough to know, early
+enough to act."""
+
+
+class Run:
+    """Trains from the start of a run to its end.
+
+    Args:
+        run: The parts of the run.
+        stop: Ends the run after a step.
+        callbacks: Called after each step, after each validation and at the end.
+    """
+
+    def __init__(self, run: RunContext, *, stop: Stop, callbacks: Callbacks) -> None:
+        self._run = run
+        self._config = run.config
+        self._state = run.state
+        self._stop = stop
+        self._callbacks = callbacks
+        self._logger = make_logger(run)
+        self._runner = make_runner(run, self._logger)
+        self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
+        self._memory = MemoryMeter(run.config, run.state, run.start, self._runner, total_steps=run.total_steps)
+        self._epoch_length = EpochLengthCheck(run, self._logger)
+
+    def train(self) -> TrainingResult:
+        """Train to the end; afterwards the model has its own forward again, even after an error.
+
+        Returns:
+            Every step, every validation, and predicted beside measured.
+
+        Raises:
+            TrainingError: See `Trainer.fit`.
+        """
+        result: TrainingResult | None = None
+        try:
+            if self._run.start.saved is not None:
+                self._checkpointer.restore(self._run.start.saved)
+            result = self._train()
+            return result
+        finally:
+            self._runner.close()
+            self._callbacks.on_end(result)
+
+    def _train(self) -> TrainingResult:
+        precision = self._state.settings.precision
+        save_on_error = SaveOnError(
+            self._config,
+            self._state,
+            logger=self._logger,
+            checkpointer=self._checkpointer,
+            memory=self._memory,
+        )
+        with self._logger, matmul_precision(precision), stops_on_signals(self._handle_signal):
+            self._log_start()
+            self._dry_run()
+            stopped_because = save_on_error.run(self._run_epochs)
+            self._checkpointer.wait_for_save()
+            result = result_of(
+                self._run, self._logger.history, peak=self._runner.peak, stopped_because=stopped_because
+            )
+            self._logger.files.write_result(result)
+        return result
+
+    def _log_start(self) -> None:
+        """Note how the run starts, and give every rank the records of the run that it resumes."""
+        start = self._run.start
+        if start.saved is not None:
+            self._logger.history = self._state.ranks.broadcast(self._logger.history)
+            self._logger.progress.show_note(f"resumed after step {start.saved.step} from {start.saved.path}")
+        if start.fallback is not None:
+            lost = "started from the beginning" if start.saved is None else "resumed from the last save"
+            self._logger.add_recovery(start.fallback, lost=lost)
+        decay = self._config.options.ema_decay
+        if decay is not None and self._run.data.validation is not None:
+            self._logger.progress.show_note(
+                "validation, the best weights and early stopping are of the average of weights: begun at the "
+                f"initial ones, with a decay of {decay:g} it follows in some {1 / (1 - decay):.0f} steps"
+            )
+
+    @worker_errors()
+    def _dry_run(self) -> None:
+        """Check that the longest batch fits in memory, if the data know which one it is."""
+        longest = self._run.data.longest
+        if longest is not None:
+            samples = self._state.settings.global_batch_size
+            self._runner.dry_run(longest(samples) if callable(longest) else longest)
+
+    @worker_errors()
+    def _run_epochs(self) -> StopReason:
+        """Train epoch after epoch, and write the weights after each."""
+        stream, length = self._state.stream, self._config.length
+        validator = None
+        if self._run.data.validation is not None:
+            validator = Validator(self._config, self._state, self._run.data.validation, self._logger)
+        stopped_because = None
+        while not (self._has_enough() or length.is_past(stream.position.epoch)):
+            stopped_because = self._run_epoch(validator)
+            if stopped_because is not None:
+                break
+            self._checkpointer.save_weights()
+            if length.is_out_of_patience(self._logger.history.validations_without_improvement):
+                stopped_because = StopReason.NOT_IMPROVING
+                break
+            stream.begin_next_epoch()
+        self._checkpointer.save_weights()
+        return stopped_because or StopReason.FINISHED
+
+    def _run_epoch(self, validator: Validator | None) -> StopReason | None:
+        """Train on the rest of an epoch, save the run and validate; return why the run stops, if it does."""
+        ranks, stop = self._state.ranks, self._stop
+        has_ended = False
+        on_out_of_memory = self._runner.recovery.record_reading
+        for batch, data_seconds in self._state.stream.rest_of_epoch(stop.is_requested, on_out_of_memory):
+            self._take_step(batch, data_seconds)
+            stopped_because = stop.synced(ranks)
+            self._checkpointer.save_if_due()
+            if stopped_because is not None or self._has_enough():
+                break
+        else:
+            has_ended = True
+        stopped_because = stop.synced(ranks)
+        if has_ended and stopped_because is None:
+            self._epoch_length.check()
+        self._checkpointer.save()
+        if stopped_because is None and validator is not None:
+            record = validator.run(is_stopped=stop.is_requested)
+            if record is not None:
+                self._callbacks.on_validation(record)
+            stopped_because = stop.synced(ranks)
+        return stopped_because
+
+    def _take_step(self, batch: Batch, data_seconds: float) -> None:
+        """Take a step on a batch and log it."""
+        record = self._run_step(batch, data_seconds)
+        self._logger.add_step(record, self._memory.peak_text())
+        steps = self._logger.history.steps
+        if len(steps) == STEPS_BEFORE_ADVICE:
+            for note in _data_loading_notes(self._run, steps):
+                self._logger.progress.show_note(note)
+        self._callbacks.on_step(record)
+
+    def _run_step(self, batch: Batch, data_seconds: float) -> StepRecord:
+        """Run a step, and advance in the data once it is taken, even if an error follows."""
+        before = self._state.step
+        is_measured = self._memory.measures(batch)
+        if is_measured and self._memory.includes_copies:
+            self._logger.progress.show_note(_COPIES_NOTE)
+        try:
+            record = self._runner.run(
+                batch,
+                epoch=self._state.stream.position.epoch,
+                data_seconds=data_seconds,
+                measure_memory=is_measured,
+            )
+            return replace(record, mfu=self._run.utilisation.of(record, batch))
+        finally:
+            if self._state.step > before:
+                self._state.stream.advance()
+
+    def _has_enough(self) -> bool:
+        return self._config.length.has_enough(self._state.step)
+
+    def _handle_signal(self, number: signal.Signals) -> None:
+        self._stop.handle(number)
+        if self._config.shows_progress:
+            write_from_signal("\nEnding after this step; the weights are saved. Once more to stop at once.\n")
+
+
+def _data_loading_notes(run: RunContext, steps: Sequence[StepRecord]) -> list[str]:
+    """How long training waits for its data, and what may help; empty if it does not wait."""
+    on_gpu = run.config.device.type == "cuda"
+    return [f"{label}  {line}" for label, line in feeding_lines(steps, run.data_loading, on_gpu=on_gpu)]

@@ -1,0 +1,47 @@
+"""The records of a run: which validation is the best, and how long ago that was."""
+
+import math
+
+import pytest
+
+from brimful.results import ValidationRecord
+from brimful.trainer.monitor.history import RunHistory
+from brimful.trainer.options import Length
+
+
+def validation(loss: float) -> ValidationRecord:
+    return ValidationRecord(step=1, epoch=1, loss=loss, metrics={}, samples=1, seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"), [([], 0), ([2.0], 0), ([2.0, 1.0], 0), ([1.0, 2.0, 1.0], 2), ([3.0, 1.0, 2.0], 1)]
+)
+def test_validations_without_improvement_are_those_since_the_first_lowest_loss(losses, expected):
+    history = RunHistory(validations=[validation(loss) for loss in losses])
+    assert history.validations_without_improvement == expected
+
+
+def test_only_a_lower_loss_is_the_best():
+    history = RunHistory()
+    assert history.is_best(validation(2.0))
+    history.validations.append(validation(2.0))
+    assert not history.is_best(validation(2.0))
+    assert history.is_best(validation(1.9))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_loss_that_is_not_finite_is_never_the_best_and_hides_no_improvement(odd):
+    history, length = RunHistory(), Length(epochs=9, steps=None, patience=2)
+    best = []
+    for loss in (odd, 0.029, 0.027, odd):
+        best.append(history.is_best(validation(loss)))
+        history.validations.append(validation(loss))
+        assert not length.is_out_of_patience(history.validations_without_improvement)
+    assert best == [False, True, True, False]
+    history.validations.append(validation(odd))
+    assert history.validations_without_improvement == 2
+
+
+def test_losses_that_are_all_nan_use_up_the_patience():
+    history = RunHistory(validations=[validation(math.nan)] * 3)
+    assert history.validations_without_improvement == 2
