@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from brimful.cost import StepTime, time_interval
 from brimful.cost.gpu_work import GpuWork
 from brimful.cost.kernels import Kernel, Unit
+from brimful.cost.kernels.factors import integers_per_second
 from brimful.devices import Device, find_device
 from brimful.settings import Precision
 from machine import keep
@@ -87,11 +88,12 @@ def step_time(step: Step) -> StepTime:
 
 
 def _from_peak(kernel: AtPeak, device: Device, rate: float) -> Kernel:
-    is_scalar = kernel.arithmetic == "scalar"
+    peaks = {Unit.SCALAR: device.fp32_flops_per_second, Unit.INTEGER: integers_per_second(device)}
+    unit = Unit(kernel.arithmetic) if kernel.arithmetic in peaks else Unit.TENSOR
     return Kernel(
         kernel.name,
-        kernel.computing_seconds * (device.fp32_flops_per_second if is_scalar else rate),
-        Unit.SCALAR if is_scalar else Unit.TENSOR,
+        kernel.computing_seconds * peaks.get(unit, rate),
+        unit,
         round(kernel.moving_seconds * device.memory_bandwidth_bytes_per_second),
     )
 

@@ -53,7 +53,7 @@ GPU_SPREAD = 0.05
 DATA = Path(__file__).parents[2] / "src" / "brimful" / "data"
 
 
-CONSTANTS = ("kernel_seconds", "cached_fraction", "half_bytes_per_second")
+CONSTANTS = ("kernel_seconds", "cached_fraction", "place_operations")
 
 NOT_FITTED = {
     "fused_moe": "its host waits for the GPU in every expert",
@@ -97,7 +97,7 @@ def main() -> None:
         "not_fitted": NOT_FITTED,
         "kernel_seconds": table.unpack(parameters).kernel_seconds,
         "cached_fraction": table.unpack(parameters).cached,
-        "half_bytes_per_second": table.unpack(parameters).half_bytes_per_second,
+        "place_operations": table.unpack(parameters).place_operations,
         "factors": factors,
         "fractions": fractions,
         "offsets": dict(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from brimful.cost.kernels import Unit, kernels_of
 from brimful.cost.kernels.classes import LAUNCHES_NOTHING
+from brimful.cost.kernels.factors import integers_per_second
 from brimful.cost.kinds import base_name
 from brimful.cost.roofline import Roofline
 from brimful.devices import Device
@@ -20,7 +21,8 @@ class AtPeak(NamedTuple):
 
     name: str
     arithmetic: str
-    """Type of the products: "half", "tf32" or "fp32"; "scalar" outside tensor cores."""
+    """Type of the products: "half", "tf32" or "fp32"; "scalar" outside tensor cores; "integer" if it
+    computes places of elements."""
     computing_seconds: float
     moving_seconds: float
 
@@ -56,15 +58,15 @@ def kernels_at_peak(ops: Iterable[Op], device: Device, precision: Precision) -> 
         Numbers of launches.
     """
     scalar = device.fp32_flops_per_second
+    peaks = {Unit.SCALAR: scalar, Unit.INTEGER: integers_per_second(device)}
     bandwidth = device.memory_bandwidth_bytes_per_second
     found: Counter[AtPeak] = Counter()
     for op in ops:
         rate = device.flops_per_second(op.dtype, precision) or scalar
         for kernel in kernels_of(op, device.sm_count or 1):
-            is_scalar = kernel.unit is Unit.SCALAR
-            computing = kernel.flops / (scalar if is_scalar else rate)
-            arithmetic = "scalar" if is_scalar else _arithmetic(op, precision)
-            found[AtPeak(kernel.name, arithmetic, computing, kernel.moved_bytes / bandwidth)] += 1
+            peak = peaks.get(kernel.unit, rate)
+            arithmetic = str(kernel.unit) if kernel.unit in peaks else _arithmetic(op, precision)
+            found[AtPeak(kernel.name, arithmetic, kernel.flops / peak, kernel.moved_bytes / bandwidth)] += 1
     return found
 
 

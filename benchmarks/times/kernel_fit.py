@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from brimful.cost.kernels.classes import FUSED_ATTENTION, POINTWISE
+from brimful.cost.kernels.classes import FUSED_ATTENTION
 from brimful.cost.kernels.factors import L2_SPEEDUP
 from brimful.devices import find_device
 from times.archive import Step
@@ -53,7 +53,7 @@ ones load an operand per operation."""
 UNALIGNED_SLOWDOWN, OTHER_SLOWDOWN = 1.4, 1.2
 
 PASSES_WIDTH, SLOWDOWN_WIDTH, BANDWIDTH_WIDTH, ARITHMETIC_WIDTH = 0.25, 0.4, 0.04, 0.12
-KERNEL_WIDTH, CACHED_WIDTH, HALF_WIDTH = 0.15, 0.5, 0.3
+KERNEL_WIDTH, CACHED_WIDTH, PLACE_WIDTH = 0.15, 0.5, 0.5
 """Standard deviations of the logarithms around what is known before."""
 BANDWIDTH, ARITHMETIC, ATTENTION = 0.88, 1.0, 0.6
 """Fractions of peaks before the fit: an H100 SXM copies at 87 % (aigatech/vpbenchmarking), others at 83 to 94
@@ -63,9 +63,9 @@ FRACTIONS_ONLY = {"matmul", *FUSED_ATTENTION}
 OLD_ATTENTION = ("llm",)
 """Sources measured with the first version of FlashAttention, which has fractions of its own: about half of
 today's."""
-PRIOR_HALF_BYTES_PER_SECOND = 15e9
-"""What a multiprocessor moves in pointwise kernels of half types, before the fit: 2048 threads with 8 bytes
-each in flight, of which about half arrive within the memory's latency of some 600 ns (Little's law)."""
+PRIOR_PLACE_OPERATIONS = 10.0
+"""Integer operations to compute where an element lies in an operand, before the fit: some five per dimension,
+of which most operands have two or three, shared by the operands, and two of each operand."""
 OFFSET_WIDTH = 0.15
 OFFSET_SOURCES = ("gpus",)
 """Sources whose steps contain what is not modelled (input pipelines, clipping, kernels of NVIDIA's own,
@@ -88,8 +88,8 @@ class Parameters(NamedTuple):
     """The least time of a kernel."""
     cached: float
     """Fraction of the L2 cache that has bytes of a kernel."""
-    half_bytes_per_second: float
-    """That a multiprocessor moves in pointwise kernels of half types."""
+    place_operations: float
+    """To compute where an element lies in an operand that is not contiguous."""
     bandwidth: Numbers
     """Fraction of the peak that each GPU reaches, (G,)."""
     arithmetic: Numbers
@@ -114,7 +114,7 @@ class Table:
                 if kernel.computing_seconds
             }
         )
-        self.arithmetics = [each for each in arithmetics if each[1] != "scalar"]
+        self.arithmetics = [each for each in arithmetics if each[1] not in ("scalar", "integer")]
         self.gpus = sorted({step.gpu for step in steps})
         class_of = {name: index for index, name in enumerate(self.classes)}
         arithmetic_of = {each: index for index, each in enumerate(self.arithmetics)}
@@ -128,15 +128,15 @@ class Table:
                 for row, kernel, _ in flat
             ]
         )
-        self._computing = np.array([kernel.computing_seconds for _, kernel, _ in flat])
+        computing_seconds = np.array([kernel.computing_seconds for _, kernel, _ in flat])
+        places = np.array([kernel.arithmetic == "integer" for _, kernel, _ in flat])
+        self._places = np.where(places, computing_seconds, 0.0)
+        self._computing = np.where(places, 0.0, computing_seconds)
         self._moving = np.array([kernel.moving_seconds for _, kernel, _ in flat])
         self._count = np.array([count for _, _, count in flat], dtype=float)
         devices = [find_device(gpu) for gpu in self.gpus]
         cache_seconds = [each.l2_bytes / each.memory_bandwidth_bytes_per_second for each in devices]
         self._cache_seconds = np.array(cache_seconds)[self._gpu]
-        processor = [each.memory_bandwidth_bytes_per_second / (each.sm_count or 1) for each in devices]
-        is_half = [kernel.name in POINTWISE and kernel.arithmetic == "half" for _, kernel, _ in flat]
-        self._half_bytes = np.where(is_half, self._moving * np.array(processor)[self._gpu], 0.0)
         self.measured = np.array([step.measured_seconds for step in steps])
         self._host = np.array([step.host_seconds for step in steps])
         self.families = np.array([step.family for step in steps])
@@ -167,7 +167,7 @@ class Table:
         prior += [
             PRIOR_KERNEL_SECONDS,
             PRIOR_CACHED,
-            PRIOR_HALF_BYTES_PER_SECOND,
+            PRIOR_PLACE_OPERATIONS,
             *[BANDWIDTH] * len(self.gpus),
             *(_fraction(name) for _, name in self.arithmetics),
             *[1.0] * len(self.offsets),
@@ -177,13 +177,13 @@ class Table:
             SLOWDOWN_WIDTH,
             KERNEL_WIDTH,
             CACHED_WIDTH,
-            HALF_WIDTH,
+            PLACE_WIDTH,
             BANDWIDTH_WIDTH,
             ARITHMETIC_WIDTH,
             OFFSET_WIDTH,
         )
-        least = (LEAST_PASSES, LEAST_SLOWDOWN, 1e-6, 0.01, 5e9, 0.5, 0.1, 0.5)
-        most = (9.0, 80.0, 8e-6, 1.0, 60e9, 1.0, 1.4, 2.0)
+        least = (LEAST_PASSES, LEAST_SLOWDOWN, 1e-6, 0.01, 1.0, 0.5, 0.1, 0.5)
+        most = (9.0, 80.0, 8e-6, 1.0, 60.0, 1.0, 1.4, 2.0)
         return (
             np.log(prior),
             np.repeat(widths, sizes),
@@ -225,7 +225,7 @@ class Table:
         cached = np.minimum(found.cached * self._cache_seconds, self._moving)
         moving = self._moving - cached * (1 - 1 / L2_SPEEDUP)
         moving = moving * found.passes[self._class] / found.bandwidth[self._gpu]
-        moving = np.maximum(moving, self._half_bytes / found.half_bytes_per_second)
+        computing = np.maximum(computing, self._places * found.place_operations)
         return (np.maximum(computing, moving) + found.kernel_seconds) * self._count
 
     def predict(self, parameters: Numbers) -> Numbers:

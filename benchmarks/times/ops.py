@@ -26,6 +26,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,8 @@ from torch import nn
 
 import brimful as bf
 from brimful.capture import capture_step
-from brimful.cost.queue import finish_seconds
+from brimful.cost.kinds import base_name
+from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
 from brimful.cost.roofline import Roofline
 from brimful.devices import Device, find_device
 from brimful.memory import predict_memory
@@ -47,6 +49,7 @@ from times.blocks import BLOCKS, call_of, cleared_by, sizes_of
 from times.kernel_classes import class_seconds, kernels_at_peak, plain_roofline_seconds
 from times.summary import by, plain_roofline_of, summary_of
 
+PROCESSES = 2
 CALLS = 3
 """From the second on each call finds the gradients of earlier ones; the last one is compared."""
 FLUSHED_BYTES = 256e6
@@ -82,7 +85,8 @@ def main() -> None:
     with options.rows.open(encoding="utf-8") as file:
         measured = [row for row in csv.DictReader(file) if options.kernel in (None, row["kernel"])]
     began = time.perf_counter()
-    compared = [compare(row) for row in measured]
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        compared = list(pool.map(compare, measured, chunksize=8))
     rows = [row for row in compared if "refused" not in row]
     speed = [row for row in rows if "measured_seconds" in row]
     steps = list(take_steps(speed, "ops", model="kernel", variant="mode"))
@@ -196,7 +200,13 @@ def queued_seconds(ops: Sequence[Op], device: Device, precision: Precision) -> f
     roofline = Roofline(device, precision)
     host = [device.launch_seconds, *(roofline.host_seconds(op) for op in ops)]
     work = [roofline.copy_seconds(int(FLUSHED_BYTES)), *(roofline.work_seconds(op) for op in ops)]
-    ends = finish_seconds(np.tile(host, QUEUED_CALLS), np.tile(work, QUEUED_CALLS))
+    waits = [index for index, op in enumerate(ops, start=1) if synchronizes(base_name(op.name))]
+    places = [call * len(work) + index for call in range(QUEUED_CALLS) for index in waits]
+    ends = finish_seconds(
+        np.tile(host, QUEUED_CALLS),
+        np.tile(work, QUEUED_CALLS),
+        [LinkOp(place, DEVICE, copy_seconds=None) for place in places],
+    )
     return float(ends[-1] - ends[-1 - len(ops)])
 
 

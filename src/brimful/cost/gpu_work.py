@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from brimful.cost.kernels import FactorTable, Kernel, Unit, kernels_of
-from brimful.cost.kernels.classes import FUSED_ATTENTION, POINTWISE
-from brimful.cost.kernels.factors import CACHED_FRACTION, HALF_BYTES_PER_SECOND, KERNEL_SECONDS, L2_SPEEDUP
+from brimful.cost.kernels.classes import FUSED_ATTENTION
+from brimful.cost.kernels.factors import (
+    CACHED_FRACTION,
+    KERNEL_SECONDS,
+    L2_SPEEDUP,
+    PLACE_OPERATIONS,
+    integers_per_second,
+)
 from brimful.devices import Device
 from brimful.settings import Precision
 from brimful.trace import Op
@@ -33,7 +39,7 @@ class GpuWork:
             dtype: reached.arithmetic(dtype, is_tf32=is_tf32) for dtype, has in has_rate.items() if has
         }
         self._fp32_fraction = reached.fp32
-        self._half_bytes_per_second = HALF_BYTES_PER_SECOND * (device.sm_count or float("inf"))
+        self._places_per_second = integers_per_second(device) / PLACE_OPERATIONS
         self._attention = reached.attention
         self._cached_bytes = CACHED_FRACTION * device.l2_bytes
         self.seconds_per_byte = 1 / (device.memory_bandwidth_bytes_per_second * reached.bandwidth)
@@ -65,10 +71,11 @@ class GpuWork:
             The larger of arithmetic and memory, and the least time of a kernel.
         """
         factors = self._factors.factors(kernel.name)
-        computing = kernel.flops * factors.slowdown / self._rate(kernel, dtype, flops_per_second)
+        if kernel.unit is Unit.INTEGER:
+            computing = kernel.flops / self._places_per_second
+        else:
+            computing = kernel.flops * factors.slowdown / self._rate(kernel, dtype, flops_per_second)
         moving = self._from_memory(kernel.moved_bytes) * factors.passes * self.seconds_per_byte
-        if kernel.name in POINTWISE and dtype in ("float16", "bfloat16"):
-            moving = max(moving, kernel.moved_bytes / self._half_bytes_per_second)
         return max(computing, moving) + KERNEL_SECONDS
 
     def _rate(self, kernel: Kernel, dtype: str, flops_per_second: float) -> float:

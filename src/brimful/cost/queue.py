@@ -24,6 +24,23 @@ class LinkOp(NamedTuple):
     """Whether the host waits, and submits nothing meanwhile; else it lets the device wait."""
 
 
+DEVICE = "device"
+"""The `way` of a `LinkOp` at whose end the host waits for all that the device was given."""
+
+_SYNCHRONIZING = frozenset({"nonzero", "masked_select", "_unique", "_unique2", "unique_dim"})
+
+
+def synchronizes(base: str) -> bool:
+    """Whether the host waits for the result of an op, whose size or value it needs.
+
+    Args:
+        base: Name of the op, without namespace and overload.
+
+    Source: aten/src/ATen/native/cuda/{Nonzero,Unique,IndexKernel}.cu copy numbers of elements to the host.
+    """
+    return base in _SYNCHRONIZING
+
+
 def finish_seconds(
     host_seconds: NDArray[np.float64], work_seconds: NDArray[np.float64], link_ops: Sequence[LinkOp] = ()
 ) -> NDArray[np.float64]:
@@ -36,7 +53,7 @@ def finish_seconds(
 
     A copy starts when its op has ended and the copy before it in its direction; the device does not wait for
     it. An op that waits starts no earlier than the copies have ended, as if it had been submitted then; where
-    the host itself waits, all that follows is submitted later.
+    the host itself waits, for copies or for the device, all that follows is submitted later.
 
     Args:
         host_seconds: What the host needs to submit each op, (N,).
@@ -58,7 +75,12 @@ def finish_seconds(
     for position, way, copy_seconds, follows, host_waits in link_ops:
         lead = max(lead, leads[looked_at:position].max(initial=-np.inf))
         looked_at = position
-        if host_waits:
+        if way == DEVICE:
+            ended = worked[position] + max(lead, leads[position])
+            more = max(ended - submitted[position] - late, 0.0)
+            leads[position + 1 :] += more
+            late += more
+        elif host_waits:
             more = max(copied.get(way, 0.0) - submitted[position] - late, 0.0)
             leads[position:] += more
             late += more

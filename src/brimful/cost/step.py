@@ -8,14 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from brimful.cost.kinds import base_name
 from brimful.cost.page_faults import faulted_bytes
-from brimful.cost.queue import LinkOp, finish_seconds
+from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
 from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
 from brimful.devices import Device
 from brimful.memory import LINK_USES
 from brimful.settings import Action, Parallelism, Settings
-from brimful.trace import Category, Phase, Trace, unit_of_each_op
+from brimful.trace import Category, Op, Phase, Trace, unit_of_each_op
 from brimful.trace.ddp import BUCKET_BYTES
 
 
@@ -51,6 +52,9 @@ class StepTime:
 
 _LINK_USES = tuple(LINK_USES.values())
 _LINK_OF = {name: index for index, name in enumerate(LINK_USES)}
+
+_SYNCHRONIZES = len(_LINK_USES)
+"""In `_Step.link`: the host waits for the op."""
 
 _PARTS = 4
 _FORWARD, _BACKWARD, _RECOMPUTE, _OPTIMIZER = range(_PARTS)
@@ -222,7 +226,7 @@ class _Step:
     work_seconds: NDArray[np.float64]
     """(N,); none where a recomputation begins."""
     link: NDArray[np.int64]
-    """An index into `_LINK_USES` where an op begins copies or waits for them, else -1, (N,)."""
+    """An index into `_LINK_USES` where an op begins copies or waits for them, `_SYNCHRONIZES`, or -1, (N,)."""
     link_seconds: NDArray[np.float64]
     """Of the copy that an op begins, (N,)."""
     repeated_micro_batch: int
@@ -251,7 +255,7 @@ class _Step:
             indices = np.array([index for index, _ in timed], dtype=np.int64)
             work += faulted_bytes(trace)[indices] * device.page_fault_seconds_per_byte
             host -= device.launch_seconds
-        link = np.array([_LINK_OF.get(op.name, -1) for _, op in timed], dtype=np.int64)
+        link = np.array([_link_of(op) for _, op in timed], dtype=np.int64)
         link_seconds = np.array([op.written_bytes for _, op in timed], dtype=np.float64)
         if device.host_link_bytes_per_second is not None:
             link_seconds /= device.host_link_bytes_per_second
@@ -284,6 +288,9 @@ class _Step:
         link = self.link[order]
         found = []
         for position in np.flatnonzero(link >= 0).tolist():
+            if link[position] == _SYNCHRONIZES:
+                found.append(LinkOp(position=position, way=DEVICE, copy_seconds=None))
+                continue
             use = _LINK_USES[link[position]]
             seconds = float(self.link_seconds[order[position]]) if use.begins else None
             found.append(
@@ -317,6 +324,12 @@ class _Step:
         repeated, once = positions[self.is_repeated], positions[~self.is_repeated]
         first = int(repeated[0]) if len(repeated) else 0
         return np.concatenate([once[once < first], np.tile(repeated, self.repeats), once[once >= first]])
+
+
+def _link_of(op: Op) -> int:
+    if synchronizes(base_name(op.name)):
+        return _SYNCHRONIZES
+    return _LINK_OF.get(op.name, -1)
 
 
 def _region_places(

@@ -43,7 +43,8 @@ class Pool:
         self.taken = 0
         """Numbers handed out so far."""
         self.numbers = size_bytes // dtype.itemsize
-        self._operands = torch.rand(self.numbers, device=device).to(dtype)
+        drawn = torch.rand(min(self.numbers, _DRAWN_NUMBERS), device=device).to(dtype)
+        self._operands = drawn.repeat(-(-self.numbers // len(drawn)))[: self.numbers]
         self._results = torch.zeros(self.numbers, device=device, dtype=dtype)
 
     def operand(self, *shape: int) -> Tensor:
@@ -64,6 +65,9 @@ class Pool:
         self.taken += -(-count // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
         return memory[start : start + count].view(shape)
 
+
+_DRAWN_NUMBERS = 1 << 24
+"""A pool repeats these random numbers: drawing takes a second for 2**28 on one thread."""
 
 _ALIGNED_NUMBERS = 64
 """Pieces begin at multiples of these, as torch's own tensors begin at multiples of 64 bytes."""

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,8 +23,13 @@ from brimful.status import report
 
 _POOL_BYTES = 64 * MIB
 """Beyond the caches of most CPUs and GPUs."""
-_VARIANTS = 32
-"""Most sets of operands that take turns."""
+_LARGEST_POOL_BYTES = 512 * MIB
+"""Of operands and of results: together beyond the last cache of any CPU of 2026 that one socket's cores share,
+but for AMD's with stacked cache (1152 MiB)."""
+_POOL_MEMORY_FRACTION = 1 / 8
+"""Most of the free memory that a pool may take. A choice."""
+_VARIANTS_PER_POOL = 32
+"""Most sets of operands of a pool of `_POOL_BYTES` that take turns; larger pools have more."""
 _PROBE_SECONDS = 0.012
 """To spend on one size of one kind at a time, if nothing disturbs it."""
 _LARGEST_RUN_SECONDS = 5e-3
@@ -71,7 +79,7 @@ def measure_curves(
                 kind = probe.kind.replace(":", " in ").replace("_", " ")
                 (progress or _report_measuring)(f"{kind} ({sweep} of {sweeps})")
                 if probe.dtype not in pools:
-                    pools[probe.dtype] = Pool(where, probe.dtype, _POOL_BYTES)
+                    pools[probe.dtype] = Pool(where, probe.dtype, _pool_bytes(where, probe.dtype))
                 found = measure_probe(probe, pools[probe.dtype])
                 best = measured.setdefault(probe.kind, found)
                 for amount, one in found.items():
@@ -84,6 +92,26 @@ def measure_curves(
     )
     sizes = [each for found in measured.values() for each in found.values()]
     return curves, statistics.fmean(not each.is_quiet for each in sizes)
+
+
+def _pool_bytes(where: torch.device, dtype: torch.dtype) -> int:
+    """Size of a pool: on a CPU that of its last cache, for float32, in which all but products are timed."""
+    if where.type != "cpu" or dtype is not torch.float32:
+        return _POOL_BYTES
+    most = min(_LARGEST_POOL_BYTES, int(psutil.virtual_memory().available * _POOL_MEMORY_FRACTION / 2))
+    return max(_POOL_BYTES, min(last_cache_bytes(), most))
+
+
+def last_cache_bytes(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the largest cache of the first processor; 0 if the system does not report it.
+
+    Source: Linux, Documentation/ABI/testing/sysfs-devices-system-cpu: `size` is in KiB, such as "491520K".
+    """
+    sizes = [0]
+    for path in caches.glob("index*/size"):
+        with suppress(OSError, ValueError):
+            sizes.append(int(path.read_text().strip().removesuffix("K")) * 1024)
+    return max(sizes)
 
 
 def _by_quiet_and_time(found: Typical) -> tuple[bool, float]:
@@ -99,7 +127,8 @@ def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
         for size in probe.sizes:
             before = pool.taken
             run, amount = probe.make(size, pool)
-            variants = min(_VARIANTS, pool.numbers // max(pool.taken - before, 1))
+            most = _VARIANTS_PER_POOL * max(pool.numbers * pool.dtype.itemsize // _POOL_BYTES, 1)
+            variants = min(most, pool.numbers // max(pool.taken - before, 1))
             runs = [run, *(probe.make(size, pool)[0] for _ in range(variants - 1))]
             found = measured[amount] = typical_seconds(runs, pool.device, most_seconds=_PROBE_SECONDS)
             rate = amount / found.seconds

@@ -66,9 +66,25 @@ class Copy(NamedTuple):
     """Number of elements that are contiguous in both source and result; 1 if it transposes."""
 
 
-Extents = Product | Convolution | Attention | Rows | Copy
+class Strided(NamedTuple):
+    """A pointwise op that computes the place of each element, as an operand is broadcast or not contiguous."""
 
-_KINDS: dict[int, type[Extents]] = {10: Convolution, 5: Attention, 4: Product, 3: Rows, 1: Copy}
+    elements: int
+    """Of the result."""
+    tensors: int
+    """Operands and the result."""
+
+
+Extents = Product | Convolution | Attention | Rows | Copy | Strided
+
+_KINDS: dict[int, type[Extents]] = {
+    10: Convolution,
+    5: Attention,
+    4: Product,
+    3: Rows,
+    2: Strided,
+    1: Copy,
+}
 """By how many numbers they have."""
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from brimful.cost.queue import LinkOp, finish_seconds
+from brimful.cost.queue import DEVICE, LinkOp, finish_seconds
 
 
 def simulated(host: list[float], work: list[float]) -> list[float]:
@@ -55,12 +55,14 @@ def simulated_with_copies(host: list[float], work: list[float], link_ops: list[L
         if op is not None and op.host_waits:
             submitted = max(submitted, copied[op.way])
             ended = max(ended, submitted)
-        elif op is not None and op.copy_seconds is None:
+        elif op is not None and op.copy_seconds is None and op.way != DEVICE:
             ended = max(ended, copied[op.way])
         ended += work_seconds
         if op is not None and op.copy_seconds is not None:
             begins = max(ended, copied[op.way], copied[op.follows or op.way])
             copied[op.way] = begins + op.copy_seconds
+        if op is not None and op.way == DEVICE:
+            submitted = max(submitted, ended)
         ends.append(ended)
     return ends
 
@@ -88,7 +90,10 @@ def test_copies_of_one_direction_follow_one_another_and_those_of_two_do_not() ->
 
 
 def random_link_op(position: int, rng: np.random.Generator) -> LinkOp:
-    """A copy, one that follows those of the other direction, or a wait of the device or of the host."""
+    """A copy, one that follows those of the other direction, or a wait of the device or of the host; the
+    host may also wait for the device."""
+    if rng.random() < 0.2:
+        return LinkOp(position, DEVICE, None)
     way = "out" if rng.random() < 0.5 else "back"
     if rng.random() < 0.4:
         return LinkOp(position, way, None, host_waits=rng.random() < 0.5)
@@ -99,6 +104,14 @@ def test_what_the_host_waits_for_itself_delays_all_that_follows() -> None:
     copy, wait = LinkOp(0, "out", 3.0), LinkOp(1, "out", None, host_waits=True)
     ends = finish_seconds(np.array([1.0, 0.0, 2.0]), np.array([1.0, 0.0, 1.0]), [copy, wait])
     assert ends.tolist() == pytest.approx([2, 5, 5 + 2 + 1])
+
+
+def test_a_host_that_waits_for_a_result_has_no_lead_afterwards() -> None:
+    """Launches of 1 s that the device's work hid are exposed again after the op that is waited for."""
+    host, work = np.ones(4), np.array([5.0, 1.0, 1.0, 1.0])
+    assert finish_seconds(host, work).tolist() == [6, 7, 8, 9]
+    waits = [LinkOp(1, DEVICE, None)]
+    assert finish_seconds(host, work, waits).tolist() == [6, 7, 9, 10]
 
 
 def test_a_copy_may_follow_those_of_the_other_direction() -> None:

@@ -8,16 +8,16 @@ from brimful.cost import op_seconds, region_seconds
 from brimful.cost.kernels import FactorTable
 from brimful.cost.kernels.factors import (
     CACHED_FRACTION,
-    HALF_BYTES_PER_SECOND,
     KERNEL_SECONDS,
     L2_SPEEDUP,
+    PLACE_OPERATIONS,
     reached_by,
 )
 from brimful.devices import Device, find_device
 from brimful.devices.data_rows import read_rows
 from brimful.settings import Precision
 from brimful.trace import Op, Phase
-from brimful.trace.extents import Product
+from brimful.trace.extents import Product, Strided
 
 A100 = find_device("A100 80GB SXM")
 SMALL = Op(
@@ -60,16 +60,22 @@ def test_bytes_in_the_l2_cache_move_faster() -> None:
     assert launch < elementwise_seconds(10 * few, uncached)
 
 
-def test_half_types_take_no_less_than_multiprocessors_need_to_load_them() -> None:
-    """An A100's memory moves more than 108 multiprocessors load 8 bytes at a time."""
-    seconds = {
-        dtype: op_seconds(replace(SMALL, read_bytes=10**9, written_bytes=0, dtype=dtype), A100)
-        for dtype in ("float32", "bfloat16")
-    }
-    assert seconds["bfloat16"] == pytest.approx(1e9 / (108 * HALF_BYTES_PER_SECOND) + KERNEL_SECONDS)
-    assert seconds["bfloat16"] > 1.1 * seconds["float32"]
-    norm = replace(SMALL, name="aten.native_layer_norm.default", read_bytes=10**9)
-    assert op_seconds(norm, A100) == op_seconds(replace(norm, dtype="bfloat16"), A100)
+def test_a_pointwise_op_on_strided_operands_takes_the_time_to_compute_where_elements_lie() -> None:
+    """In half types an A100's memory moves more elements than its multiprocessors find."""
+    elements, tensors = 10**9, 3
+    strided = replace(
+        SMALL,
+        read_bytes=4 * elements,
+        written_bytes=2 * elements,
+        dtype="bfloat16",
+        extents=tuple(Strided(elements, tensors)),
+    )
+    integers = 108 * 1.41e9 * 64  # per second: multiprocessors, clock, operations of each per clock
+    expected = elements * tensors * PLACE_OPERATIONS / integers
+    assert op_seconds(strided, A100) == pytest.approx(expected, rel=0.01)
+    assert op_seconds(strided, A100) > 1.2 * op_seconds(replace(strided, extents=()), A100)
+    in_float32 = replace(strided, read_bytes=8 * elements, written_bytes=4 * elements, dtype="float32")
+    assert op_seconds(in_float32, A100) == op_seconds(replace(in_float32, extents=()), A100)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ CPU = replace(
     launch_seconds=1e-12,
     dispatch=Dispatch.of_launch(1e-12),
 )
-GPU = replace(find_device("A100 80GB SXM"), l2_bytes=0)
+A100 = find_device("A100 80GB SXM")
+GPU = replace(A100, l2_bytes=0, dispatch=Dispatch.of_launch(A100.launch_seconds))
 BANDWIDTH = GPU.memory_bandwidth_bytes_per_second * reached_by(GPU).bandwidth
 
 
@@ -34,9 +35,10 @@ def op(
     recomputed: bool = False,
     flops: int = 0,
     dtype: str = "float32",
+    name: str = "aten.op",
 ) -> Op:
     return Op(
-        name="aten.op",
+        name=name,
         module="m",
         phase=phase,
         step=step,
@@ -135,6 +137,29 @@ def test_on_a_gpu_short_ops_take_as_long_as_the_host_needs_to_submit_them() -> N
     predicted = step_seconds(trace(*ops), GPU)
     assert predicted.forward_seconds == pytest.approx(100 * GPU.launch_seconds + KERNEL_SECONDS, rel=1e-3)
     assert predicted.backward_seconds == pytest.approx(200 * GPU.launch_seconds, rel=1e-3)
+
+
+def test_on_a_gpu_autograd_and_python_add_to_launches() -> None:
+    short = (*[op(Phase.FORWARD, 8)] * 100, *[op(Phase.OPTIMIZER, 8)] * 100)
+    predicted = step_seconds(trace(*short), A100)
+    assert predicted.forward_seconds == pytest.approx(
+        100 * A100.dispatch.forward_seconds + KERNEL_SECONDS, rel=1e-3
+    )
+    assert predicted.forward_seconds > 2 * predicted.optimizer_seconds
+
+
+def test_on_a_gpu_launches_after_a_result_that_the_host_reads_are_exposed() -> None:
+    """A long op hides the launches that follow, but not those after `nonzero`, whose size the host reads."""
+    long_bytes = int(1e-3 * BANDWIDTH)
+    short = [op(Phase.FORWARD, 8)] * 20
+    hidden, exposed = (
+        step_seconds(
+            trace(op(Phase.FORWARD, long_bytes), op(Phase.FORWARD, 8, name=name), *short), GPU
+        ).total_seconds
+        for name in ("aten.op", "aten.nonzero.default")
+    )
+    assert hidden == pytest.approx(1e-3 + GPU.launch_seconds + 22 * KERNEL_SECONDS, rel=1e-2)
+    assert exposed - hidden == pytest.approx(20 * (GPU.launch_seconds - KERNEL_SECONDS), rel=0.05, abs=1e-5)
 
 
 def test_arithmetic_in_a_type_without_a_rate_is_named() -> None:

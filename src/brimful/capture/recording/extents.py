@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from brimful.trace.extents import Attention, Convolution, Copy, Product, Rows
+from brimful.trace.extents import Attention, Convolution, Copy, Product, Rows, Strided
 
 aten = torch.ops.aten
 
@@ -39,8 +39,29 @@ def op_extents(func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any) -> 
         return tuple(map(int, measure(*args)))
     if torch.Tag.pointwise not in func.tags or not isinstance(out, Tensor):
         return ()
-    is_transposed = any(_is_transposed(operand, out) for operand in args if isinstance(operand, Tensor))
-    return Copy(1) if is_transposed else ()
+    operands = [each for each in args if isinstance(each, Tensor) and each.dim() and each is not out]
+    if any(_is_transposed(operand, out) for operand in operands):
+        return Copy(1)
+    return () if _is_vectorized(operands, out) else Strided(out.numel(), len(operands) + 1)
+
+
+def _is_vectorized(operands: list[Tensor], result: Tensor) -> bool:
+    """Whether all elements are neighbours in memory in one order, so that threads load vectors of them.
+
+    Source: aten/src/ATen/native/cuda/CUDALoops.cuh, `gpu_kernel_impl`: `TensorIterator.is_contiguous`.
+    """
+    if all(operand.shape == result.shape for operand in operands):
+        if result.is_contiguous():
+            return all(operand.is_contiguous() for operand in operands)
+        strides = result.stride()
+        return _is_dense(result) and all(operand.stride() == strides for operand in operands)
+    return False
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor that does not overlap itself has no gaps."""
+    spans = ((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + sum(spans) == tensor.numel()
 
 
 def _is_transposed(operand: Tensor, result: Tensor) -> bool:

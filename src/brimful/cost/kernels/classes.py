@@ -7,7 +7,7 @@ from brimful.cost.kernels.kernel import Kernel, Unit, is_aligned
 from brimful.cost.kernels.tiles import tiled_flops
 from brimful.cost.kinds import base_name, kind_of_bytes
 from brimful.trace import Op, Phase
-from brimful.trace.extents import Attention, Convolution, Copy, Product, Rows, extents_of
+from brimful.trace.extents import Attention, Convolution, Copy, Product, Rows, Strided, extents_of
 
 TRANSPOSING_RUN = 8
 """Copies of shorter contiguous runs transpose: a run is then less than a 32-byte sector of the memory."""
@@ -18,9 +18,6 @@ aten/src/ATen/native/cuda/SoftMax.cu, `dim_size <= 1024` chooses `dispatch_softm
 
 FUSED_ATTENTION = frozenset({"attention", "attention_backward"})
 """Classes of fused attention."""
-
-POINTWISE = frozenset({"elementwise", "activation"})
-"""Classes of pointwise kernels, whose loads are as wide as a thread's few elements."""
 
 LAUNCHES_NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided"}
@@ -65,6 +62,9 @@ def kernels_of(op: Op, sm_count: int) -> list[Kernel]:
     name = _memory_class(base, extents)
     if name.startswith("batch_norm") and op.phase is Phase.EVALUATION:
         name = "batch_norm_inference"
+    if isinstance(extents, Strided):
+        places = float(extents.elements * extents.tensors)
+        return [Kernel(name, places, Unit.INTEGER, moved_bytes)]
     return [Kernel(name, moved_bytes=moved_bytes)]
 
 

@@ -34,16 +34,29 @@ L2_SPEEDUP = 4.0
 (Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", arXiv 2402.13499)."""
 
 
-HALF_BYTES_PER_SECOND = _CONSTANTS["half_bytes_per_second"]
-"""What a multiprocessor moves in pointwise kernels of half types, whose threads load 8 bytes at a time (vectors
-of four elements; aten/src/ATen/native/cuda/MemoryAccess.cuh): less than the memory has on GPUs with HBM. Fitted
-with the classes."""
+PLACE_OPERATIONS = _CONSTANTS["place_operations"]
+"""Integer operations to compute where an element lies in one operand of a pointwise kernel whose operands are
+broadcast or not contiguous: a division for each dimension, by multiplication and shift, a product and a sum
+(aten/src/ATen/cuda/detail/OffsetCalculator.cuh). Fitted with the classes."""
+
+_INTEGERS_PER_CLOCK = 64
+"""32-bit integer operations of a multiprocessor per clock. Source: CUDA C++ programming guide, throughput of
+native arithmetic instructions, compute capability 7.0 and later; used for older GPUs too."""
+_FLOAT32_LANES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
+"""float32 multiply-adds of a multiprocessor per clock, by compute capability; 128 for all others. Source: as
+above."""
 
 
 DIFFERENCE_WIDENING = _CONSTANTS["widening"]
 """Factor of the intervals of differences, with which 90 % of the differences of vision models in two layouts
 are within theirs. Errors of a class differ between two steps of a model by more than those of whole steps
 show."""
+
+
+def integers_per_second(device: Device) -> float:
+    """The peak rate of 32-bit integer operations of a GPU, from that of float32: one of 2 FLOPs per lane."""
+    lanes = _FLOAT32_LANES.get(device.compute_capability or (0, 0), 128)
+    return device.fp32_flops_per_second / 2 / lanes * _INTEGERS_PER_CLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

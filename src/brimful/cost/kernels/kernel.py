@@ -13,6 +13,8 @@ class Unit(StrEnum):
     """Tensor cores, or on GPUs or in types without them the rate of products in the op's type."""
     SCALAR = "scalar"
     """float32 outside tensor cores."""
+    INTEGER = "integer"
+    """32-bit integers, which compute where elements lie; "FLOPs" are then numbers of places."""
 
 
 class Kernel(NamedTuple):
