@@ -1,9 +1,9 @@
-"""The demo's two jobs, trained for real: peak within the budget, loss beside plain training, predicted time.
+"""The demo's two jobs, trained for real: peak within the budget, loss beside the baseline, predicted time.
 
     python benchmarks/demo_runs.py
 
 Runs what `make demo` trains and keeps the figures: is the measured peak within the budget and at least 85 % of
-it, how far are predicted and measured apart, and how far is the loss curve from that of plain training.
+it, how far are predicted and measured apart, and how far is the loss curve from that of the baseline.
 """
 
 from __future__ import annotations

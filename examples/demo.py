@@ -62,7 +62,7 @@ def main() -> int:
     """Run the demo; the exit status of the first command that fails."""
     shutil.rmtree(ROOT / RUNS, ignore_errors=True)
     for training in TRAINED:
-        print(f"\n=== {training.title}: trained here, in {training.budget} of what plain training takes ===")
+        print(f"\n=== {training.title}: trained here, in {training.budget} of what the baseline takes ===")
         status = run(training.arguments(RUNS / training.name))
         if status:
             return status

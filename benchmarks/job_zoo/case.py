@@ -25,7 +25,7 @@ class JobCase:
     needs: tuple[str, ...] = ()
     """Packages without which it is left out."""
     budget: str = "60%"
-    """Of plain training's peak, to plan within."""
+    """Of the baseline's peak, to plan within."""
     refused: str = ""
     """A part of the sentence with which brimful refuses it; empty if it is supported."""
     is_warned: bool = False

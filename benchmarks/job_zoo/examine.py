@@ -40,7 +40,7 @@ SEEDS = 4
 SMALL_LOSS = 0.01
 """A smaller loss is compared as if it were so large."""
 LOSS_RATIOS, GRADIENT_RATIOS = (0.93, 1.07), (0.9, 1.11)
-"""What a random job's mean loss and gradient norm may be under a plan, over plain training's: wide enough for
+"""What a random job's mean loss and gradient norm may be under a plan, over the baseline's: wide enough for
 other random numbers, too narrow for a sum or a comparison of samples of a batch that is split."""
 
 SUPPORTED, REFUSED, WARNED, WRONG = "supported", "refused", "warned", "wrong"
@@ -65,7 +65,7 @@ class PlanRow:
     where: str = ""
     bound: float = 0.0
     loss_ratio: float = math.nan
-    """Loss under the plan over plain training's; where random numbers differ, of the means over some seeds."""
+    """Loss under the plan over the baseline's; where random numbers differ, of the means over some seeds."""
     gradient_ratio: float = math.nan
     certificate: str = ""
     """What `bf.verify` says, where a batch is split."""

@@ -6,7 +6,7 @@ here, with the whole batch in one micro-batch. Fractions are measured once for a
 
 The backend is `aot_eager_decomp_partition`: Inductor's decompositions and its partitioner, which is where the
 budget acts, without generated kernels. Its peaks have temporaries that fused kernels would not make, and its
-step times are not those of compiled code: compare them with its own at 1.0, not with plain training's. Breaks
+step times are not those of compiled code: compare them with its own at 1.0, not with the baseline's. Breaks
 of the graph are counted; each graph has the budget for itself.
 """
 

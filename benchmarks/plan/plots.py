@@ -29,7 +29,7 @@ from machine import RESULTS
 
 COLUMNS = 3
 LEAST = 0.56
-"""Of plain training's throughput, at the bottom of all panels; a plan below it is told in words."""
+"""Of the baseline's throughput, at the bottom of all panels; a plan below it is told in words."""
 INK, FAINT = "#22262b", "#8a9099"
 OURS = "ours"
 WITH_HOST = "ours_with_host"
@@ -47,7 +47,7 @@ STYLES: dict[str, tuple[str, str]] = {
 AT_ITS_PEAK = "sac_milp, largest micro-batch"
 
 Points = list[tuple[float, float]]
-"""Of one way: (budget as a part of plain training's peak, throughput as a part of plain training's)."""
+"""Of one way: (budget as a part of the baseline's peak, throughput as a part of the baseline's)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ def _simulated_panels(simulated: dict[str, Any], planners: dict[str, Any] | None
 
 
 def _measured_panels(measured: dict[str, Any]) -> Iterator[Panel]:
-    """Throughput relative to the fastest that was measured, as plain training is not among the ways."""
+    """Throughput relative to the fastest that was measured, as the baseline is not among the ways."""
     for model, rows in _by_model(measured["rows"]).items():
         within = [
             (row["budget_fraction"], name, way["measured_step_seconds"])
@@ -147,7 +147,7 @@ def _draw(panels: Sequence[Panel], title: str, of_what: str) -> Figure:
     for axes in grid[:, 0]:
         axes.set_ylabel(of_what, color=FAINT, fontsize=8.5)
     for axes in grid[-1]:
-        axes.set_xlabel("budget, of plain training's peak", color=FAINT, fontsize=8.5)
+        axes.set_xlabel("budget, of the baseline's peak", color=FAINT, fontsize=8.5)
     height = figure.get_figheight()
     figure.subplots_adjust(
         left=0.07, right=0.985, bottom=0.5 / height, top=1 - 1.3 / height, hspace=0.42, wspace=0.08

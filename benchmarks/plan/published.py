@@ -3,9 +3,9 @@
     python benchmarks/plan/published.py [--only NAME]
 
 Both measured the memory and time of forward and backward on GPUs that are predicted here: theirs are measured,
-ours are not, so only bytes and times relative to plain training are compared. The batch is trained whole. Their
+ours are not, so only bytes and times relative to the baseline are compared. The batch is trained whole. Their
 figures are allocated bytes (MONeT's users are told to reserve a pool for it), so ours are too, although a plan
-is made for what the allocator reserves: plans are made for budgets from plain training's down to the least, and
+is made for what the allocator reserves: plans are made for budgets from the baseline's down to the least, and
 beside a published point stands the fastest of them that allocates no more. What is known to differ stands with
 each case.
 
@@ -42,7 +42,7 @@ from plan.bench import Bench, Outcome
 
 NAME = "plan_published.json"
 STEP = 0.025
-"""Between the budgets of our curve, in parts of what plain training reserves."""
+"""Between the budgets of our curve, in parts of what the baseline reserves."""
 
 HEIGHT, WIDTH = 416, 608
 GB = 10**9
@@ -56,7 +56,7 @@ class Point:
     bytes: int
     """What it took, or was permitted to take."""
     overhead: float
-    """Of its step over plain training's."""
+    """Of its step over the baseline's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Case:
     batch_size: int
     device: str
     plain_bytes: int
-    """What plain training took there."""
+    """What the baseline took there."""
     points: tuple[Point, ...]
     differs: str
 
@@ -217,7 +217,7 @@ CASES = (
         ),
         differs=NO_WORKSPACE
         + "its schedules also choose among convolution algorithms, so some are faster than "
-        "plain training; their gradients are never cleared.",
+        "the baseline; their gradients are never cleared.",
     ),
     Case(
         name="DTR, U-Net, batch 6, 608 × 416",
@@ -242,7 +242,7 @@ CASES = (
         ),
         differs="its code is not published with the data; weights and inputs of 263,196,672 bytes are those of "
         "nn.Transformer with 12 encoder layers and 16 heads, and of 10 samples of 512 and, it is guessed, 24 "
-        "vectors of 512. Plain training is predicted to take 24 % less than was measured; what of PyTorch 1.5 "
+        "vectors of 512. The baseline is predicted to take 24 % less than was measured; what of PyTorch 1.5 "
         "makes the difference is not known. The device as above.",
     ),
 )
@@ -300,7 +300,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 def _plans(bench: Bench, plain: Outcome) -> Iterator[Outcome]:
-    """From what plain training reserves down to the least, which is the last."""
+    """From what the baseline reserves down to the least, which is the last."""
     reserved_bytes = plain.peak_device_bytes - bench.device.context_bytes
     for step in range(1, int(1 / STEP)):
         budget_bytes = int(reserved_bytes * (1 - step * STEP)) + bench.device.context_bytes

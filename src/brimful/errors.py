@@ -13,7 +13,7 @@
   + InfeasibleError                    nothing fits the budget; says by how much and what would
   + TrainingError
     - NonFiniteError                   the loss or a gradient is NaN or infinite
-    - EquivalenceError                 a plan does not compute what plain training does
+    - EquivalenceError                 a plan does not compute what the baseline does
     - OutOfMemoryError                 memory ran out, and nothing that takes less is left to try
     - PartialUpdateError               an error came in an update that can be neither finished nor undone
     - DataError                        the training data raised
@@ -125,7 +125,7 @@ class InterruptedRunError(TrainingError):
 
 
 class EquivalenceError(TrainingError):
-    """A plan does not compute what plain training does."""
+    """A plan does not compute what the baseline does."""
 
 
 class OutOfMemoryError(TrainingError):

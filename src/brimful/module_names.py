@@ -118,8 +118,8 @@ def resolved(name: str, known: Container[str]) -> str:
     parts = name.split(".")
     inner = [index for index, part in enumerate(parts) if part in _INNER_NAMES]
     for count in range(len(inner) + 1):
-        for left_out in combinations(inner, count):
-            candidate = ".".join(part for index, part in enumerate(parts) if index not in left_out)
+        for removed in combinations(inner, count):
+            candidate = ".".join(part for index, part in enumerate(parts) if index not in removed)
             if candidate in known:
                 return candidate
     return name

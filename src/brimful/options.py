@@ -42,11 +42,12 @@ class PlanOptions:
     """What is asked of a plan: settings that are pinned, and what may be chosen."""
 
     budget: str | None = None
-    """Memory permitted on the device, the CUDA context included: a size such as 11GiB, or a share of what plain
-    training takes, such as 50%. Default: device capacity, minus 5 % on a GPU."""
+    """Memory permitted on the device, the CUDA context included: a size such as 11GiB, or a share of the
+    baseline's peak, such as 50%. The baseline is the whole batch in one micro-batch, nothing recomputed.
+    Default: device capacity, minus 5 % on a GPU."""
     precision: str = "fp32"
     """fp32, tf32, fp16 or bf16. Several, separated by commas, let the plan choose; auto permits all that the
-    device supports. Plain training uses the first."""
+    device supports. The baseline uses the first."""
     micro_batch_size: PositiveInt | None = None
     """Samples in one forward and backward pass. Default: the plan chooses."""
     recompute: str = "auto"

@@ -72,11 +72,11 @@ def _parsed(text: str) -> int:
 
 
 def _share_hint(number: str) -> str:
-    """For a number between 0 and 1, which may be meant as a share of plain training, as a budget may be."""
+    """For a number between 0 and 1, which may be meant as a share of the baseline, as a budget may be."""
     return (
-        f" As a budget, {100 * float(number):g}% of plain training is '{100 * float(number):g}%'."
+        f" As a budget, {100 * float(number):g}% of the baseline is '{100 * float(number):g}%'."
         if float(number) < 1
-        else (f" As a budget, a share of plain training is written with a percent sign: {number}%.")
+        else (f" As a budget, a share of the baseline is written with a percent sign: {number}%.")
     )
 
 
@@ -85,9 +85,7 @@ def _whole(number: float) -> int:
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     if is_number and math.isfinite(number) and number == int(number):
         return int(number)
-    share = (
-        f"; {number:.0%} of plain training is written '{number:.0%}'" if is_number and 0 < number < 1 else ""
-    )
+    share = f"; {number:.0%} of the baseline is written '{number:.0%}'" if is_number and 0 < number < 1 else ""
     raise SizeError(f"{number!r} is not a number of bytes. Write a size, such as '11GiB' or 11 * 2**30{share}.")
 
 

@@ -116,9 +116,9 @@ def budget_bytes(budget: str | None, capture: Capture, request: Request) -> int:
     """The bytes of a budget.
 
     Args:
-        budget: A size such as "11GiB", a share of what plain training takes such as "50%", or None for the
+        budget: A size such as "11GiB", a share of what the baseline takes such as "50%", or None for the
             capacity, on a GPU less a margin for what the prediction may miss.
-        capture: Captures plain training, for a share.
+        capture: Captures the baseline, for a share.
         request: Has device and ranks.
 
     Returns:
@@ -282,7 +282,7 @@ def _capacity_of_rank(request: Request) -> int:
 
 
 _LARGEST_SHARE = 1000.0
-"""Times what plain training takes; a budget is never that much. A choice."""
+"""Times what the baseline takes; a budget is never that much. A choice."""
 
 
 def _share(budget: str) -> float:
@@ -294,7 +294,7 @@ def _share(budget: str) -> float:
     if not 0 < share <= _LARGEST_SHARE:  # NaN is neither
         shown = budget if len(budget) <= 60 else f"{budget[:60]}…"
         raise UsageError(
-            f"{shown!r} is not a share of plain training. Write a positive number of at most "
+            f"{shown!r} is not a share of the baseline. Write a positive number of at most "
             f"{_LARGEST_SHARE:.0%}, such as 50%."
         )
     return share

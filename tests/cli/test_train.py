@@ -129,7 +129,7 @@ def test_a_run_says_predicted_beside_measured_and_writes_its_directory(brimful, 
         "jobs:job", *TRAIN, "--budget", "70%", "--epochs", "2", "--compare-plain", "--run-dir", "run"
     )
     assert done.returncode == 0, done.stderr
-    for words in ("plain training", "predicted", "measured", "accuracy", "within"):
+    for words in ("baseline", "predicted", "measured", "accuracy", "within"):
         assert words in done.stdout
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "plan.json", "metrics.jsonl", "weights.safetensors", "result.json", "report.txt",
@@ -233,7 +233,7 @@ def test_what_cannot_be_trained_is_told_before_it_is_planned(brimful, arguments,
     done = brimful(*arguments, "--global-batch-size", "8")
     assert done.returncode == 2
     assert said in done.stderr
-    assert "plain training" not in done.stdout
+    assert "baseline" not in done.stdout
 
 
 def test_a_plan_is_carried_out_as_it_is_and_nothing_may_be_asked_beside_it(brimful, tmp_path: Path) -> None:

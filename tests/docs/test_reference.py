@@ -41,7 +41,7 @@ def test_the_architecture_has_every_package_and_its_files_exist() -> None:
     assert named == there
     for path in re.findall(r"`([\w/]+\.py)`", text):
         if "/" in path or path in {first for _, first in rows}:
-            root = DOCS.parent if path.startswith("tests/") else PACKAGE
+            root = DOCS.parent if path.startswith(("tests/", "benchmarks/")) else PACKAGE
             assert (root / path).exists(), path
 
 

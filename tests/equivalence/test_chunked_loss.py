@@ -1,4 +1,4 @@
-"""A cross-entropy computed in chunks gives the loss and the gradients of plain training, without all logits."""
+"""A cross-entropy computed in chunks gives the loss and the gradients of the baseline, without all logits."""
 
 from __future__ import annotations
 

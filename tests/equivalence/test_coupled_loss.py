@@ -205,7 +205,7 @@ def test_a_plan_splits_the_batch_and_keeps_its_word() -> None:
     certificate = bf.verify(job, plan)
     assert certificate.holds
     assert certificate.comparisons[-1].name == "splitting"
-    assert not certificate.comparisons[-1].left_out_because
+    assert not certificate.comparisons[-1].why_not_compared
 
 
 def test_the_second_forward_is_in_the_predicted_time() -> None:

@@ -2,7 +2,7 @@
 
 Copies are made at the last moment that the waits permit, what is released is written over at once, and fresh
 memory has garbage in it. So who releases memory before its copy was waited for, or reads a copy back before
-that was, computes something else than plain training.
+that was, computes something else than the baseline.
 """
 
 import copy

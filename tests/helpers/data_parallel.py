@@ -76,7 +76,7 @@ class Found:
     """Losses, gradients, parameters and buffers of all steps, whole."""
     planned: dict[str, Tensor]
     unsharded: dict[str, Tensor]
-    """Of plain training of a copy on each rank, its gradients averaged over the ranks."""
+    """Of the baseline of a copy on each rank, its gradients averaged over the ranks."""
     saved_bytes: tuple[int, int]
     """What a forward leaves for backward: plain, planned."""
     all_gathers: tuple[int, int]

@@ -184,14 +184,14 @@ def gpus(
     Args:
         job: The job to train.
         global_batch_size: Samples per optimizer step.
-        precision: Precision of plain training; GPUs without it use fp32.
+        precision: Precision of the baseline; GPUs without it use fp32.
         optimizer: Name of an optimizer that replaces the job's own.
         split_batch_norm: Permit splitting a batch that BatchNorm couples, or a layer that changes its
             buffers in each forward, such as spectral norm.
         devices: GPUs to compare; None compares all in the hardware table.
 
     Returns:
-        One record per GPU: the peak memory of plain training, and the fastest of the settings tried that fit,
+        One record per GPU: the peak memory of the baseline, and the fastest of the settings tried that fit,
         or what would fit. It prints as a table.
 
     Raises:

@@ -35,9 +35,9 @@ from brimful.trainer import Trainer
 from brimful.trainer.options import TrainKeywords, TrainOptions
 
 
-@busy("comparing with plain training")
+@busy("comparing with the baseline")
 def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> EquivalenceReport:
-    """Compare one batch under a plan with plain training, by running both on this machine.
+    """Compare one batch under a plan with the baseline, by running both on this machine.
 
     Args:
         job: The job to verify; its model is built or copied, and never changed.
@@ -152,7 +152,7 @@ def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
 def fit(
     job: Job, plan: Plan | Settings, *, compare_plain: bool = False, **options: Unpack[TrainKeywords]
 ) -> tuple[TrainingResult, TrainingResult | None]:
-    """Train with a plan, optionally after plain training for comparison.
+    """Train with a plan, optionally after the baseline for comparison.
 
     Args:
         job: The job to train.
@@ -165,7 +165,7 @@ def fit(
         The results of the planned run, and of the plain run or None.
 
     Raises:
-        UsageError: `compare_plain` is set, and `plan` is settings, which do not describe plain training.
+        UsageError: `compare_plain` is set, and `plan` is settings, which do not describe the baseline.
         ResumeError: There is no complete checkpoint, or the checkpoints are of another run.
         TrainingError: Training stopped; the message says where the last good weights are.
         InterruptedRunError: Training was stopped on request before the plan's own run.
@@ -180,7 +180,7 @@ def fit(
 
 def _trained_plainly(job: Job, plan: Plan | Settings, options: TrainKeywords) -> TrainingResult:
     if not isinstance(plan, Plan):
-        raise UsageError("compare_plain needs a plan, which says what plain training is; these are settings.")
+        raise UsageError("compare_plain needs a plan, which says what the baseline is; these are settings.")
     alone: TrainKeywords = {"run_dir": None, "resume": False, "save_every": None, "callbacks": ()}
     untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
     baseline = replace(job, model=untouched, name=f"{job.name}, plain")

@@ -111,7 +111,6 @@ class PlannedStep:
             job, settings, model, optimizer, device=device, max_gradient_norm=max_gradient_norm
         )
         self._settings = settings
-        self._job = job
         self._layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
         self._check = check
         self._check_split = check_split
@@ -182,7 +181,7 @@ class PlannedStep:
 
     def _step(self, global_batch: Batch) -> StepOutcome:
         parts = self._layout.split(global_batch, self._settings.micro_batch_size)
-        micro_batches, weights = counting_parts(parts, loss_weights(self._job, parts))
+        micro_batches, weights = counting_parts(parts, loss_weights(self._executor.job, parts))
         return self._executor(micro_batches, weights, hooks=self._transaction.hooks)
 
     def _recover(

@@ -29,7 +29,7 @@ class Baseline:
         settings = request.baseline_settings()
         trace = per_rank_trace(capture(settings))
         time = step_seconds(trace, request.device)
-        return cls(trace, time, alternative_of("plain training", trace, time, settings, request))
+        return cls(trace, time, alternative_of("baseline", trace, time, settings, request))
 
     def compared_with(self, plan: StepTime, device: Device) -> Alternative:
         """The record of a plan, with the interval of the difference from the plan's step."""

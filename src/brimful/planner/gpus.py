@@ -53,7 +53,7 @@ class GpuFit:
     device: str
     capacity_bytes: int
     predicted_plain_peak_device_bytes: int
-    """Peak of plain training: the whole global batch as one micro-batch, nothing recomputed."""
+    """Peak of the baseline: the whole global batch as one micro-batch, nothing recomputed."""
     plain_fits: bool
     settings: Settings | None
     """The fastest of the settings tried that fits with a margin of 5 %; None if none does. A plan may find a
@@ -83,12 +83,12 @@ def survey_gpus(
     splits_coupled_batches: bool = False,
     can_split: bool = True,
 ) -> tuple[GpuFit, ...]:
-    """Try plain training, smaller micro-batches and recomputation on every GPU.
+    """Try the baseline, smaller micro-batches and recomputation on every GPU.
 
     Args:
         capture: Runs a step on fake tensors.
         devices: GPUs of the table.
-        base: Plain training: its micro-batch is the global batch. GPUs without its precision take fp32.
+        base: The baseline: its micro-batch is the global batch. GPUs without its precision take fp32.
         splits_coupled_batches: Whether a batch may be split although layers couple its samples.
         can_split: Whether the job's batches can be split at all.
 
@@ -131,7 +131,7 @@ class _Family:
         self._units = find_units(self.baseline)
 
     def candidates(self) -> list[Settings]:
-        """Plain training, its micro-batches, and the same recomputed; plain training first."""
+        """The baseline, its micro-batches, and the same recomputed; the baseline first."""
         batch = self._base.global_batch_size
         is_coupled = bool(self.baseline.batch_coupled_modules)
         is_whole = not self._splitting.can or (is_coupled and not self._splitting.may_if_coupled)

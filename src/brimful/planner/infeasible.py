@@ -34,7 +34,7 @@ def nothing_fits(
     category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
-        f"  plain training: {format_bytes(baseline_bytes)}",
+        f"  baseline: {format_bytes(baseline_bytes)}",
         f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
         f"{format_bytes(peak - request.budget_bytes)} too much",
         f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",

@@ -239,7 +239,7 @@ def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> l
 
 
 def _what_splitting_changes(settings: Settings, baseline: Trace, request: Request) -> list[str]:
-    """Notes on differences from plain training if the batch is split."""
+    """Notes on differences from the baseline if the batch is split."""
     if settings.gradient_accumulation_steps == 1:
         return []
     changes = []

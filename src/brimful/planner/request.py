@@ -260,7 +260,7 @@ class Request:
         return self.budget_bytes - self.device.context_bytes
 
     def keeps_batch_whole(self, baseline: Trace) -> bool:
-        """Whether splitting the batch of plain training would change the mathematics and is not permitted."""
+        """Whether splitting the batch would change the mathematics and is not permitted."""
         return (
             bool(baseline.batch_coupled_modules)
             and not self.permits.splits_coupled_batches

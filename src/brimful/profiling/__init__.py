@@ -5,7 +5,7 @@ Start reading at `measure.measure_step`.
 | module | input → output |
 |---|---|
 | `measure`, `measure_loop`, `peak` | a job → `Measurement`: peak memory and time of real steps |
-| `equivalence`, `splitting`, `coupled_layers` | a plan → whether it computes what plain training computes |
+| `equivalence`, `splitting`, `coupled_layers` | a plan → whether it computes what the baseline computes |
 | `calibrate`, `probes`, `timing`, `dispatch` | a device → rates by kind of work and size |
 | `local_device`, `cuda_context` | this machine's device → its `Device` record |
 """

@@ -1,4 +1,4 @@
-"""A real batch under a plan and under plain training → `EquivalenceReport`."""
+"""A real batch under a plan and under the baseline → `EquivalenceReport`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def verify(
     is_stand_in: bool = False,
     seed: int = 0,
 ) -> EquivalenceReport:
-    """Compare loss, gradients and buffers of one global batch under a plan with those of plain training.
+    """Compare loss, gradients and buffers of one global batch under a plan with those of the baseline.
 
     Recomputation must be bitwise equal. Splitting the batch changes the order of sums and may change the last
     bits; it is compared in float32, if the model draws no random numbers and does not normalise over the batch.
@@ -80,7 +80,7 @@ def verify(
 
 
 def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 0) -> EquivalenceReport:
-    """Compare a few samples under a plan with plain training, with a model that is about to be trained.
+    """Compare a few samples under a plan with the baseline, with a model that is about to be trained.
 
     It uses two micro-batches of two samples each. In addition to the model it needs memory for a copy of it and
     its gradients, which is less than the gradients and state that AdamW will need.
@@ -104,7 +104,7 @@ def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 
         _copied(model)
     except Exception as error:  # whatever a module's own copying raises
         reason = f"the model cannot be copied: {error}"
-        comparisons = (Comparison(name="recomputing", left_out_because=reason),)
+        comparisons = (Comparison(name="recomputing", why_not_compared=reason),)
         return EquivalenceReport(job=job.name, device=device_name(device), samples=0, comparisons=comparisons)
     with _random_state_kept(device):
         report = _verified(job, settings, _with_few_samples(settings), model, device, seed)
@@ -128,9 +128,7 @@ def _verified(
     try:
         return _compared(job, planned, settings, model, device, seed)
     except PartialUpdateError as error:
-        raise EquivalenceError(
-            f"{job.name}: the plan cannot be compared with plain training: {error}"
-        ) from error
+        raise EquivalenceError(f"{job.name}: the plan cannot be compared with the baseline: {error}") from error
 
 
 def _compared(
@@ -154,7 +152,7 @@ def _compared(
         )
     splitting = _splitting(settings, planned, kept, model, compute)
     comparisons.append(splitting)
-    if splitting.left_out_because and settings.gradient_accumulation_steps > 1:
+    if splitting.why_not_compared and settings.gradient_accumulation_steps > 1:
         comparisons.append(
             compare_split_loss(
                 job,
@@ -200,7 +198,7 @@ def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Setting
     """Compare the plan's recomputed or offloaded units with all units kept."""
     if not settings.changed:
         return Comparison(
-            name="recomputing", left_out_because="the plan recomputes nothing and offloads nothing"
+            name="recomputing", why_not_compared="the plan recomputes nothing and offloads nothing"
         )
     return _same_but_for_order("recomputing", kept, compute(settings), settings, compute)
 
@@ -208,9 +206,9 @@ def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Setting
 def _same_but_for_order(
     name: str, kept: _Computed, found: _Computed, settings: Settings, compute: Callable[[Settings], _Computed]
 ) -> Comparison:
-    """Compare two computations that must be bitwise equal, unless plain training itself varies.
+    """Compare two computations that must be bitwise equal, unless the baseline itself varies.
 
-    Some CUDA kernels add in any order. Differences that plain training shows between runs are not caused by the
+    Some CUDA kernels add in any order. Differences that the baseline shows between runs are not caused by the
     plan; differences larger than rounding are not caused by the kernels.
     """
     comparison = _comparison(name, kept, found, bound=0.0)
@@ -239,10 +237,10 @@ def _splitting(
     if settings.gradient_accumulation_steps > 1 and (
         changes := list(what_splitting_changes(batch_norms(model), kept.stateful, planned))
     ):
-        return Comparison(name="splitting", left_out_because="; ".join(changes), is_known_to_differ=True)
+        return Comparison(name="splitting", why_not_compared="; ".join(changes), is_known_to_differ=True)
     reason = _why_not_split(settings, model, kept)
     if reason:
-        return Comparison(name="splitting", left_out_because=reason)
+        return Comparison(name="splitting", why_not_compared=reason)
     whole = compute(replace(settings, units=()).with_micro_batch_size(settings.rank_batch_size))
     return _comparison("splitting", whole, kept, bound=_rounding(settings.precision))
 
@@ -329,7 +327,7 @@ def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: floa
         where = sorted(expected.keys() ^ found.keys())[0]
         return Comparison(name=name, largest_difference=float("inf"), where=where, bound=bound)
     if not all(value.isfinite().all() for value in expected.values()):
-        return Comparison(name=name, left_out_because="plain training computes NaN or infinite numbers itself")
+        return Comparison(name=name, why_not_compared="the baseline computes NaN or infinite numbers itself")
     smallest = _smallest_gradient(expected)
     differences = {
         key: _difference(expected[key], found[key], smallest if key.startswith(_GRADIENT) else 0.0)

@@ -108,7 +108,7 @@ def compare_split_loss(
             raise
         except Exception as error:  # a model may have no loss in evaluation mode
             return Comparison(
-                name=IN_EVALUATION, left_out_because=f"the loss cannot be computed in it: {error}"
+                name=IN_EVALUATION, why_not_compared=f"the loss cannot be computed in it: {error}"
             )
 
 
@@ -163,19 +163,17 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
             micro_batch_size=size,
         )
     except torch.OutOfMemoryError as error:
-        comparison = Comparison(name=IN_EVALUATION, left_out_because=f"memory ran out: {error}")
-    if comparison.left_out_because:
-        warnings.warn(split_not_compared(settings, comparison.left_out_because), SplitWarning, stacklevel=3)
+        comparison = Comparison(name=IN_EVALUATION, why_not_compared=f"memory ran out: {error}")
+    if comparison.why_not_compared:
+        warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        certificate = EquivalenceReport(
+        report = EquivalenceReport(
             job=job.name,
             device=device_of(model).type,
             samples=layout.count(few),
             comparisons=(comparison,),
         )
-        raise EquivalenceError(
-            f"{certificate}\nNothing was trained. If the difference is meant, pass verify=False."
-        )
+        raise EquivalenceError(f"{report}\nNothing was trained. If the difference is meant, pass verify=False.")
 
 
 def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
@@ -339,7 +337,7 @@ def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparis
     found = [split.values(seed + 1 + repetition)[:2] for repetition in range(_REPETITIONS)]
     wholes, parts = [whole for whole, _ in found], [of_parts for _, of_parts in found]
     if not all(map(math.isfinite, wholes + parts)):
-        return Comparison(name=ON_AVERAGE, left_out_because=_NOT_FINITE)
+        return Comparison(name=ON_AVERAGE, why_not_compared=_NOT_FINITE)
     noise = math.sqrt((statistics.variance(wholes) + statistics.variance(parts)) / _REPETITIONS)
     comparison = _compared(ON_AVERAGE, statistics.mean(wholes), statistics.mean(parts), bound)
     differ = abs(statistics.mean(wholes) - statistics.mean(parts)) > _STANDARD_ERRORS * noise
@@ -347,17 +345,17 @@ def _compared_on_average(split: _SplitLoss, seed: int, bound: float) -> Comparis
         return comparison
     return Comparison(
         name=ON_AVERAGE,
-        left_out_because="the loss draws random numbers that do not belong to single samples, and varies more "
+        why_not_compared="the loss draws random numbers that do not belong to single samples, and varies more "
         "between draws than between the batch and its parts",
     )
 
 
-_NOT_FINITE = "plain training computes NaN or infinite numbers itself"
+_NOT_FINITE = "the baseline computes NaN or infinite numbers itself"
 
 
 def _compared(name: str, whole: float, parts: float, bound: float) -> Comparison:
     if not math.isfinite(whole):
-        return Comparison(name=name, left_out_because=_NOT_FINITE)
+        return Comparison(name=name, why_not_compared=_NOT_FINITE)
     difference = abs(whole - parts) / max(abs(whole), abs(parts), _SMALL_LOSS)
     return Comparison(
         name=name,

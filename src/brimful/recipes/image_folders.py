@@ -102,8 +102,8 @@ def _images_of(
         files += [(path, folder.name) for path in _files(folder, broken)]
     files = _images_by_name(directory, files)
     broken += _broken([path for path, _ in files], decodes=decodes)
-    left_out = {sample.where for sample in broken}
-    files = [(path, name) for path, name in files if str(path) not in left_out]
+    skipped = {sample.where for sample in broken}
+    files = [(path, name) for path, name in files if str(path) not in skipped]
     present = {name for _, name in files}
     empty = [folder for folder in folders if folder.name not in present]
     broken += [

@@ -64,8 +64,8 @@ def measurement_text(measurement: Measurement) -> str:
 
 def comparison_text(comparison: Comparison) -> str:
     """One line: what was compared, and how far apart the two are."""
-    if comparison.left_out_because:
-        return f"{comparison.name}: not compared, {comparison.left_out_because}"
+    if comparison.why_not_compared:
+        return f"{comparison.name}: not compared, {comparison.why_not_compared}"
     if comparison.is_bitwise:
         return f"{comparison.name}: loss, gradients and buffers are equal to the last bit"
     verdict = "within" if comparison.holds else "BEYOND"
@@ -75,17 +75,17 @@ def comparison_text(comparison: Comparison) -> str:
     )
 
 
-def certificate_text(certificate: EquivalenceReport) -> str:
+def equivalence_text(report: EquivalenceReport) -> str:
     """The verdict, each comparison, and what to do where one does not hold."""
-    verdict = "is the same training" if certificate.holds else "is NOT the same training"
-    if all(comparison.left_out_because for comparison in certificate.comparisons):
-        verdict = "was not compared with plain training"
-    elif certificate.holds and certificate.known_differences:
+    verdict = "is the same training" if report.holds else "is NOT the same training"
+    if all(comparison.why_not_compared for comparison in report.comparisons):
+        verdict = "was not compared with the baseline"
+    elif report.holds and report.known_differences:
         verdict = "is the same training, except for layers that depend on the micro-batch"
-    compared = f"({certificate.samples} samples compared on {certificate.device})"
-    lines = [f"{certificate.job}: the plan {verdict} {compared}"]
-    lines += [f"  {comparison_text(comparison)}" for comparison in certificate.comparisons]
-    return "\n".join([*lines, *([f"  {certificate.way_out}"] if certificate.way_out else [])])
+    compared = f"({report.samples} samples compared on {report.device})"
+    lines = [f"{report.job}: the plan {verdict} {compared}"]
+    lines += [f"  {comparison_text(comparison)}" for comparison in report.comparisons]
+    return "\n".join([*lines, *([f"  {report.way_out}"] if report.way_out else [])])
 
 
 def check_text(check: PlanCheck) -> str:

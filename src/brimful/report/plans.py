@@ -223,7 +223,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     )
     needs = format_bytes(plan.plain.predicted_peak_reserved_bytes + _context_bytes(plan))
     speed = _speed(plan.plain)
-    yield f"  plain training  {needs}: " + (
+    yield f"  baseline        {needs}: " + (
         f"fits; {speed}" if plan.plain.fits else f"does not fit (would take {speed})"
     )
     yield f"  plan            {plan.settings.describe()}"

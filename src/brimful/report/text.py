@@ -6,7 +6,7 @@ from functools import singledispatch
 
 from brimful.planner import GpuSurvey, Plan, PlanCheck
 from brimful.prediction import Estimate
-from brimful.report.measurements import certificate_text, check_text, comparison_text, measurement_text
+from brimful.report.measurements import check_text, comparison_text, equivalence_text, measurement_text
 from brimful.report.plans import estimate_text, gpus_text, plan_text
 from brimful.report.training import summary_text
 from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult
@@ -24,5 +24,5 @@ text_of.register(PlanCheck, check_text)
 text_of.register(GpuSurvey, gpus_text)
 text_of.register(Measurement, measurement_text)
 text_of.register(Comparison, comparison_text)
-text_of.register(EquivalenceReport, certificate_text)
+text_of.register(EquivalenceReport, equivalence_text)
 text_of.register(TrainingResult, summary_text)

@@ -1,4 +1,4 @@
-"""A training run as text: predicted beside measured, and beside plain training if that was run too."""
+"""A training run as text: predicted beside measured, and beside the baseline if that was run too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def summary_text(result: TrainingResult) -> str:
 
 
 def training_document(result: TrainingResult, plain: TrainingResult | None = None) -> dict[str, Any]:
-    """The run, and what sets it apart from plain training, as JSON."""
+    """The run, and what sets it apart from the baseline, as JSON."""
     document = result.to_json()
     document["plain"] = None if plain is None else plain.to_json()
     document["largest_loss_difference"] = None if plain is None else largest_loss_difference(result, plain)
@@ -138,7 +138,7 @@ def _throughput(result: TrainingResult) -> Iterator[str]:
 def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str]:
     if plain is None or plain.measured_peak_allocated_bytes is None:
         return
-    line = f"  plain training took {format_bytes(plain.measured_peak_allocated_bytes)}"
+    line = f"  the baseline took {format_bytes(plain.measured_peak_allocated_bytes)}"
     if plain.measured_step_seconds is not None and result.measured_step_seconds is not None:
         ratio = result.measured_step_seconds / plain.measured_step_seconds
         line += (

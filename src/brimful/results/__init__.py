@@ -1,4 +1,4 @@
-"""Records of measurements: one step, a training run, a comparison of a plan with plain training.
+"""Records of measurements: one step, a training run, a comparison of a plan with the baseline.
 
 They do not import torch. `bf.fit` returns `training_run.TrainingResult`, `bf.measure` returns
 `measurement.Measurement`.

@@ -1,4 +1,4 @@
-"""Results of comparing training under a plan with plain training."""
+"""Results of comparing training under a plan with the baseline."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ from brimful.display import PrintedResult
 
 def _holds(comparison: Comparison) -> bool | None:
     """None for a comparison that was not made."""
-    return None if comparison.left_out_because else comparison.holds
+    return None if comparison.why_not_compared else comparison.holds
 
 
-@json_form(JsonForm(derived={"holds": _holds}, order=("name", "holds")))
+@json_form(
+    JsonForm(derived={"holds": _holds}, order=("name", "holds"), keys={"why_not_compared": "left_out_because"})
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(PrintedResult):
     """A comparison of loss, gradients and buffers of one batch, computed in two ways."""
 
     name: str
-    """The technique of the plan that is compared with plain training: "recomputing", "computing the loss in
+    """The technique of the plan that is compared with the baseline: "recomputing", "computing the loss in
     chunks", "splitting"; "splitting, in evaluation mode" compares the loss alone."""
     is_bitwise: bool = False
     """Whether all of them are bitwise equal."""
@@ -39,7 +41,7 @@ class Comparison(PrintedResult):
     """Name of the tensor with that difference; empty if there is none."""
     bound: NonNegativeFloat = 0.0
     """The largest difference allowed; 0 if the plan only changes the order of operations."""
-    left_out_because: str = ""
+    why_not_compared: str = ""
     """Why the comparison was not made; empty if it was."""
     is_known_to_differ: bool = False
     """Whether the comparison was not made because the two are known to differ: BatchNorm over micro-batches, or
@@ -48,13 +50,13 @@ class Comparison(PrintedResult):
     @property
     def holds(self) -> bool:
         """Whether the difference is within the bound, or the comparison was not made."""
-        return self.is_bitwise or bool(self.left_out_because) or 0 < self.largest_difference <= self.bound
+        return self.is_bitwise or bool(self.why_not_compared) or 0 < self.largest_difference <= self.bound
 
 
 @json_form(JsonForm(derived={"holds": attrgetter("holds")}, order=("holds",)))
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EquivalenceReport(PrintedResult):
-    """Whether training under a plan computes the same as plain training."""
+    """Whether training under a plan computes the same as the baseline."""
 
     job: str
     device: str
@@ -70,14 +72,14 @@ class EquivalenceReport(PrintedResult):
 
     @property
     def known_differences(self) -> tuple[str, ...]:
-        """Why the plan is known to differ from plain training; empty if it does not."""
-        return tuple(each.left_out_because for each in self.comparisons if each.is_known_to_differ)
+        """Why the plan is known to differ from the baseline; empty if it does not."""
+        return tuple(each.why_not_compared for each in self.comparisons if each.is_known_to_differ)
 
     @property
     def why_split_is_unknown(self) -> str:
         """Why a split batch could not be compared with a whole one; empty if it was, or is not split."""
         made = [each for each in self.comparisons if each.name.startswith("splitting")]
-        reasons = [each.left_out_because for each in made]
+        reasons = [each.why_not_compared for each in made]
         return reasons[-1] if len(made) > 1 and all(reasons) else ""
 
     @property

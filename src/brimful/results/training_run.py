@@ -205,7 +205,7 @@ class TrainingResult(PrintedResult):
     temporaries_at_peak: tuple[OpTemporary, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """Temporary memory inside ops at the measured peak, largest first; empty where it cannot be measured."""
     certificate: EquivalenceReport | None = field(default=None, metadata=ALWAYS_WRITTEN)
-    """The comparison with plain training before the first step; None if there was nothing to compare, or it was
+    """The comparison with the baseline before the first step; None if there was nothing to compare, or it was
     not requested."""
     recoveries: tuple[Recovery, ...] = field(default=(), metadata=ALWAYS_WRITTEN)
     """One record for each time that memory ran out."""

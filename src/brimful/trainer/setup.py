@@ -70,7 +70,7 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
         UsageError: There is no data, or the data, the model or the loss cannot be used.
         RunDirectoryError: The run directory is not empty or cannot be written to.
         ResumeError: There is no complete checkpoint, or the checkpoints are of another run.
-        EquivalenceError: The plan does not compute what plain training does.
+        EquivalenceError: The plan does not compute what the baseline does.
     """
     start = find_start(config, ranks)
     data = find_data(config.job, config.options.data)

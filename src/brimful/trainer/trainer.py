@@ -112,7 +112,7 @@ class Trainer:
             RunDirectoryError: The run directory is not empty or cannot be written to.
             ResumeError: There is no complete checkpoint, the checkpoints are of another run, or there are
                 weights without checkpoints.
-            EquivalenceError: The plan does not compute what plain training does; nothing was trained.
+            EquivalenceError: The plan does not compute what the baseline does; nothing was trained.
             OutOfMemoryError: Memory ran out even with the smallest settings, or outside of a step. The message
                 reports what is saved.
             DataError: The training data raised; the run is saved.

@@ -1,4 +1,4 @@
-"""Verifies a plan before training: its steps must compute what plain training computes."""
+"""Verifies a plan before training: its steps must compute what the baseline computes."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def verified(model: nn.Module, config: RunConfig, ranks: Ranks) -> EquivalenceRe
         The report, on the first rank alone; None if there is nothing to compare.
 
     Raises:
-        EquivalenceError: The plan does not compute what plain training does.
+        EquivalenceError: The plan does not compute what the baseline does.
     """
-    certificate, failure = None, None
+    report, failure = None, None
     if ranks.is_first:
         try:
-            certificate = _verified_here(model, config)
+            report = _verified_here(model, config)
         except EquivalenceError as error:
             failure = error
     message = ranks.broadcast(None if failure is None else str(failure))
     if message is not None:
         raise failure or EquivalenceError(message)
-    return certificate
+    return report
 
 
 def _verified_here(model: nn.Module, config: RunConfig) -> EquivalenceReport | None:
@@ -51,25 +51,21 @@ def _verified_here(model: nn.Module, config: RunConfig) -> EquivalenceReport | N
     is_plain = not settings.changed and settings.chunked_loss is None and not settings.optimizer_in_backward
     if not config.options.verify or (is_plain and settings.gradient_accumulation_steps == 1):
         return None
-    certificate = unless_out_of_memory(
-        lambda: verify_model(config.job, settings, model, seed=config.options.seed)
-    )
-    if isinstance(certificate, RanOut):
+    report = unless_out_of_memory(lambda: verify_model(config.job, settings, model, seed=config.options.seed))
+    if isinstance(report, RanOut):
         make_room(config.device)
         warnings.warn(
-            "the plan was not compared with plain training, as memory ran out in that: "
-            f"{certificate.message}. `brimful plan --verify` compares them on a CPU.",
+            "the plan was not compared with the baseline, as memory ran out in that: "
+            f"{report.message}. `brimful plan --verify` compares them on a CPU.",
             stacklevel=3,
         )
         return None
-    if not certificate.holds:
+    if not report.holds:
         raise EquivalenceError(
-            f"{certificate}\nNothing was trained. If the difference is meant, use Trainer(verify=False)."
+            f"{report}\nNothing was trained. If the difference is meant, use Trainer(verify=False)."
         )
-    if certificate.known_differences:
-        warnings.warn(split_changes_layers(certificate.known_differences), LayerSplitWarning, stacklevel=3)
-    if certificate.why_split_is_unknown:
-        warnings.warn(
-            split_not_compared(settings, certificate.why_split_is_unknown), SplitWarning, stacklevel=3
-        )
-    return certificate
+    if report.known_differences:
+        warnings.warn(split_changes_layers(report.known_differences), LayerSplitWarning, stacklevel=3)
+    if report.why_split_is_unknown:
+        warnings.warn(split_not_compared(settings, report.why_split_is_unknown), SplitWarning, stacklevel=3)
+    return report

@@ -6,7 +6,7 @@ its input (N, D). Reshaped, sliced or cast they stay deferred. Their cross-entro
 tokens after another, and each chunk's logits are computed again in backward. Whatever else is done to them
 gets real logits, computed then.
 
-The sums over tokens are those of plain training in another order: loss and gradients agree to rounding.
+The sums over tokens are those of the baseline in another order: loss and gradients agree to rounding.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ These stay on the device:
 * if the plan limits the offloaded bytes, all but the largest storages within that limit.
 
 A storage is copied once, for any number of tensors that view it. Changing a tensor in-place after autograd
-saved it is an error in backward, as in plain training: with hooks, autograd does not check this (checked: torch
+saved it is an error in backward, as in the baseline: with hooks, autograd does not check this (checked: torch
 2.13).
 
 Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._storage_Use_Count`, and

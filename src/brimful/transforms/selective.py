@@ -239,12 +239,12 @@ class _Saving(EagerDispatchMode):
                 self._read.add(owner)
         if not info.writes:
             return
-        can_be_left_out = info.is_in_place and not info.is_random
+        can_be_skipped = info.is_in_place and not info.is_random
         for tensor in tensors_in(args[:1] if info.is_in_place else (args, kwargs)):
             owner = self._owners.get(_address(tensor))
             if owner is None:
                 continue
-            if can_be_left_out and owner not in self._read:
+            if can_be_skipped and owner not in self._read:
                 self._call.overwrites[len(self._call.sequence)] = owner
             else:
                 self._call.results.pop(owner, None)

@@ -177,7 +177,7 @@ def test_the_certificate_of_such_a_split_says_why_it_compares_the_loss_alone() -
     assert found.holds
     (splitting,) = [each for each in found.comparisons if each.name == "splitting"]
     assert splitting.is_known_to_differ
-    assert splitting.left_out_because == (
+    assert splitting.why_not_compared == (
         "each forward changes buffers: 2 times a step, and each micro-batch sees other values: "
         "'1.parametrizations.weight.0'"
     )

@@ -60,7 +60,7 @@ SHARES = sorted([i / 8 for i in range(9)] + [1 / 3 + i / 100 for i in range(8)])
 @pytest.mark.parametrize("name", ["gpt", "post-norm", "resnet", "unet", "vgg", "returning"])
 def test_a_plan_is_within_its_budget_and_more_budget_is_never_slower(name: str) -> None:
     """Budgets close to one another too, where what the allocator reserves goes up and down; with more than
-    enough it is as fast as plain training."""
+    enough it is as fast as the baseline."""
     least, roomy = smallest_budget(name), planned(name, 1 << 40)
     more = roomy.plain.predicted_peak_reserved_bytes - least
     plans = [planned(name, least + int(share * more)) for share in SHARES]

@@ -78,7 +78,7 @@ def test_recomputing_is_the_same_to_the_last_bit(precision: Precision) -> None:
     found_ = certificate(job, recompute=("0", "1"), micro_batches=2, precision=precision)
     assert found_.holds
     assert found(found_)["recomputing"].is_bitwise
-    assert "BatchNorm" in found(found_)["splitting"].left_out_because
+    assert "BatchNorm" in found(found_)["splitting"].why_not_compared
     assert "is the same training, except for layers that depend on the micro-batch (16 samples" in str(found_)
 
 
@@ -110,10 +110,10 @@ def test_a_forward_that_recomputes_something_else_is_found(counter: Any) -> None
 
 def test_what_is_not_compared_says_why() -> None:
     drawing = certificate(job_of(lambda: nn.Dropout(0.5)), micro_batches=2)
-    assert "random numbers" in found(drawing)["splitting"].left_out_because
+    assert "random numbers" in found(drawing)["splitting"].why_not_compared
     whole = certificate(job_of(lambda: nn.Linear(WIDTH, WIDTH)))
-    assert "does not split" in found(whole)["splitting"].left_out_because
-    assert "recomputes nothing" in found(whole)["recomputing"].left_out_because
+    assert "does not split" in found(whole)["splitting"].why_not_compared
+    assert "recomputes nothing" in found(whole)["recomputing"].why_not_compared
     assert whole.holds
 
 

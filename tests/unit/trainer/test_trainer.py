@@ -27,7 +27,7 @@ pytestmark = [
 
 def plan_for(settings):
     plain = Alternative(
-        label="plain training",
+        label="baseline",
         settings=settings,
         predicted_peak_reserved_bytes=2000,
         predicted_step_seconds=0.5,

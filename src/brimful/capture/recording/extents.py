@@ -89,19 +89,9 @@ def _product_and_sum(_summand: Tensor, a: Tensor, b: Tensor, *_: Any) -> Product
 
 
 def _convolution(
-    input: Tensor,
-    weight: Tensor,
-    _bias: Any,
-    stride: Any,
-    _padding: Any,
-    _dilation: Any,
-    transposed: bool,
-    _output_padding: Any,
-    groups: int,
-    *,
-    output: Tensor | None = None,
-    gradients: int = 0,
+    input: Tensor, weight: Tensor, _bias: Any, *how: Any, output: Tensor | None = None, gradients: int = 0
 ) -> Convolution:
+    stride, _padding, _dilation, transposed, _output_padding, groups = how
     kernel = math.prod(weight.shape[2:])
     steps = math.prod(stride) if len(stride) == weight.dim() - 2 else stride[0] ** (weight.dim() - 2)
     in_positions = math.prod(input.shape[2:])
