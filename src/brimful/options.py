@@ -45,6 +45,13 @@ class PlanOptions:
     """Memory permitted on the device, the CUDA context included: a size such as 11GiB, or a share of the
     baseline's peak, such as 50%. The baseline is the whole batch in one micro-batch, nothing recomputed.
     Default: device capacity, minus 5 % on a GPU."""
+    max_exceedance: float = 0.01
+    """Largest probability of exceeding the budget, by how far past predictions were off; 1 permits any. Where
+    nothing is as safe, the plan is the fastest that is predicted within the budget, and a note has its
+    probability."""
+    effort: str = "normal"
+    """normal chooses the simplest of plans whose times predictions cannot distinguish: accumulation before
+    recomputation before offloading. max chooses the fastest, however little faster it is."""
     precision: str = "fp32"
     """fp32, tf32, fp16 or bf16. Several, separated by commas, let the plan choose; auto permits all that the
     device supports. The baseline uses the first."""
@@ -116,6 +123,8 @@ class PlanKeywords(TypedDict, total=False):
     """What `brimful.plan` takes by keyword, for type checkers."""
 
     budget: str | float | None
+    max_exceedance: float
+    effort: str
     precision: PrecisionLike | Sequence[PrecisionLike]
     micro_batch_size: int | None
     recompute: str | Action | None

@@ -86,6 +86,8 @@ def _permits(job: Job, device: Device, options: PlanOptions, *, is_here: bool) -
         expandable_segments=options.expandable_segments,
         offload_host_bytes=_offload_host_bytes(options, device, is_here=is_here),
         splits_coupled_batches=options.split_batch_norm,
+        exceedance=_probability(options.max_exceedance),
+        prefers_simplest=_prefers_simplest(options.effort),
     )
 
 
@@ -186,6 +188,19 @@ def parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True
     if recompute not in actions:
         raise UnknownNameError("value of recompute", str(recompute), list(actions))
     return actions[recompute]
+
+
+def _probability(value: float) -> float:
+    if not 0 < value <= 1:
+        raise UsageError(f"max_exceedance is {value:g}, which is not a probability above 0; 0.01 is 1 %.")
+    return value
+
+
+def _prefers_simplest(effort: str) -> bool:
+    known = {"normal": True, "max": False}
+    if effort not in known:
+        raise UnknownNameError("value of effort", effort, list(known))
+    return known[effort]
 
 
 def _keeps_own_checkpointing(value: str) -> bool:

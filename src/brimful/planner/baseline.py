@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from brimful.cost import StepTime, difference_interval, step_seconds
+from brimful.cost import StepTime, difference_interval
 from brimful.devices import Device
 from brimful.memory import replay_allocations
 from brimful.planner.plan import Alternative
 from brimful.planner.request import Request
+from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
 from brimful.settings import Settings
 from brimful.trace import Trace
@@ -20,7 +21,7 @@ class Baseline:
     """The whole global batch at once, everything kept."""
 
     trace: Trace
-    step_time: StepTime
+    estimate: Estimate
     alternative: Alternative
 
     @classmethod
@@ -28,12 +29,12 @@ class Baseline:
         """Of the job and the device that a request names."""
         settings = request.baseline_settings()
         trace = per_rank_trace(capture(settings))
-        time = step_seconds(trace, request.device)
-        return cls(trace, time, alternative_of("baseline", trace, time, settings, request))
+        estimate = estimate_unlimited(trace, request.device)
+        return cls(trace, estimate, alternative_of("baseline", trace, estimate.step_time, settings, request))
 
     def compared_with(self, plan: StepTime, device: Device) -> Alternative:
         """The record of a plan, with the interval of the difference from the plan's step."""
-        interval = difference_interval(self.step_time, plan, device)
+        interval = difference_interval(self.estimate.step_time, plan, device)
         return replace(self.alternative, predicted_difference_interval_seconds=interval)
 
 

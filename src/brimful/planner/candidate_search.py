@@ -16,7 +16,7 @@ from brimful.planner.candidate import Candidate, time_uncertainty
 from brimful.planner.replays import Replays
 from brimful.prediction.estimate import Estimate
 from brimful.prediction.estimator import Capture
-from brimful.settings import Settings
+from brimful.settings import Action, Settings
 
 MOST_RESERVED_FRACTION = 0.3
 """A choice whose allocated peak leaves this fraction of itself free is assumed to fit; the plan's choice is
@@ -93,6 +93,21 @@ class CandidateSearch:
         None if none is, or it cannot be captured, of which a note is added.
         """
         return self._highest_captured(self.grid.levels[: level + 1], budget_bytes)
+
+    def kept_reserved_bytes(self) -> int | None:
+        """Bytes expected to be reserved if every unit is kept; None if another action is pinned."""
+        if self.candidate.pinned not in (None, Action.KEEP):
+            return None
+        return self._replays.reserved_bytes(self.candidate.uniform_choice(Action.KEEP))
+
+    def kept_within(self, budget_bytes: int) -> Estimate | None:
+        """A capture that keeps every unit; None if it is over the budget or fails, of which a note is added."""
+        try:
+            captured = self._replays.captured(self.candidate.uniform_choice(Action.KEEP))
+        except (CaptureError, BatchError) as error:
+            self._add_note(error)
+            return None
+        return captured if captured.predicted_peak_reserved_bytes <= budget_bytes else None
 
     def nested_within(self, budget_bytes: int) -> Estimate | None:
         """The fastest nested segments within the budget, all captured; None as for `captured_from`."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from brimful.cost import difference_interval
 from brimful.planner.alternatives import least_device_bytes
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.coupling import what_splitting_changes, why_kept_whole
+from brimful.planner.fastest import by_least_time
+from brimful.planner.headroom import bytes_over, exceedance_of
 from brimful.planner.request import Request
-from brimful.prediction.estimate import MARGIN_FRACTION, Estimate
+from brimful.planner.simplest import SIMPLICITY_FRACTION
+from brimful.prediction.estimate import Estimate
+from brimful.prediction.exceedance import DEFAULT_PROBABILITY
 from brimful.quantities import format_bytes, format_seconds
 from brimful.settings import OptimizerImplementation, Settings
 from brimful.trace import Trace
@@ -45,16 +50,21 @@ _BUSY_NOTE = (
 
 
 def notes_for(
-    best: Estimate,
+    found: Sequence[Estimate],
     baseline: Trace,
     request: Request,
     candidates: Sequence[CandidateSearch],
     searching: Sequence[str],
 ) -> tuple[str, ...]:
-    """The notes of a plan: those of the search first, which say what could not be searched, then by topic."""
+    """The notes of a plan: those of the search first, which say what could not be searched, then by topic.
+
+    The plan is the first of the choices found.
+    """
+    best = found[0]
     settings = best.settings
     return (
         *dict.fromkeys(searching),
+        *_what_simplicity_costs(found, request),
         *([_BUSY_NOTE] if request.device.was_measured_busy else []),
         *_why_the_batch_is_whole(settings, baseline, request),
         *([_OWN_LOOP_NOTE] if request.job.brings_own_loop else []),
@@ -98,13 +108,11 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
 
 
 def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[CandidateSearch]) -> list[str]:
-    """How far the upper end of what is predicted is beyond the budget, if it is."""
-    most_bytes, capacity_bytes = best.predicted_device_interval_bytes[1], request.device.capacity_bytes
-    leaves_margin = request.budget_bytes >= int(capacity_bytes / (1 + MARGIN_FRACTION))  # as without a budget
-    over_bytes = most_bytes - (capacity_bytes if leaves_margin else request.budget_bytes)
-    if over_bytes <= 0:
+    """The probability of exceeding the budget, where it is larger than a plan may have by default."""
+    probability = exceedance_of(best, request)
+    if probability <= DEFAULT_PROBABILITY:
         return []
-    surely = request.budget_bytes - (most_bytes - best.predicted_peak_device_bytes)
+    needed_bytes = request.budget_bytes + bytes_over(best, request, DEFAULT_PROBABILITY)
     unsure = (
         "what kernels take inside, what the allocator reserves and the CUDA context are not known to the byte"
         if request.device.kind == "cuda"
@@ -117,12 +125,48 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[Can
             min(each.grid.smallest_nested_peak_bytes for each in nesting) + request.device.context_bytes
         )
         least_bytes = min(least_bytes, nested_bytes)
-    advice = (
-        f"To be sure, plan with about {format_bytes(surely)}."
-        if surely >= least_bytes
-        else f"No plan is sure to be within it: the least that one takes is about {format_bytes(least_bytes)}."
-    )
-    return [f"It may take up to {format_bytes(over_bytes)} more than the budget: {unsure}. {advice}"]
+    asked = request.permits.exceedance > DEFAULT_PROBABILITY
+    reason = "as max_exceedance permits" if asked else "and nothing safer fits"
+    return [
+        f"The peak exceeds the budget with a probability of {probability:.0%}, {reason}: {unsure}. With "
+        f"{format_bytes(needed_bytes)} it would be {DEFAULT_PROBABILITY:.0%}; the least that any plan takes is "
+        f"about {format_bytes(least_bytes)}."
+    ]
+
+
+def what_safety_costs(best: Estimate, candidates: Sequence[CandidateSearch], request: Request) -> list[str]:
+    """What is predicted within the budget and clearly faster than the plan, but exceeds it too often."""
+    if exceedance_of(best, request) > request.permits.exceedance:
+        return []
+    bound = best.predicted_step_seconds * (1 - SIMPLICITY_FRACTION)
+    riskier = next(by_least_time(candidates, request.reserved_budget_bytes), None)
+    if riskier is None or riskier.seconds >= bound:
+        return []
+    gain = 1 - riskier.seconds / best.predicted_step_seconds
+    return [
+        f"{riskier.settings.describe()}: {gain:.0%} faster and predicted within the budget, but it exceeds the "
+        f"budget with a probability above {request.permits.exceedance:.2g}. A larger max_exceedance "
+        "(--max-exceedance) permits it."
+    ]
+
+
+def _what_simplicity_costs(found: Sequence[Estimate], request: Request) -> list[str]:
+    """What the fastest choice does beyond the plan, and what it would gain, if a simpler one was chosen."""
+    best = found[0]
+    fastest = min(found, key=lambda estimate: estimate.predicted_step_seconds)
+    if not request.permits.prefers_simplest or fastest is best:
+        return []
+    seconds = best.predicted_step_seconds
+    gained = difference_interval(best.step_time, fastest.step_time, request.device)
+    low, high = (each / seconds for each in gained)
+    gain = 1 - fastest.predicted_step_seconds / seconds
+    less_bytes = fastest.predicted_peak_device_bytes - best.predicted_peak_device_bytes
+    less = f" and takes {format_bytes(less_bytes)} less" if less_bytes > 0 else ""
+    return [
+        f"{fastest.settings.describe()}: {gain:.1%} faster as predicted ({low:+.1%} to {high:+.1%}), which "
+        f"cannot be distinguished from no gain. The plan is simpler{less}; "
+        'effort="max" (--effort max) takes the faster.'
+    ]
 
 
 def _what_the_host_gives(best: Estimate, request: Request) -> list[str]:

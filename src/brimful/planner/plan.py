@@ -79,6 +79,8 @@ class JobSource:
     """Options of the model, by name."""
 
 
+Probability = Annotated[float, Meta(ge=0, le=1)]
+
 _MOST_FLOPS = 10**40
 """FLOPs per step: more than any step needs, and far below the largest float. A choice."""
 
@@ -98,6 +100,9 @@ class Plan(PrintedResult):
     predicted_peak_allocated_bytes: PositiveInt
     predicted_peak_reserved_bytes: PositiveInt
     predicted_peak_device_bytes: PositiveInt
+    predicted_exceedance_probability: Probability | None = None
+    """Probability that the peak exceeds the budget, or the device's capacity if the budget leaves the default
+    margin; None in a plan of an earlier version or written by hand."""
     predicted_pinned_host_bytes: NonNegativeInt = 0
     """Host memory for offloaded units and an offloaded optimizer, which stays pinned until training ends."""
     predicted_host_state_bytes: NonNegativeInt = 0

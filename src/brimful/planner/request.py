@@ -72,6 +72,10 @@ class Permits:
     """Whether a batch may be split although a layer couples its samples (BatchNorm) or changes its buffers in
     each forward (spectral norm), which changes what is computed. False keeps the mathematics: such a model
     trains its whole batch at once."""
+    exceedance: float = 1.0
+    """Largest probability of exceeding the budget; 1 permits any."""
+    prefers_simplest: bool = False
+    """Whether the simplest is chosen among plans whose times cannot be distinguished, not the fastest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

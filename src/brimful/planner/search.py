@@ -5,7 +5,9 @@
    segments, or the optimizer on the host.
 3. Take candidates in the order of the least time that they may need, and capture the fastest choice of each
    that really is within the budget, until none that is left could be faster (`fastest`).
-4. Where nothing fits, capture what takes least. If that is over the budget too, say by how much, and what would
+4. Take the simplest of the choices that are as fast as predictions can distinguish (`simplest`), with enough
+   headroom to exceed the budget as rarely as is permitted (`headroom`).
+5. Where nothing fits, capture what takes least. If that is over the budget too, say by how much, and what would
    fit (`infeasible`).
 """
 
@@ -20,14 +22,19 @@ from brimful.planner.alternatives import alternatives, budget_curve
 from brimful.planner.baseline import Baseline
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.fastest import by_least_time, fastest_within, with_less_offloading
+from brimful.planner.headroom import bytes_over, exceedance_of, with_headroom
 from brimful.planner.infeasible import nothing_fits
-from brimful.planner.notes import notes_for
+from brimful.planner.notes import notes_for, what_safety_costs
 from brimful.planner.plan import Plan, PlanStatus
 from brimful.planner.request import Request
 from brimful.planner.search_space import SearchSpace
+from brimful.planner.simplest import simplest_first
 from brimful.prediction.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.prediction.estimator import Capture
 from brimful.trace import Category, Trace
+
+MOST_ROUNDS = 4
+"""Budgets that are searched for a choice with enough headroom; two are enough for nearly all jobs."""
 
 TIME_UNCERTAINTY = 0.001
 """Fraction by which times of captures and of what is predicted from them may differ."""
@@ -51,17 +58,38 @@ def search(capture: Capture, request: Request) -> Plan:
         request.device.check_precision(precision)
     baseline = Baseline.of(capture, request)
     notes: list[str] = []
-    candidates = _candidates(capture, request, baseline.trace, notes)
-    found = fastest_within(candidates, request.reserved_budget_bytes)
-    if found:
-        found = with_less_offloading(candidates, found, request.reserved_budget_bytes)
-    else:
-        smallest = _smallest(candidates)
-        found = [each for each in smallest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
-        if not found:
-            least = min(smallest, key=lambda estimate: estimate.predicted_peak_device_bytes)
-            raise nothing_fits(capture, request, least, baseline, notes)
+    safe = with_headroom(request, baseline.estimate)
+    candidates = _candidates(capture, safe, baseline.trace, notes)
+    for searched in dict.fromkeys((safe, request)):
+        if found := _found(candidates, searched, request):
+            notes += what_safety_costs(found[0], candidates, request)
+            return _plan(request, baseline, candidates, found, notes)
+    smallest = _smallest(candidates)
+    found = [each for each in smallest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
+    if not found:
+        least = min(smallest, key=lambda estimate: estimate.predicted_peak_device_bytes)
+        raise nothing_fits(capture, request, least, baseline, notes)
     return _plan(request, baseline, candidates, found, notes)
+
+
+def _found(candidates: Sequence[CandidateSearch], searched: Request, request: Request) -> list[Estimate]:
+    """The choice of the plan and the others captured; none if nothing is within the budget that is searched.
+
+    With headroom, budgets are lowered until the choice exceeds that of the request as rarely as is permitted.
+    """
+    limit_bytes = searched.reserved_budget_bytes
+    for _ in range(MOST_ROUNDS):
+        found = fastest_within(candidates, limit_bytes)
+        if not found:
+            return []
+        found = with_less_offloading(candidates, found, limit_bytes)
+        if request.permits.prefers_simplest:
+            found = simplest_first(candidates, found, request, limit_bytes)
+        over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+        if searched is request or over_bytes <= 0:
+            return found
+        limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
+    return []
 
 
 def _candidates(capture: Capture, request: Request, baseline: Trace, notes: list[str]) -> list[CandidateSearch]:
@@ -149,8 +177,9 @@ def _plan(
         model_flops=model_flops(baseline.trace),
         peak_flops_per_second=request.device.peak_flops_per_second(best.settings.precision),
         plain=baseline.compared_with(best.step_time, request.device),
+        predicted_exceedance_probability=exceedance_of(best, request),
         alternatives=alternatives(request, candidates, found),
         peak_at=" of ".join([str(best.peak_phase), *([best.peak_module] if best.peak_module else [])]),
         budget_curve=tuple(budget_curve(request, candidates, best, baseline.alternative)),
-        notes=notes_for(best, baseline.trace, request, candidates, notes),
+        notes=notes_for(found, baseline.trace, request, candidates, notes),
     )

@@ -233,6 +233,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget), "
         f"{_seconds(plan)} a step, {rate}"
     )
+    if plan.predicted_exceedance_probability is not None:
+        yield f"  over budget     with a probability of {_probability(plan.predicted_exceedance_probability)}"
     yield f"  peak in         {plan.peak_at}"
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
     if only_recomputed:
@@ -254,6 +256,11 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"    {by_hand}{other.settings.describe()}: {size}, {_slower(other, plan)}{fit}"
     for note in plan.notes:
         yield f"  note: {note}"
+
+
+def _probability(value: float) -> str:
+    """In percent: "0.4%", "under 0.1%"."""
+    return "under 0.1%" if value < 0.001 else f"{value:.1%}" if value < 0.095 else f"{value:.0%}"
 
 
 def _seconds(result: Estimate | Plan) -> str:

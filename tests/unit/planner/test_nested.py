@@ -81,7 +81,9 @@ def test_peak_and_time_of_a_choice_are_those_of_a_capture(
         truth = peak_bytes(trace)
         assert truth <= problem.peak_bytes(nested) <= truth * (1 + TOLERANCE)
         seconds = step_seconds(trace, find_device(device)).total_seconds - flat_seconds
-        assert problem.cost_seconds(nested) * accumulation == pytest.approx(seconds, rel=0.1, abs=1e-9)
+        launches = 2 * find_device(device).dispatch.forward_seconds  # a few ops need not run again
+        cost = problem.cost_seconds(nested) * accumulation
+        assert cost == pytest.approx(seconds, rel=0.1, abs=1e-9 if device == "cpu" else accumulation * launches)
 
 
 def test_the_last_unit_and_those_at_which_nothing_is_handed_on_are_told() -> None:

@@ -204,7 +204,9 @@ def test_no_choice_that_fits_is_faster_than_the_plan(way: str) -> None:
             block.gradient_checkpointing = False
         return model
 
-    plan = bf.plan(replace(job(), model=half), "cpu", global_batch_size=16 * SAMPLES, budget="60%")
+    plan = bf.plan(
+        replace(job(), model=half), "cpu", global_batch_size=16 * SAMPLES, budget="60%", effort="max"
+    )
     assert plan.alternatives
     for other in plan.alternatives:
         assert other.fits == (other.predicted_peak_reserved_bytes <= plan.budget_bytes)

@@ -1,0 +1,42 @@
+"""A request and a probability of exceeding its budget → how much of the budget a plan may take as predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from brimful.planner.request import Request
+from brimful.prediction.estimate import MARGIN_FRACTION, Estimate
+from brimful.prediction.exceedance import bytes_at_probability, exceedance_probability
+
+
+def with_headroom(request: Request, baseline: Estimate) -> Request:
+    """The request with a budget that leaves the headroom, relative to the peak, that the baseline needs.
+
+    Args:
+        request: As it was asked.
+        baseline: Training without a plan, wherever it fits.
+
+    Returns:
+        The same request if its budget leaves enough already, as the default one may.
+    """
+    needed_bytes = bytes_at_probability(baseline, request.device.kind, request.permits.exceedance)
+    headroom = needed_bytes / max(baseline.predicted_peak_device_bytes, 1)
+    budget_bytes = int(limit_of(request) / headroom)
+    return request if budget_bytes >= request.budget_bytes else replace(request, budget_bytes=budget_bytes)
+
+
+def bytes_over(estimate: Estimate, request: Request, probability: float) -> int:
+    """Bytes by which the limit of a request is too low for a choice to exceed it with at most a probability."""
+    return bytes_at_probability(estimate, request.device.kind, probability) - limit_of(request)
+
+
+def exceedance_of(estimate: Estimate, request: Request) -> float:
+    """The probability that a choice exceeds the limit of a request."""
+    return exceedance_probability(estimate, request.device.kind, limit_of(request))
+
+
+def limit_of(request: Request) -> int:
+    """The budget; the device's capacity where the budget leaves the margin of a plan without one."""
+    capacity_bytes = request.device.capacity_bytes
+    leaves_margin = request.budget_bytes >= int(capacity_bytes / (1 + MARGIN_FRACTION))
+    return max(capacity_bytes, request.budget_bytes) if leaves_margin else request.budget_bytes

@@ -1,0 +1,150 @@
+"""The fastest choices → the simplest of those that are as fast, as far as predictions can distinguish them.
+
+A choice is as fast as the fastest if the interval of the difference of their times contains 0, and it costs at
+most `SIMPLICITY_FRACTION` of the step as predicted. Of these the simplest is taken, by `complexity_of`, and of
+equally simple ones that with most headroom. Start reading at `simplest_first`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from enum import IntEnum
+from functools import partial
+from operator import attrgetter
+from typing import NamedTuple
+
+from brimful.cost import difference_interval
+from brimful.planner.candidate_search import CandidateSearch
+from brimful.planner.request import Request
+from brimful.prediction.estimate import NO_LIMIT_BYTES, Estimate
+from brimful.settings import Settings
+
+SIMPLICITY_FRACTION = 0.02
+"""Most of the step time that simplicity may cost, as predicted. A choice: twice what repeated measurements of a
+step vary by (`cost.uncertainty.STEP_SPREAD`)."""
+
+
+class Complexity(IntEnum):
+    """What a step does beyond one forward and backward, each with what comes before it as well."""
+
+    NOTHING = 0
+    ACCUMULATION = 1
+    CHUNKED_LOSS = 2
+    RECOMPUTE = 3
+    OFFLOAD = 4
+    OPTIMIZER_ON_HOST = 5
+
+
+class Order(NamedTuple):
+    """How simple a choice is: the least comes first."""
+
+    optimizer: int
+    """Place among the optimizers that are permitted, the job's own first; so are the next two."""
+    precision: int
+    parallelism: int
+    complexity: Complexity
+    needs_expandable_segments: bool
+    changed_units: int
+    reserved_bytes: int
+
+
+def complexity_of(settings: Settings) -> Complexity:
+    """The most complex of what settings do."""
+    if settings.offload_optimizer:
+        return Complexity.OPTIMIZER_ON_HOST
+    if settings.offloaded:
+        return Complexity.OFFLOAD
+    if settings.changed:
+        return Complexity.RECOMPUTE
+    if settings.chunked_loss is not None:
+        return Complexity.CHUNKED_LOSS
+    return Complexity.ACCUMULATION if settings.gradient_accumulation_steps > 1 else Complexity.NOTHING
+
+
+def simplest_first(
+    candidates: Sequence[CandidateSearch], found: Sequence[Estimate], request: Request, budget_bytes: int
+) -> list[Estimate]:
+    """The choices found, by time, but the simplest of those that are as fast as the fastest comes first.
+
+    Args:
+        candidates: All that were searched.
+        found: Captures of their fastest choices within the budget, the fastest first; at least one.
+        request: What is permitted, in order of preference.
+        budget_bytes: Reserved bytes.
+
+    Returns:
+        The same, and what was captured besides.
+    """
+    fastest = found[0]
+    most_seconds = fastest.predicted_step_seconds * (1 + SIMPLICITY_FRACTION)
+    others = {each.settings: each for each in found[1:]}
+    own_order = order_of(fastest.settings, fastest.predicted_peak_reserved_bytes, request)
+    simpler = _simpler(candidates, fastest, request, budget_bytes, most_seconds)
+    for choice in sorted(simpler, key=attrgetter("order")):
+        if choice.order >= own_order:
+            break
+        captured = choice.capture()
+        if captured is None:
+            continue
+        if captured.predicted_step_seconds <= most_seconds and are_as_fast(captured, fastest, request):
+            others.pop(captured.settings, None)
+            return [captured, fastest, *_by_time(others.values())]
+        others.setdefault(captured.settings, captured)
+    return [fastest, *_by_time(others.values())]
+
+
+def are_as_fast(one: Estimate, other: Estimate, request: Request) -> bool:
+    """Whether the interval of the difference between two steps of a model contains 0."""
+    low, high = difference_interval(one.step_time, other.step_time, request.device)
+    return low <= 0 <= high
+
+
+def order_of(settings: Settings, reserved_bytes: int, request: Request) -> Order:
+    """How simple settings are among those that a request permits."""
+    optimizers = [request.pins.optimizer, *(each.name for each in request.permits.other_optimizers)]
+    return Order(
+        optimizer=optimizers.index(settings.optimizer),
+        precision=request.permits.precisions.index(settings.precision),
+        parallelism=request.ranks.parallelisms.index(settings.parallelism),
+        complexity=complexity_of(settings),
+        needs_expandable_segments=settings.expandable_segments,
+        changed_units=len(settings.changed),
+        reserved_bytes=reserved_bytes,
+    )
+
+
+class _Choice(NamedTuple):
+    """A choice that may be simpler."""
+
+    order: Order
+    capture: Callable[[], Estimate | None]
+    """Captures it; None if it is not within the budget after all."""
+
+
+def _simpler(
+    candidates: Sequence[CandidateSearch],
+    fastest: Estimate,
+    request: Request,
+    budget_bytes: int,
+    most_seconds: float,
+) -> Iterator[_Choice]:
+    """Choices of candidates that may be as fast: everything kept, or else recomputation without offloading."""
+    moves_to_host = complexity_of(fastest.settings) > Complexity.RECOMPUTE
+    for each in candidates:
+        bound = each.grid.step_seconds(NO_LIMIT_BYTES)
+        if bound is None or bound * (1 - each.candidate.time_uncertainty) > most_seconds:
+            continue
+        kept_bytes = each.kept_reserved_bytes()
+        if kept_bytes is not None and kept_bytes <= budget_bytes:
+            order = order_of(each.settings, kept_bytes, request)
+            yield _Choice(order, partial(each.kept_within, budget_bytes))
+        elif moves_to_host:
+            without = each.without_offloading() if each.candidate.problem.offloads else each
+            expected = without.expected_within(budget_bytes)
+            if expected is not None and expected.seconds_at_best <= most_seconds:
+                order = order_of(expected.settings, expected.reserved_bytes, request)
+                yield _Choice(order, partial(without.captured_from, expected.level, budget_bytes))
+
+
+def _by_time(found: Iterable[Estimate]) -> list[Estimate]:
+    return sorted(found, key=lambda estimate: estimate.predicted_step_seconds)
