@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from brimful.batches import why_not_split
 from brimful.capture import CautiousCapture, capture_step
-from brimful.devices import Device, known_devices
+from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
 from brimful.errors import UsageError
 from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.setup import choose_device, is_of_this_machine
@@ -22,6 +23,7 @@ from brimful.planner import (
     survey_gpus,
 )
 from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
+from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.quantities import parse_bytes
 from brimful.requests import (
@@ -67,7 +69,8 @@ def estimate(
 
     Args:
         job: The job to estimate.
-        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
+            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
         micro_batch_size: Samples in one forward and backward pass.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
@@ -76,7 +79,8 @@ def estimate(
         recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
         optimizer_in_backward: Update each parameter in backward, as soon as its gradient is complete.
         offload_optimizer: Keep the optimizer state in host memory and compute the update there.
-        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity.
+        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
+            machine instead of what is free now.
         allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
         compare_allocators: Also predict the same step under other allocator settings.
         evaluate: Also predict the evaluation of one micro-batch after a step.
@@ -92,6 +96,7 @@ def estimate(
         SaveError: The trace cannot be written.
     """
     target = resolve_device(device)
+    capacity_bytes = _capacity_bytes(job, device, target, budget)
     settings = replace(
         _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer),
         optimizer_implementation=parse_implementation(optimizer_implementation),
@@ -111,7 +116,7 @@ def estimate(
         trace,
         target,
         extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
-        capacity_bytes=None if budget is None else parse_bytes(budget),
+        capacity_bytes=capacity_bytes,
         allocator=_parse_allocator(allocator),
         compares_allocators=compare_allocators,
     )
@@ -133,12 +138,14 @@ def estimator(
 
     Args:
         job: The job to estimate.
-        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
+            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
         optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
         recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
-        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity.
+        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
+            machine instead of what is free now.
         allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF.
 
     Returns:
@@ -163,7 +170,7 @@ def estimator(
         steps=_steps_of(job),
         estimate=partial(
             estimate_trace,
-            capacity_bytes=None if budget is None else parse_bytes(budget),
+            capacity_bytes=_capacity_bytes(job, device, target, budget),
             allocator=_parse_allocator(allocator),
         ),
     )
@@ -272,6 +279,23 @@ def _settings(
     device.check_precision(settings.precision)
     check_loop_decides(job, settings)
     return settings
+
+
+def _capacity_bytes(job: Job, device: DeviceLike, target: Device, budget: str | float | None) -> int | None:
+    """The bytes to judge against: the budget, else what is free on a GPU of this machine; None: all it has.
+
+    Warns of what others hold, and of a GPU that no build of torch has kernels for.
+    """
+    if cannot_run_torch(target):
+        warnings.warn(f"{torch_builds_note(target)}", stacklevel=4)
+    if budget is not None:
+        return parse_bytes(budget)
+    memory = memory_here(job, device)
+    if memory is None:
+        return None
+    if memory.is_worth_saying:
+        warnings.warn(memory.describe(), stacklevel=4)
+    return memory.available_bytes
 
 
 def _with_all_recomputed(settings: Settings, trace: Trace) -> Settings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from brimful.devices import Device, torch_builds_note
 from brimful.planner.alternatives import least_device_bytes
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.coupling import what_splitting_changes, why_kept_whole
@@ -56,6 +57,7 @@ def notes_for(
     return (
         *dict.fromkeys(searching),
         *([_BUSY_NOTE] if request.device.was_measured_busy else []),
+        *device_notes(request.device),
         *_why_the_batch_is_whole(settings, baseline, request),
         *([_OWN_LOOP_NOTE] if request.job.brings_own_loop else []),
         *_what_splitting_changes(settings, baseline, request),
@@ -71,6 +73,19 @@ def notes_for(
         *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
         *_what_it_may_take(best, request, candidates),
     )
+
+
+def device_notes(device: Device) -> list[str]:
+    """That the rates of a GPU are not certain, and that torch may have no kernels for it."""
+    notes = []
+    if device.rates_spread and not device.curves:
+        notes.append(
+            f"Times are of {device.confidence} confidence, and their interval is wider: the rates of "
+            f"{device.name} are derived or vary from one machine to the next. `brimful calibrate` on a machine "
+            f"with it measures them. {device.source}."
+        )
+    builds = torch_builds_note(device)
+    return notes if builds is None else [*notes, f"{builds[:1].upper()}{builds[1:]}"]
 
 
 def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Request) -> list[str]:
