@@ -43,7 +43,7 @@ class PlanOptions:
 
     budget: str | None = None
     """Memory permitted on the device, the CUDA context included: a size such as 11GiB, or a share of what plain
-    training takes, such as 50%. Default: device capacity; of a GPU 5 % less, and if it is in this machine, of what
+    training takes, such as 50%. Default: device capacity; on a GPU 5 % less, and on one of this machine of what
     is free now."""
     precision: str = "fp32"
     """fp32, tf32, fp16 or bf16. Several, separated by commas, let the plan choose; auto permits all that the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,16 +12,13 @@ from pathlib import Path
 from brimful.batches import why_not_split
 from brimful.capture import CautiousCapture, capture_step
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
-from brimful.errors import UsageError
+from brimful.errors import UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.options import PrecisionLike
-from brimful.planner import (
-    GpuSurvey,
-    survey_gpus,
-)
+from brimful.planner import SORTS, GpuSurvey, prices_of, survey_gpus
 from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
 from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
@@ -185,21 +182,29 @@ def gpus(
     optimizer: str | None = None,
     split_batch_norm: bool = False,
     devices: Sequence[DeviceLike] | None = None,
+    prices: Mapping[str, float] | str | Path | None = None,
+    sort: str | None = None,
 ) -> GpuSurvey:
     """Compare GPUs for a job: which can train it, with which settings, and how fast.
 
     Args:
         job: The job to train.
         global_batch_size: Samples per optimizer step.
-        precision: Precision of plain training; GPUs without it use fp32.
+        precision: Precision of plain training; GPUs without it use fp32. With fp32, which is strict (TF32 is
+            off), each GPU is also tried in the precision that training on it usually takes: bf16 autocast, or
+            fp16 on GPUs with tensor cores but without bf16.
         optimizer: Name of an optimizer that replaces the job's own.
         split_batch_norm: Permit splitting a batch that BatchNorm couples, or a layer that changes its
             buffers in each forward, such as spectral norm.
         devices: GPUs to compare; None compares all in the hardware table.
+        prices: Price per hour by name of a GPU, or a CSV or JSON file of them, for the cost of a step and of a
+            million samples; see `planner.prices_of`.
+        sort: "speed", "memory" or "cost" sorts the records; None keeps the order of `devices`.
 
     Returns:
-        One record per GPU: the peak memory of plain training, and the fastest of the settings tried that fit,
-        or what would fit. It prints as a table.
+        One record per GPU: the peak memory of plain training, the fastest of the settings tried that fit, in
+        the precision asked for and in the usual one, with the interval of its time, or what would fit. It
+        prints as a table.
 
     Raises:
         UsageError: An argument is invalid.
@@ -208,6 +213,8 @@ def gpus(
     base = Settings(
         micro_batch_size=global_batch_size, precision=parse_precision(precision), optimizer=optimizer
     )
+    if sort is not None and sort not in SORTS:
+        raise UnknownNameError("order of GPUs", str(sort), SORTS)
     for device in devices or ():  # before a CPU is calibrated
         if isinstance(device, Device):
             name, is_gpu = device.name, device.kind == "cuda"
@@ -217,6 +224,11 @@ def gpus(
         if not is_gpu:
             raise UsageError(f"{name} is not a CUDA GPU; this table compares GPUs.")
     asked = known_devices() if devices is None else [resolve_device(device) for device in devices]
+    by_name = {} if prices is None else prices_of(prices, [device.name for device in asked])
+    if sort == "cost" and not by_name.keys() & {device.name for device in asked}:
+        raise UsageError(
+            "sorting by cost takes prices of the GPUs that are compared: prices={…}, --prices FILE."
+        )
     planned = replace(job, loop=None)
 
     @functools.cache
@@ -233,8 +245,10 @@ def gpus(
         base,
         splits_coupled_batches=split_batch_norm,
         can_split=why_not_split(job, global_batch_size) is None,
+        compares_usual=base.precision is Precision.FP32,
     )
-    return GpuSurvey(fits, job=job.name, global_batch_size=global_batch_size)
+    priced = [fit.with_price(by_name.get(fit.device)) for fit in fits]
+    return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort)
 
 
 def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:
