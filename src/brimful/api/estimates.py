@@ -215,15 +215,7 @@ def gpus(
     )
     if sort is not None and sort not in SORTS:
         raise UnknownNameError("order of GPUs", str(sort), SORTS)
-    for device in devices or ():  # before a CPU is calibrated
-        if isinstance(device, Device):
-            name, is_gpu = device.name, device.kind == "cuda"
-        else:
-            name = str(device)
-            is_gpu = not is_of_this_machine(device) or choose_device(device, None).type == "cuda"
-        if not is_gpu:
-            raise UsageError(f"{name} is not a CUDA GPU; this table compares GPUs.")
-    asked = known_devices() if devices is None else [resolve_device(device) for device in devices]
+    asked = known_devices() if devices is None else _resolved_gpus(devices)
     by_name = {} if prices is None else prices_of(prices, [device.name for device in asked])
     if sort == "cost" and not by_name.keys() & {device.name for device in asked}:
         raise UsageError(
@@ -249,6 +241,18 @@ def gpus(
     )
     priced = [fit.with_price(by_name.get(fit.device)) for fit in fits]
     return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort)
+
+
+def _resolved_gpus(devices: Sequence[DeviceLike]) -> list[Device]:
+    for device in devices:  # before a CPU is calibrated
+        if isinstance(device, Device):
+            name, is_gpu = device.name, device.kind == "cuda"
+        else:
+            name = str(device)
+            is_gpu = not is_of_this_machine(device) or choose_device(device, None).type == "cuda"
+        if not is_gpu:
+            raise UsageError(f"{name} is not a CUDA GPU; this table compares GPUs.")
+    return [resolve_device(device) for device in devices]
 
 
 def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:

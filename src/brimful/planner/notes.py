@@ -57,7 +57,7 @@ def notes_for(
     return (
         *dict.fromkeys(searching),
         *([_BUSY_NOTE] if request.device.was_measured_busy else []),
-        *device_notes(request.device),
+        *_which_torch_has_kernels(request.device),
         *_why_the_batch_is_whole(settings, baseline, request),
         *([_OWN_LOOP_NOTE] if request.job.brings_own_loop else []),
         *_what_splitting_changes(settings, baseline, request),
@@ -75,17 +75,10 @@ def notes_for(
     )
 
 
-def device_notes(device: Device) -> list[str]:
-    """That the rates of a GPU are not certain, and that torch may have no kernels for it."""
-    notes = []
-    if device.rates_spread and not device.curves:
-        notes.append(
-            f"Times are of {device.confidence} confidence, and their interval is wider: the rates of "
-            f"{device.name} are derived or vary from one machine to the next. `brimful calibrate` on a machine "
-            f"with it measures them. {device.source}."
-        )
-    builds = torch_builds_note(device)
-    return notes if builds is None else [*notes, f"{builds[:1].upper()}{builds[1:]}"]
+def _which_torch_has_kernels(device: Device) -> list[str]:
+    """That builds of torch lack kernels for an old GPU."""
+    note = torch_builds_note(device)
+    return [] if note is None else [note]
 
 
 def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Request) -> list[str]:
