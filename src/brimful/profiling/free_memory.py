@@ -15,6 +15,7 @@ from torch import nn
 from brimful.errors import InfeasibleError
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import Job
+from brimful.profiling.local_device import local_gpu
 from brimful.profiling.nvml import NvmlGpu, opened_nvml
 from brimful.quantities import format_bytes
 
@@ -103,7 +104,7 @@ def device_memory(device: torch.device, job: Job | None = None) -> DeviceMemory:
         usage = None if gpu is None else _usage(gpu, device)
     if usage is None:
         free_bytes, _total = torch.cuda.mem_get_info(device)
-        usage = _Usage(free_bytes, torch.cuda.memory_reserved(device), ())
+        usage = _Usage(free_bytes, _reserved_and_context_bytes(device), ())
     capacity_bytes = int(properties.total_memory)
     reachable = min(usage.free_bytes + usage.own_bytes, capacity_bytes)
     listed = sum(holder.held_bytes or 0 for holder in usage.holders)
@@ -190,11 +191,18 @@ def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
     own_bytes = sum(size or 0 for pid, size in held.items() if pid in own_pids)
     # In a container the driver lists processes by the numbers of the host, which are of others here.
     are_foreign = torch.cuda.is_initialized() and os.getpid() not in held
+    if not own_bytes and torch.cuda.is_initialized():
+        own_bytes = _reserved_and_context_bytes(device)
     return _Usage(
         free_bytes,
-        own_bytes or torch.cuda.memory_reserved(device),
+        own_bytes,
         tuple(_holder(pid, size, is_hidden=are_foreign) for pid, size in held.items() if pid not in own_pids),
     )
+
+
+def _reserved_and_context_bytes(device: torch.device) -> int:
+    """What this process holds on a GPU, where the driver does not list it: a budget includes its context."""
+    return torch.cuda.memory_reserved(device) + local_gpu(device).context_bytes
 
 
 def _processes(gpu: NvmlGpu) -> Iterator[tuple[int, int | None]]:

@@ -29,7 +29,7 @@ def _lines(fits: GpuSurvey) -> Iterator[str]:
     has_usual = any(fit.usual is not None for fit in fits)
     has_prices = any(fit.price_per_hour is not None for fit in fits)
     yield f"{fits.job}, global batch {fits.global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs, {how}"
-    yield _heading(" or ".join(asked) or "fp32", has_usual=has_usual, has_prices=has_prices)
+    yield _heading(asked[0] if asked else "fp32", has_usual=has_usual, has_prices=has_prices)
     for fit in fitting:
         yield _row(fit, has_usual=has_usual, has_prices=has_prices)
     for fit in sorted(others, key=lambda fit: fit.predicted_smallest_peak_device_bytes - fit.capacity_bytes):
@@ -44,8 +44,9 @@ def _lines(fits: GpuSurvey) -> Iterator[str]:
 def _heading(asked: str, *, has_usual: bool, has_prices: bool) -> str:
     cost = f"{'per 1M':>{_COST}}" if has_prices else ""
     usual = f"{'usual':>8}{'takes':>{_SIZE}}{'samples/s (90 %)':>{_SPEED}}" if has_usual else ""
-    first = f"  {'GPU':<{_NAME}}{'has':>9}{'plain':>{_SIZE}}"
-    return f"{first}{'takes':>{_SIZE}}{f'{asked} samples/s (90 %)':>{_SPEED}}{usual}{cost}  how"
+    first = f"  {'GPU':<{_NAME}}{'has':>9}{'plain':>{_SIZE}}{'takes':>{_SIZE}}"
+    speed = f"{asked} samples/s (90 %)" if has_usual else "samples/s (90 %)"
+    return f"{first}{speed:>{_SPEED}}{usual}{cost}  how"
 
 
 def _first_columns(fit: GpuFit) -> str:
@@ -88,14 +89,10 @@ def _how(fit: GpuFit) -> str:
     """How the job runs at the speed that counts; also at the other one if that differs."""
     best, own = fit.best.settings, fit.settings
     assert best is not None
-    how = _described(best, is_plain=_is_plain(best))
+    how = "plain" if _is_plain(best) else best.describe()
     if own is None or own is best or _shape(own) == _shape(best):
         return how
-    return f"{how}; {own.precision}: {_described(own, is_plain=fit.plain_fits and _is_plain(own))}"
-
-
-def _described(settings: Settings, *, is_plain: bool) -> str:
-    return "plain" if is_plain else settings.describe()
+    return f"{how}; {own.precision}: plain" if _is_plain(own) else f"{how}; {own.describe()}"
 
 
 def _is_plain(settings: Settings) -> bool:

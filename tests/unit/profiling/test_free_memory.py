@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import brimful as bf
+from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.profiling import free_memory
 from brimful.profiling.free_memory import device_memory
@@ -104,8 +105,19 @@ def test_without_nvml_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000 * MIB, TOTAL * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500 * MIB)
     memory = device_memory(GPU)
-    assert memory.available_bytes == 10_500 * MIB
+    assert memory.available_bytes == 10_500 * MIB + find_device("RTX 3090").context_bytes
     assert memory.holders == ()
+
+
+def test_in_a_container_that_lists_no_process_the_own_context_and_cache_are_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A budget includes the context of the process that plans, which exists already in a notebook."""
+    context_bytes = find_device("RTX 3090").context_bytes
+    put_gpu(monkeypatch, FakeNvml(TOTAL, {}, unlisted_mib=5_000))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1_000 * MIB)
+    assert device_memory(GPU).available_bytes == (TOTAL - 4_000) * MIB + context_bytes
 
 
 def test_the_default_budget_of_a_plan_is_what_is_free_and_its_note_names_the_holder(
