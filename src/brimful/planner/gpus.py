@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from brimful.cost import step_seconds, time_interval
-from brimful.devices import Device
+from brimful.devices import Device, torch_builds_note
 from brimful.display import PrintedResult
 from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
 from brimful.memory import predict_memory
@@ -125,6 +125,8 @@ class GpuFit(FastestFit):
     """The smallest peak found without changing the mathematics."""
     confidence: str
     """Of the GPU's figures: "high", "medium" or "low"."""
+    note: str | None = None
+    """That builds of torch lack kernels for the GPU; None if they all have them."""
     usual: UsualFit | None = None
     """In the precision that training on this GPU usually takes (`usual_precision`); None if another precision
     than fp32 was asked for, which is then the one to compare."""
@@ -381,6 +383,7 @@ def _fit(family: _Family, device: Device) -> GpuFit:
         change=change,
         predicted_smallest_peak_device_bytes=min(peaks.values()) + device.context_bytes,
         confidence=device.confidence,
+        note=torch_builds_note(device),
     )
 
 

@@ -12,6 +12,7 @@ _NAME = 31
 _SIZE = 10
 _SPEED = 24
 _COST = 12
+_LISTED_NOTES = 2
 
 
 def gpus_text(fits: GpuSurvey) -> str:
@@ -113,6 +114,10 @@ def _notes(fits: Sequence[GpuFit], *, has_usual: bool, has_prices: bool) -> Iter
         )
     if has_prices:
         yield "  per 1M: price of a million samples in the usual precision, or the one asked for"
+    notes = [fit.note for fit in fits if fit.note is not None]
+    yield from (f"  {note}" for note in notes[:_LISTED_NOTES])
+    if len(notes) > _LISTED_NOTES:
+        yield f"  and {len(notes) - _LISTED_NOTES} more GPUs that not all builds of torch have kernels for"
     unsure = [fit.device for fit in fits if fit.confidence == "low"]
     if unsure:
         yield f"  figures of low confidence: {', '.join(unsure)}"

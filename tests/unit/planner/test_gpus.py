@@ -135,6 +135,12 @@ def test_a_described_gpu_is_compared_and_priced_by_its_name() -> None:
     assert "low confidence: Mine" in str(bf.gpus(products(), global_batch_size=16, devices=[mine]))
 
 
+def test_a_card_that_torch_has_no_kernels_for_is_listed_with_these_words() -> None:
+    survey = bf.gpus(products(), global_batch_size=16, devices=["K80", "L4"])
+    assert "no build of torch 2.13 has kernels below 5.0" in str(survey)
+    assert [fit.note is None for fit in survey] == [False, True]
+
+
 def test_a_survey_is_pickled_with_its_order(survey: GpuSurvey) -> None:
     ordered = GpuSurvey(survey, job="x", global_batch_size=16, sort="memory")
     again = pickle.loads(pickle.dumps(ordered))
