@@ -208,8 +208,8 @@ def test_gpus_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "device", "capacity_bytes", "plain_fits", "predicted_plain_peak_device_bytes", "settings",
         "predicted_peak_device_bytes", "predicted_step_seconds", "predicted_samples_per_second",
         "predicted_smallest_peak_device_bytes", "change",
-        "predicted_step_seconds_interval", "predicted_samples_per_second_interval", "usual", "confidence", "note",
-        "price_per_hour", "predicted_cost_per_step", "predicted_cost_per_million_samples",
+        "predicted_step_seconds_interval", "predicted_samples_per_second_interval", "usual", "confidence",
+        "note", "price_per_hour", "predicted_cost_per_step", "predicted_cost_per_million_samples",
     }  # fmt: skip
     t4, rtx_4090 = (gpu["usual"] for gpu in document["gpus"])
     assert (t4["precision"], rtx_4090["precision"]) == ("fp16", "bf16")
