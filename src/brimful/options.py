@@ -44,7 +44,7 @@ class PlanOptions:
     budget: str | None = None
     """Memory permitted on the device, the CUDA context included: a size such as 11GiB, or a share of the
     baseline's peak, such as 50%. The baseline is the whole batch in one micro-batch, nothing recomputed.
-    Default: device capacity, minus 5 % on a GPU."""
+    Default: device capacity; on a GPU 5 % less, and on one of this machine of what is free now."""
     max_exceedance: float = 0.01
     """Largest probability of exceeding the budget, by how far past predictions were off; 1 permits any. Where
     nothing is as safe, the plan is the fastest that is predicted within the budget, and a note has its

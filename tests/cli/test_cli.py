@@ -208,7 +208,34 @@ def test_gpus_json_has_exactly_the_documented_keys(folder: Path) -> None:
         "device", "capacity_bytes", "plain_fits", "predicted_plain_peak_device_bytes", "settings",
         "predicted_peak_device_bytes", "predicted_step_seconds", "predicted_samples_per_second",
         "predicted_smallest_peak_device_bytes", "change",
+        "predicted_step_seconds_interval", "predicted_samples_per_second_interval", "usual", "confidence",
+        "note", "price_per_hour", "predicted_cost_per_step", "predicted_cost_per_million_samples",
     }  # fmt: skip
+    t4, rtx_4090 = (gpu["usual"] for gpu in document["gpus"])
+    assert (t4["precision"], rtx_4090["precision"]) == ("fp16", "bf16")
+    assert set(t4) == {
+        "precision", "settings", "predicted_peak_device_bytes", "predicted_step_seconds",
+        "predicted_step_seconds_interval", "predicted_samples_per_second",
+        "predicted_samples_per_second_interval", "predicted_cost_per_step",
+        "predicted_cost_per_million_samples",
+    }  # fmt: skip
+
+
+def test_gpus_are_sorted_by_the_cost_that_a_file_of_prices_gives(folder: Path) -> None:
+    (folder / "prices.csv").write_text("gpu,price_per_hour,region\nTesla T4,0.36,eu\nRTX 4090,360,us\n")
+    asked = ("--global-batch-size", "8", "--device", "RTX 4090", "--device", "T4", "--device", "L4")
+    done = brimful(folder, "gpus", "mine:job", *asked, "--prices", "prices.csv", "--sort", "cost", "--json")
+    gpus = json.loads(done.stdout)["gpus"]
+    assert [gpu["device"] for gpu in gpus] == ["T4", "RTX 4090", "L4"]
+    for gpu in (gpus[0], gpus[0]["usual"]):
+        assert gpu["predicted_cost_per_step"] == pytest.approx(0.36 * gpu["predicted_step_seconds"] / 3600)
+        assert gpu["predicted_cost_per_million_samples"] == pytest.approx(
+            gpu["predicted_cost_per_step"] * 1e6 / 8
+        )
+    assert gpus[2]["predicted_cost_per_step"] is None
+    text = brimful(folder, "gpus", "mine:job", *asked, "--prices", "prices.csv", "--sort", "cost").stdout
+    assert "no price" in text
+    assert "TF32 is off" in text
 
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(folder: Path) -> None:
@@ -241,6 +268,17 @@ def test_a_file_and_model_options_name_a_job(folder: Path) -> None:
         (["estimate", "mine:job", "--device", "T4", "--allocator", "expand:True"], 2, ["expandable_segments"]),
         (["estimate", "mine:job", "--largest", "--micro-batch-size", "2"], 2, ["--largest", "--micro-batch"]),
         (["gpus", "mine:job", "--global-batch-size", "8", "--device", "cpu"], 2, ["not a CUDA GPU"]),
+        (
+            ["gpus", "mine:job", "--global-batch-size", "8", "--sort", "price"],
+            2,
+            ["price", "cost, memory, speed"],
+        ),
+        (["gpus", "mine:job", "--global-batch-size", "8", "--sort", "cost"], 2, ["--prices FILE"]),
+        (
+            ["estimate", "mine:job", "--device", "name=Mine,memory=8GiB,bandwith=300GB,tflops=9"],
+            2,
+            ["bandwith", "bandwidth"],
+        ),
         (["estimate", "mine:job", "--device", "T4", "--budget", "lots"], 2, ["lots", "11GiB"]),
         (["estimate", "mine:job", "--device", "T4", "--budget", "16"], 2, ["16GiB"]),
         (["estimate", "mine:job", "--device", "T4", "--set", "height=3"], 2, ["height", "width"]),
@@ -360,8 +398,8 @@ OPTIONS = {
         "--largest", "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
     ],
     "gpus": [
-        "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--seq-len",
-        "--image-size", "--set", "--json",
+        "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--prices",
+        "--sort", "--seq-len", "--image-size", "--set", "--json",
     ],
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",

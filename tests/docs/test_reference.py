@@ -72,7 +72,8 @@ def test_the_keys_of_predictions_are_described(job: bf.Job) -> None:
     estimate = bf.estimate(job, "T4", micro_batch_size=8)
     assert keys("brimful estimate") == [set(estimate_document(estimate))]
     document = gpus_document("job", 8, bf.gpus(job, global_batch_size=8, devices=["T4"]))
-    assert keys("brimful gpus") == [set(document), set(document["gpus"][0])]
+    of_gpu = document["gpus"][0]
+    assert keys("brimful gpus") == [set(document), set(of_gpu), set(of_gpu["usual"])]
     plan = bf.plan(job, "T4", global_batch_size=8)
     assert keys("brimful plan") == [set(plan.to_json())]
     assert keys("brimful plan --check") == [set(bf.check_plan(job, plan).to_json())]

@@ -34,6 +34,7 @@ from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
 from attacks.saves import EXECUTING, sign, sign_manifest
 from brimful.devices import find_device
 from brimful.errors import BrimfulError, FileFormatError, UsageError
+from brimful.planner import prices_of
 from brimful.profiling import calibrate, with_kept_calibration
 from brimful.profiling.cache import write_kept
 from brimful.recipes import image_classification, language_model, text_classification
@@ -372,6 +373,17 @@ def test_changed_json_lines_are_read_or_refused(place: Path, random: Random) -> 
     lines[index] = mutate_json(json.loads(lines[index]), random).text
     (place / "texts.jsonl").write_text("\n".join(lines))
     read(partial(make_text_job, place / "texts.jsonl", "skip"))
+
+
+PRICES = {"prices.csv": "gpu,price_per_hour\nL4,0.8\nA100 80GB SXM,1.89\n", "prices.json": '{"L4": 0.8}'}
+
+
+@fuzzed(60)
+@given(random=randoms, name=st.sampled_from(sorted(PRICES)))
+def test_changed_prices_are_read_or_refused(place: Path, random: Random, name: str) -> None:
+    (place / name).write_bytes(mutate_bytes(PRICES[name].encode(), random)[0])
+    found = read(partial(prices_of, place / name, ["L4"]))
+    assert found is None or all(0 <= price <= 1e6 for price in found.values())
 
 
 @pytest.mark.parametrize("kind", KINDS)

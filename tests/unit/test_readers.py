@@ -46,6 +46,7 @@ WEIGHTS = "test_changed_weights_are_read_or_refused"
 OTHERS_WEIGHTS = "test_weights_that_hold_code_are_refused"
 CALIBRATION = "test_a_changed_calibration_is_used_or_measured_again"
 TABLES = "test_damaged_tables_and_texts_are_read_or_refused"
+PRICES = "test_changed_prices_are_read_or_refused"
 LINES = "test_changed_json_lines_are_read_or_refused"
 IMAGES = "test_damaged_images_are_read_or_refused"
 ARGUMENTS = "test_any_arguments_are_carried_out_or_refused"
@@ -68,6 +69,7 @@ READERS = {
     "profiling/cuda_context.py": {"decode_json": OWN},
     "profiling/timing.py": {"read_bytes": SYSTEM},
     "planner/plan.py": {"read_regular_file": PLAN, "parse_json": PLAN},
+    "planner/prices.py": {"read_regular_file": PRICES, "parse_json": PRICES, "DictReader": PRICES},
     "recipes/image_folders.py": {"Image.open": IMAGES},
     "recipes/image_reader.py": {"Image.open": IMAGES},
     "recipes/language_model.py": {"read_text": TABLES},

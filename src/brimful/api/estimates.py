@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from brimful.batches import why_not_split
 from brimful.capture import CautiousCapture, capture_step
-from brimful.devices import Device, known_devices
-from brimful.errors import UsageError
+from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
+from brimful.errors import UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.job import Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.options import PrecisionLike
-from brimful.planner import (
-    GpuSurvey,
-    survey_gpus,
-)
+from brimful.planner import SORTS, GpuSurvey, prices_of, survey_gpus
 from brimful.prediction import Estimate, Estimator, Extremes, estimate_trace
+from brimful.profiling.free_memory import memory_here
 from brimful.profiling.named_device import DeviceLike, resolve_device, with_best_context
 from brimful.quantities import parse_bytes
 from brimful.requests import (
@@ -67,7 +66,8 @@ def estimate(
 
     Args:
         job: The job to estimate.
-        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
+            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
         micro_batch_size: Samples in one forward and backward pass.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
@@ -76,7 +76,8 @@ def estimate(
         recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
         optimizer_in_backward: Update each parameter in backward, as soon as its gradient is complete.
         offload_optimizer: Keep the optimizer state in host memory and compute the update there.
-        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity.
+        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
+            machine instead of what is free now.
         allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF: "expandable_segments:True".
         compare_allocators: Also predict the same step under other allocator settings.
         evaluate: Also predict the evaluation of one micro-batch after a step.
@@ -92,6 +93,7 @@ def estimate(
         SaveError: The trace cannot be written.
     """
     target = resolve_device(device)
+    capacity_bytes = _capacity_bytes(job, device, target, budget)
     settings = replace(
         _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer),
         optimizer_implementation=parse_implementation(optimizer_implementation),
@@ -111,7 +113,7 @@ def estimate(
         trace,
         target,
         extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
-        capacity_bytes=None if budget is None else parse_bytes(budget),
+        capacity_bytes=capacity_bytes,
         allocator=_parse_allocator(allocator),
         compares_allocators=compare_allocators,
     )
@@ -133,12 +135,14 @@ def estimator(
 
     Args:
         job: The job to estimate.
-        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
+            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
         optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
         recompute: "all" recomputes every unit (activation checkpointing), "none" keeps everything.
-        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity.
+        budget: Size that the step must fit, such as "11GiB", instead of the device's capacity; on a GPU of this
+            machine instead of what is free now.
         allocator: Settings of PyTorch's CUDA allocator, as in PYTORCH_ALLOC_CONF.
 
     Returns:
@@ -163,7 +167,7 @@ def estimator(
         steps=_steps_of(job),
         estimate=partial(
             estimate_trace,
-            capacity_bytes=None if budget is None else parse_bytes(budget),
+            capacity_bytes=_capacity_bytes(job, device, target, budget),
             allocator=_parse_allocator(allocator),
         ),
     )
@@ -178,21 +182,29 @@ def gpus(
     optimizer: str | None = None,
     split_batch_norm: bool = False,
     devices: Sequence[DeviceLike] | None = None,
+    prices: Mapping[str, float] | str | Path | None = None,
+    sort: str | None = None,
 ) -> GpuSurvey:
     """Compare GPUs for a job: which can train it, with which settings, and how fast.
 
     Args:
         job: The job to train.
         global_batch_size: Samples per optimizer step.
-        precision: Precision of the baseline; GPUs without it use fp32.
+        precision: Precision of the baseline; GPUs without it use fp32. With fp32, which is strict (TF32 is
+            off), each GPU is also tried in the precision that training on it usually takes: bf16 autocast, or
+            fp16 on GPUs with tensor cores but without bf16.
         optimizer: Name of an optimizer that replaces the job's own.
         split_batch_norm: Permit splitting a batch that BatchNorm couples, or a layer that changes its
             buffers in each forward, such as spectral norm.
         devices: GPUs to compare; None compares all in the hardware table.
+        prices: Price per hour by name of a GPU, or a CSV or JSON file of them, for the cost of a step and of a
+            million samples; see `planner.prices_of`.
+        sort: "speed", "memory" or "cost" sorts the records; None keeps the order of `devices`.
 
     Returns:
-        One record per GPU: the peak memory of the baseline, and the fastest of the settings tried that fit,
-        or what would fit. It prints as a table.
+        One record per GPU: the peak memory of the baseline, the fastest of the settings tried that fit, in
+        the precision asked for and in the usual one, with the interval of its time, or what would fit. It
+        prints as a table.
 
     Raises:
         UsageError: An argument is invalid.
@@ -201,15 +213,14 @@ def gpus(
     base = Settings(
         micro_batch_size=global_batch_size, precision=parse_precision(precision), optimizer=optimizer
     )
-    for device in devices or ():  # before a CPU is calibrated
-        if isinstance(device, Device):
-            name, is_gpu = device.name, device.kind == "cuda"
-        else:
-            name = str(device)
-            is_gpu = not is_of_this_machine(device) or choose_device(device, None).type == "cuda"
-        if not is_gpu:
-            raise UsageError(f"{name} is not a CUDA GPU; this table compares GPUs.")
-    asked = known_devices() if devices is None else [resolve_device(device) for device in devices]
+    if sort is not None and sort not in SORTS:
+        raise UnknownNameError("order of GPUs", str(sort), SORTS)
+    asked = known_devices() if devices is None else _resolved_gpus(devices)
+    by_name = {} if prices is None else prices_of(prices, [device.name for device in asked])
+    if sort == "cost" and not by_name.keys() & {device.name for device in asked}:
+        raise UsageError(
+            "sorting by cost takes prices of the GPUs that are compared: prices={…}, --prices FILE."
+        )
     planned = replace(job, loop=None)
 
     @functools.cache
@@ -226,8 +237,22 @@ def gpus(
         base,
         splits_coupled_batches=split_batch_norm,
         can_split=why_not_split(job, global_batch_size) is None,
+        compares_usual=base.precision is Precision.FP32,
     )
-    return GpuSurvey(fits, job=job.name, global_batch_size=global_batch_size)
+    priced = [fit.with_price(by_name.get(fit.device)) for fit in fits]
+    return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort)
+
+
+def _resolved_gpus(devices: Sequence[DeviceLike]) -> list[Device]:
+    for device in devices:  # before a CPU is calibrated
+        if isinstance(device, Device):
+            name, is_gpu = device.name, device.kind == "cuda"
+        else:
+            name = str(device)
+            is_gpu = not is_of_this_machine(device) or choose_device(device, None).type == "cuda"
+        if not is_gpu:
+            raise UsageError(f"{name} is not a CUDA GPU; this table compares GPUs.")
+    return [resolve_device(device) for device in devices]
 
 
 def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:
@@ -272,6 +297,23 @@ def _settings(
     device.check_precision(settings.precision)
     check_loop_decides(job, settings)
     return settings
+
+
+def _capacity_bytes(job: Job, device: DeviceLike, target: Device, budget: str | float | None) -> int | None:
+    """The bytes to judge against: the budget, else what is free on a GPU of this machine; None: all it has.
+
+    Warns of what others hold, and of a GPU that no build of torch has kernels for.
+    """
+    if cannot_run_torch(target):
+        warnings.warn(f"{torch_builds_note(target)}", stacklevel=4)
+    if budget is not None:
+        return parse_bytes(budget)
+    memory = memory_here(job, device)
+    if memory is None:
+        return None
+    if memory.is_worth_saying:
+        warnings.warn(memory.describe(), stacklevel=4)
+    return memory.available_bytes
 
 
 def _with_all_recomputed(settings: Settings, trace: Trace) -> Settings:

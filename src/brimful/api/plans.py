@@ -18,6 +18,7 @@ from brimful.planner import (
     check_trace,
     search,
 )
+from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
 from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.quantities import parse_bytes
 from brimful.requests import budget_bytes, request_of
@@ -45,7 +46,9 @@ def plan(
 
     Args:
         job: The job to train.
-        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, or a `Device`.
+        device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
+            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`. On a GPU of this machine the default
+            budget is the memory that is free now; notes name the processes that hold the rest.
         global_batch_size: Samples per optimizer step.
         world_size: Devices of this kind that divide the global batch evenly and train together.
         num_nodes: Machines that the ranks are divided among.
@@ -75,9 +78,13 @@ def plan(
         num_nodes=num_nodes,
         is_here=is_of_this_machine(device),
     )
-    with CachedCapture(job, target) as capture:
+    memory = memory_here(job, device, ranks_of_machine=world_size // num_nodes)
+    if memory is not None and asked.budget is None:
+        request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
+    with CachedCapture(job, target) as capture, explains_memory(memory):
         request = replace(request, budget_bytes=budget_bytes(asked.budget, capture, request))
-        return replace(search(capture, request), asked=asked)
+        found = search(capture, request)
+    return replace(found, asked=asked, notes=(*memory_notes(memory, request.budget_bytes), *found.notes))
 
 
 @busy("checking the plan")

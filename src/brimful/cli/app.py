@@ -174,11 +174,25 @@ def gpus(
     optimizer: OptimizerName = None,
     split_batch_norm: SplitBatchNorm = False,
     device: Annotated[
-        list[str] | None, typer.Option("--device", help="Only this GPU; may be repeated. Default: all known.")
+        list[str] | None,
+        typer.Option(
+            "--device", help="Only this GPU, by name or described; may be repeated. Default: all known."
+        ),
+    ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            help="Price per hour of GPUs, for the cost of a step and of a million samples: CSV with the "
+            "columns gpu and price_per_hour, or a JSON object."
+        ),
+    ] = None,
+    sort: Annotated[
+        str | None,
+        typer.Option(help="speed, memory or cost. Default: by speed, and JSON in the order of the table."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare GPUs for a model: which can train it, how, and how fast."""
+    """Compare GPUs for a model: which can train it, how, how fast, and at what cost."""
     with report_errors(as_json):
         from brimful import api
         from brimful.report import gpus_document
@@ -192,6 +206,8 @@ def gpus(
                 optimizer=optimizer,
                 split_batch_norm=split_batch_norm,
                 devices=device,
+                prices=prices,
+                sort=sort,
             )
         show(str(fits), lambda: gpus_document(job.name, global_batch_size, fits), as_json)
 

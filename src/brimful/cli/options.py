@@ -116,7 +116,11 @@ MODEL_ARGUMENT = typer.Argument(
 Model = Annotated[str, MODEL_ARGUMENT]
 DeviceName = Annotated[
     str,
-    typer.Option("--device", help='A GPU by name, such as "RTX 3090"; cuda or cpu of this machine; auto.'),
+    typer.Option(
+        "--device",
+        help='A GPU by name, such as "RTX 3090"; cuda or cpu of this machine; auto; or a GPU described: '
+        '"name=…,memory=8GiB,bandwidth=300GB,tflops=9".',
+    ),
 ]
 LocalDevice = Annotated[
     str,

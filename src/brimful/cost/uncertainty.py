@@ -111,8 +111,8 @@ def _variance(seconds: Mapping[str, float], device: Device) -> float:
 
 def _device_spread(device: Device) -> float:
     """The standard deviation of what all classes share, relative to a step."""
-    if device.kind == "cuda":
-        return FactorTable.of(device).reached.spread
+    if device.kind == "cuda":  # what was measured does not depend on the peaks
+        return math.hypot(FactorTable.of(device).reached.spread, 0.0 if device.curves else device.rates_spread)
     if device.was_measured_busy:
         return BUSY_SPREAD
     return CPU_SPREAD if device.curves else UNCALIBRATED_SPREAD

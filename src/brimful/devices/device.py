@@ -154,6 +154,9 @@ class Device:
     """Source of the row."""
     confidence: str
     """"high", "medium" or "low"."""
+    rates_spread: float = 0.0
+    """Standard deviation of the logarithm of its peak rates, where they are derived or depend on the laptop's
+    power limit; it widens intervals of time."""
 
     @property
     def was_measured_busy(self) -> bool:

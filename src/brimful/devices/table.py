@@ -1,5 +1,8 @@
 """Devices by name: `data/gpus.csv`, each row with its source, and this machine's CPU.
 
+A laptop's GPU, a MIG slice or a Max-Q card has other rates than the desktop card that its name contains: such
+words in a name are never omitted.
+
 The table holds the vendors' dense peak rates, without structured sparsity. `cost` has the fraction of a peak
 that a training step reaches.
 """
@@ -20,12 +23,12 @@ from brimful.quantities import GIB, format_bytes
 UNMEASURED_USABLE_FRACTION = 0.9464
 """Fraction of a card's marketed memory that its driver reports, if the table has no report of that card.
 
-The lowest of the 49 rows with both figures and no in-memory ECC (RTX 3070: 7753 of 8192 MiB); their median is
+The lowest of the 58 rows with both figures and no in-memory ECC (RTX 3070: 7753 of 8192 MiB); their median is
 0.984. The lowest, because a capacity set too high becomes an out-of-memory error.
 """
 
 UNMEASURED_USABLE_FRACTION_WITH_ECC = 0.9100
-"""The same for cards whose ECC takes 1/16 of their GDDR memory: the lowest of 7 rows (T4)."""
+"""The same for cards whose ECC takes 1/16 of their GDDR memory: the lowest of 8 rows (T4)."""
 
 CUDA_LAUNCH_SECONDS = 8e-6
 """Least time per op in eager PyTorch on CUDA: the host's time to submit one, however quick the kernel.
@@ -43,7 +46,7 @@ host, 31 in sparse attention on an RTX 3090's, 19 in a mixture of experts on an 
 the lower end is taken.
 """
 
-_NVLINK_JOINS_ALL = ("SXM", "H200", "B200")
+_NVLINK_JOINS_ALL = ("SXM", "H20", "B200", "B300")
 """Parts of the names of boards whose GPUs are all connected by NVLink."""
 
 
@@ -105,7 +108,8 @@ def _rows_named(name: str) -> tuple[_Row, ...]:
 
 def _choose(name: str, rows: tuple[_Row, ...], capacity_bytes: int | None) -> Device:
     if not rows:
-        hint = "For the GPU of this machine write cuda." if _squeezed(name) in _VENDOR else ""
+        is_this_machine = _squeezed(name) in _VENDOR
+        hint = "For the GPU of this machine write cuda." if is_this_machine else _DESCRIBE_IT
         raise UnknownNameError("device", name, [row.device.name for row in _table()] + ["cpu"], hint=hint)
     if capacity_bytes is not None:
         gap = min(abs(row.device.capacity_bytes - capacity_bytes) for row in rows)
@@ -130,6 +134,10 @@ def _speed(device: Device) -> tuple[float, float, float, int]:
 _BRAND_AND_FORM = frozenset({"rtx", "gtx", "quadro", "pcie", "sxm", "nvl"})
 
 _VENDOR = frozenset({"nvidia", "geforce", "tesla", "gpu", "graphics", "card"})
+
+_DESCRIBE_IT = (
+    'For the GPU of this machine write cuda; describe another: "name=…,memory=8GiB,bandwidth=300GB,tflops=9".'
+)
 
 _MEMORY_SIZE = re.compile(r"\d+gb")
 
@@ -157,6 +165,7 @@ def _words(name: str) -> frozenset[str]:
     text = re.sub(r"\b(rtx|gtx)(?=\w)", r"\1 ", text)
     text = re.sub(r"(?<=\d)(ti|super)\b", r" \1", text)
     text = re.sub(r"\bsxm\d\b", "sxm", text)
+    text = re.sub(r"\bmobile\b", "laptop", text)
     return frozenset(re.findall(r"[a-z0-9]+", text)) - _VENDOR
 
 
@@ -204,6 +213,7 @@ def _row(cells: dict[str, str]) -> _Row:
         dispatch=CUDA_DISPATCH,
         source=source,
         confidence=confidence,
+        rates_spread=float(cells["rates_spread"] or 0.0),
     )
     return _Row(device=device, aliases=listed(cells["aliases"]), marketed_bytes=marketed_bytes)
 

@@ -16,12 +16,14 @@ It does not import torch. The files in the order in which a plan passes them; st
 
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
-from brimful.planner.gpus import GpuFit, GpuSurvey, survey_gpus
+from brimful.planner.gpus import SORTS, GpuFit, GpuSurvey, UsualFit, survey_gpus
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
+from brimful.planner.prices import prices_of
 from brimful.planner.request import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.planner.search import search
 
 __all__ = [
+    "SORTS",
     "Alternative",
     "GpuFit",
     "GpuSurvey",
@@ -35,7 +37,9 @@ __all__ = [
     "PlanStatus",
     "RankOptions",
     "Request",
+    "UsualFit",
     "check_trace",
+    "prices_of",
     "search",
     "settings_of",
     "survey_gpus",

@@ -1,4 +1,4 @@
-"""One job on every GPU of the table: whether it fits, how, how fast, and what would make it fit.
+"""One job on every GPU of the table: whether it fits, how, how fast, what it costs, and what would make it fit.
 
 GPUs that decide alike run the same ops, so a few captures serve the whole table: what differs from one card to
 the next is then its memory, its rates, its context, and the staging of reductions, which is computed for each.
@@ -6,18 +6,19 @@ the next is then its memory, its rates, its context, and the staging of reductio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from brimful.cost import step_seconds
-from brimful.devices import Device
+from brimful.cost import step_seconds, time_interval
+from brimful.devices import Device, torch_builds_note
 from brimful.display import PrintedResult
-from brimful.errors import CaptureError
+from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
 from brimful.memory import predict_memory
 from brimful.prediction.estimate import MARGIN_FRACTION
-from brimful.prediction.estimator import ScaledTraces
+from brimful.prediction.estimator import SCALED_SIZES, ScaledTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import CUBLAS_WORKSPACE, Storage, Trace
 from brimful.trace.units import find_units
@@ -28,15 +29,20 @@ class GpuSurvey(tuple["GpuFit", ...], PrintedResult):
 
     job: str
     global_batch_size: int
+    sort: str | None
+    """By what the records are sorted; None: in the order of the table, and printed by speed."""
 
-    def __new__(cls, fits: Iterable[GpuFit], *, job: str, global_batch_size: int) -> GpuSurvey:
+    def __new__(
+        cls, fits: Iterable[GpuFit], *, job: str, global_batch_size: int, sort: str | None = None
+    ) -> GpuSurvey:
         """Create the survey of a job and its global batch."""
-        survey = super().__new__(cls, fits)
-        survey.job, survey.global_batch_size = job, global_batch_size
+        survey = super().__new__(cls, fits if sort is None else sort_fits(fits, sort))
+        survey.job, survey.global_batch_size, survey.sort = job, global_batch_size, sort
         return survey
 
     def __getnewargs_ex__(self) -> tuple[tuple[object, ...], dict[str, object]]:
-        return (tuple(self),), {"job": self.job, "global_batch_size": self.global_batch_size}
+        kept = {"job": self.job, "global_batch_size": self.global_batch_size, "sort": self.sort}
+        return (tuple(self),), kept
 
 
 class CaptureOn(Protocol):
@@ -46,26 +52,24 @@ class CaptureOn(Protocol):
         """The trace of two optimizer steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuFit:
-    """One job on one GPU."""
+SECONDS_PER_HOUR = 3600.0
+MILLION = 1_000_000
 
-    device: str
-    capacity_bytes: int
-    predicted_plain_peak_device_bytes: int
-    """Peak of the baseline: the whole global batch as one micro-batch, nothing recomputed."""
-    plain_fits: bool
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FastestFit:
+    """The fastest way to train a job on a GPU in one precision, of those tried."""
+
     settings: Settings | None
     """The fastest of the settings tried that fits with a margin of 5 %; None if none does. A plan may find a
     faster mix of kept and recomputed units."""
     predicted_peak_device_bytes: int | None
     """Peak of those settings."""
     predicted_step_seconds: float | None
-    change: str | None
-    """The cheapest change to the mathematics that makes it fit, where nothing else does; None where none is
-    needed, or none of those tried is enough."""
-    predicted_smallest_peak_device_bytes: int
-    """The smallest peak found without changing the mathematics."""
+    predicted_step_seconds_interval: tuple[float, float] | None = None
+    """Covers the measured time with 90 % probability."""
+    price_per_hour: float | None = None
+    """Of the GPU, in the currency of the prices; None without a price."""
 
     @property
     def predicted_samples_per_second(self) -> float | None:
@@ -73,6 +77,123 @@ class GpuFit:
         if self.settings is None or self.predicted_step_seconds is None:
             return None
         return self.settings.global_batch_size / self.predicted_step_seconds
+
+    @property
+    def predicted_samples_per_second_interval(self) -> tuple[float, float] | None:
+        """The lower and the upper end of that speed, which cover 90 %."""
+        if self.settings is None or self.predicted_step_seconds_interval is None:
+            return None
+        shortest, longest = self.predicted_step_seconds_interval
+        return self.settings.global_batch_size / longest, self.settings.global_batch_size / shortest
+
+    @property
+    def predicted_cost_per_step(self) -> float | None:
+        """Price of the time of a step; None without a price, or if the job does not fit."""
+        if self.price_per_hour is None or self.predicted_step_seconds is None:
+            return None
+        return self.price_per_hour * self.predicted_step_seconds / SECONDS_PER_HOUR
+
+    @property
+    def predicted_cost_per_million_samples(self) -> float | None:
+        """The same for a million samples of the global batch."""
+        cost = self.predicted_cost_per_step
+        return (
+            None if cost is None or self.settings is None else cost * MILLION / self.settings.global_batch_size
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsualFit(FastestFit):
+    """A job on a GPU in the precision that training on it usually takes."""
+
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuFit(FastestFit):
+    """One job on one GPU."""
+
+    device: str
+    capacity_bytes: int
+    predicted_plain_peak_device_bytes: int
+    """Peak of the baseline: the whole global batch as one micro-batch, nothing recomputed."""
+    plain_fits: bool
+    change: str | None
+    """The cheapest change to the mathematics that makes it fit, where nothing else does; None where none is
+    needed, or none of those tried is enough."""
+    predicted_smallest_peak_device_bytes: int
+    """The smallest peak found without changing the mathematics."""
+    confidence: str
+    """Of the GPU's figures: "high", "medium" or "low"."""
+    note: str | None = None
+    """That builds of torch lack kernels for the GPU; None if they all have them."""
+    usual: UsualFit | None = None
+    """In the precision that training on this GPU usually takes (`usual_precision`); None if another precision
+    than fp32 was asked for, which is then the one to compare."""
+
+    @property
+    def best(self) -> FastestFit:
+        """What speed and cost are compared by: the usual precision where it fits, else the one asked for."""
+        return self if self.usual is None or self.usual.settings is None else self.usual
+
+    def with_price(self, price_per_hour: float | None) -> GpuFit:
+        """The same GPU at a price."""
+        usual = None if self.usual is None else replace(self.usual, price_per_hour=price_per_hour)
+        return replace(self, price_per_hour=price_per_hour, usual=usual)
+
+
+def usual_precision(device: Device) -> Precision:
+    """The precision in which one would train on a GPU by default, beside strict fp32.
+
+    Args:
+        device: A GPU.
+
+    Returns:
+        bf16 autocast where the hardware has it, since it needs no loss scaling; fp16 autocast on GPUs with
+        tensor cores before; else fp32, as half types are not faster there.
+    """
+    if device.supports(Precision.BF16):
+        return Precision.BF16
+    return Precision.FP32 if device.fp16_flops_per_second is None else Precision.FP16
+
+
+def _speed(fit: GpuFit) -> float:
+    return -(fit.best.predicted_samples_per_second or 0.0)
+
+
+def _cost(fit: GpuFit) -> float:
+    cost = fit.best.predicted_cost_per_million_samples
+    return math.inf if cost is None else cost
+
+
+_SORTS: dict[str, Callable[[GpuFit], tuple[float, ...]]] = {
+    "speed": lambda fit: (_speed(fit),),
+    "memory": lambda fit: (-fit.capacity_bytes, _speed(fit)),
+    "cost": lambda fit: (_cost(fit), _speed(fit)),
+}
+SORTS = tuple(_SORTS)
+"""What GPUs can be sorted by: the fastest, those with the most memory, or the cheapest per sample first."""
+
+
+def sort_fits(fits: Iterable[GpuFit], sort: str) -> list[GpuFit]:
+    """GPUs in an order.
+
+    Args:
+        fits: One record per GPU.
+        sort: "speed", "memory" or "cost". GPUs on which the job does not fit are last.
+
+    Returns:
+        The same records.
+
+    Raises:
+        UsageError: `sort` is another word, or no GPU has a price to sort by.
+    """
+    listed = list(fits)
+    if sort not in _SORTS:
+        raise UnknownNameError("order of GPUs", str(sort), SORTS)
+    if sort == "cost" and all(fit.price_per_hour is None for fit in listed):
+        raise UsageError("GPUs are sorted by cost where prices are given: prices={…}, or --prices FILE.")
+    return sorted(listed, key=lambda fit: (fit.best.settings is None, *_SORTS[sort](fit)))
 
 
 def survey_gpus(
@@ -82,6 +203,7 @@ def survey_gpus(
     *,
     splits_coupled_batches: bool = False,
     can_split: bool = True,
+    compares_usual: bool = False,
 ) -> tuple[GpuFit, ...]:
     """Try the baseline, smaller micro-batches and recomputation on every GPU.
 
@@ -91,6 +213,7 @@ def survey_gpus(
         base: The baseline: its micro-batch is the global batch. GPUs without its precision take fp32.
         splits_coupled_batches: Whether a batch may be split although layers couple its samples.
         can_split: Whether the job's batches can be split at all.
+        compares_usual: Whether to try each GPU's usual precision too.
 
     Returns:
         One record for each device, in the same order.
@@ -100,7 +223,29 @@ def survey_gpus(
     """
     families: list[_Family] = []
     splitting = _Splitting(can_split, splits_coupled_batches)
-    return tuple(_fit(_family_of(device, base, capture, families, splitting), device) for device in devices)
+
+    def fit(device: Device) -> GpuFit:
+        own = _fit(_family_of(device, base, capture, families, splitting), device)
+        if not compares_usual:
+            return own
+        precision = usual_precision(device)
+        in_usual = own
+        if precision is not base.precision:
+            usual_base = replace(base, precision=precision)
+            in_usual = _fit(_family_of(device, usual_base, capture, families, splitting), device)
+        return replace(own, usual=_usual_of(in_usual, precision))
+
+    return tuple(fit(device) for device in devices)
+
+
+def _usual_of(fit: GpuFit, precision: Precision) -> UsualFit:
+    return UsualFit(
+        precision=precision,
+        settings=fit.settings,
+        predicted_peak_device_bytes=fit.predicted_peak_device_bytes,
+        predicted_step_seconds=fit.predicted_step_seconds,
+        predicted_step_seconds_interval=fit.predicted_step_seconds_interval,
+    )
 
 
 def deciding_class(device: Device) -> tuple[int, int]:
@@ -119,7 +264,16 @@ class _Splitting(NamedTuple):
 class _Family:
     """The traces of one job for GPUs that run the same ops."""
 
-    def __init__(self, capture: CaptureOn, device: Device, base: Settings, splitting: _Splitting) -> None:
+    def __init__(
+        self,
+        capture: CaptureOn,
+        device: Device,
+        base: Settings,
+        splitting: _Splitting,
+        small: Trace | None,
+    ) -> None:
+        self.small = small
+        """By which GPUs are compared: one capture."""
         self._scaled = ScaledTraces(partial(capture, device=device))
         self._device = device
         self._splitting = splitting
@@ -130,14 +284,17 @@ class _Family:
         self.baseline = self.trace(self._base)
         self._units = find_units(self.baseline)
 
-    def candidates(self) -> list[Settings]:
-        """The baseline, its micro-batches, and the same recomputed; the baseline first."""
+    def kept(self) -> list[Settings]:
+        """The baseline, then its smaller micro-batches; nothing recomputed."""
         batch = self._base.global_batch_size
         is_coupled = bool(self.baseline.batch_coupled_modules)
         is_whole = not self._splitting.can or (is_coupled and not self._splitting.may_if_coupled)
         sizes = [batch] if is_whole else [size for size in range(batch, 0, -1) if batch % size == 0]
-        kept = [self._base.with_micro_batch_size(size) for size in sizes]
-        return [*kept, *(replace(settings, units=self._all_recomputed()) for settings in kept if self._units)]
+        return [self._base.with_micro_batch_size(size) for size in sizes]
+
+    def recomputed(self) -> list[Settings]:
+        """The same micro-batches with all units recomputed."""
+        return [replace(settings, units=self._all_recomputed()) for settings in self.kept() if self._units]
 
     def trace(self, settings: Settings) -> Trace:
         """The step under settings."""
@@ -147,7 +304,7 @@ class _Family:
 
     def changed(self) -> Iterator[tuple[str, Settings]]:
         """Changes to the mathematics, cheapest first, each with the settings that take least."""
-        least = replace(self.candidates()[-1], units=self._all_recomputed())
+        least = replace(self.kept()[-1], units=self._all_recomputed())
         halves = [p for p in (Precision.BF16, Precision.FP16) if self._device.supports(p)]
         half = next(iter(halves), None)
         if half is not None and self.precision in (Precision.FP32, Precision.TF32):
@@ -169,13 +326,23 @@ def _family_of(
     for family in families:
         if family.precision is precision and deciding_class(device) in family.classes:
             return family
-    fresh = _Family(capture, device, base, splitting)
+    small = _small_trace(capture, device, replace(base, precision=precision))
     for family in families:
-        if family.precision is precision and _decide_alike(family.baseline, fresh.baseline):
+        if small is None or family.small is None or family.precision is not precision:
+            continue
+        if _decide_alike(family.small, small):
             family.classes.add(deciding_class(device))
             return family
-    families.append(fresh)
-    return fresh
+    families.append(_Family(capture, device, base, splitting, small))
+    return families[-1]
+
+
+def _small_trace(capture: CaptureOn, device: Device, base: Settings) -> Trace | None:
+    """The step at the size that traces of other sizes are scaled from; None if the job makes no such batch."""
+    try:
+        return capture(replace(base, micro_batch_size=SCALED_SIZES[0]), device=device)
+    except (CaptureError, BatchError):
+        return None
 
 
 def _decide_alike(a: Trace, b: Trace) -> bool:
@@ -188,8 +355,7 @@ def _decide_alike(a: Trace, b: Trace) -> bool:
 
 def _fit(family: _Family, device: Device) -> GpuFit:
     limit = int(device.capacity_bytes / (1 + MARGIN_FRACTION)) - device.context_bytes
-    candidates = family.candidates()
-    seconds = {settings: step_seconds(family.trace(settings), device).total_seconds for settings in candidates}
+    candidates = family.kept()
     peaks: dict[Settings, int] = {}
 
     def peak(settings: Settings) -> int:
@@ -198,6 +364,10 @@ def _fit(family: _Family, device: Device) -> GpuFit:
         return peaks[settings]
 
     baseline_bytes = peak(candidates[0])
+    if baseline_bytes > limit:  # what is recomputed is never faster than the same kept
+        candidates += family.recomputed()
+    times = {settings: step_seconds(family.trace(settings), device) for settings in candidates}
+    seconds = {settings: time.total_seconds for settings, time in times.items()}
     by_time = sorted(candidates, key=seconds.__getitem__)
     best = next((settings for settings in by_time if peak(settings) <= limit), None)
     change = None if best is not None else _first_change_that_fits(family, device, limit)
@@ -209,8 +379,11 @@ def _fit(family: _Family, device: Device) -> GpuFit:
         settings=best,
         predicted_peak_device_bytes=None if best is None else peak(best) + device.context_bytes,
         predicted_step_seconds=None if best is None else seconds[best],
+        predicted_step_seconds_interval=None if best is None else time_interval(times[best], device),
         change=change,
         predicted_smallest_peak_device_bytes=min(peaks.values()) + device.context_bytes,
+        confidence=device.confidence,
+        note=torch_builds_note(device),
     )
 
 

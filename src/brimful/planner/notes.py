@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from brimful.cost import difference_interval
+from brimful.devices import Device, torch_builds_note
 from brimful.planner.alternatives import least_device_bytes
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.coupling import what_splitting_changes, why_kept_whole
@@ -66,6 +67,7 @@ def notes_for(
         *dict.fromkeys(searching),
         *_what_simplicity_costs(found, request),
         *([_BUSY_NOTE] if request.device.was_measured_busy else []),
+        *_which_torch_has_kernels(request.device),
         *_why_the_batch_is_whole(settings, baseline, request),
         *([_OWN_LOOP_NOTE] if request.job.brings_own_loop else []),
         *_what_splitting_changes(settings, baseline, request),
@@ -81,6 +83,12 @@ def notes_for(
         *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
         *_what_it_may_take(best, request, candidates),
     )
+
+
+def _which_torch_has_kernels(device: Device) -> list[str]:
+    """That builds of torch lack kernels for an old GPU."""
+    note = torch_builds_note(device)
+    return [] if note is None else [note]
 
 
 def _why_the_batch_is_whole(settings: Settings, baseline: Trace, request: Request) -> list[str]:

@@ -277,7 +277,7 @@ def _estimate(
         allocators=allocators,
         context_source=device.context_source,
         corrections=trace.corrections,
-        uncertain_ops=(*trace.uncertain_ops, *_of_compiled_code(trace)),
+        uncertain_ops=(*trace.uncertain_ops, *_of_compiled_code(trace), *_of_device(device)),
         parameter_count=trace.parameter_count,
         own_checkpoints=trace.own_checkpoints,
     )
@@ -358,6 +358,15 @@ def _more_if_compiled(trace: Trace, memory: MemoryPrediction) -> int:
         op.weight_bytes for op in trace.ops if op.phase is Phase.FORWARD and (op.step, op.micro_batch) == (0, 0)
     )
     return int(COMPILED_FRACTION * activations) + weights
+
+
+def _of_device(device: Device) -> Iterator[str]:
+    """That the rates of a GPU are derived or vary, and were not measured."""
+    if device.rates_spread and not device.curves:
+        yield (
+            f"times, as the rates of {device.name} are derived or vary between machines ({device.confidence} "
+            f"confidence; `brimful calibrate` there measures them): {device.source}"
+        )
 
 
 def _of_compiled_code(trace: Trace) -> Iterator[str]:

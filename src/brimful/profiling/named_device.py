@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from brimful.devices import Device, find_device, with_context
-from brimful.errors import UsageError
+from brimful.devices import Device, described_device, find_device, is_description, with_context
+from brimful.errors import UnknownNameError, UsageError
 from brimful.execution.setup import choose_device, is_of_this_machine
 from brimful.profiling.calibrate import (
     THOROUGH_SWEEPS,
@@ -14,7 +14,7 @@ from brimful.profiling.calibrate import (
     with_kept_calibration,
 )
 from brimful.profiling.cuda_context import best_context, measure_context
-from brimful.profiling.local_device import device_record
+from brimful.profiling.local_device import device_record, local_gpu, local_gpu_named
 from brimful.profiling.rates import Progress
 
 DeviceLike = str | int | torch.device | Device
@@ -25,16 +25,18 @@ def resolve_device(device: DeviceLike) -> Device:
     """Find a device.
 
     Args:
-        device: A name from the hardware table ("RTX 3090"), a `Device`, or a device of this machine as in
-            torch: "cpu", which is measured once and cached, "cuda", "cuda:1", a `torch.device`, the index of a
-            GPU, or "auto" for the GPU if there is one, else the CPU.
+        device: A name from the hardware table ("RTX 3090"), a `Device`, a description of a GPU
+            ("name=…,memory=8GiB,bandwidth=300GB,tflops=9", see `devices.described_device`), or a device of this
+            machine as in torch: "cpu", which is measured once and cached, "cuda", "cuda:1", a `torch.device`,
+            the index of a GPU, or "auto" for the GPU if there is one, else the CPU.
 
     Returns:
-        The device from the table, with the cached measurements of this machine.
+        The device, with the cached measurements of this machine.
 
     Raises:
-        UnknownNameError: The table has no such device.
-        UsageError: This machine does not have the device.
+        UnknownNameError: The table has no such device, and it is not a GPU of this machine.
+        UsageError: This machine does not have the device, a description is wrong, or too little is known of a
+            GPU of this machine that the table does not have.
     """
     if isinstance(device, Device):
         return device
@@ -45,7 +47,16 @@ def resolve_device(device: DeviceLike) -> Device:
             f'the device is {device!r} ({type(device).__name__}). Name one, such as "RTX 3090", "cuda:0" or '
             '"cpu", or give a torch.device or a brimful.Device.'
         )
-    return with_kept_calibration(with_best_context(find_device(device)))
+    if is_description(device):
+        return with_best_context(described_device(device))
+    try:
+        named = find_device(device)
+    except UnknownNameError:
+        here = local_gpu_named(device)
+        if here is None:
+            raise
+        return device_record(here)
+    return with_kept_calibration(with_best_context(named))
 
 
 def with_best_context(device: Device) -> Device:
@@ -72,8 +83,7 @@ def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> t
     if not torch.cuda.is_available():
         return (cpu,)
     where = torch.device("cuda", torch.cuda.current_device())
-    properties = torch.cuda.get_device_properties(where)
-    row = find_device(properties.name, capacity_bytes=properties.total_memory)
+    row = local_gpu(where)
     if remeasure or not best_context(row).is_measured:
         if progress is not None:
             progress("CUDA context")

@@ -9,7 +9,7 @@ from typing import Any
 from brimful.codec import JsonForm, json_form, to_json_document
 from brimful.errors import InfeasibleError
 from brimful.memory import AllocatorSettings
-from brimful.planner import GpuFit
+from brimful.planner import GpuFit, UsualFit
 from brimful.prediction import Estimate
 
 
@@ -46,12 +46,28 @@ json_form(
     )
 )(Estimate)
 json_form(JsonForm(write=str))(AllocatorSettings)
+_SPEED_AND_COST = (
+    *("predicted_samples_per_second", "predicted_samples_per_second_interval"),
+    *("predicted_cost_per_step", "predicted_cost_per_million_samples"),
+)
+_OF_A_FIT = {name: attrgetter(name) for name in _SPEED_AND_COST}
+_FIRST_OF_A_FIT = (
+    *("settings", "predicted_peak_device_bytes", "predicted_step_seconds"),
+    *(
+        "predicted_step_seconds_interval",
+        "predicted_samples_per_second",
+        "predicted_samples_per_second_interval",
+    ),
+)
+json_form(
+    JsonForm(derived=_OF_A_FIT, order=("precision", *_FIRST_OF_A_FIT), omitted=("price_per_hour",)),
+)(UsualFit)
 json_form(
     JsonForm(
-        derived={"predicted_samples_per_second": attrgetter("predicted_samples_per_second")},
+        derived=_OF_A_FIT,
         order=(
-            *("device", "capacity_bytes", "plain_fits", "predicted_plain_peak_device_bytes", "settings"),
-            *("predicted_peak_device_bytes", "predicted_step_seconds", "predicted_samples_per_second"),
+            *("device", "capacity_bytes", "plain_fits", "predicted_plain_peak_device_bytes"),
+            *_FIRST_OF_A_FIT,
             "predicted_smallest_peak_device_bytes",
         ),
     )

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from brimful.memory import ModuleShare
-from brimful.planner.gpus import GpuSurvey
 from brimful.planner.plan import Alternative, BudgetPoint, Plan
 from brimful.prediction import Estimate
 from brimful.quantities import GIB, format_bytes, format_rate, format_seconds
@@ -27,42 +26,6 @@ def estimate_text(estimate: Estimate) -> str:
 def plan_text(plan: Plan) -> str:
     """Text of a plan: the chosen settings, their memory and time, and the alternatives."""
     return "\n".join(_plan_lines(plan))
-
-
-def gpus_text(fits: GpuSurvey) -> str:
-    """A table of GPUs: those that fit by speed, then the others by what they lack."""
-    fitting = [fit for fit in fits if fit.settings is not None]
-    others = [fit for fit in fits if fit.settings is None]
-    how = "whole or in micro-batches, all kept or all recomputed"
-    precisions = {str(fit.settings.precision) for fit in fitting if fit.settings is not None}
-    how += f", in {' or '.join(sorted(precisions))}" if precisions else ""
-    lines = [
-        f"{fits.job}, global batch {fits.global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs, {how}"
-    ]
-    lines.append(f"  {'GPU':<31}{'has':>9}{'plain':>10}{'takes':>10}{'speed':>17}  how")
-    for fit in sorted(fitting, key=lambda fit: -(fit.predicted_samples_per_second or 0)):
-        assert fit.settings is not None
-        assert fit.predicted_peak_device_bytes is not None
-        how = "plain" if fit.plain_fits and not fit.settings.changed else fit.settings.describe()
-        if fit.settings.gradient_accumulation_steps > 1 and how == "plain":
-            how = fit.settings.describe()
-        lines.append(
-            f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
-            f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_peak_device_bytes):>10}"
-            f"{format_rate(fit.predicted_samples_per_second or 0):>17}  {how}"
-        )
-    for fit in sorted(others, key=lambda fit: fit.predicted_smallest_peak_device_bytes - fit.capacity_bytes):
-        change = (
-            f"fits with {fit.change}, or as `brimful plan` may find"
-            if fit.change
-            else "`brimful plan` may find a way"
-        )
-        lines.append(
-            f"  {fit.device:<31}{format_bytes(fit.capacity_bytes):>9}"
-            f"{format_bytes(fit.predicted_plain_peak_device_bytes):>10}{format_bytes(fit.predicted_smallest_peak_device_bytes):>10}"
-            f"{'does not fit':>17}  {change}"
-        )
-    return "\n".join(lines)
 
 
 def phase_lines(estimate: Estimate) -> Iterator[str]:

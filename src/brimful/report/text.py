@@ -6,8 +6,9 @@ from functools import singledispatch
 
 from brimful.planner import GpuSurvey, Plan, PlanCheck
 from brimful.prediction import Estimate
+from brimful.report.gpus import gpus_text
 from brimful.report.measurements import check_text, comparison_text, equivalence_text, measurement_text
-from brimful.report.plans import estimate_text, gpus_text, plan_text
+from brimful.report.plans import estimate_text, plan_text
 from brimful.report.training import summary_text
 from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult
 

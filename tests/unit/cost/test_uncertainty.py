@@ -36,6 +36,14 @@ def test_an_unknown_kernel_widens_the_interval() -> None:
     assert width(time_interval(unknown, GPU)) > 2 * width(time_interval(known, GPU))
 
 
+def test_rates_that_are_derived_widen_the_interval_until_the_gpu_is_measured() -> None:
+    one, unsure = step(matmul=1.0), replace(GPU, rates_spread=0.3)
+    assert width(time_interval(one, unsure)) > 2 * width(time_interval(one, GPU))
+    curves = (RateCurve(kind="elementwise", points=((8.0, 1e-6), (8e6, 1e-3))),)
+    measured = time_interval(one, replace(GPU, curves=curves))
+    assert time_interval(one, replace(unsure, curves=curves)) == measured
+
+
 def test_a_gpu_that_was_not_measured_has_a_wider_interval() -> None:
     one = step(matmul=1.0)
     assert width(time_interval(one, find_device("RTX 3070"))) > width(time_interval(one, GPU))

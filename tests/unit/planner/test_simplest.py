@@ -1,4 +1,4 @@
-"""Of plans whose times cannot be distinguished the simplest is chosen; the probability of exceeding a budget."""
+"""Of plans whose times cannot be distinguished the simplest is chosen; probabilities of exceeding a budget."""
 
 from __future__ import annotations
 

@@ -1,0 +1,168 @@
+"""A GPU that the user describes: "name=…,memory=8GiB,bandwidth=300GB,tflops=9" → its `Device`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+from brimful.devices.derived import Figures, derived_device
+from brimful.devices.device import Device
+from brimful.devices.peaks import Capability
+from brimful.errors import UnknownNameError, UsageError
+from brimful.quantities import parse_bytes
+
+ASSUMED_CAPABILITY: Capability = (8, 6)
+"""The compute capability of a description without one: the oldest that has bf16, and TF32 at the least ratios.
+It decides which precisions there are, cuBLAS's workspace and the context's size. A choice, which the device's
+source states."""
+
+DESCRIPTION_KEYS = (
+    *("name", "memory", "bandwidth", "tflops"),
+    *("sms", "clock", "capability", "l2", "fp16_tflops", "bf16_tflops", "tf32_tflops", "link", "nvlink"),
+)
+"""The keys of a description; `name`, `memory`, `bandwidth`, and one of `tflops` and `sms` are needed."""
+
+_EXAMPLE = '"name=My GPU,memory=8GiB,bandwidth=300GB,tflops=9"'
+
+
+def is_description(device: str) -> bool:
+    """Whether a device is described, and not named."""
+    return "=" in device
+
+
+def described_device(description: str) -> Device:
+    """The device that a description means.
+
+    Args:
+        description: Pairs `key=value`, separated by commas. `name`; `memory`, as the driver reports it, such as
+            7.8GiB; `bandwidth` of the memory per second, such as 300GB; `tflops`, the float32 peak outside
+            tensor cores. Optional: `capability` (8.6), `sms`, the multiprocessors, `clock` in MHz, `l2`
+            (24MiB), `fp16_tflops`, `bf16_tflops` and `tf32_tflops`, dense with float32 accumulation, `link` and
+            `nvlink` per second and direction (12.5GB).
+
+    Returns:
+        A device whose source has what was given, and the rule for each figure that was not. It has low
+        confidence and wider intervals of time unless all rates are given.
+
+    Raises:
+        UsageError: A key is missing, unknown, repeated, or has a value that cannot be.
+    """
+    given = _pairs(description)
+    missing = [key for key in ("name", "memory", "bandwidth") if key not in given]
+    missing += ["tflops (or sms)"] if not {"tflops", "sms"} & set(given) else []
+    if missing:
+        raise UsageError(
+            f"the described device {_shown(description)} has no {', '.join(missing)}. Write {_EXAMPLE}; "
+            f"optional keys: {', '.join(DESCRIPTION_KEYS[4:])}."
+        )
+    capability = _read(given, "capability", _capability)
+    source = f"described by the user ({', '.join(key for key in DESCRIPTION_KEYS if key in given)})"
+    if capability is None:
+        source += f"; compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed"
+    memory_bytes, bandwidth = _read(given, "memory", parse_bytes), _read(given, "bandwidth", _rate)
+    assert memory_bytes is not None
+    assert bandwidth is not None
+    return derived_device(
+        Figures(
+            name=given["name"],
+            capacity_bytes=memory_bytes,
+            memory_bandwidth_bytes_per_second=bandwidth,
+            compute_capability=capability or ASSUMED_CAPABILITY,
+            sm_count=_read(given, "sms", _count),
+            clock_hertz=_read(given, "clock", _megahertz),
+            fp32_flops_per_second=_read(given, "tflops", _teraflops),
+            tf32_flops_per_second=_read(given, "tf32_tflops", _teraflops),
+            fp16_flops_per_second=_read(given, "fp16_tflops", _teraflops),
+            bf16_flops_per_second=_read(given, "bf16_tflops", _teraflops),
+            l2_bytes=_read(given, "l2", parse_bytes),
+            host_link_bytes_per_second=_read(given, "link", _rate),
+            nvlink_bytes_per_second=_read(given, "nvlink", _rate),
+            source=source,
+        )
+    )
+
+
+def _pairs(description: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for pair in description.split(","):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not value:
+            raise UsageError(
+                f"{_shown(pair.strip())} in the described device {_shown(description)} is not key=value. "
+                f"Write {_EXAMPLE}."
+            )
+        key = key.lower().replace("-", "_")
+        if key not in DESCRIPTION_KEYS:
+            raise UnknownNameError("key of a described device", key, DESCRIPTION_KEYS)
+        if key in given:
+            raise UsageError(f"the described device {_shown(description)} has {key} twice.")
+        given[key] = value
+    return given
+
+
+T = TypeVar("T")
+
+
+def _read(given: dict[str, str], key: str, read: Callable[[str], T]) -> T | None:
+    """The value of a key, which errors name; None without it."""
+    if key not in given:
+        return None
+    try:
+        return read(given[key])
+    except ValueError as error:
+        raise UsageError(f"{key}={given[key]} of the described device: {error}") from None
+
+
+_MOST_TERAFLOPS, _LEAST_TERAFLOPS = 1e5, 0.01
+_MOST_BYTES_PER_SECOND, _LEAST_BYTES_PER_SECOND = 1e15, 1e8
+"""Beyond what any GPU of the table has by a factor of 40 or more: an error of units. A choice."""
+
+
+def _rate(text: str) -> float:
+    rate = float(parse_bytes(re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE)))
+    if not _LEAST_BYTES_PER_SECOND <= rate <= _MOST_BYTES_PER_SECOND:
+        raise ValueError(f"{text} per second is not the rate of a GPU. Write one such as 300GB.")
+    return rate
+
+
+def _teraflops(text: str) -> float:
+    number = _number(text)
+    if not _LEAST_TERAFLOPS <= number <= _MOST_TERAFLOPS:
+        raise ValueError(f"{text} is not a GPU's rate in TFLOPS. Write a number such as 9 or 29.8.")
+    return number * 1e12
+
+
+def _megahertz(text: str) -> float:
+    number = _number(re.sub(r"\s*mhz$", "", text.strip(), flags=re.IGNORECASE))
+    if not 100 <= number <= 10_000:
+        raise ValueError(f"{text} is not a clock in MHz. Write one such as 1710.")
+    return number * 1e6
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdecimal() or not 1 <= int(text[:6]) <= 10_000:
+        raise ValueError(f"{text} is not a number of multiprocessors. Write one such as 28.")
+    return int(text)
+
+
+def _capability(text: str) -> Capability:
+    match = re.fullmatch(r"(\d{1,2})\.(\d)", text)
+    if match is None or int(match[1]) < 3:
+        raise ValueError(f"{text} is not a compute capability. Write one such as 8.6.")
+    return int(match[1]), int(match[2])
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a number.")
+    return number
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:80]}…")

@@ -1,0 +1,259 @@
+"""The memory of a GPU of this machine that is free now, and the processes that hold the rest."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
+import torch
+from torch import nn
+
+from brimful.errors import InfeasibleError
+from brimful.execution.setup import choose_device, is_of_this_machine
+from brimful.job import Job
+from brimful.profiling.local_device import local_gpu
+from brimful.profiling.nvml import NvmlGpu, opened_nvml
+from brimful.quantities import format_bytes
+
+WORTH_SAYING_FRACTION = 0.01
+"""Of a GPU's memory: what others hold below this is counted and not reported. A choice."""
+_LISTED_HOLDERS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryHolder:
+    """A process that holds memory of a GPU."""
+
+    pid: int
+    held_bytes: int | None
+    """None if the driver does not know, as on Windows."""
+    process: str | None
+    """Its name; None if the process cannot be seen from here, as from inside a container."""
+    user: str | None
+
+    def describe(self) -> str:
+        """Text such as "9.1 GiB by python (pid 4711, user anna, a notebook kernel)"."""
+        size = "an unknown size" if self.held_bytes is None else format_bytes(self.held_bytes)
+        user = f", user {self.user}" if self.user else ""
+        name = self.process or "a process that cannot be seen from here"
+        return f"{size} by {name} (pid {self.pid}{user})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Who holds the memory of a GPU now."""
+
+    device: str
+    """As the driver names it."""
+    capacity_bytes: int
+    available_bytes: int
+    """What this process may have: what is free, and what it holds already, but for tensors of its own."""
+    own_tensor_bytes: int
+    """Tensors of this process on the GPU that are not of the job's model."""
+    holders: tuple[MemoryHolder, ...]
+    """Other processes, the largest first."""
+    unlisted_bytes: int
+    """Held by what the driver does not list: other containers, the desktop, the driver itself."""
+
+    @property
+    def held_bytes(self) -> int:
+        """What this process cannot have."""
+        return max(self.capacity_bytes - self.available_bytes, 0)
+
+    @property
+    def is_worth_saying(self) -> bool:
+        """Whether so much is held that a reader should know who holds it."""
+        return self.held_bytes > WORTH_SAYING_FRACTION * self.capacity_bytes
+
+    def describe(self) -> str:
+        """A sentence on what is free, and who holds the rest: process, user and bytes."""
+        listed = [holder.describe() for holder in self.holders[:_LISTED_HOLDERS]]
+        if len(self.holders) > _LISTED_HOLDERS:
+            rest = self.holders[_LISTED_HOLDERS:]
+            more = sum(holder.held_bytes or 0 for holder in rest)
+            listed.append(f"{format_bytes(more)} by {len(rest)} more processes")
+        if self.own_tensor_bytes:
+            size = format_bytes(self.own_tensor_bytes)
+            listed.append(f"{size} by tensors of this process (pid {os.getpid()}), which `del` frees")
+        if self.unlisted_bytes > WORTH_SAYING_FRACTION * self.capacity_bytes:
+            listed.append(f"{format_bytes(self.unlisted_bytes)} by what the driver does not list")
+        free, whole = format_bytes(self.available_bytes), format_bytes(self.capacity_bytes)
+        return (
+            f"{free} of the {whole} of {self.device} can be used now; held: {', '.join(listed) or 'the rest'}."
+        )
+
+
+def device_memory(device: torch.device, job: Job | None = None) -> DeviceMemory:
+    """The memory of a GPU that this process may have now.
+
+    Args:
+        device: A CUDA device of this machine.
+        job: Parameters and buffers of its model may be on the GPU already, as training uses them.
+
+    Returns:
+        What is available, and who holds the rest. Without NVML the holders are not known, and asking torch
+        creates a CUDA context.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    own_tensor_bytes = max(torch.cuda.memory_allocated(device) - _model_bytes(job, device), 0)
+    with opened_nvml(device) as gpu:
+        usage = None if gpu is None else _usage(gpu, device)
+    if usage is None:
+        free_bytes, _total = torch.cuda.mem_get_info(device)
+        usage = _Usage(free_bytes, _reserved_and_context_bytes(device), ())
+    capacity_bytes = int(properties.total_memory)
+    reachable = min(usage.free_bytes + usage.own_bytes, capacity_bytes)
+    listed = sum(holder.held_bytes or 0 for holder in usage.holders)
+    return DeviceMemory(
+        device=properties.name,
+        capacity_bytes=capacity_bytes,
+        available_bytes=max(reachable - own_tensor_bytes, 0),
+        own_tensor_bytes=own_tensor_bytes,
+        holders=tuple(sorted(usage.holders, key=lambda holder: -(holder.held_bytes or 0))),
+        unlisted_bytes=max(capacity_bytes - reachable - listed, 0),
+    )
+
+
+def memory_here(job: Job, device: object, *, ranks_of_machine: int = 1) -> DeviceMemory | None:
+    """The memory of the GPU of this machine that a device means.
+
+    Args:
+        job: What is to be trained.
+        device: As the user named it.
+        ranks_of_machine: Ranks that train on this machine, each on its own GPU.
+
+    Returns:
+        The GPU of those with the least available memory; None if the device is not a GPU of this machine.
+    """
+    if not is_of_this_machine(device):
+        return None
+    where = choose_device(device, None)  # type: ignore[arg-type]  # it was checked above
+    if where.type != "cuda":
+        return None
+    count = min(ranks_of_machine, torch.cuda.device_count())
+    devices = [torch.device("cuda", index) for index in range(count)] if count > 1 else [where]
+    return min((device_memory(each, job) for each in devices), key=lambda memory: memory.available_bytes)
+
+
+def memory_notes(memory: DeviceMemory | None, budget_bytes: int) -> list[str]:
+    """The notes of a plan on the memory that others hold.
+
+    Args:
+        memory: Of the GPU; None for a GPU elsewhere.
+        budget_bytes: The plan's.
+
+    Returns:
+        One note where it is worth saying; the budget may be the user's, and more than is free now.
+    """
+    if memory is None or not memory.is_worth_saying:
+        return []
+    if budget_bytes > memory.available_bytes:
+        return [
+            f"The budget of {format_bytes(budget_bytes)} is more than can be used now: {memory.describe()} "
+            "Such a run needs that memory to be freed first."
+        ]
+    return [f"The memory of this GPU is shared: {memory.describe()}"]
+
+
+@contextmanager
+def explains_memory(memory: DeviceMemory | None) -> Iterator[None]:
+    """Adds to an error that nothing fits who holds the memory of the GPU."""
+    try:
+        yield
+    except InfeasibleError as error:
+        if memory is not None and memory.is_worth_saying:
+            error.add_note(f"  {memory.describe()}")
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Usage:
+    free_bytes: int
+    own_bytes: int
+    """What this process holds, and what its sibling ranks hold."""
+    holders: tuple[MemoryHolder, ...]
+
+
+def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
+    """What NVML knows; None if it does not know the memory, as where CPU and GPU share it."""
+    nvml, handle = gpu
+    try:
+        # Version 2 excludes what the driver reserves for itself.
+        free_bytes = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).free)
+    except nvml.NVMLError:
+        return None
+    held = dict(_processes(gpu))
+    own_pids = _own_pids()
+    own_bytes = sum(size or 0 for pid, size in held.items() if pid in own_pids)
+    # In a container the driver lists processes by the numbers of the host, which are of others here.
+    are_foreign = torch.cuda.is_initialized() and os.getpid() not in held
+    if not own_bytes and torch.cuda.is_initialized():
+        own_bytes = _reserved_and_context_bytes(device)
+    return _Usage(
+        free_bytes,
+        own_bytes,
+        tuple(_holder(pid, size, is_hidden=are_foreign) for pid, size in held.items() if pid not in own_pids),
+    )
+
+
+def _reserved_and_context_bytes(device: torch.device) -> int:
+    """What this process holds on a GPU, where the driver does not list it: a budget includes its context."""
+    return torch.cuda.memory_reserved(device) + local_gpu(device).context_bytes
+
+
+def _processes(gpu: NvmlGpu) -> Iterator[tuple[int, int | None]]:
+    """Processes that compute or draw, with their bytes."""
+    nvml, handle = gpu
+    found: dict[int, int | None] = {}
+    for ask in (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses):
+        with suppress(nvml.NVMLError):
+            for process in ask(handle):
+                found[process.pid] = max(found.get(process.pid) or 0, process.usedGpuMemory or 0) or None
+    yield from found.items()
+
+
+def _holder(pid: int, held_bytes: int | None, *, is_hidden: bool) -> MemoryHolder:
+    name = user = None
+    if not is_hidden:
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            name = process.name()
+            user = process.username()
+            if _is_notebook(process):
+                name += ", a notebook kernel"
+    return MemoryHolder(pid=pid, held_bytes=held_bytes, process=name, user=user)
+
+
+def _is_notebook(process: Any) -> bool:
+    with suppress(psutil.Error):
+        return any("ipykernel" in argument or "colab_kernel" in argument for argument in process.cmdline())
+    return False
+
+
+def _own_pids() -> set[int]:
+    """This process, and under a launcher the other ranks of this machine, which it started beside this one."""
+    own = {os.getpid()}
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        with suppress(psutil.Error):
+            launcher = psutil.Process().parent()
+            own |= {child.pid for child in launcher.children()} if launcher is not None else set()
+    return own
+
+
+def _model_bytes(job: Job | None, device: torch.device) -> int:
+    """Bytes of the job's model that are on the GPU already, if it was built before."""
+    if job is None or not isinstance(job.model, nn.Module):
+        return 0
+    tensors = [*job.model.parameters(), *job.model.buffers()]
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for tensor in tensors
+        if tensor.device.type == device.type
+        and device.index in (None, tensor.device.index)
+        and (storage := tensor.untyped_storage()).nbytes()
+    }
+    return sum(storages.values())

@@ -1,0 +1,123 @@
+"""A survey of GPUs as a table for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from brimful.planner.gpus import FastestFit, GpuFit, GpuSurvey, sort_fits
+from brimful.quantities import format_bytes
+from brimful.settings import Settings
+
+_NAME = 31
+_SIZE = 10
+_SPEED = 24
+_COST = 12
+_LISTED_NOTES = 2
+
+
+def gpus_text(fits: GpuSurvey) -> str:
+    """A table of GPUs: those that fit, in the survey's order or by speed; then the others by what they lack."""
+    return "\n".join(_lines(fits))
+
+
+def _lines(fits: GpuSurvey) -> Iterator[str]:
+    listed = list(fits) if fits.sort is not None else sort_fits(fits, "speed")
+    fitting = [fit for fit in listed if fit.best.settings is not None]
+    others = [fit for fit in listed if fit.best.settings is None]
+    asked = sorted({str(fit.settings.precision) for fit in fitting if fit.settings is not None})
+    how = "whole or in micro-batches, all kept or all recomputed"
+    how += f", in {' or '.join(asked)}" if asked else ""
+    has_usual = any(fit.usual is not None for fit in fits)
+    has_prices = any(fit.price_per_hour is not None for fit in fits)
+    yield f"{fits.job}, global batch {fits.global_batch_size}: fits {len(fitting)} of {len(fits)} GPUs, {how}"
+    yield _heading(asked[0] if asked else "fp32", has_usual=has_usual, has_prices=has_prices)
+    for fit in fitting:
+        yield _row(fit, has_usual=has_usual, has_prices=has_prices)
+    for fit in sorted(others, key=lambda fit: fit.predicted_smallest_peak_device_bytes - fit.capacity_bytes):
+        change = (
+            f"with {fit.change}, or as `brimful plan` may find" if fit.change else "as `brimful plan` may find"
+        )
+        least = format_bytes(fit.predicted_smallest_peak_device_bytes)
+        yield f"{_first_columns(fit)}{least:>{_SIZE}}{'does not fit':>{_SPEED}}  fits {change}"
+    yield from _notes(fits, has_usual=has_usual, has_prices=has_prices)
+
+
+def _heading(asked: str, *, has_usual: bool, has_prices: bool) -> str:
+    cost = f"{'per 1M':>{_COST}}" if has_prices else ""
+    usual = f"{'usual':>8}{'takes':>{_SIZE}}{'samples/s (90 %)':>{_SPEED}}" if has_usual else ""
+    first = f"  {'GPU':<{_NAME}}{'has':>9}{'plain':>{_SIZE}}{'takes':>{_SIZE}}"
+    speed = f"{asked} samples/s (90 %)" if has_usual else "samples/s (90 %)"
+    return f"{first}{speed:>{_SPEED}}{usual}{cost}  how"
+
+
+def _first_columns(fit: GpuFit) -> str:
+    plain = format_bytes(fit.predicted_plain_peak_device_bytes)
+    return f"  {fit.device:<{_NAME}}{format_bytes(fit.capacity_bytes):>9}{plain:>{_SIZE}}"
+
+
+def _row(fit: GpuFit, *, has_usual: bool, has_prices: bool) -> str:
+    row = _first_columns(fit) + _takes_and_speed(fit)
+    if has_usual:
+        row += f"{fit.usual.precision if fit.usual else '':>8}{_takes_and_speed(fit.usual or fit)}"
+    if has_prices:
+        cost = fit.best.predicted_cost_per_million_samples
+        row += f"{'no price' if cost is None else _price(cost):>{_COST}}"
+    return f"{row}  {_how(fit)}"
+
+
+def _takes_and_speed(fit: FastestFit) -> str:
+    if fit.predicted_peak_device_bytes is None:
+        return f"{'–':>{_SIZE}}{'does not fit':>{_SPEED}}"
+    return f"{format_bytes(fit.predicted_peak_device_bytes):>{_SIZE}}{_speed(fit):>{_SPEED}}"
+
+
+def _speed(fit: FastestFit) -> str:
+    """A speed with its interval: "412 (350–480)"."""
+    interval = fit.predicted_samples_per_second_interval
+    speed = _number(fit.predicted_samples_per_second or 0.0)
+    return speed if interval is None else f"{speed} ({_number(interval[0])}–{_number(interval[1])})"
+
+
+def _number(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _price(cost: float) -> str:
+    return f"{cost:.2f}" if cost >= 0.1 else f"{cost:.3g}"
+
+
+def _how(fit: GpuFit) -> str:
+    """How the job runs at the speed that counts; also at the other one if that differs."""
+    best, own = fit.best.settings, fit.settings
+    assert best is not None
+    how = "plain" if _is_plain(best) else best.describe()
+    if own is None or own is best or _shape(own) == _shape(best):
+        return how
+    return f"{how}; {own.precision}: plain" if _is_plain(own) else f"{how}; {own.describe()}"
+
+
+def _is_plain(settings: Settings) -> bool:
+    """Whether the whole batch is one micro-batch and nothing else changes."""
+    return not settings.units and settings.gradient_accumulation_steps == 1
+
+
+def _shape(settings: Settings) -> tuple[object, ...]:
+    return settings.micro_batch_size, settings.gradient_accumulation_steps, settings.units
+
+
+def _notes(fits: Sequence[GpuFit], *, has_usual: bool, has_prices: bool) -> Iterator[str]:
+    if has_usual:
+        yield "  fp32 is strict: TF32 is off, as PyTorch computes by default. --precision tf32 permits it."
+        yield (
+            "  usual: what one trains in by default: bf16 autocast, or fp16 on tensor cores without bf16, else "
+            "fp32. Speed and cost are compared by it."
+        )
+    if has_prices:
+        yield "  per 1M: price of a million samples in the usual precision, or the one asked for"
+    notes = [fit.note for fit in fits if fit.note is not None]
+    yield from (f"  {note}" for note in notes[:_LISTED_NOTES])
+    if len(notes) > _LISTED_NOTES:
+        yield f"  and {len(notes) - _LISTED_NOTES} more GPUs that not all builds of torch have kernels for"
+    unsure = [fit.device for fit in fits if fit.confidence == "low"]
+    if unsure:
+        yield f"  figures of low confidence: {', '.join(unsure)}"
