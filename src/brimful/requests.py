@@ -19,12 +19,19 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
-from brimful.options import RECOMPUTE_ACTIONS, PlanOptions, PrecisionLike
+from brimful.options import RECOMPUTE_ACTIONS, MemoryFormatLike, PlanOptions, PrecisionLike, format_text
 from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.prediction import MARGIN_FRACTION
 from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes, parse_bytes
-from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings
+from brimful.settings import (
+    Action,
+    MemoryFormat,
+    OptimizerImplementation,
+    Parallelism,
+    Precision,
+    Settings,
+)
 from brimful.trace import per_rank_trace
 
 
@@ -86,6 +93,7 @@ def _permits(job: Job, device: Device, options: PlanOptions, *, is_here: bool) -
         expandable_segments=options.expandable_segments,
         offload_host_bytes=_offload_host_bytes(options, device, is_here=is_here),
         splits_coupled_batches=options.split_batch_norm,
+        memory_formats=parse_memory_formats(options.memory_format),
     )
 
 
@@ -186,6 +194,32 @@ def parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True
     if recompute not in actions:
         raise UnknownNameError("value of recompute", str(recompute), list(actions))
     return actions[recompute]
+
+
+_MEMORY_FORMATS: dict[str, tuple[MemoryFormat | None, ...]] = {
+    "auto": (MemoryFormat.CONTIGUOUS, MemoryFormat.CHANNELS_LAST),
+    **{str(each): (each,) for each in MemoryFormat},
+    "preserve": (None,),
+}
+"""The memory formats to choose from, by value of the option."""
+
+
+def parse_memory_formats(memory_format: MemoryFormatLike | None) -> tuple[MemoryFormat | None, ...]:
+    """The memory formats to choose from, of which None leaves the layout as it is.
+
+    Args:
+        memory_format: "auto", "contiguous", "channels_last", "preserve" or None, or one of torch's.
+
+    Returns:
+        At least one.
+
+    Raises:
+        UnknownNameError: There is none of that name.
+    """
+    name = format_text(memory_format) or "preserve"
+    if name not in _MEMORY_FORMATS:
+        raise UnknownNameError("memory format", name, list(_MEMORY_FORMATS))
+    return _MEMORY_FORMATS[name]
 
 
 def _keeps_own_checkpointing(value: str) -> bool:

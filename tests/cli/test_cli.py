@@ -345,7 +345,7 @@ TRAIN = (
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
     "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm",
     "--optimizer-in-backward",
-    "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--parallelism", "--reshard",
+    "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format", "--parallelism", "--reshard",
     "--param-dtype", "--offload-parameters", "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs",
     "--steps",
     "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
@@ -356,8 +356,8 @@ OPTIONS = {
     "calibrate": ["--force", "--json"],
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
-        "--optimizer-implementation", "--recompute", "--budget", "--seq-len", "--image-size", "--set",
-        "--largest", "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
+        "--optimizer-implementation", "--recompute", "--memory-format", "--budget", "--seq-len",
+        "--image-size", "--set", "--largest", "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
     ],
     "gpus": [
         "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--seq-len",
@@ -368,7 +368,7 @@ OPTIONS = {
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
         "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm",
     "--optimizer-in-backward",
-        "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing",
+        "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format",
         "--world-size", "--num-nodes", "--network", "--parallelism", "--reshard", "--param-dtype",
         "--offload-parameters",
         "--seq-len",

@@ -11,7 +11,7 @@ from brimful.planner.coupling import what_splitting_changes, why_kept_whole
 from brimful.planner.request import Request
 from brimful.prediction.estimate import MARGIN_FRACTION, Estimate
 from brimful.quantities import format_bytes, format_seconds
-from brimful.settings import OptimizerImplementation, Settings
+from brimful.settings import MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
 
 _OWN_LOOP_NOTE = (
@@ -26,6 +26,11 @@ _FUSED_NOTE = (
 _CHUNKED_NOTE = (
     "Chunked cross-entropy: the loss is computed for a part of the tokens at a time, the same sums in another "
     "order. Logits that are used for anything else are computed again."
+)
+
+_FORMAT_NOTE = (
+    "The step runs in channels_last: the same sums in another order, equal within rounding. Random layers such "
+    "as dropout may draw other numbers for each element."
 )
 
 _EXPANDABLE_NOTE = (
@@ -66,6 +71,7 @@ def notes_for(
         *([_GUESSED_NOTE] if baseline.sizes_are_guessed else []),
         *_what_ranks_take(settings, baseline, request),
         *([_CHUNKED_NOTE] if settings.chunked_loss else []),
+        *([_FORMAT_NOTE] if settings.memory_format is MemoryFormat.CHANNELS_LAST else []),
         *([_EXPANDABLE_NOTE] if settings.expandable_segments else []),
         *([_FUSED_NOTE] if settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
         *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),

@@ -50,6 +50,7 @@ def search(capture: Capture, request: Request) -> Plan:
     for precision in request.permits.precisions:
         request.device.check_precision(precision)
     baseline = Baseline.of(capture, request)
+    request = request.for_model(baseline.trace)
     notes: list[str] = []
     candidates = _candidates(capture, request, baseline.trace, notes)
     found = fastest_within(candidates, request.reserved_budget_bytes)
