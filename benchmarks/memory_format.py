@@ -26,7 +26,9 @@ from machine import keep
 from step_time import CALIBRATIONS_AT_MOST, UNDISTURBED_FRACTION, Row, built_in, of_zoo, wait_until_idle
 
 STEPS = 5
-MOMENTS = 4
+MOMENTS = 6
+IDLE_SECONDS_AT_MOST = 3
+"""Before each of many measurements; the minimum of the medians is for a machine that is never idle."""
 PEAK_AIM_FRACTION = 0.01
 """How far a predicted peak may be off on a CPU."""
 
@@ -53,7 +55,7 @@ def predict(row: Row, memory_format: MemoryFormat, device: Device) -> dict[str, 
 
 
 def measure(row: Row, memory_format: MemoryFormat) -> Measurement:
-    wait_until_idle()
+    wait_until_idle(IDLE_SECONDS_AT_MOST)
     return measure_step(row.job(), settings_of(row, memory_format), steps=STEPS)
 
 
@@ -85,7 +87,7 @@ def compare(row: Row, device: Device) -> dict[str, Any]:
 def calibrated() -> tuple[Device, float]:
     """This machine's CPU, and the fraction of sizes that other work disturbed while it was measured."""
     for _ in range(CALIBRATIONS_AT_MOST):
-        wait_until_idle()
+        wait_until_idle(IDLE_SECONDS_AT_MOST)
         calibration = measure_device(find_device("cpu"), torch.device("cpu"))
         if calibration.disturbed_fraction < UNDISTURBED_FRACTION:
             break

@@ -345,7 +345,8 @@ TRAIN = (
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
     "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm",
     "--optimizer-in-backward",
-    "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format", "--parallelism", "--reshard",
+    "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format",
+    "--parallelism", "--reshard",
     "--param-dtype", "--offload-parameters", "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs",
     "--steps",
     "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
@@ -357,7 +358,8 @@ OPTIONS = {
     "estimate": [
         "--device", "--micro-batch-size", "--gradient-accumulation-steps", "--precision", "--optimizer",
         "--optimizer-implementation", "--recompute", "--memory-format", "--budget", "--seq-len",
-        "--image-size", "--set", "--largest", "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
+        "--image-size", "--set", "--largest",
+        "--allocator", "--compare-allocators", "--phases", "--without", "--save-trace", "--json",
     ],
     "gpus": [
         "--global-batch-size", "--precision", "--optimizer", "--split-batch-norm", "--device", "--seq-len",
