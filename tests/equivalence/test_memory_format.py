@@ -370,6 +370,13 @@ def test_a_plan_in_channels_last_says_what_that_changes() -> None:
     assert any("equal within rounding" in note for note in found.notes)
 
 
+def test_a_choice_on_a_cpu_says_what_it_does_not_rest_on() -> None:
+    found = bf.plan(job(), "cpu", global_batch_size=16, memory_format="auto")
+    assert any("timed alike in both memory formats" in note for note in found.notes)
+    pinned = bf.plan(job(), "cpu", global_batch_size=16, memory_format="contiguous")
+    assert not any("timed alike" in note for note in pinned.notes)
+
+
 class Viewing(Images):
     """Flattens by `view`, which takes contiguous tensors."""
 

@@ -33,6 +33,11 @@ _FORMAT_NOTE = (
     "as dropout may draw other numbers for each element."
 )
 
+_FORMATS_ON_CPU_NOTE = (
+    "On a CPU a convolution is timed alike in both memory formats, so only other work decided between them. "
+    "brimful.measure with each shows which is faster."
+)
+
 _EXPANDABLE_NOTE = (
     "The CUDA allocator uses expandable segments, without which less fits. brimful's own step and training "
     "enable them; elsewhere set PYTORCH_ALLOC_CONF=expandable_segments:True."
@@ -71,7 +76,7 @@ def notes_for(
         *([_GUESSED_NOTE] if baseline.sizes_are_guessed else []),
         *_what_ranks_take(settings, baseline, request),
         *([_CHUNKED_NOTE] if settings.chunked_loss else []),
-        *([_FORMAT_NOTE] if settings.memory_format is MemoryFormat.CHANNELS_LAST else []),
+        *_what_the_format_changes(settings, request),
         *([_EXPANDABLE_NOTE] if settings.expandable_segments else []),
         *([_FUSED_NOTE] if settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
         *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
@@ -101,6 +106,14 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
     return [
         f"The optimizer is {settings.optimizer}, which you allowed: it computes other updates than the job's."
     ]
+
+
+def _what_the_format_changes(settings: Settings, request: Request) -> list[str]:
+    """That channels_last rounds otherwise; that a CPU's choice rests on copies alone."""
+    notes = [_FORMAT_NOTE] if settings.memory_format is MemoryFormat.CHANNELS_LAST else []
+    if request.device.kind == "cpu" and len(request.permits.memory_formats) > 1:
+        notes.append(_FORMATS_ON_CPU_NOTE)
+    return notes
 
 
 def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[CandidateSearch]) -> list[str]:

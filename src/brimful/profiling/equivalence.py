@@ -52,7 +52,8 @@ def verify(
 
     Recomputation must be bitwise equal. Splitting the batch changes the order of sums and may change the last
     bits; it is compared in float32, if the model draws no random numbers and does not normalise over the batch.
-    Otherwise the losses of the batch and of its parts are compared in float32 and evaluation mode.
+    Otherwise the losses of the batch and of its parts are compared in float32 and evaluation mode. A memory
+    format is compared in float64 with the model's own layout, within one rounding of float32.
 
     Args:
         job: The job; its model is built or copied, and never changed.
@@ -85,7 +86,8 @@ def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 
     """Compare a few samples under a plan with plain training, with a model that is about to be trained.
 
     It uses two micro-batches of two samples each. In addition to the model it needs memory for a copy of it and
-    its gradients, which is less than the gradients and state that AdamW will need.
+    its gradients, which is less than the gradients and state that AdamW will need; twice that where a memory
+    format is compared, in float64.
 
     Args:
         job: The job; its loss and batch are used.
