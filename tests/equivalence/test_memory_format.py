@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.capture import capture_step
 from brimful.devices import find_device
-from brimful.errors import CaptureError, UsageError
+from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.profiling import measure_step
 from brimful.profiling.equivalence import verify
 from brimful.settings import (
@@ -368,6 +368,32 @@ def test_a_plan_in_channels_last_says_what_that_changes() -> None:
     assert found.settings.memory_format is LAST
     assert "channels_last" in found.settings.describe()
     assert any("equal within rounding" in note for note in found.notes)
+
+
+def test_what_fails_in_both_formats_is_not_held_against_one() -> None:
+    """An optimizer of one's own stays on the device, in either format."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for parameter in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+                state = self.state[parameter]
+                state.setdefault("sum", torch.zeros_like(parameter)).add_(parameter.grad)
+                state.setdefault("squares", torch.zeros_like(parameter)).add_(parameter.grad)
+                parameter.sub_(state["sum"] * state["squares"])
+
+    wide = job(
+        lambda: nn.Sequential(Images(), nn.Linear(5, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 5)),
+        optimizer=lambda parameters: Own(parameters),
+    )
+    budget = find_device("RTX 3090").context_bytes + 320 * 2**20
+    with pytest.raises(InfeasibleError) as refused:
+        bf.plan(wide, "RTX 3090", global_batch_size=16, memory_format="auto", budget=budget)
+    assert "stays on the device" in str(refused.value)
+    assert "channels_last is not considered" not in str(refused.value)
 
 
 def test_a_choice_on_a_cpu_says_what_it_does_not_rest_on() -> None:

@@ -44,7 +44,7 @@ class SearchSpace:
     def _despite(self, error: CaptureError | UsageError, base: Settings) -> list[CandidateSearch]:
         """Candidates after those of `base` failed: with the optimizer's own implementation, or none."""
         others = self._request.permits.memory_formats[:-1]
-        is_choice = bool(others) and base.memory_format not in others
+        is_choice = bool(others) and base.memory_format not in others and base in self._request.bases()
         if base.optimizer_implementation is None and not is_choice:
             raise error
         if base.optimizer_implementation is not None:
