@@ -16,6 +16,7 @@ BENCHMARKS = (
     "cpu_job_zoo.py",
     "published.py",
     "step_time.py",
+    "memory_format.py",
     "estimate_speed.py",
     "demo_runs.py",
     "plan/simulated.py",

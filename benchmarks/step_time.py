@@ -104,9 +104,9 @@ def predict(row: Row, device: Device) -> dict[str, Any]:
     }
 
 
-def wait_until_idle() -> None:
+def wait_until_idle(most_seconds: int = IDLE_SECONDS_AT_MOST) -> None:
     """Until the other programs on the machine take hardly any time, or long enough."""
-    for _ in range(IDLE_SECONDS_AT_MOST):
+    for _ in range(most_seconds):
         if psutil.cpu_percent(interval=1.0) < IDLE_PERCENT:
             return
 

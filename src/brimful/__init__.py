@@ -22,6 +22,7 @@ __all__ = [
     "InfeasibleError",
     "Job",
     "Measurement",
+    "MemoryFormat",
     "OptimizerImplementation",
     "OutOfMemoryError",
     "PartialUpdateError",
@@ -70,6 +71,7 @@ _HOMES = {
     "InfeasibleError": "errors",
     "Job": "job",
     "Measurement": "results",
+    "MemoryFormat": "settings",
     "OptimizerImplementation": "settings",
     "OutOfMemoryError": "errors",
     "PartialUpdateError": "errors",
@@ -139,7 +141,14 @@ if TYPE_CHECKING:
     from brimful.planner import Plan
     from brimful.prediction import Estimate, Estimator
     from brimful.results import Measurement, TrainingResult
-    from brimful.settings import Action, OptimizerImplementation, Precision, Settings, UnitAction
+    from brimful.settings import (
+        Action,
+        MemoryFormat,
+        OptimizerImplementation,
+        Precision,
+        Settings,
+        UnitAction,
+    )
     from brimful.trace import Trace
     from brimful.trainer import Callback, Schedule, Trainer, load_weights
 

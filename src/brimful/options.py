@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 
 from brimful.codec import JsonForm, PositiveInt, json_form
 from brimful.quantities import parse_bytes
-from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision
+from brimful.settings import Action, MemoryFormat, OptimizerImplementation, Parallelism, Precision
 
 if TYPE_CHECKING:
     import torch
 
 PrecisionLike: TypeAlias = "str | torch.dtype | Precision"
 """What names a precision: "bf16", `torch.bfloat16`, or one of `Precision`."""
+
+MemoryFormatLike: TypeAlias = "str | torch.memory_format | MemoryFormat"
+"""What names a memory format: "channels_last", `torch.channels_last`, or one of `MemoryFormat`."""
 
 LARGEST_SEED = 2**64 - 1
 """Source: torch.manual_seed (torch 2.13)."""
@@ -90,6 +93,10 @@ class PlanOptions:
     own_checkpointing: str = "keep"
     """off turns off the model's own activation checkpointing (gradient_checkpointing), so that the plan alone
     decides what is recomputed; keep leaves it on."""
+    memory_format: str | None = None
+    """Layout of 4-d and 5-d parameters and inputs: channels_last, contiguous, preserve (as model and batch
+    are), or auto: the faster by prediction, where the model has 2-d or 3-d convolutions. Default: auto for the
+    images recipe, else preserve."""
     parallelism: str = "auto"
     """Several ranks: ddp replicates the model on each rank, fsdp2 shards it, auto takes the faster; zero1,
     zero2 and zero3 are DeepSpeed's."""
@@ -140,6 +147,7 @@ class PlanKeywords(TypedDict, total=False):
     offload_optimizer: bool | None
     prefetch_inputs: bool
     own_checkpointing: str
+    memory_format: MemoryFormatLike | None
     parallelism: str | Parallelism
     reshard_after_forward: bool | None
     param_dtype: str | None
@@ -197,11 +205,26 @@ def _recompute_text(recompute: str | Action | None) -> str:
     return str(recompute) if is_named else _RECOMPUTE_TEXT.get(recompute, str(recompute))
 
 
+def format_text(memory_format: MemoryFormatLike | None) -> str | None:
+    """The value of the option `memory_format` as text: "channels_last" of `torch.channels_last`.
+
+    Args:
+        memory_format: As the user gave it.
+
+    Returns:
+        What the command line takes; None if it was not given.
+    """
+    if memory_format is None:
+        return None
+    return str(memory_format).removeprefix("torch.").removesuffix("_format").removesuffix("_3d")
+
+
 _AS_TEXT: dict[str, Callable[[Any], Any]] = {
     "budget": _size_text,
     "host_memory": _size_text,
     "precision": _names_text,
     "recompute": _recompute_text,
+    "memory_format": format_text,
     "parallelism": str,
     "optimizer_implementation": lambda name: None if name is None else str(name),
     "allow_optimizers": lambda names: (names,) if isinstance(names, str) else tuple(names),

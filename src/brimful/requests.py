@@ -19,12 +19,19 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
 from brimful.memory import predict_memory
 from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
-from brimful.options import RECOMPUTE_ACTIONS, PlanOptions, PrecisionLike
+from brimful.options import RECOMPUTE_ACTIONS, MemoryFormatLike, PlanOptions, PrecisionLike, format_text
 from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.prediction import MARGIN_FRACTION
 from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes, parse_bytes
-from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings
+from brimful.settings import (
+    Action,
+    MemoryFormat,
+    OptimizerImplementation,
+    Parallelism,
+    Precision,
+    Settings,
+)
 from brimful.trace import per_rank_trace
 
 
@@ -88,6 +95,7 @@ def _permits(job: Job, device: Device, options: PlanOptions, *, is_here: bool) -
         splits_coupled_batches=options.split_batch_norm,
         exceedance=_probability(options.max_exceedance),
         prefers_simplest=_prefers_simplest(options.effort),
+        memory_formats=parse_memory_formats(options.memory_format),
     )
 
 
@@ -201,6 +209,32 @@ def _prefers_simplest(effort: str) -> bool:
     if effort not in known:
         raise UnknownNameError("value of effort", effort, list(known))
     return known[effort]
+
+
+_MEMORY_FORMATS: dict[str, tuple[MemoryFormat | None, ...]] = {
+    "auto": (MemoryFormat.CONTIGUOUS, MemoryFormat.CHANNELS_LAST),
+    **{str(each): (each,) for each in MemoryFormat},
+    "preserve": (None,),
+}
+"""The memory formats to choose from, by value of the option."""
+
+
+def parse_memory_formats(memory_format: MemoryFormatLike | None) -> tuple[MemoryFormat | None, ...]:
+    """The memory formats to choose from, of which None leaves the layout as it is.
+
+    Args:
+        memory_format: "auto", "contiguous", "channels_last", "preserve" or None, or one of torch's.
+
+    Returns:
+        At least one.
+
+    Raises:
+        UnknownNameError: There is none of that name.
+    """
+    name = format_text(memory_format) or "preserve"
+    if name not in _MEMORY_FORMATS:
+        raise UnknownNameError("memory format", name, list(_MEMORY_FORMATS))
+    return _MEMORY_FORMATS[name]
 
 
 def _keeps_own_checkpointing(value: str) -> bool:

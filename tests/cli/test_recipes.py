@@ -144,3 +144,21 @@ def test_a_task_without_its_files_says_what_is_missing(tmp_path: Path) -> None:
     done = brimful(tmp_path, "train", "image", "nowhere")
     assert done.returncode == 2
     assert "Meant is perhaps 'images'" in done.stderr
+
+
+def test_images_are_trained_in_the_faster_format_unless_told_otherwise(tmp_path: Path) -> None:
+    """On a GPU in half precision that is channels_last."""
+    for name in ("cats", "dogs"):
+        (tmp_path / "pets" / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "pets" / name / f"{number}.png")
+    asked = (
+        "train", "images", "pets", "--model", "resnet18", "--image-size", "64", "--plan-only", "--json",
+        "--device", "RTX 3090", "--precision", "bf16",
+    )  # fmt: skip
+    formats = []
+    for others in ((), ("--memory-format", "preserve")):
+        done = brimful(tmp_path, *asked, *others)
+        assert done.returncode == 0, done.stderr
+        formats.append(json.loads(done.stdout)["settings"].get("memory_format"))
+    assert formats == ["channels_last", None]

@@ -22,6 +22,7 @@ from brimful.optimizers import four_bit, named_optimizer
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.runner import StepRunner
+from brimful.transforms import AppliedFormat
 from helpers.faults import OutOfMemoryAt
 
 # B batch, D width
@@ -96,6 +97,7 @@ def trained(
         stream=None,
         ranks=SINGLE,
         parallel=DataParallel(job),
+        layout=AppliedFormat(model, None),
         rates=(),
         seed=0,
         settings=how,

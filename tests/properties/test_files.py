@@ -42,6 +42,7 @@ from brimful.results import (
 from brimful.settings import (
     Action,
     ChunkedLoss,
+    MemoryFormat,
     OptimizerImplementation,
     Parallelism,
     Precision,
@@ -103,6 +104,7 @@ def all_settings(draw: st.DrawFn) -> Settings:
         expandable_segments=draw(st.booleans()),
         optimizer_in_backward=may_step and draw(st.booleans()),
         prefetch_inputs=draw(st.booleans()),
+        memory_format=draw(st.none() | st.sampled_from(MemoryFormat)),
         offload_optimizer=on_host,
         world_size=ranks,
         parallelism=parallelism,

@@ -8,10 +8,11 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import torch
 
 import brimful as bf
 from brimful.options import LoopOptions, PlanKeywords, PlanOptions, field_docstrings
-from brimful.settings import Action
+from brimful.settings import Action, MemoryFormat
 from brimful.trainer.options import TrainKeywords, TrainOptions
 
 TAKERS = [(bf.plan, PlanOptions), (bf.fit, TrainOptions), (bf.Trainer, TrainOptions)]
@@ -51,6 +52,9 @@ def test_options_are_kept_as_text_whatever_their_form() -> None:
     assert PlanOptions.of({"recompute": None, "allow_optimizers": "adafactor"}) == PlanOptions(
         allow_optimizers=("adafactor",)
     )
+    for named in ("channels_last", torch.channels_last, MemoryFormat.CHANNELS_LAST):
+        assert PlanOptions.of({"memory_format": named}) == PlanOptions(memory_format="channels_last")
+    assert PlanOptions.of({"memory_format": torch.preserve_format}) == PlanOptions(memory_format="preserve")
 
 
 @pytest.mark.parametrize("record", [LoopOptions, PlanOptions, TrainOptions])

@@ -21,6 +21,7 @@ PUBLIC = {
     "InfeasibleError",
     "Job",
     "Measurement",
+    "MemoryFormat",
     "OptimizerImplementation",
     "OutOfMemoryError",
     "PartialUpdateError",

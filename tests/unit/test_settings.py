@@ -8,6 +8,7 @@ import torch
 from brimful.errors import UsageError
 from brimful.settings import (
     Action,
+    MemoryFormat,
     OptimizerImplementation,
     Precision,
     Settings,
@@ -109,8 +110,30 @@ def test_a_precision_is_understood_by_its_names(precision: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("named", "meant"),
+    [
+        ("channels_last", MemoryFormat.CHANNELS_LAST),
+        (torch.channels_last, MemoryFormat.CHANNELS_LAST),
+        (torch.channels_last_3d, MemoryFormat.CHANNELS_LAST),
+        (torch.contiguous_format, MemoryFormat.CONTIGUOUS),
+        (None, None),
+    ],
+)
+def test_a_memory_format_is_understood_by_its_names(named: Any, meant: MemoryFormat | None) -> None:
+    settings = Settings(micro_batch_size=1, memory_format=named)
+    assert settings.memory_format is meant
+    assert settings_from_json(settings_to_json(settings)) == settings
+    assert ("memory_format" in settings_to_json(settings)) is (meant is not None)
+    assert (str(meant) in settings.describe()) is (meant is not None)
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
+        (
+            {"micro_batch_size": 1, "memory_format": "nhwc"},
+            "memory_format is 'nhwc'; it must be one of contiguous, channels_last",
+        ),
         ({"micro_batch_size": "8"}, r"micro_batch_size is '8', of type str; it must be a whole number"),
         ({"micro_batch_size": 2.0}, "micro_batch_size is 2.0, of type float"),
         ({"micro_batch_size": True}, "micro_batch_size is True, of type bool"),

@@ -9,12 +9,13 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from brimful.batches import InputMover
 from brimful.capture.captured_optimizer import CapturedOptimizer
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.coupling import Coupling
-from brimful.capture.marks import mark_batch, mark_gradients, mark_model
+from brimful.capture.marks import mark_batch, mark_gradients, mark_input, mark_model
 from brimful.capture.recording.recorder import Recorder
 from brimful.distributed.fsdp import Sharded, check_optimizer
 from brimful.execution.executor import StepExecutor, Transfers
@@ -92,10 +93,16 @@ class CapturedStep:
                 move=move,
                 prefetch=None if recorder.host_is_device else partial(_prefetch, move),
                 around_host_update=recorder.position.on_host,
+                converted=partial(mark_input, recorder),
             ),
         )
         self._mark_staging()
         self._optimizer.create_state(self._executor.call_update)
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, with its state."""
+        return self._optimizer.optimizer
 
     def run(self, step: int) -> None:
         """Run and record one step.

@@ -46,6 +46,11 @@ def mark_batch(batch: Batch, recorder: Recorder) -> None:
     recorder.facts.global_batch = tuple(dict.fromkeys(index for index in indices if index is not None))
 
 
+def mark_input(recorder: Recorder, path: str, tensor: Tensor) -> None:
+    """A tensor of a micro-batch that was converted to another memory format on the device."""
+    recorder.mark([tensor], Category.INPUTS, [path])
+
+
 def input_mover(recorder: Recorder, *, repeats: bool = False) -> InputMover:
     """What brings micro-batches to the device, recorded as the step's input; see `InputMover.to`."""
 

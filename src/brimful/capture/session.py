@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from brimful.capture.fakes.model import (
 from brimful.capture.fakes.outside import OutsideTensors
 from brimful.capture.libraries import answers_of_a_real_step, nothing_is_saved
 from brimful.capture.loop import run_loop
-from brimful.capture.marks import input_mover
+from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
@@ -38,8 +38,12 @@ from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_
 from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.settings import Settings
-from brimful.trace import Guess, Phase, Trace
-from brimful.transforms import apply_units
+from brimful.trace import Guess, Op, Phase, Trace
+from brimful.trace.extents import Convolution, extents_of
+from brimful.transforms import AppliedFormat, apply_memory_format, apply_units, batch_in_format
+
+_SEQUENCES = 3
+"""Dimensions of the weight of a convolution over sequences; those over images and volumes have more."""
 
 _ASSUMED = "conditions on numbers that are not known, such as a loss: answered as if they were 1"
 
@@ -78,6 +82,7 @@ class CaptureSession:
             compiled=compiled,
             coupling=Coupling(self._model, self._outside),
         )
+        self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None
         """Kept until the trace is made: what it holds is not freed by a step."""
 
@@ -132,6 +137,7 @@ class CaptureSession:
             stack.enter_context(fakes_behave())
             stack.enter_context(no_gradient_overflows())
             stack.enter_context(fakes_can_be_copied())
+            self._format = apply_memory_format(self._model, settings)
             sharded = None
             if settings.divides_model:
                 mesh = stack.enter_context(fake_ranks(settings))
@@ -160,6 +166,7 @@ class CaptureSession:
         self._captured = CapturedStep(
             self._job, self._settings, self._model, self._batch, self._observers, move, sharded
         )
+        self._format.follow(self._captured.optimizer)
         for step in range(steps):
             self._begin_step()
             self._captured.run(step)
@@ -192,6 +199,7 @@ class CaptureSession:
             sizes_are_guessed=facts.sizes_are_guessed,
             guess=self._known.guess,
             sizes_depend_on_values=facts.sizes_depend_on_values,
+            convolves_images=_convolves(recorder.ops) and any(p.dim() > _SEQUENCES for p in parameters),
             parameter_count=sum(p.numel() for p in parameters),
             trainable_parameter_count=sum(p.numel() for p in parameters if p.requires_grad),
             couples_samples=self._job.embed is not None and self._job.loop is None,
@@ -203,7 +211,11 @@ class CaptureSession:
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:
     """One micro-batch as validation runs it; all of the global batch where the loss couples them."""
-    loss, move = loss_of(job), input_mover(recorder, repeats=True)
+    loss, to_device = loss_of(job), input_mover(recorder, repeats=True)
+
+    def move(micro_batch: Batch) -> Batch:
+        return batch_in_format(to_device(micro_batch), settings.memory_format, partial(mark_input, recorder))
+
     model.eval()
     with torch.no_grad(), autocast(model, settings.precision):
         if isinstance(loss, CoupledLoss):
@@ -220,3 +232,7 @@ def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, reco
         else:
             loss(model, move(batch))
     model.train()
+
+
+def _convolves(ops: Iterable[Op]) -> bool:
+    return any(isinstance(extents_of(op.extents), Convolution) for op in ops)

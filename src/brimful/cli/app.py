@@ -17,6 +17,7 @@ from brimful.cli.options import (
     AsJson,
     DeviceName,
     GlobalBatch,
+    MemoryFormatName,
     MicroBatch,
     Model,
     ModelOptions,
@@ -84,6 +85,7 @@ def estimate(
     recompute: Annotated[
         str, typer.Option("--recompute", help="all or none: what becomes of saved tensors.")
     ] = "none",
+    memory_format: MemoryFormatName = None,
     budget: Annotated[
         str | None,
         typer.Option("--budget", help="Judge against this size, such as 11GiB, not what the device has."),
@@ -136,6 +138,7 @@ def estimate(
                 precision=precision,
                 optimizer=optimizer,
                 recompute=recompute,
+                memory_format=memory_format,
                 budget=budget,
                 allocator=allocator,
             ).largest()
@@ -149,6 +152,7 @@ def estimate(
                 optimizer=optimizer,
                 optimizer_implementation=optimizer_implementation,
                 recompute=recompute,
+                memory_format=memory_format,
                 budget=budget,
                 allocator=allocator,
                 compare_allocators=compare_allocators,

@@ -140,6 +140,9 @@ OptimizerImplementationName = Annotated[
         help=_PLAN_HELP["optimizer_implementation"],
     ),
 ]
+MemoryFormatName = Annotated[
+    str | None, typer.Option("--memory-format", help=_PLAN_HELP["memory_format"] + " Default: preserve.")
+]
 MicroBatch = Annotated[
     int | None, typer.Option("--micro-batch-size", help=_PLAN_HELP["micro_batch_size"], min=1)
 ]

@@ -110,6 +110,8 @@ def images(
     with report_errors(as_json):
         from brimful import recipes
 
+        if planning.memory_format is None:
+            planning = replace(planning, memory_format="auto")
         with busy("looking at the images"):
             job = recipes.image_classification(directory, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)

@@ -27,6 +27,7 @@ from brimful.execution.step import StepOutcome, StepParts, run_step
 from brimful.execution.update_in_backward import UpdateInBackward, clipped_in_backward
 from brimful.job import Batch, Job
 from brimful.settings import Settings
+from brimful.transforms import batch_in_format
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +38,8 @@ class Transfers:
     """Brings micro-batches to the device. Default: copies them, or on a CPU lends them."""
     prefetch: Callable[[Batch], Callable[[], Batch]] | None = None
     """With `prefetch_inputs`, starts the copy of a micro-batch. Default: on a stream of its own, on a GPU."""
+    converted: Callable[[str, Tensor], None] = lambda _path, _tensor: None
+    """With a `memory_format`, called with the path and the copy of each input that is converted."""
     around_host_update: Callable[[], AbstractContextManager[object]] = nullcontext
     """Entered around the part of the update that an optimizer on the host runs there."""
 
@@ -44,7 +47,8 @@ class Transfers:
 class StepExecutor:
     """Runs optimizer steps on one model as settings say.
 
-    Unit actions (`apply_units`) are the caller's to apply, and the batch is the caller's to split.
+    Unit actions (`apply_units`) and the model's memory format (`apply_memory_format`) are the caller's to
+    apply, and the batch is the caller's to split. Micro-batches are converted to the memory format here.
 
     Args:
         job: Provides the loss.
@@ -93,6 +97,7 @@ class StepExecutor:
         if prefetch is None and device.type != "cpu":
             prefetch = prefetch_to(device)
         self._prefetch = prefetch if settings.prefetch_inputs else None
+        self._converted = transfers.converted
 
     def __call__(
         self,
@@ -140,8 +145,8 @@ class StepExecutor:
                     precision=self.settings.precision,
                     scaler=self.scaler,
                     max_gradient_norm=self._max_gradient_norm,
-                    move=self.move,
-                    prefetch=self._prefetch,
+                    move=self._moved,
+                    prefetch=None if self._prefetch is None else self._begun,
                     in_backward=self._in_backward,
                 ),
                 micro_batches,
@@ -149,6 +154,25 @@ class StepExecutor:
                 hooks=replace(hooks, before_update=before_update, call_update=self.call_update),
                 last_repeats=last_repeats,
             )
+
+    def in_format(self, micro_batch: Batch) -> Batch:
+        """A micro-batch in the memory format of the settings.
+
+        Args:
+            micro_batch: On the device.
+
+        Returns:
+            The same nested structure.
+        """
+        return batch_in_format(micro_batch, self.settings.memory_format, self._converted)
+
+    def _moved(self, micro_batch: Batch) -> Batch:
+        return self.in_format(self.move(micro_batch))
+
+    def _begun(self, micro_batch: Batch) -> Callable[[], Batch]:
+        assert self._prefetch is not None
+        coming = self._prefetch(micro_batch)
+        return lambda: self.in_format(coming())
 
     def call_update(self, update: Callable[[], object]) -> None:
         """Run the update, on the host if the optimizer state is there.

@@ -33,7 +33,7 @@ from brimful.optimizers import (
 )
 from brimful.results import Recovery
 from brimful.settings import Settings
-from brimful.transforms import apply_units
+from brimful.transforms import apply_memory_format, apply_units
 
 CheckBatch = Callable[[Settings, Batch], None]
 """Checks a real batch before training on it under some settings; raises an error to refuse it."""
@@ -68,7 +68,8 @@ class PlannedStep:
     - What the loss function keeps to itself, such as a counter, is not restored.
 
     Args:
-        settings: The plan's settings; their unit actions are applied to `model` until `remove`.
+        settings: The plan's settings; their unit actions and memory format are applied to `model` until
+            `remove`.
         job: Provides `loss` and `count`; its model and optimizer are not used.
         model: The model in training mode, on its device.
         optimizer: An optimizer over the parameters of `model`; it runs in the plan's implementation,
@@ -121,6 +122,7 @@ class PlannedStep:
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
         with ExitStack() as changes:
+            changes.callback(apply_memory_format(model, settings, optimizer).remove)
             if settings.optimizer_implementation is not None:
                 changes.callback(kept_implementation(optimizer))
                 set_implementation(optimizer, settings.optimizer_implementation)
@@ -243,7 +245,10 @@ class PlannedStep:
         return self._executor.loading()
 
     def remove(self) -> None:
-        """Restore the model's forward and the optimizer's implementation; calling it again does nothing."""
+        """Restore the model's forward and memory format, and the optimizer's implementation.
+
+        Calling it again does nothing.
+        """
         self._changes.close()
 
 

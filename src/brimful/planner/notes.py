@@ -13,11 +13,10 @@ from brimful.planner.coupling import what_splitting_changes, why_kept_whole
 from brimful.planner.fastest import by_least_time
 from brimful.planner.headroom import bytes_over, exceedance_of
 from brimful.planner.request import Request
-from brimful.planner.simplest import SIMPLICITY_FRACTION
 from brimful.prediction.estimate import Estimate
 from brimful.prediction.exceedance import DEFAULT_PROBABILITY
 from brimful.quantities import format_bytes, format_seconds
-from brimful.settings import OptimizerImplementation, Settings
+from brimful.settings import MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
 
 _OWN_LOOP_NOTE = (
@@ -34,6 +33,16 @@ _CHUNKED_NOTE = (
     "order. Logits that are used for anything else are computed again."
 )
 
+_FORMAT_NOTE = (
+    "The step runs in channels_last: the same sums in another order, equal within rounding. Random layers such "
+    "as dropout may draw other numbers for each element."
+)
+
+_FORMATS_ON_CPU_NOTE = (
+    "On a CPU a convolution is timed alike in both memory formats, so only other work decided between them. "
+    "brimful.measure with each shows which is faster."
+)
+
 _EXPANDABLE_NOTE = (
     "The CUDA allocator uses expandable segments, without which less fits. brimful's own step and training "
     "enable them; elsewhere set PYTORCH_ALLOC_CONF=expandable_segments:True."
@@ -48,6 +57,10 @@ _BUSY_NOTE = (
     "Step times rest on measurements of this device while other work kept it busy, and may be far off. "
     "`brimful calibrate --force` measures again."
 )
+
+
+NOTED_GAIN = 0.05
+"""Fraction of the step time that a plan which exceeds the budget more often must gain to be noted. A choice."""
 
 
 def notes_for(
@@ -78,6 +91,7 @@ def notes_for(
         *([_GUESSED_NOTE] if baseline.sizes_are_guessed else []),
         *_what_ranks_take(settings, baseline, request),
         *([_CHUNKED_NOTE] if settings.chunked_loss else []),
+        *_what_the_format_changes(settings, request),
         *([_EXPANDABLE_NOTE] if settings.expandable_segments else []),
         *([_FUSED_NOTE] if settings.optimizer_implementation is OptimizerImplementation.FUSED else []),
         *(f"Not sure about: {uncertain}." for uncertain in best.uncertain),
@@ -115,6 +129,14 @@ def _what_the_optimizer_changes(settings: Settings, request: Request) -> list[st
     ]
 
 
+def _what_the_format_changes(settings: Settings, request: Request) -> list[str]:
+    """That channels_last rounds otherwise; that a CPU's choice rests on copies alone."""
+    notes = [_FORMAT_NOTE] if settings.memory_format is MemoryFormat.CHANNELS_LAST else []
+    if request.device.kind == "cpu" and len(request.permits.memory_formats) > 1:
+        notes.append(_FORMATS_ON_CPU_NOTE)
+    return notes
+
+
 def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[CandidateSearch]) -> list[str]:
     """The probability of exceeding the budget, where it is larger than a plan may have by default."""
     probability = exceedance_of(best, request)
@@ -146,7 +168,7 @@ def what_safety_costs(best: Estimate, candidates: Sequence[CandidateSearch], req
     """What is predicted within the budget and clearly faster than the plan, but exceeds it too often."""
     if exceedance_of(best, request) > request.permits.exceedance:
         return []
-    bound = best.predicted_step_seconds * (1 - SIMPLICITY_FRACTION)
+    bound = best.predicted_step_seconds * (1 - NOTED_GAIN)
     riskier = next(by_least_time(candidates, request.reserved_budget_bytes), None)
     if riskier is None or riskier.seconds >= bound:
         return []

@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 
 from brimful.devices import Device
 from brimful.errors import UsageError
-from brimful.settings import Action, OptimizerImplementation, Parallelism, Precision, Settings, check_counts
+from brimful.settings import (
+    Action,
+    MemoryFormat,
+    OptimizerImplementation,
+    Parallelism,
+    Precision,
+    Settings,
+    check_counts,
+)
 from brimful.trace import Trace
 
 
@@ -76,6 +84,9 @@ class Permits:
     """Largest probability of exceeding the budget; 1 permits any."""
     prefers_simplest: bool = False
     """Whether the simplest is chosen among plans whose times cannot be distinguished, not the fastest."""
+    memory_formats: tuple[MemoryFormat | None, ...] = (None,)
+    """Permitted memory formats, of which None leaves the layout as it is, as the baseline does. Of a model
+    without 2-d and 3-d convolutions the first alone is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +242,7 @@ class Request:
                 offload_optimizer=bool(pins.offload_optimizer),
                 prefetch_inputs=pins.prefetch_inputs,
                 own_checkpointing=pins.own_checkpointing,
+                memory_format=memory_format,
                 world_size=ranks.world_size,
                 num_nodes=ranks.num_nodes,
                 parallelism=parallelism,
@@ -243,12 +255,19 @@ class Request:
             for name, implementation in optimizers
             for precision in permits.precisions
             if precision is not Precision.FP16 or self._may_take_fp16(parallelism)
+            for memory_format in self._memory_formats(parallelism)
         )
 
     def _may_take_fp16(self, parallelism: Parallelism) -> bool:
         """Whether fp16, one of several precisions perhaps, can be combined with what is asked."""
         is_choice = len(self.permits.precisions) > 1
         return parallelism is Parallelism.DDP and not (self.pins.optimizer_in_backward and is_choice)
+
+    def _memory_formats(self, parallelism: Parallelism) -> tuple[MemoryFormat | None, ...]:
+        """Those to try: where a choice is left, only those that ranks can take."""
+        formats = self.permits.memory_formats
+        is_sharded = self.ranks.world_size > 1 and parallelism is not Parallelism.DDP
+        return formats[:1] if is_sharded else formats
 
     @property
     def may_offload_optimizer(self) -> bool:
@@ -262,6 +281,12 @@ class Request:
     def reserved_budget_bytes(self) -> int:
         """Bytes of the budget for the allocator, without the CUDA context."""
         return self.budget_bytes - self.device.context_bytes
+
+    def for_model(self, baseline: Trace) -> Request:
+        """The same request with the choices that matter to the model of the baseline."""
+        if baseline.convolves_images or len(self.permits.memory_formats) == 1:
+            return self
+        return replace(self, permits=replace(self.permits, memory_formats=self.permits.memory_formats[:1]))
 
     def keeps_batch_whole(self, baseline: Trace) -> bool:
         """Whether splitting the batch would change the mathematics and is not permitted."""

@@ -57,6 +57,7 @@ def search(capture: Capture, request: Request) -> Plan:
     for precision in request.permits.precisions:
         request.device.check_precision(precision)
     baseline = Baseline.of(capture, request)
+    request = request.for_model(baseline.trace)
     notes: list[str] = []
     safe = with_headroom(request, baseline.estimate)
     candidates = _candidates(capture, safe, baseline.trace, notes)

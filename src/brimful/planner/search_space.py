@@ -38,11 +38,26 @@ class SearchSpace:
                 if base.parallelism is Parallelism.FSDP2 and len(self._request.ranks.parallelisms) > 1:
                     self._notes.append(f"FSDP2 is not considered: {error}")
                     continue
-                if base.optimizer_implementation is None:
-                    raise
-                found += self._of_base(replace(base, optimizer_implementation=None))
-                self._notes.append(f"The {base.optimizer_implementation} optimizer is not considered: {error}")
+                found += self._despite(error, base)
         return found
+
+    def _despite(self, error: CaptureError | UsageError, base: Settings) -> list[CandidateSearch]:
+        """Candidates after those of `base` failed: with the optimizer's own implementation, or none."""
+        others = self._request.permits.memory_formats[:-1]
+        is_choice = bool(others) and base.memory_format not in others and base in self._request.bases()
+        if base.optimizer_implementation is None and not is_choice:
+            raise error
+        if base.optimizer_implementation is not None:
+            try:
+                found = self._of_base(replace(base, optimizer_implementation=None))
+            except (CaptureError, UsageError):
+                if not is_choice:
+                    raise
+            else:
+                self._notes.append(f"The {base.optimizer_implementation} optimizer is not considered: {error}")
+                return found
+        self._notes.append(f"The memory format {base.memory_format} is not considered: {error}")
+        return []
 
     def with_chunked_loss(self) -> list[CandidateSearch]:
         """Candidates that compute the loss in chunks; none where it is small, or chunks cannot be captured."""

@@ -39,9 +39,10 @@ class Order(NamedTuple):
     """How simple a choice is: the least comes first."""
 
     optimizer: int
-    """Place among the optimizers that are permitted, the job's own first; so are the next two."""
+    """Place among the optimizers that are permitted, the job's own first; so are the next three."""
     precision: int
     parallelism: int
+    memory_format: int
     complexity: Complexity
     needs_expandable_segments: bool
     changed_units: int
@@ -101,16 +102,23 @@ def are_as_fast(one: Estimate, other: Estimate, request: Request) -> bool:
 
 def order_of(settings: Settings, reserved_bytes: int, request: Request) -> Order:
     """How simple settings are among those that a request permits."""
-    optimizers = [request.pins.optimizer, *(each.name for each in request.permits.other_optimizers)]
+    permits = request.permits
+    optimizers = [request.pins.optimizer, *(each.name for each in permits.other_optimizers)]
     return Order(
-        optimizer=optimizers.index(settings.optimizer),
-        precision=request.permits.precisions.index(settings.precision),
-        parallelism=request.ranks.parallelisms.index(settings.parallelism),
+        optimizer=_place(settings.optimizer, optimizers),
+        precision=_place(settings.precision, permits.precisions),
+        parallelism=_place(settings.parallelism, request.ranks.parallelisms),
+        memory_format=_place(settings.memory_format, permits.memory_formats),
         complexity=complexity_of(settings),
         needs_expandable_segments=settings.expandable_segments,
         changed_units=len(settings.changed),
         reserved_bytes=reserved_bytes,
     )
+
+
+def _place(chosen: object, permitted: Sequence[object]) -> int:
+    """The place of a choice among those that are permitted; the end if it is another."""
+    return permitted.index(chosen) if chosen in permitted else len(permitted)
 
 
 class _Choice(NamedTuple):

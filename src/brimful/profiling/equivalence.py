@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from brimful.batches import InputMover, layout_of, make_batch
+from brimful.batches import InputMover, layout_of, make_batch, map_tensors
 from brimful.errors import EquivalenceError, PartialUpdateError
 from brimful.execution.coupled_loss import check_coupled
 from brimful.execution.executor import StepExecutor, Transfers
 from brimful.execution.hooks import StepHooks
 from brimful.execution.losses import counting_parts, loss_weights
+from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.precision import device_of
 from brimful.execution.setup import build_model, choose_device, device_name
 from brimful.job import Batch, Job
@@ -30,9 +31,10 @@ from brimful.profiling.coupled_layers import batch_norms, stateful_modules
 from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
-from brimful.transforms import apply_units
+from brimful.transforms import apply_memory_format, apply_units
 
 _GRADIENT = "the gradient of"
+_BUFFER = "the buffer"
 _OTHER_DEVICE_SAMPLES = 2
 """Samples per micro-batch on a device that replaces the plan's, which may be much slower, or where plain
 training may not fit."""
@@ -50,7 +52,8 @@ def verify(
 
     Recomputation must be bitwise equal. Splitting the batch changes the order of sums and may change the last
     bits; it is compared in float32, if the model draws no random numbers and does not normalise over the batch.
-    Otherwise the losses of the batch and of its parts are compared in float32 and evaluation mode.
+    Otherwise the losses of the batch and of its parts are compared in float32 and evaluation mode. A memory
+    format is compared in float64 with the model's own layout, within one rounding of float32.
 
     Args:
         job: The job; its model is built or copied, and never changed.
@@ -83,7 +86,8 @@ def verify_model(job: Job, settings: Settings, model: nn.Module, *, seed: int = 
     """Compare a few samples under a plan with the baseline, with a model that is about to be trained.
 
     It uses two micro-batches of two samples each. In addition to the model it needs memory for a copy of it and
-    its gradients, which is less than the gradients and state that AdamW will need.
+    its gradients, which is less than the gradients and state that AdamW will need; twice that where a memory
+    format is compared, in float64.
 
     Args:
         job: The job; its loss and batch are used.
@@ -150,6 +154,8 @@ def _compared(
         comparisons.append(
             _comparison("computing the loss in chunks", at_once, kept, bound=_rounding(settings.precision))
         )
+    if settings.memory_format is not None:
+        comparisons.append(_in_format(plain, kept.draws, compute))
     splitting = _splitting(settings, planned, kept, model, compute)
     comparisons.append(splitting)
     if splitting.why_not_compared and settings.gradient_accumulation_steps > 1:
@@ -226,6 +232,29 @@ def _rounding(precision: Precision) -> float:
     return ROUNDINGS * torch.finfo(torch.float32).eps
 
 
+def _in_format(plain: Settings, draws: bool, compute: Callable[..., _Computed]) -> Comparison:
+    """Compare the memory format with the model's own layout, in float64.
+
+    In float32 a value near 0 may be rounded to either side of it, and a ReLU then passes a gradient or not: two
+    formats that compute the same differ by percents there. What differs in float64 is not rounding.
+    """
+    name = "the memory format"
+    if draws:
+        reason = "the model draws random numbers, which may be others for each element in another layout"
+        return Comparison(name=name, why_not_compared=reason)
+    settings = replace(plain, precision=Precision.FP32)
+    try:
+        own, found = (
+            compute(each, in_float64=True) for each in (replace(settings, memory_format=None), settings)
+        )
+    except Exception as error:  # whatever a model or loss raises that is given other numbers than float32
+        if out_of_memory(error) is not None:
+            raise
+        reason = f"the step does not run in float64, in which memory formats are compared: {error}"
+        return Comparison(name=name, why_not_compared=reason)
+    return _comparison(name, own, found, bound=torch.finfo(torch.float32).eps, has_floor=True)
+
+
 def _splitting(
     settings: Settings,
     planned: Settings,
@@ -246,10 +275,20 @@ def _splitting(
 
 
 def _computed(
-    job: Job, model: nn.Module, batch: Batch, device: torch.device, seed: int, settings: Settings
+    job: Job,
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    seed: int,
+    settings: Settings,
+    *,
+    in_float64: bool = False,
 ) -> _Computed:
     """Loss, gradients and buffers after one step of a copy of the model."""
     copied = _copied(model).to(device)
+    if in_float64:
+        copied, batch = copied.double(), map_tensors(batch, _in_float64)
+    apply_memory_format(copied, settings)
     applied = apply_units(copied, settings)
     parts = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
         batch, settings.micro_batch_size
@@ -284,8 +323,12 @@ def _computed(
     buffers = {name: buffer.detach().cpu() for name, buffer in copied.named_buffers()}
     applied.remove()
     stateful = tuple(stateful_modules(model, dict(model.named_buffers()), buffers))
-    values |= {f"the buffer {name}": buffer for name, buffer in buffers.items()}
+    values |= {f"{_BUFFER} {name}": buffer for name, buffer in buffers.items()}
     return _Computed(values, draws, stateful)
+
+
+def _in_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -321,20 +364,27 @@ def _why_not_split(settings: Settings, model: nn.Module, kept: _Computed) -> str
     return ""
 
 
-def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: float) -> Comparison:
+def _comparison(
+    name: str, computed: _Computed, other: _Computed, *, bound: float, has_floor: bool = False
+) -> Comparison:
+    """With `has_floor`, buffers too count as if their largest entry were at least the smallest that matters."""
     expected, found = computed.values, other.values
     if expected.keys() != found.keys():
         where = sorted(expected.keys() ^ found.keys())[0]
         return Comparison(name=name, largest_difference=float("inf"), where=where, bound=bound)
     if not all(value.isfinite().all() for value in expected.values()):
         return Comparison(name=name, why_not_compared="the baseline computes NaN or infinite numbers itself")
-    smallest = _smallest_gradient(expected)
+    smallest = {_GRADIENT: _smallest(expected, _GRADIENT), _BUFFER: 0.0}
+    if has_floor:
+        smallest[_BUFFER] = _smallest(expected, _BUFFER)
     differences = {
-        key: _difference(expected[key], found[key], smallest if key.startswith(_GRADIENT) else 0.0)
+        key: _difference(
+            expected[key], found[key], next((s for part, s in smallest.items() if key.startswith(part)), 0.0)
+        )
         for key in expected
     }
-    where = max(differences, key=differences.__getitem__)
-    largest = differences[where]
+    where = max(differences, key=differences.__getitem__, default="")
+    largest = differences.get(where, 0.0)
     return Comparison(
         name=name,
         is_bitwise=largest == 0,
@@ -344,14 +394,14 @@ def _comparison(name: str, computed: _Computed, other: _Computed, *, bound: floa
     )
 
 
-def _smallest_gradient(values: Mapping[str, Tensor]) -> float:
-    """Gradients are compared as if their largest entry were at least this.
+def _smallest(values: Mapping[str, Tensor], part: str) -> float:
+    """Gradients, or buffers, are compared as if their largest entry were at least this.
 
     What is within `ROUNDINGS` of it is within one rounding of the largest gradient of all. The gradient of a
     bias of attention's keys is nothing but rounding: the softmax does not depend on it.
     """
-    gradients = [value for key, value in values.items() if key.startswith(_GRADIENT) and value.numel()]
-    largest = (float(gradient.abs().max()) for gradient in gradients)
+    of_part = [value for key, value in values.items() if key.startswith(part) and value.numel()]
+    largest = (float(value.abs().max()) for value in of_part)
     return max(largest, default=0.0) / ROUNDINGS
 
 

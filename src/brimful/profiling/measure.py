@@ -21,7 +21,7 @@ from brimful.profiling.measure_loop import measure_loop
 from brimful.profiling.peak import measurement_of, peak_memory
 from brimful.results import Measurement
 from brimful.settings import Settings
-from brimful.transforms import apply_units
+from brimful.transforms import apply_memory_format, apply_units
 
 _WARM_STEPS = 2
 """The first step makes optimizer state and workspaces, the second finds the allocator as later ones do."""
@@ -61,7 +61,9 @@ def measure_step(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model = build_model(job, is_copied=True).to(device).train()
+        layout = apply_memory_format(model, settings)
         optimizer = make_optimizer(job, model, settings)
+        layout.follow(optimizer)
         executor = StepExecutor(job, settings, model, optimizer, device=device)
         applied = apply_units(model, settings)
         batch = make_batch(job, settings.rank_batch_size)

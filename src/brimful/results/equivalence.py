@@ -32,7 +32,8 @@ class Comparison(PrintedResult):
 
     name: str
     """The technique of the plan that is compared with the baseline: "recomputing", "computing the loss in
-    chunks", "splitting"; "splitting, in evaluation mode" compares the loss alone."""
+    chunks", "splitting"; "splitting, in evaluation mode" compares the loss alone, "the memory format" is of
+    float64."""
     is_bitwise: bool = False
     """Whether all of them are bitwise equal."""
     largest_difference: UnboundedNonNegativeFloat = 0.0
@@ -94,11 +95,16 @@ class EquivalenceReport(PrintedResult):
                 "loss=lambda embeddings: …); one that is a mean over something else than samples needs "
                 "Job(count=…); any is right with the global batch as micro_batch_size."
             )
-        if any(not name.startswith("splitting") for name in failed):
+        if any(not name.startswith(("splitting", "the memory format")) for name in failed):
             ways.append(
                 "A forward that depends on more than its inputs, its random numbers and its buffers cannot be "
                 "recomputed. Plan without what differs: recompute='none', offload_activations=False, "
                 "chunked_loss=False, optimizer_in_backward=False, prefetch_inputs=False."
+            )
+        if "the memory format" in failed:
+            ways.append(
+                "Code of the model or the loss reads tensors in the order of memory, which differs between "
+                "memory formats. Plan with memory_format='preserve'."
             )
         return " ".join(ways)
 

@@ -6,6 +6,7 @@ model, `document` the JSON format.
 
 from brimful.settings.choices import (
     Action,
+    MemoryFormat,
     OptimizerImplementation,
     Parallelism,
     Precision,
@@ -19,6 +20,7 @@ from brimful.settings.units import ChunkedLoss, Span, UnitAction, op_kind
 __all__ = [
     "Action",
     "ChunkedLoss",
+    "MemoryFormat",
     "OptimizerImplementation",
     "Parallelism",
     "Precision",

@@ -54,6 +54,25 @@ class OptimizerImplementation(StrEnum):
     """Updates all parameters in one kernel, without temporaries."""
 
 
+class MemoryFormat(StrEnum):
+    """Layout of the 4-d and 5-d tensors of a step: weights of convolutions, images and volumes.
+
+    Values of `torch.memory_format` are accepted too: `MemoryFormat(torch.channels_last)`.
+    """
+
+    CONTIGUOUS = "contiguous"
+    """Samples, channels, height, width in the order of memory (NCHW); torch's default."""
+    CHANNELS_LAST = "channels_last"
+    """Channels last in memory (NHWC), `torch.channels_last`; of 5-d tensors `torch.channels_last_3d`."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> MemoryFormat | None:
+        named = str(value).removeprefix("torch.")
+        return {"contiguous_format": cls.CONTIGUOUS, "channels_last_3d": cls.CHANNELS_LAST}.get(
+            named, next((each for each in cls if each.value == named), None)
+        )
+
+
 class Parallelism(StrEnum):
     """How several ranks train one model, each on its part of the global batch."""
 

@@ -41,6 +41,8 @@ def settings_to_json(settings: Settings) -> dict[str, Any]:
     for name in ("optimizer_in_backward", "offload_optimizer", "prefetch_inputs"):
         if getattr(settings, name):
             document[name] = True
+    if settings.memory_format is not None:
+        document["memory_format"] = str(settings.memory_format)
     if not settings.own_checkpointing:
         document["own_checkpointing"] = False
     if settings.parallelism is Parallelism.FSDP2:

@@ -9,6 +9,7 @@ from brimful.codec import ALWAYS_WRITTEN, PositiveInt
 from brimful.errors import UsageError
 from brimful.settings.choices import (
     Action,
+    MemoryFormat,
     OptimizerImplementation,
     Parallelism,
     Precision,
@@ -66,6 +67,8 @@ class Settings:
     own_checkpointing: bool = True
     """Leave the model's own activation checkpointing as it is; False turns off the switches of its modules:
     `gradient_checkpointing` of Transformers and Diffusers, `grad_checkpointing` of timm."""
+    memory_format: MemoryFormat | None = None
+    """Layout of 4-d and 5-d parameters, buffers and inputs; None leaves them as the model and the batch are."""
     world_size: PositiveInt = 1
     """Number of processes (ranks) that train one model together, each with its own device."""
     parallelism: Parallelism = Parallelism.DDP
@@ -89,6 +92,9 @@ class Settings:
         if self.optimizer_implementation is not None:
             way = member(OptimizerImplementation, "optimizer_implementation", self.optimizer_implementation)
             object.__setattr__(self, "optimizer_implementation", way)
+        if self.memory_format is not None:
+            layout = member(MemoryFormat, "memory_format", self.memory_format)
+            object.__setattr__(self, "memory_format", layout)
         check_counts(self, "micro_batch_size", "gradient_accumulation_steps", "world_size", "num_nodes")
         self._check_gathering()
         if self.world_size % self.num_nodes:
@@ -204,6 +210,8 @@ class Settings:
             parts.append(f"gathered in {self.param_dtype}")
         if self.offload_parameters:
             parts.append("parts on the host")
+        if self.memory_format:
+            parts.append(str(self.memory_format))
         if self.optimizer:
             parts.append(self.optimizer)
         if self.optimizer_implementation:

@@ -212,6 +212,8 @@ class Trace:
     """Assumption about those values."""
     sizes_depend_on_values: bool = False
     """Whether values of the batch, such as sequence lengths, decided sizes, which differ for another batch."""
+    convolves_images: bool = False
+    """Whether the step has 2-d or 3-d convolutions, whose speed depends on the memory format."""
     parameter_count: NonNegativeInt = 0
     trainable_parameter_count: NonNegativeInt = 0
     couples_samples: bool = False

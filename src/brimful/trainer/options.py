@@ -44,7 +44,7 @@ class TrainOptions(LoopOptions):
     """Called after each step and each validation, and at the end."""
     verify: bool = True
     """Before the first step, compare loss, gradients and buffers of a few samples under the plan with those of
-    the baseline, if the plan recomputes or splits anything."""
+    the baseline, if the plan recomputes or splits anything, or has a memory format."""
     show_progress: bool = True
     """Show progress on standard error."""
 

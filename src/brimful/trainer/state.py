@@ -35,6 +35,7 @@ from brimful.trainer.step.schedules import make_scheduler
 from brimful.trainer.storage.checkpoint import Rates, StateDict
 from brimful.trainer.storage.run_directory import SAVES
 from brimful.trainer.storage.state_checks import check_parts
+from brimful.transforms import AppliedFormat, apply_memory_format
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -51,6 +52,8 @@ class TrainState:
     ranks: Ranks
     parallel: DataParallel
     """How the ranks share the model."""
+    layout: AppliedFormat
+    """The memory format of the model, until the run ends."""
     rates: Rates
     """Learning rates and weight decays as the job's optimizer sets them."""
     seed: int
@@ -204,6 +207,10 @@ def make_state(
     if ranks.rank:
         seed_all(config.options.seed, ranks.rank)  # dropout must differ between ranks
     options = config.options
+    layout = with_room(
+        partial(apply_memory_format, model, start.settings),
+        during="the model is converted to its memory format",
+    )
     parallel = data_parallel(config.job, model, start.settings, config.device, ranks)
     if parallel.is_sharded and options.ema_decay is not None:
         raise UsageError("ema_decay is not supported under FSDP2 and ZeRO. Use DDP, or no ema_decay.")
@@ -216,6 +223,7 @@ def make_state(
         )
     make = partial(make_optimizer, config.job, model, start.settings)
     optimizer = parallel.divided(with_room(make, during="the optimizer is made"))
+    layout.follow(optimizer)
     rates = _rates(optimizer)
     return TrainState(
         executor=StepExecutor(
@@ -231,6 +239,7 @@ def make_state(
         stream=stream,
         ranks=ranks,
         parallel=parallel,
+        layout=layout,
         rates=rates,
         seed=config.options.seed,
         settings=start.settings,

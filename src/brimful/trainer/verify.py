@@ -48,7 +48,12 @@ def verified(model: nn.Module, config: RunConfig, ranks: Ranks) -> EquivalenceRe
 
 def _verified_here(model: nn.Module, config: RunConfig) -> EquivalenceReport | None:
     settings = config.settings
-    is_plain = not settings.changed and settings.chunked_loss is None and not settings.optimizer_in_backward
+    is_plain = (
+        not settings.changed
+        and settings.chunked_loss is None
+        and not settings.optimizer_in_backward
+        and settings.memory_format is None
+    )
     if not config.options.verify or (is_plain and settings.gradient_accumulation_steps == 1):
         return None
     report = unless_out_of_memory(lambda: verify_model(config.job, settings, model, seed=config.options.seed))

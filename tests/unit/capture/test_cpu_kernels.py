@@ -172,6 +172,8 @@ def convolution(
     weight = torch.randn(*shape, *[kernel] * dims)
     if how.get("channels_last", False):
         x = x.to(memory_format=torch.channels_last)
+    if how.get("weight_too", False):
+        weight = weight.to(memory_format=torch.channels_last)
     if how.get("transposed_input", False):
         x = x.transpose(-1, -2)
     padding, stride = how.get("padding", kernel // 2), how.get("stride", 1)
@@ -199,6 +201,26 @@ CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "groups": {"samples": 4, "channels": 64, "width": 64, "size": 24, "kernel": 3, "groups": 4},
     "channels last": {
         "samples": 4, "channels": 32, "width": 48, "size": 24, "kernel": 3, "channels_last": True,
+    },
+    "all channels last": {
+        "samples": 4, "channels": 32, "width": 48, "size": 24, "kernel": 3, "channels_last": True,
+        "weight_too": True,
+    },
+    "all channels last, large weight": {
+        "samples": 8, "channels": 256, "width": 256, "size": 4, "kernel": 3, "channels_last": True,
+        "weight_too": True,
+    },
+    "all channels last, 1 × 1": {
+        "samples": 16, "channels": 256, "width": 256, "size": 4, "kernel": 1, "channels_last": True,
+        "weight_too": True,
+    },
+    "all channels last, of one channel": {
+        "samples": 4, "channels": 1, "width": 64, "size": 32, "kernel": 3, "channels_last": True,
+        "weight_too": True,
+    },
+    "all channels last, depthwise": {
+        "samples": 4, "channels": 48, "width": 48, "size": 24, "kernel": 3, "groups": 48,
+        "channels_last": True, "weight_too": True,
     },
     "transposed input": {
         "samples": 4, "channels": 32, "width": 48, "size": 24, "kernel": 3, "transposed_input": True,

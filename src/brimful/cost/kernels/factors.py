@@ -12,6 +12,7 @@ blocks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -216,11 +217,12 @@ def reached_by(device: Device) -> PeakFractions:
 
 def memory_kind(device: Device) -> str:
     """HBM, or GDDR."""
-    return "HBM" if any(mark in device.name for mark in _HBM) else "GDDR"
+    words = re.split(r"[^A-Za-z0-9]+", device.name)
+    return "HBM" if any(mark in words for mark in _HBM) else "GDDR"
 
 
 _HBM = ("P100", "V100", "A30", "A100", "A800", "H100", "H200", "H20", "H800", "GH200", "B200", "B300", "GB200")
-"""Parts of the names of GPUs with stacked memory."""
+"""Words of the names of GPUs with stacked memory."""
 
 
 @cache

@@ -178,7 +178,7 @@ class _Pass:
                     break
                 batch_samples = counting.count(host_batch) if counts else 0
                 batch_terms = batch_samples if job.count is None or not counts else float(job.count(host_batch))
-                batch = move(host_batch)
+                batch = state.executor.in_format(move(host_batch))
                 with autocast(state.model, state.settings.precision):
                     batch_loss, metrics = parallel.computed(state.model, partial(_loss_and_metrics, job, batch))
                 samples += batch_samples
@@ -210,7 +210,11 @@ class _Pass:
         loss = loss_of(job)
         assert isinstance(loss, CoupledLoss)
         embed, of_embeddings = partial(loss.embed, state.model), loss.of_embeddings
-        move = InputMover.copying_to(state.device)
+        to_device = InputMover.copying_to(state.device)
+
+        def move(part: Batch) -> Batch:
+            return state.executor.in_format(to_device(part))
+
         samples, total = 0, 0.0
         sums: defaultdict[str, float] = defaultdict(float)
         with evaluation_mode(state.model), torch.no_grad():

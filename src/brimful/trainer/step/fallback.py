@@ -106,6 +106,7 @@ class MemoryFallback:
                 chunked_loss=asked.chunked_loss if plan is not None else settings.chunked_loss is not None,
                 expandable_segments=settings.expandable_segments,
                 offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
+                memory_formats=(settings.memory_format,),
                 splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
             ),
             ranks=RankOptions(

@@ -106,9 +106,11 @@ class StepRunner:
         """The peak of the step whose memory was measured; None before it."""
 
     def close(self) -> None:
-        """Remove the unit actions from the model, and close the connections to other ranks."""
+        """Restore the model's forward and memory format, and close the connections to other ranks."""
         self.recovery.applied.remove()
         self._state.parallel.close()
+        if not self._state.parallel.is_sharded:  # shards have replaced what was converted
+            self._state.layout.remove()
 
     def run(
         self, batch: Batch, *, epoch: int, data_seconds: float = 0.0, measure_memory: bool = False

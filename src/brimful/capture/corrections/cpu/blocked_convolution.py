@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from brimful.capture.corrections.rule import Rule
 from brimful.quantities import round_up
@@ -115,13 +116,12 @@ class _Convolution:
         return widens and max(self.stride) > 1 and self.groups == 1
 
     def is_channels_last(self) -> bool:
-        layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-        return any(
-            tensor.dim() in layouts
-            and not tensor.is_contiguous()
-            and tensor.is_contiguous(memory_format=layouts[tensor.dim()])
-            for tensor in (self.x, self.weight)
-        )
+        """Whether torch suggests it for input or weight, by strides, so that size 1 counts as it does in torch.
+
+        Source: torch aten/src/ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`.
+        """
+        layouts = (torch.channels_last, torch.channels_last_3d)
+        return any(suggest_memory_format(tensor) in layouts for tensor in (self.x, self.weight))
 
     def copied_bytes(self, tensor: Tensor) -> int:
         """The copy that torch makes of what does not lie in the layout of the convolution."""
@@ -223,7 +223,7 @@ def _weight_gradient_bytes(c: _Convolution) -> int:
         if c.is_depthwise() and not has_kernel:
             # each channel's weight lies in a block of channels by channels
             blocked_weight = c.groups * _block() ** 2 * prod(c.weight.shape[2:]) * c.weight.element_size()
-        return blocked_weight + weight + c.copied_bytes(c.weight)
+        return blocked_weight + 2 * weight  # in the layout of oneDNN's result, then in channels_last
     if not has_kernel:
         inside = torch.get_num_threads() * (_REDUCTIONS * weight + c.column_bytes())
         return weight + max(inside, weight)
