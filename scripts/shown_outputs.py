@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def with_outputs(text: str) -> str:
-    """The page with each block of text replaced by what the code before it prints; the first block is job.py."""
+    """The page with each block of text as the code before it prints it; the first block of code is job.py."""
     names: dict[str, Any] = {}
     printed = ""
 

@@ -36,6 +36,9 @@ def synchronizes(base: str) -> bool:
     Args:
         base: Name of the op, without namespace and overload.
 
+    Returns:
+        False for ops whose results stay on the device.
+
     Source: aten/src/ATen/native/cuda/{Nonzero,Unique,IndexKernel}.cu copy numbers of elements to the host.
     """
     return base in _SYNCHRONIZING

@@ -1,0 +1,115 @@
+"""How often the simplest plan among equals is another than the fastest, what it costs, and what it gains.
+
+    python benchmarks/plan/simplest.py [--only NAME]
+
+Three plans for each job and budget on one GPU: the fastest; the simplest of those whose times cannot be
+distinguished from it (`effort`); and the simplest that also exceeds the budget with a probability of at most 1 %
+(`max_exceedance`). All may use the host's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from brimful.devices import find_device
+from brimful.errors import InfeasibleError
+from brimful.planner import Plan, search
+from brimful.planner.simplest import complexity_of
+from brimful.prediction.exceedance import DEFAULT_PROBABILITY
+from brimful.quantities import GIB
+from machine import keep
+from plan.bench import Bench
+from plan.jobs import JOBS, PlannedJob
+
+DEVICE = "RTX 3090"
+BUDGETS = (0.3, 0.45, 0.6, 0.8)
+HOST_BYTES = 32 * GIB
+NAMES = ("bert-large", "gpt2-medium", "vit-large", "resnet50", "t5-base")
+WAYS: dict[str, dict[str, Any]] = {
+    "fastest": {},
+    "simplest": {"prefers_simplest": True},
+    "simplest_and_safe": {"prefers_simplest": True, "exceedance": DEFAULT_PROBABILITY},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", action="append", help="this job; may be repeated")
+    names = parser.parse_args().only or NAMES
+    rows = [row for job in JOBS if job.name in names for row in compare(job)]
+    content = {"device": DEVICE, "host_bytes": HOST_BYTES, "summary": summary(rows), "rows": rows}
+    keep("plan_simplest.json", "python benchmarks/plan/simplest.py", content, "transformers")
+    print(json.dumps(content["summary"], indent=1))
+
+
+def compare(job: PlannedJob) -> list[dict[str, Any]]:
+    """One job at all budgets."""
+    bench = Bench(job.make(), find_device(DEVICE), job.global_batch_size, job.precision)
+    plain_bytes = bench.plain_outcome().peak_device_bytes
+    rows = []
+    for fraction in BUDGETS:
+        budget_bytes = int(plain_bytes * fraction)
+        row: dict[str, Any] = {"model": job.name, "budget_fraction": fraction, "budget_bytes": budget_bytes}
+        for way, permits in WAYS.items():
+            row[way] = planned(bench, budget_bytes, permits)
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def planned(bench: Bench, budget_bytes: int, permits: dict[str, Any]) -> dict[str, Any] | None:
+    """A plan in short; None if nothing fits."""
+    request = replace(
+        bench.request,
+        budget_bytes=budget_bytes,
+        pins=replace(bench.request.pins, offload_optimizer=None),
+        permits=replace(bench.request.permits, offload_host_bytes=HOST_BYTES, **permits),
+    )
+    try:
+        plan: Plan = search(bench.capture, request)
+    except InfeasibleError:
+        return None
+    return {
+        "settings": plan.settings.describe(),
+        "complexity": complexity_of(plan.settings).name.lower(),
+        "peak_device_bytes": plan.predicted_peak_device_bytes,
+        "step_seconds": plan.predicted_step_seconds,
+        "exceedance_probability": plan.predicted_exceedance_probability,
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the other two compare with the fastest."""
+    found: dict[str, Any] = {"budgets": len(rows)}
+    for way in list(WAYS)[1:]:
+        both = [(row["fastest"], row[way], row["budget_bytes"]) for row in rows if row["fastest"] and row[way]]
+        costs = [other["step_seconds"] / fastest["step_seconds"] - 1 for fastest, other, _ in both]
+        gained = [
+            (fastest["peak_device_bytes"] - other["peak_device_bytes"]) / budget
+            for fastest, other, budget in both
+        ]
+        found[way] = {
+            "plans": len(both),
+            "changed": sum(fastest["settings"] != other["settings"] for fastest, other, _ in both),
+            "median_cost": round(statistics.median(costs), 4),
+            "largest_cost": round(max(costs), 4),
+            "mean_headroom_gained": round(statistics.fmean(gained), 4),
+            "largest_headroom_gained": round(max(gained), 4),
+            "largest_exceedance_probability": max(other["exceedance_probability"] for _, other, _ in both),
+        }
+    found["fastest_exceedance_probability_median"] = statistics.median(
+        row["fastest"]["exceedance_probability"] for row in rows if row["fastest"]
+    )
+    return found
+
+
+if __name__ == "__main__":
+    main()
