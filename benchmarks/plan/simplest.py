@@ -3,8 +3,8 @@
     python benchmarks/plan/simplest.py [--only NAME]
 
 Three plans for each job and budget on one GPU: the fastest; the simplest of those whose times cannot be
-distinguished from it (`effort`); and the simplest that also exceeds the budget with a probability of at most 1 %
-(`max_exceedance`). All may use the host's memory.
+distinguished from it (`effort`); and the simplest that also exceeds the budget with a probability of at most 1
+% (`max_exceedance`). All may use the host's memory.
 """
 
 from __future__ import annotations
