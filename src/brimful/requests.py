@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -94,7 +95,7 @@ def _permits(job: Job, device: Device, options: PlanOptions, *, is_here: bool) -
         offload_host_bytes=_offload_host_bytes(options, device, is_here=is_here),
         splits_coupled_batches=options.split_batch_norm,
         exceedance=_probability(options.max_exceedance),
-        prefers_simplest=_prefers_simplest(options.effort),
+        prefers_simplest=prefers_simplest(options.effort),
         memory_formats=parse_memory_formats(options.memory_format),
     )
 
@@ -120,6 +121,24 @@ def job_traits(job: Job, batch_size: int) -> JobTraits:
         weighs_by_count=job.count is not None or job.reduction == "sum",
         brings_own_loop=job.loop is not None,
     )
+
+
+def with_budget(request: Request, budget: str | None, capture: Capture) -> Request:
+    """The request with a budget; without one what must not be exceeded is what the device has.
+
+    Args:
+        request: Has device and ranks.
+        budget: As for `budget_bytes`.
+        capture: Captures the baseline, for a share.
+
+    Returns:
+        A request that can be searched.
+
+    Raises:
+        UsageError: The budget is not a size, or more than the device has.
+    """
+    limit_bytes = _capacity_of_rank(request) if budget is None else None
+    return replace(request, budget_bytes=budget_bytes(budget, capture, request), limit_bytes=limit_bytes)
 
 
 def budget_bytes(budget: str | None, capture: Capture, request: Request) -> int:
@@ -198,16 +217,18 @@ def parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True
     return actions[recompute]
 
 
-def _probability(value: float) -> float:
-    if not 0 < value <= 1:
-        raise UsageError(f"max_exceedance is {value:g}, which is not a probability above 0; 0.01 is 1 %.")
-    return value
+def _probability(value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 1:  # type: ignore[operator]
+        raise UsageError(f"max_exceedance is {value!r}, which is not a probability above 0; 0.01 is 1 %.")
+    return float(value)  # type: ignore[arg-type]
 
 
-def _prefers_simplest(effort: str) -> bool:
+def prefers_simplest(effort: object) -> bool:
+    """Whether a value of the option `effort` asks for the simplest of plans that are equally fast."""
     known = {"normal": True, "max": False}
-    if effort not in known:
-        raise UnknownNameError("value of effort", effort, list(known))
+    if not isinstance(effort, str) or effort not in known:
+        raise UnknownNameError("value of effort", str(effort), list(known))
     return known[effort]
 
 

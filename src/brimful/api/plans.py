@@ -21,7 +21,7 @@ from brimful.planner import (
 from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
 from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.quantities import parse_bytes
-from brimful.requests import budget_bytes, request_of
+from brimful.requests import request_of, with_budget
 from brimful.settings import check_count
 from brimful.status import busy
 
@@ -82,7 +82,7 @@ def plan(
     if memory is not None and asked.budget is None:
         request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
     with CachedCapture(job, target) as capture, explains_memory(memory):
-        request = replace(request, budget_bytes=budget_bytes(asked.budget, capture, request))
+        request = with_budget(request, asked.budget, capture)
         found = search(capture, request)
     return replace(found, asked=asked, notes=(*memory_notes(memory, request.budget_bytes), *found.notes))
 

@@ -26,7 +26,7 @@ MOST_ALTERNATIVES = 6
 def alternatives(
     request: Request, candidates: Sequence[CandidateSearch], found: Sequence[Estimate]
 ) -> tuple[Alternative, ...]:
-    """Slower searched settings, and common manual ones: one action with the largest micro-batch."""
+    """Other searched settings, faster but less simple ones among them, and one action for all units."""
     best, best_time = found[0].settings, found[0].step_time
     by_label = _searched(request, candidates, found)
     by_hand: list[Alternative] = []

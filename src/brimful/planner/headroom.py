@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from brimful.planner.request import Request
-from brimful.prediction.estimate import MARGIN_FRACTION, Estimate
+from brimful.prediction.estimate import Estimate
 from brimful.prediction.exceedance import bytes_at_probability, exceedance_probability
 
 
@@ -17,12 +17,12 @@ def with_headroom(request: Request, baseline: Estimate) -> Request:
         baseline: Training without a plan, wherever it fits.
 
     Returns:
-        The same request if its budget leaves enough already, as the default one may.
+        A request with the same limit.
     """
     needed_bytes = bytes_at_probability(baseline, request.device.kind, request.permits.exceedance)
     headroom = needed_bytes / max(baseline.predicted_peak_device_bytes, 1)
-    budget_bytes = int(limit_of(request) / headroom)
-    return request if budget_bytes >= request.budget_bytes else replace(request, budget_bytes=budget_bytes)
+    budget_bytes = min(int(limit_of(request) / headroom), request.budget_bytes)
+    return replace(request, budget_bytes=budget_bytes, limit_bytes=limit_of(request))
 
 
 def bytes_over(estimate: Estimate, request: Request, probability: float) -> int:
@@ -36,7 +36,5 @@ def exceedance_of(estimate: Estimate, request: Request) -> float:
 
 
 def limit_of(request: Request) -> int:
-    """The budget; the device's capacity where the budget leaves the margin of a plan without one."""
-    capacity_bytes = request.device.capacity_bytes
-    leaves_margin = request.budget_bytes >= int(capacity_bytes / (1 + MARGIN_FRACTION))
-    return max(capacity_bytes, request.budget_bytes) if leaves_margin else request.budget_bytes
+    """What must not be exceeded: the budget, or without one what the device has."""
+    return request.budget_bytes if request.limit_bytes is None else request.limit_bytes

@@ -11,10 +11,10 @@ from brimful.planner.alternatives import least_device_bytes
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.coupling import what_splitting_changes, why_kept_whole
 from brimful.planner.fastest import by_least_time
-from brimful.planner.headroom import bytes_over, exceedance_of
+from brimful.planner.headroom import exceedance_of
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate
-from brimful.prediction.exceedance import DEFAULT_PROBABILITY
+from brimful.prediction.exceedance import DEFAULT_PROBABILITY, bytes_at_probability
 from brimful.quantities import format_bytes, format_seconds
 from brimful.settings import MemoryFormat, OptimizerImplementation, Settings
 from brimful.trace import Trace
@@ -138,11 +138,12 @@ def _what_the_format_changes(settings: Settings, request: Request) -> list[str]:
 
 
 def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[CandidateSearch]) -> list[str]:
-    """The probability of exceeding the budget, where it is larger than a plan may have by default."""
-    probability = exceedance_of(best, request)
-    if probability <= DEFAULT_PROBABILITY:
+    """The probability of exceeding the budget, where it is larger than is permitted, or than by default."""
+    probability, permitted = exceedance_of(best, request), request.permits.exceedance
+    if probability <= min(permitted, DEFAULT_PROBABILITY):
         return []
-    needed_bytes = request.budget_bytes + bytes_over(best, request, DEFAULT_PROBABILITY)
+    wanted = min(permitted, DEFAULT_PROBABILITY)
+    needed_bytes = bytes_at_probability(best, request.device.kind, wanted)
     unsure = (
         "what kernels take inside, what the allocator reserves and the CUDA context are not known to the byte"
         if request.device.kind == "cuda"
@@ -155,17 +156,17 @@ def _what_it_may_take(best: Estimate, request: Request, candidates: Sequence[Can
             min(each.grid.smallest_nested_peak_bytes for each in nesting) + request.device.context_bytes
         )
         least_bytes = min(least_bytes, nested_bytes)
-    asked = request.permits.exceedance > DEFAULT_PROBABILITY
-    reason = "as max_exceedance permits" if asked else "and nothing safer fits"
+    limit = "the budget" if request.limit_bytes is None else "the device's memory"
+    reason = "as max_exceedance permits" if probability <= permitted else "and nothing safer was found"
     return [
-        f"The peak exceeds the budget with a probability of {probability:.0%}, {reason}: {unsure}. With "
-        f"{format_bytes(needed_bytes)} it would be {DEFAULT_PROBABILITY:.0%}; the least that any plan takes is "
-        f"about {format_bytes(least_bytes)}."
+        f"The peak exceeds {limit} with a probability of about {probability:.2g}, {reason}: {unsure}. With "
+        f"{format_bytes(needed_bytes)} it would be {wanted:g}; the least that any plan takes is about "
+        f"{format_bytes(least_bytes)}."
     ]
 
 
 def what_safety_costs(best: Estimate, candidates: Sequence[CandidateSearch], request: Request) -> list[str]:
-    """What is predicted within the budget and clearly faster than the plan, but exceeds it too often."""
+    """What is expected within the budget and clearly faster than a plan that has more headroom."""
     if exceedance_of(best, request) > request.permits.exceedance:
         return []
     bound = best.predicted_step_seconds * (1 - NOTED_GAIN)
@@ -174,9 +175,8 @@ def what_safety_costs(best: Estimate, candidates: Sequence[CandidateSearch], req
         return []
     gain = 1 - riskier.seconds / best.predicted_step_seconds
     return [
-        f"{riskier.settings.describe()}: {gain:.0%} faster and predicted within the budget, but it exceeds the "
-        f"budget with a probability above {request.permits.exceedance:.2g}. A larger max_exceedance "
-        "(--max-exceedance) permits it."
+        f"With less headroom, {riskier.settings.describe()} is expected to fit and to be {gain:.0%} faster. A "
+        f"max_exceedance (--max-exceedance) above {request.permits.exceedance:g} permits it."
     ]
 
 

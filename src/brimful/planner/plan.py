@@ -87,7 +87,7 @@ _MOST_FLOPS = 10**40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(PrintedResult):
-    """The fastest settings found to train a job's global batch within a memory budget."""
+    """The simplest of the fastest settings found to train a job's global batch within a memory budget."""
 
     status: PlanStatus
     job: str
@@ -101,8 +101,8 @@ class Plan(PrintedResult):
     predicted_peak_reserved_bytes: PositiveInt
     predicted_peak_device_bytes: PositiveInt
     predicted_exceedance_probability: Probability | None = None
-    """Probability that the peak exceeds the budget, or the device's capacity if the budget leaves the default
-    margin; None in a plan of an earlier version or written by hand."""
+    """Probability that the peak exceeds the budget, or without one what the device has; None in a plan of an
+    earlier version or written by hand."""
     predicted_pinned_host_bytes: NonNegativeInt = 0
     """Host memory for offloaded units and an offloaded optimizer, which stays pinned until training ends."""
     predicted_host_state_bytes: NonNegativeInt = 0
@@ -127,7 +127,8 @@ class Plan(PrintedResult):
     source: JobSource | None = field(default=None, metadata=ALWAYS_WRITTEN)
     """None if the plan was not made by the command line."""
     asked: PlanOptions = field(default_factory=PlanOptions)
-    """The options of the search; planning again after running out of memory keeps to them."""
+    """The options of the search; planning again after running out of memory keeps to them, but for
+    `max_exceedance`, as its budget is a part of what ran out."""
 
     def __post_init__(self) -> None:
         if self.model_flops is not None and self.model_flops > _MOST_FLOPS:

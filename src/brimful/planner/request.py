@@ -157,6 +157,8 @@ class Request:
     budget_bytes: int
     """Bytes permitted to each rank on its device, including the CUDA context."""
     global_batch_size: int
+    limit_bytes: int | None = None
+    """What must not be exceeded: without a budget, what the device has free; None is the budget."""
     pins: Pins = Pins()
     permits: Permits = Permits()
     ranks: RankOptions = RankOptions()

@@ -41,7 +41,7 @@ TIME_UNCERTAINTY = 0.001
 
 
 def search(capture: Capture, request: Request) -> Plan:
-    """The fastest plan within the request's budget.
+    """The fastest plan within the request's budget, or the simplest of those that are as fast.
 
     Args:
         capture: Runs a step on fake tensors.
@@ -61,8 +61,8 @@ def search(capture: Capture, request: Request) -> Plan:
     notes: list[str] = []
     safe = with_headroom(request, baseline.estimate)
     candidates = _candidates(capture, safe, baseline.trace, notes)
-    for searched in dict.fromkeys((safe, request)):
-        if found := _found(candidates, searched, request):
+    for searched, is_safe in ((safe, True), (request, False)):
+        if found := _found(candidates, searched, is_safe=is_safe):
             notes += what_safety_costs(found[0], candidates, request)
             return _plan(request, baseline, candidates, found, notes)
     smallest = _smallest(candidates)
@@ -73,12 +73,12 @@ def search(capture: Capture, request: Request) -> Plan:
     return _plan(request, baseline, candidates, found, notes)
 
 
-def _found(candidates: Sequence[CandidateSearch], searched: Request, request: Request) -> list[Estimate]:
-    """The choice of the plan and the others captured; none if nothing is within the budget that is searched.
+def _found(candidates: Sequence[CandidateSearch], request: Request, *, is_safe: bool) -> list[Estimate]:
+    """The choice of the plan and the others captured; none if nothing is within the budget.
 
-    With headroom, budgets are lowered until the choice exceeds that of the request as rarely as is permitted.
+    If it is to be safe, budgets are lowered until it exceeds what it must not as rarely as is permitted.
     """
-    limit_bytes = searched.reserved_budget_bytes
+    limit_bytes = request.reserved_budget_bytes
     for _ in range(MOST_ROUNDS):
         found = fastest_within(candidates, limit_bytes)
         if not found:
@@ -86,8 +86,8 @@ def _found(candidates: Sequence[CandidateSearch], searched: Request, request: Re
         found = with_less_offloading(candidates, found, limit_bytes)
         if request.permits.prefers_simplest:
             found = simplest_first(candidates, found, request, limit_bytes)
-        over_bytes = bytes_over(found[0], request, request.permits.exceedance)
-        if searched is request or over_bytes <= 0:
+        over_bytes = bytes_over(found[0], request, request.permits.exceedance) if is_safe else 0
+        if over_bytes <= 0:
             return found
         limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
     return []

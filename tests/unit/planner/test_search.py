@@ -20,6 +20,7 @@ from brimful.models import find_architecture
 from brimful.planner import JobTraits, OptimizerChoice, Permits, Pins, Request, check_trace, search
 from brimful.planner.plan import Plan
 from brimful.planner.problem.splice import Splicer
+from brimful.planner.simplest import SIMPLICITY_FRACTION
 from brimful.quantities import MIB, parse_bytes
 from brimful.settings import Action, ChunkedLoss, OptimizerImplementation, Precision, Settings, UnitAction
 from brimful.trace import Trace, TraceLine, unit_of_each_op
@@ -295,8 +296,34 @@ def test_where_nothing_is_safe_the_fastest_within_the_budget_is_planned_and_its_
     assert high > low + 2 * MIB
     plan = bf.plan(job, "RTX 3090", budget=low + MIB, expandable_segments=False, chunked_loss=False, **options)
     assert plan.predicted_exceedance_probability > 0.1
-    assert "and nothing safer fits" in beyond(plan)
+    assert "and nothing safer was found" in beyond(plan)
     assert "the least that any plan takes is about" in beyond(plan)
+
+
+def test_without_a_budget_a_plan_exceeds_the_device_with_at_most_one_percent() -> None:
+    """Not only what it has less the default margin: here the whole batch would take more than that may."""
+    job = find_architecture("bert-base", num_hidden_layers=2)
+    pinned: dict[str, Any] = {"global_batch_size": 32, "recompute": "none", "expandable_segments": False}
+    whole = bf.estimate(job, "RTX 3090", micro_batch_size=32, optimizer_implementation="fused")
+    low, high = whole.predicted_peak_device_bytes, whole.predicted_device_interval_bytes[1]
+    card = replace(find_device("RTX 3090"), capacity_bytes=low + (high - low) // 2)
+    plan = bf.plan(job, card, optimizer_implementation="fused", **pinned)
+    assert plan.settings.micro_batch_size < 32
+    assert plan.predicted_exceedance_probability <= 0.01
+    strict = bf.plan(job, card, optimizer_implementation="fused", max_exceedance=0.001, **pinned)
+    assert strict.predicted_exceedance_probability <= 0.001
+
+
+def test_a_larger_budget_makes_no_default_plan_slower_by_more_than_simplicity_may_cost() -> None:
+    job = find_architecture("bert-base", num_hidden_layers=2)
+    seconds = [
+        bf.plan(job, "RTX 3090", budget=f"{percent}%", global_batch_size=32).predicted_step_seconds
+        for percent in (40, 55, 70, 100)
+    ]
+    least = seconds[0]
+    for each in seconds:
+        assert each <= least * (1 + SIMPLICITY_FRACTION)
+        least = min(least, each)
 
 
 def beyond(plan: Plan) -> str:

@@ -105,7 +105,9 @@ def test_the_tail_covers_what_was_measured() -> None:
 
 
 def test_a_probability_of_zero_and_an_unknown_effort_are_refused() -> None:
-    with pytest.raises(bf.BrimfulError, match="max_exceedance is 0"):
-        planned(max_exceedance=0)
-    with pytest.raises(bf.BrimfulError, match="effort"):
-        planned(effort="most")
+    for wrong in (0, 1.5, "0.01", None, True):
+        with pytest.raises(bf.UsageError, match=r"max_exceedance is .* not a probability"):
+            planned(max_exceedance=wrong)
+    for wrong in ("most", None, ["max"]):
+        with pytest.raises(bf.UnknownNameError, match="effort"):
+            planned(effort=wrong)

@@ -16,7 +16,7 @@ from brimful.options import RECOMPUTE_ACTIONS, PlanOptions
 from brimful.planner import Permits, Pins, Plan, RankOptions, Request, search
 from brimful.prediction import estimate_trace
 from brimful.profiling import device_record
-from brimful.requests import job_traits
+from brimful.requests import job_traits, prefers_simplest
 from brimful.settings import Settings
 from brimful.trace import Trace, per_rank_trace
 
@@ -108,6 +108,8 @@ class MemoryFallback:
                 offload_host_bytes=0 if plan is None else plan.predicted_host_bytes,
                 memory_formats=(settings.memory_format,),
                 splits_coupled_batches=asked.split_batch_norm or settings.gradient_accumulation_steps > 1,
+                prefers_simplest=prefers_simplest(asked.effort),
+                exceedance=1.0,  # the budget is below what ran out, whatever the device has
             ),
             ranks=RankOptions(
                 world_size=settings.world_size,
