@@ -97,6 +97,7 @@ PLAN_KEYS = {
     "settings",
     "predicted_peak_allocated_bytes",
     "predicted_peak_reserved_bytes",
+    "predicted_exceedance_probability",
     "predicted_peak_device_bytes",
     "predicted_pinned_host_bytes",
     "predicted_host_state_bytes",
@@ -381,7 +382,7 @@ def test_calibrate_measures_this_machine_and_estimates_then_use_it(folder: Path)
 TRAIN = (
     "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-    "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm",
+    "--expandable-segments", "--max-exceedance", "--effort", "--offload-activations", "--host-memory", "--split-batch-norm",
     "--optimizer-in-backward",
     "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format",
     "--parallelism", "--reshard",
@@ -406,7 +407,7 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--offload-activations", "--host-memory", "--split-batch-norm",
+        "--expandable-segments", "--max-exceedance", "--effort", "--offload-activations", "--host-memory", "--split-batch-norm",
     "--optimizer-in-backward",
         "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format",
         "--world-size", "--num-nodes", "--network", "--parallelism", "--reshard", "--param-dtype",

@@ -153,7 +153,8 @@ def test_images_are_trained_in_the_faster_format_unless_told_otherwise(tmp_path:
         for number in range(4):
             Image.new("RGB", (40, 40), (number, 0, 0)).save(tmp_path / "pets" / name / f"{number}.png")
     asked = (
-        "train", "images", "pets", "--model", "resnet18", "--image-size", "64", "--plan-only", "--json",
+        "train", "images", "pets", "--model", "resnet18", "--image-size", "224", "--plan-only", "--json",
+        "--global-batch-size", "64",
         "--device", "RTX 3090", "--precision", "bf16",
     )  # fmt: skip
     formats = []

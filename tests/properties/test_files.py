@@ -179,7 +179,7 @@ def bounded(kind: Any, limits: Meta) -> st.SearchStrategy[Any]:
         return st.integers(limits.ge, limits.le)
     if kind is float:
         least = limits.gt if limits.ge is None else limits.ge
-        return st.floats(least, exclude_min=limits.gt is not None, allow_infinity=False)
+        return st.floats(least, limits.le, exclude_min=limits.gt is not None, allow_infinity=False)
     if kind is str:
         return st.text(min_size=limits.min_length or 0, max_size=9)
     return st.lists(values_of(get_args(kind)[0]), min_size=limits.min_length or 0, max_size=2).map(tuple)
