@@ -30,6 +30,7 @@ from brimful.capture.marks import input_mover
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
+from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
 from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
@@ -54,6 +55,7 @@ class CaptureSession:
         rules: The corrections for that device.
         guess: Assumption about unknown values that decide sizes.
         compiled: Notes code for `torch.compile`; in force.
+        shortening: Blocks of the model that do not run; `settings` have no actions for them.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class CaptureSession:
         rules: list[Rule],
         guess: Guess,
         compiled: CompiledCode,
+        shortening: Shortening | None = None,
     ) -> None:
         self._job, self._settings, self._device, self._rules = job, settings, device, rules
         self._mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -77,6 +80,7 @@ class CaptureSession:
             recorder=Recorder(self._modules, known, rules, outside=self._outside, host_is_device=is_cpu),
             compiled=compiled,
             coupling=Coupling(self._model, self._outside),
+            shortening=shortening,
         )
         self._captured: CapturedStep | None = None
         """Kept until the trace is made: what it holds is not freed by a step."""

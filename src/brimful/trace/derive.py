@@ -97,7 +97,8 @@ class Counterparts:
     """Derives a trace with recomputed units at other micro-batch sizes, from a capture at one.
 
     What a recomputation runs, the forward ran too. So each op of the trace is like one of the step with
-    everything kept, which was captured at two sizes.
+    everything kept, which was captured at two sizes. Only copies of buffers are added, whose size does not
+    depend on the micro-batch.
 
     Args:
         trace: At the smaller size of `kept`, with units recomputed.
@@ -107,15 +108,18 @@ class Counterparts:
     def __init__(self, trace: Trace, kept: TraceLine) -> None:
         self._trace, self._kept = trace, kept
         small, large = kept.small, kept.large
+        copies = _copies_of_buffers(kept)
         self._ops = _counterparts(
             [_op_key(op) for op in trace.ops],
             [_op_key(op) for op in small.ops],
             [_op_key(op)[1:] for op in large.ops],
+            frozenset(copies),
         )
         self._storages = _counterparts(
             [_storage_key(trace, storage) for storage in trace.storages],
             [_storage_key(small, storage) for storage in small.storages],
             [(storage.size_bytes, storage.kernel) for storage in large.storages],
+            frozenset((copy[0], copy[-1], None, copy) for copy in copies),
         )
 
     def at(self, micro_batch_size: int) -> Trace | None:
@@ -139,7 +143,7 @@ class Counterparts:
         return replace(self._trace, settings=settings, ops=tuple(ops), storages=tuple(storages))
 
 
-def _op_key(op: Op) -> tuple[Hashable, ...]:
+def _op_key(op: Op) -> tuple[str, int, int, int]:
     return op.name, op.flops, op.read_bytes, op.written_bytes
 
 
@@ -148,8 +152,27 @@ def _storage_key(trace: Trace, storage: Storage) -> Hashable:
     return storage.label, storage.size_bytes, storage.kernel, maker
 
 
+_COPY = "aten.clone.default"
+
+
+def _copies_of_buffers(kept: TraceLine) -> set[tuple[str, int, int, int]]:
+    """Keys of ops that copy what is there before training and has one size in all micro-batches."""
+    storages = zip(kept.small.storages, kept.large.storages, strict=True)
+    sizes = {
+        a.size_bytes for a, b in storages if a.category is Category.PARAMETERS and a.size_bytes == b.size_bytes
+    }
+    return {(_COPY, 0, size_bytes, size_bytes) for size_bytes in sizes}
+
+
+_CONSTANT = -1
+"""In the place of an index: like nothing known, and the same at all sizes."""
+
+
 def _counterparts(
-    wanted: list[Hashable], known: list[Hashable], at_other_size: list[Hashable]
+    wanted: list[Hashable],
+    known: list[Hashable],
+    at_other_size: list[Hashable],
+    constant: frozenset[Hashable],
 ) -> list[int] | None:
     """For each key wanted the index of one known; None if there is none, or several that grow differently."""
     index: dict[Hashable, int] = {}
@@ -158,6 +181,6 @@ def _counterparts(
         first = index.setdefault(key, i)
         if at_other_size[first] != at_other_size[i]:
             ambiguous.add(key)
-    if any(key not in index or key in ambiguous for key in wanted):
+    if any(key in ambiguous or (key not in index and key not in constant) for key in wanted):
         return None
-    return [index[key] for key in wanted]
+    return [index.get(key, _CONSTANT) for key in wanted]
