@@ -1,9 +1,9 @@
-"""Plans that the command line made earlier, in the user's cache directory.
+"""A cache of plans that the command line made, in the user's cache directory.
 
-A job is arbitrary Python, so no name of it says what it runs. A plan is kept under a fingerprint of the trace
-of plain training, captured anew for each request, and of everything else that decides a plan: the request with
-the device's rates, the versions of Python and libraries, and brimful's own source files. What is kept answers a
-request only if all of these are the same.
+A job is arbitrary Python, so no name of it says what it runs. A plan is cached under a fingerprint of the trace
+of plain training, which is captured again for each request, and of everything else that decides a plan: the
+request with the device's rates, the versions of Python and libraries, and brimful's own source files. A cached
+plan answers a request only if all of these are the same.
 """
 
 from __future__ import annotations
