@@ -551,12 +551,15 @@ def plan_time_lines() -> Iterator[str]:
     result = load("plan_speed")
     yield f"*{stamp(result)}*"
     yield ""
-    yield "| model | device | budget | plan | time | aim |"
-    yield "|---|---|--:|---|--:|--:|"
+    yield "| command | before | after | before / after | asked again | aim, wall clock |"
+    yield "|---|--:|--:|--:|--:|--:|"
     for row in result["rows"]:
+        again, aim = row.get("again_cpu_seconds"), row.get("aim_wall_seconds")
         yield (
-            f"| {row['model']} | {row['device']} | {row['budget']} | {row['settings']} "
-            f"| {format_seconds(row['seconds'])} | {format_seconds(row['aim_seconds'])} |"
+            f"| {row['name']} | {format_seconds(row['before_cpu_seconds'])} "
+            f"| {format_seconds(row['after_cpu_seconds'])} ({format_seconds(row['after_wall_seconds'])}) "
+            f"| {row['before_over_after']:.1f} | {'' if again is None else format_seconds(again)} "
+            f"| {'' if aim is None else format_seconds(aim)} |"
         )
 
 

@@ -1,97 +1,105 @@
-"""How long planning takes after imports, replay included.
+"""How long the commands take that a user types, imports included.
 
-    python benchmarks/plan/speed.py
+    git worktree add ../before COMMIT
+    python benchmarks/plan/speed.py --before ../before --repeats 3
 
-Each plan is made in a process of its own; a first estimate imports what torch and transformers load at first
-use. The aims are the project's own, for 2 cores.
+Each command is a process of its own. Runs of both versions alternate, as other work on the machine slows both:
+compare ratios. The cache directory is empty, but for the line "again", which asks the same a second time.
+Seconds are those of the processor; wall-clock seconds beside them include what others made a command wait. The
+aims are the project's own, in wall-clock seconds on 2 idle cores.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
+import os
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-from torch import nn
-
-import brimful as bf
 from machine import keep
 
-REPEATS = 3
-AIMS = {"bert-large": 8.0, "llama, 100 layers": 20.0}
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = Path(__file__).with_name("speed_jobs.py")
+BERT = ["plan", "bert-large", "--seq-len", "512", "--global-batch-size", "32", "--device", "RTX 3090"]
 
-
-def llama() -> bf.Job:
-    """100 layers of 1024, 1.6 billion parameters, sequences of 1024."""
-
-    def model() -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=32_000,
-                hidden_size=1024,
-                intermediate_size=4096,
-                num_hidden_layers=100,
-                num_attention_heads=16,
-                use_cache=False,
-            )
-        )
-
-    return bf.Job(
-        name="llama, 100 layers",
-        model=model,
-        loss=lambda model, batch: model(input_ids=batch, labels=batch).loss,
-        batch=lambda n: torch.zeros(n, 1024, dtype=torch.long),
-        optimizer="adamw",
-    )
-
-
-CASES = {
-    "bert-large": (lambda: bf.find_architecture("bert-large"), "RTX 3090", 32, "12GiB"),
-    "llama, 100 layers": (llama, "A100 80GB SXM", 16, "50GiB"),
-}
+COMMANDS: dict[str, tuple[float | None, list[str]]] = {
+    "BERT-large in 11 GiB": (6.0, [*BERT, "--budget", "11GiB"]),
+    "BERT-large in 4 GiB": (12.0, [*BERT, "--budget", "4GiB"]),
+    "BERT-large in 1 GiB, impossible": (None, [*BERT, "--budget", "1GiB"]),
+    "Llama of 100 layers in 50 GiB": (
+        12.0,
+        ["plan", f"{JOBS}:llama", "--global-batch-size", "16", "--precision", "bf16",
+         "--device", "A100 80GB SXM", "--budget", "50GiB"],
+    ),
+    "LoRA of an 8B Llama, RTX 4090": (
+        15.0, ["plan", f"{JOBS}:llama_lora", "--global-batch-size", "16", "--device", "RTX 4090"]
+    ),
+    "U-Net of Stable Diffusion 1.5, RTX 3060": (
+        15.0, ["plan", f"{JOBS}:unet", "--global-batch-size", "8", "--device", "RTX 3060"]
+    ),
+    "GPUs for BERT-large": (12.0, ["gpus", "bert-large", "--global-batch-size", "32"]),
+}  # fmt: skip
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        print(json.dumps(run(sys.argv[1])))
-        return
-    rows: list[dict[str, Any]] = []
-    for name, aim in AIMS.items():
-        runs = []
-        for _ in range(REPEATS):
-            done = subprocess.run([sys.executable, __file__, name], capture_output=True, text=True, check=True)
-            runs.append(json.loads(done.stdout.splitlines()[-1]))
-        seconds = statistics.median(each["seconds"] for each in runs)
-        rows.append(runs[0] | {"seconds": round(seconds, 2), "aim_seconds": aim, "is_reached": seconds <= aim})
-        print(rows[-1], flush=True)
-    keep("plan_speed.json", "python benchmarks/plan/speed.py", {"rows": rows}, "transformers")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--before", type=Path, help="a checkout to compare with")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="a part of a command's name")
+    asked = parser.parse_args()
+    rows = [row_of(name, asked) for name in COMMANDS if asked.only in name]
+    command = f"python benchmarks/plan/speed.py --before COMMIT --repeats {asked.repeats}"
+    keep("plan_speed.json", command, {"rows": rows}, "transformers", "diffusers", "peft")
 
 
-def run(name: str) -> dict[str, Any]:
-    """One plan of a case."""
-    make, device, global_batch_size, budget = CASES[name]
-    job = make()
-    bf.estimate(bf.find_architecture("bert-base", num_hidden_layers=1), device, precision="bf16")
-    began = time.perf_counter()
-    plan = bf.plan(job, device, global_batch_size=global_batch_size, precision="bf16", budget=budget)
-    return {
-        "model": name,
-        "device": device,
-        "global_batch_size": global_batch_size,
-        "budget": budget,
-        "seconds": time.perf_counter() - began,
-        "settings": plan.settings.describe(),
-        "budget_used": round(plan.predicted_peak_device_bytes / plan.budget_bytes, 3),
-    }
+def row_of(name: str, asked: argparse.Namespace) -> dict[str, Any]:
+    """The medians of one command."""
+    aim, arguments = COMMANDS[name]
+    runs: dict[str, list[tuple[float, float]]] = {"before": [], "after": [], "again": []}
+    for _ in range(asked.repeats):
+        with tempfile.TemporaryDirectory() as cache:
+            measured = Path.home() / ".cache" / "brimful" / "cpu.json"
+            if measured.exists():
+                (Path(cache) / "brimful").mkdir()
+                shutil.copy(measured, Path(cache) / "brimful")
+            if asked.before is not None:
+                runs["before"].append(seconds_of(arguments, asked.before.resolve(), cache))
+            runs["after"].append(seconds_of(arguments, ROOT, cache))
+            if arguments[0] == "plan":
+                runs["again"].append(seconds_of(arguments, ROOT, cache))
+    row: dict[str, Any] = {"name": name, "command": " ".join(["brimful", *arguments]), "runs": asked.repeats}
+    for version, of_version in runs.items():
+        if of_version:
+            cpu, wall = (statistics.median(each) for each in zip(*of_version, strict=True))
+            row |= {f"{version}_cpu_seconds": round(cpu, 2), f"{version}_wall_seconds": round(wall, 2)}
+    if asked.before is not None:
+        row["before_over_after"] = round(row["before_cpu_seconds"] / row["after_cpu_seconds"], 2)
+    if aim is not None:
+        row |= {"aim_wall_seconds": aim, "is_reached": row["after_wall_seconds"] <= aim}
+    row["command"] = row["command"].replace(f"{ROOT}/", "")
+    print(row, flush=True)
+    return row
+
+
+def seconds_of(arguments: list[str], root: Path, cache: str) -> tuple[float, float]:
+    """Processor and wall-clock seconds of one command."""
+    environment = os.environ | {"PYTHONPATH": str(root / "src"), "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
+    began, used = time.perf_counter(), os.times()
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "brimful", *arguments],
+        env=environment, cwd=root, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    now = os.times()
+    cpu = now.children_user - used.children_user + now.children_system - used.children_system
+    return cpu, time.perf_counter() - began
 
 
 if __name__ == "__main__":

@@ -382,7 +382,8 @@ def test_calibrate_measures_this_machine_and_estimates_then_use_it(folder: Path)
 TRAIN = (
     "--global-batch-size", "--budget", "--device", "--precision", "--micro-batch-size", "--recompute",
     "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-    "--expandable-segments", "--max-exceedance", "--effort", "--offload-activations", "--host-memory", "--split-batch-norm",
+    "--expandable-segments", "--max-exceedance", "--effort", "--offload-activations",
+    "--host-memory", "--split-batch-norm",
     "--optimizer-in-backward",
     "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format",
     "--parallelism", "--reshard",
@@ -407,7 +408,8 @@ OPTIONS = {
     "plan": [
         "--global-batch-size", "--device", "--budget", "--precision", "--micro-batch-size", "--recompute",
         "--optimizer", "--optimizer-implementation", "--allow-optimizer", "--chunked-loss",
-        "--expandable-segments", "--max-exceedance", "--effort", "--offload-activations", "--host-memory", "--split-batch-norm",
+        "--expandable-segments", "--max-exceedance", "--effort", "--offload-activations",
+    "--host-memory", "--split-batch-norm",
     "--optimizer-in-backward",
         "--offload-optimizer", "--prefetch-inputs", "--own-checkpointing", "--memory-format",
         "--world-size", "--num-nodes", "--network", "--parallelism", "--reshard", "--param-dtype",

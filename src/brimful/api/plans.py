@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
+from brimful.api.kept_plans import fingerprint, keep_plan, kept_plan
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.devices import Device
@@ -18,12 +20,35 @@ from brimful.planner import (
     check_trace,
     search,
 )
+from brimful.planner.request import Request
 from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
 from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.quantities import parse_bytes
 from brimful.requests import request_of, with_budget
 from brimful.settings import check_count
 from brimful.status import busy
+
+
+def plan_once(job: Job, device: DeviceLike = "auto", **asked: Any) -> Plan:
+    """What `plan` returns, without a search if the same was asked before on this machine.
+
+    Args:
+        job: As for `plan`; the baseline of it is captured each time, to see whether it is the same.
+        device: As for `plan`.
+        **asked: As for `plan`.
+
+    Returns:
+        The plan.
+    """
+    token = _KEEPS_PLANS.set(True)
+    try:
+        return plan(job, device, **asked)
+    finally:
+        _KEEPS_PLANS.reset(token)
+
+
+_KEEPS_PLANS = ContextVar("_KEEPS_PLANS", default=False)
+"""Whether plans are kept on disk, and taken from there."""
 
 
 @busy("planning")
@@ -83,8 +108,20 @@ def plan(
         request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
     with CachedCapture(job, target) as capture, explains_memory(memory):
         request = with_budget(request, asked.budget, capture)
-        found = search(capture, request)
+        found = _searched(capture, request)
     return replace(found, asked=asked, notes=(*memory_notes(memory, request.budget_bytes), *found.notes))
+
+
+def _searched(capture: CachedCapture, request: Request) -> Plan:
+    """The plan of a request, from the user's cache directory if it is used and has it."""
+    if not _KEEPS_PLANS.get() or not all(map(request.device.supports, request.permits.precisions)):
+        return search(capture, request)
+    name = fingerprint(request, capture(request.baseline_settings()))
+    found = kept_plan(name)
+    if found is None:
+        found = search(capture, request)
+        keep_plan(name, found)
+    return found
 
 
 @busy("checking the plan")

@@ -8,6 +8,8 @@ from types import TracebackType
 from typing import Self
 
 from brimful.capture.cautious import CautiousCapture
+from brimful.capture.repeats import RepeatedBlocks
+from brimful.capture.step import capture_short_step
 from brimful.devices import Device
 from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
@@ -26,7 +28,11 @@ class CachedCapture:
     """
 
     def __init__(self, job: Job, device: Device) -> None:
-        self._capture = CautiousCapture(replace(job, loop=None), device)
+        job = replace(job, loop=None)
+        self._capture = CautiousCapture(job, device)
+        self._repeated = RepeatedBlocks(
+            lambda settings, shortening: capture_short_step(job, settings, device, shortening)
+        )
         self._traces: dict[tuple[Settings, int], Trace] = {}
         self._exit = ExitStack()
 
@@ -34,7 +40,10 @@ class CachedCapture:
         """The trace of `steps` optimizer steps under some settings."""
         key = settings, steps
         if key not in self._traces:
-            self._traces[key] = self._capture(settings, steps)
+            short = self._repeated.captured(settings) if steps == 1 else None
+            self._traces[key] = self._capture(settings, steps) if short is None else short
+            if steps == 1 and short is None:
+                self._repeated.learn(settings, self._traces[key])
         return self._traces[key]
 
     def __enter__(self) -> Self:

@@ -17,6 +17,7 @@ from brimful.capture.compiled import CompiledCode
 from brimful.capture.coupling import Coupling
 from brimful.capture.marks import mark_batch, mark_gradients, mark_input, mark_model
 from brimful.capture.recording.recorder import Recorder
+from brimful.capture.repeats import Shortening
 from brimful.distributed.fsdp import Sharded, check_optimizer
 from brimful.execution.executor import StepExecutor, Transfers
 from brimful.execution.hooks import StepHooks
@@ -37,6 +38,8 @@ class StepObservers:
     recorder: Recorder
     compiled: CompiledCode
     coupling: Coupling
+    shortening: Shortening | None = None
+    """Blocks of the model that do not run."""
 
 
 def captured_micro_batches(settings: Settings) -> int:
@@ -129,6 +132,7 @@ class CapturedStep:
 
     def _observe(self, phase: Phase, micro_batch: int) -> None:
         recorder, compiled, coupling = self._recorder, self._observers.compiled, self._observers.coupling
+        self._shorten(phase, micro_batch)
         if phase is Phase.FORWARD:
             coupling.begin_forward()
         elif phase is Phase.BACKWARD:
@@ -142,6 +146,13 @@ class CapturedStep:
                 mark_gradients(self._model, recorder)
             self._optimizer.drop_state_of_unused(lambda parameter: parameter.grad is not None)
         recorder.position.enter(phase, micro_batch)
+
+    def _shorten(self, phase: Phase, micro_batch: int) -> None:
+        shortening = self._observers.shortening
+        if shortening is not None and phase is Phase.FORWARD and micro_batch == 0:
+            shortening.begin(self._model)
+        if shortening is not None and phase is Phase.OPTIMIZER:
+            shortening.end(self._model, self._recorder)
 
     @contextmanager
     def _around_update(self, parameter: nn.Parameter) -> Iterator[None]:

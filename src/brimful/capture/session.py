@@ -30,6 +30,7 @@ from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
+from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
 from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
@@ -58,6 +59,7 @@ class CaptureSession:
         rules: The corrections for that device.
         guess: Assumption about unknown values that decide sizes.
         compiled: Notes code for `torch.compile`; in force.
+        shortening: Blocks of the model that do not run; `settings` have no actions for them.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class CaptureSession:
         rules: list[Rule],
         guess: Guess,
         compiled: CompiledCode,
+        shortening: Shortening | None = None,
     ) -> None:
         self._job, self._settings, self._device, self._rules = job, settings, device, rules
         self._mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -81,6 +84,7 @@ class CaptureSession:
             recorder=Recorder(self._modules, known, rules, outside=self._outside, host_is_device=is_cpu),
             compiled=compiled,
             coupling=Coupling(self._model, self._outside),
+            shortening=shortening,
         )
         self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None

@@ -9,6 +9,7 @@ from dataclasses import replace
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import rules_for
 from brimful.capture.recording.lines import raising_line
+from brimful.capture.repeats import Shortening
 from brimful.capture.session import CaptureSession
 from brimful.devices import Device
 from brimful.errors import BrimfulError, CaptureError
@@ -68,6 +69,38 @@ def capture_step(
         if written == written_inputs:
             return replace(trace, own_checkpoints=own_checkpoints(trace))
         written_inputs = written
+
+
+def capture_short_step(
+    job: Job, settings: Settings, device: Device, shortening: Shortening, *, guess: Guess = Guess.EXPECTED
+) -> Trace | None:
+    """The trace of one step, from one in which some repeated blocks did not run.
+
+    Args:
+        job: Without a loop of its own.
+        settings: Those of the whole step.
+        device: The target device.
+        shortening: The blocks that do not run; used once.
+        guess: Assumption about unknown values.
+
+    Returns:
+        What `capture_step` returns for one step; None where the short step does not show it.
+
+    Raises:
+        CaptureError: The short step cannot be run on fake tensors.
+    """
+    report(f"capturing {settings.describe()}")
+    reduced = shortening.reduced(settings)
+    rules = rules_for(device, reduced, ())
+    compiled = CompiledCode()
+    with _as_capture_error(job, settings), without_garbage_collection(), compiled.runs_eagerly():
+        session = CaptureSession(job, reduced, device, rules, guess, compiled, shortening)
+        trace, written = session.run(1, evaluates=False, written_inputs=frozenset())
+    if written:
+        return None
+    shortening.counts = {rule.name: rule.counted for rule in rules}
+    whole = shortening.whole(trace, settings)
+    return None if whole is None else replace(whole, own_checkpoints=own_checkpoints(whole))
 
 
 @contextmanager

@@ -261,6 +261,7 @@ def plan(
                 raise typer.Exit(1)
             return
         from brimful import api
+        from brimful.api.plans import plan_once
 
         source = find_source(model, options)
         if source is None:
@@ -269,7 +270,7 @@ def plan(
         if global_batch_size is None:
             raise UsageError("say --global-batch-size, the samples in an optimizer step.")
         with busy("planning"):
-            result = api.plan(
+            result = plan_once(
                 job,
                 device,
                 global_batch_size=global_batch_size,

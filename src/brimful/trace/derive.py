@@ -5,10 +5,11 @@ They serve the search; its final choice is captured.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
-from brimful.trace.records import Category, Event, EventKind, Op, Phase, Storage, Trace
+from brimful.trace.records import Category, Event, EventKind, Op, Phase, Trace
 from brimful.trace.scaling import TraceLine
 
 
@@ -97,7 +98,8 @@ class Counterparts:
     """Derives a trace with recomputed units at other micro-batch sizes, from a capture at one.
 
     What a recomputation runs, the forward ran too. So each op of the trace is like one of the step with
-    everything kept, which was captured at two sizes.
+    everything kept, which was captured at two sizes. Only copies of buffers are added, whose size does not
+    depend on the micro-batch.
 
     Args:
         trace: At the smaller size of `kept`, with units recomputed.
@@ -106,16 +108,18 @@ class Counterparts:
 
     def __init__(self, trace: Trace, kept: TraceLine) -> None:
         self._trace, self._kept = trace, kept
-        small, large = kept.small, kept.large
+        copies = _copies_of_buffers(kept)
         self._ops = _counterparts(
-            [_op_key(op) for op in trace.ops],
-            [_op_key(op) for op in small.ops],
-            [_op_key(op)[1:] for op in large.ops],
+            _op_keys(trace),
+            _op_keys(kept.small),
+            [(_op_key(op)[1:], op.extents) for op in kept.large.ops],
+            constant=frozenset(copies),
         )
         self._storages = _counterparts(
-            [_storage_key(trace, storage) for storage in trace.storages],
-            [_storage_key(small, storage) for storage in small.storages],
-            [(storage.size_bytes, storage.kernel) for storage in large.storages],
+            list(_storage_keys(trace)),
+            list(_storage_keys(kept.small)),
+            [(storage.size_bytes, storage.most_bytes, storage.kernel) for storage in kept.large.storages],
+            constant=frozenset((copy[0], copy[-1], None, None, copy) for copy in copies),
         )
 
     def at(self, micro_batch_size: int) -> Trace | None:
@@ -131,7 +135,7 @@ class Counterparts:
                 ops[i] = ops[i].with_work(like.flops, like.read_bytes, like.written_bytes, *like.extents)
         for i, index in enumerate(self._storages):
             same = kept.storages[index]
-            if index in changing_storages and same.size_bytes != storages[i].size_bytes:
+            if index in changing_storages:
                 storages[i] = replace(
                     storages[i], size_bytes=same.size_bytes, most_bytes=same.most_bytes, kernel=same.kernel
                 )
@@ -139,25 +143,79 @@ class Counterparts:
         return replace(self._trace, settings=settings, ops=tuple(ops), storages=tuple(storages))
 
 
-def _op_key(op: Op) -> tuple[Hashable, ...]:
+def _op_key(op: Op) -> tuple[str, int, int, int]:
     return op.name, op.flops, op.read_bytes, op.written_bytes
 
 
-def _storage_key(trace: Trace, storage: Storage) -> Hashable:
-    maker = None if storage.op is None else _op_key(trace.ops[storage.op])
-    return storage.label, storage.size_bytes, storage.kernel, maker
+def _op_keys(trace: Trace) -> list[_Keys]:
+    """Of each op the key, and one that has its problem size and place in its module too.
+
+    Products of several shapes may have the same work at one size. But what the model runs between its modules
+    does not belong to the same one when it is recomputed.
+    """
+    keys: list[_Keys] = []
+    before: Counter[Hashable] = Counter()
+    for op in trace.ops:
+        key = _op_key(op)
+        is_backward = op.phase is Phase.BACKWARD and not op.recomputed
+        run = key, op.module, op.extents, op.phase, op.recomputed, op.micro_batch, op.step
+        keys.append((key, (key, op.module, op.extents, is_backward, before[run])))
+        before[run] += 1
+    return keys
+
+
+def _storage_keys(trace: Trace) -> Iterator[_Keys]:
+    """The same of each storage: those of the op that makes it, and which of that op's results it is."""
+    ops = _op_keys(trace)
+    results: Counter[int] = Counter()
+    for storage in trace.storages:
+        maker, maker_in_module, number = None, None, 0
+        if storage.op is not None:
+            (maker, maker_in_module), number = ops[storage.op], results[storage.op]
+            results[storage.op] += 1
+        key = storage.label, storage.size_bytes, storage.most_bytes, storage.kernel, maker
+        yield key, (key, maker_in_module, number)
+
+
+_COPY = "aten.clone.default"
+
+
+def _copies_of_buffers(kept: TraceLine) -> set[tuple[str, int, int, int]]:
+    """Keys of ops that copy what is there before training and has one size in all micro-batches."""
+    storages = zip(kept.small.storages, kept.large.storages, strict=True)
+    sizes = {
+        a.size_bytes for a, b in storages if a.category is Category.PARAMETERS and a.size_bytes == b.size_bytes
+    }
+    return {(_COPY, 0, size_bytes, size_bytes) for size_bytes in sizes}
+
+
+_CONSTANT = -1
+"""In the place of an index: like nothing known, and the same at all sizes."""
+
+
+_Keys = tuple[Hashable, Hashable]
+"""What must be alike in counterparts, and what decides among several that grow differently."""
 
 
 def _counterparts(
-    wanted: list[Hashable], known: list[Hashable], at_other_size: list[Hashable]
+    wanted: Sequence[_Keys],
+    known: Sequence[_Keys],
+    at_other_size: Sequence[Hashable],
+    *,
+    constant: frozenset[Hashable],
 ) -> list[int] | None:
     """For each key wanted the index of one known; None if there is none, or several that grow differently."""
     index: dict[Hashable, int] = {}
     ambiguous: set[Hashable] = set()
-    for i, key in enumerate(known):
-        first = index.setdefault(key, i)
-        if at_other_size[first] != at_other_size[i]:
-            ambiguous.add(key)
-    if any(key not in index or key in ambiguous for key in wanted):
-        return None
-    return [index[key] for key in wanted]
+    for i, keys in enumerate(known):
+        for key in keys:
+            first = index.setdefault(key, i)
+            if at_other_size[first] != at_other_size[i]:
+                ambiguous.add(key)
+    found = []
+    for key, finer in wanted:
+        chosen = finer if key in ambiguous else key
+        if chosen in ambiguous or (chosen not in index and chosen not in constant):
+            return None
+        found.append(index.get(chosen, _CONSTANT))
+    return found

@@ -125,6 +125,27 @@ class Op:
             line=self.line,
         )
 
+    def moved(self, module: str, made_ops_ago: int) -> Op:
+        """The same op in another module, at half the cost of `dataclasses.replace`."""
+        return Op(
+            name=self.name,
+            module=module,
+            phase=self.phase,
+            step=self.step,
+            micro_batch=self.micro_batch,
+            flops=self.flops,
+            read_bytes=self.read_bytes,
+            written_bytes=self.written_bytes,
+            dtype=self.dtype,
+            recomputed=self.recomputed,
+            random=self.random,
+            weight_bytes=self.weight_bytes,
+            made_ops_ago=made_ops_ago,
+            on_host=self.on_host,
+            extents=self.extents,
+            line=self.line,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:

@@ -45,6 +45,7 @@ class Temporaries:
     """Stands for a recorder: takes what rules tell it."""
 
     sizes: list[int] = field(default_factory=list)
+    ops: tuple[()] = ()
 
     @property
     def ledger(self) -> Temporaries:

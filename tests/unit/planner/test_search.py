@@ -134,6 +134,23 @@ def test_a_spliced_trace_takes_what_a_capture_does(name: str) -> None:
         assert truth <= peak_bytes(splicer.spliced(actions)) <= truth * 1.03
 
 
+def test_a_unit_with_buffers_that_its_forward_leaves_as_they_are_is_spliced() -> None:
+    """As BERT's embeddings: recomputing copies the buffers in the first forward alone. Otherwise every choice
+    that is looked at would be captured."""
+    job = find_architecture("bert-base", num_hidden_layers=2, sequence_length=16)
+    device = find_device("RTX 3090")
+    settings = Settings(micro_batch_size=2, gradient_accumulation_steps=2)
+    units = find_units(capture_step(job, settings, device, steps=1))
+    assert units[0] == "bert.embeddings"
+    recomputed = capture_step(job, with_action(settings, units, Action.RECOMPUTE), device, steps=1)
+    splicer = Splicer(recomputed, unit_of_each_op(recomputed, units), len(units))
+    assert splicer.can_splice()
+    actions = with_action(settings, units, Action.RECOMPUTE).units
+    mixed = (replace(actions[0], action=Action.KEEP), *actions[1:])
+    truth = peak_bytes(capture_step(job, replace(settings, units=mixed), device, steps=1))
+    assert peak_bytes(splicer.spliced(mixed)) == pytest.approx(truth, rel=1e-3)
+
+
 @pytest.mark.parametrize("name", JOBS)
 def test_a_step_of_one_micro_batch_is_told_from_one_of_two(name: str) -> None:
     one, two = (

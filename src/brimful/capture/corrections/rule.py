@@ -43,6 +43,8 @@ class Rule:
         self.settings = settings
         self.occurrences = 0
         self.changed_bytes = 0
+        self.counted: list[tuple[int, int, int]] = []
+        """What each call of `count` added: the index of the next op, occurrences and changed bytes."""
 
     def applies(self) -> bool:
         """Whether the target decides otherwise under these settings."""
@@ -72,11 +74,13 @@ class Rule:
         """Called before each captured step: what it changed in earlier ones counts no more, unless it lasts."""
         if not self.lasts:
             self.occurrences = self.changed_bytes = 0
+            self.counted.clear()
 
-    def count(self, changed_bytes: int) -> None:
+    def count(self, changed_bytes: int, *, occurrences: int = 1) -> None:
         """Note one occurrence and the bytes it allocates more (positive) or less."""
-        self.occurrences += 1
+        self.occurrences += occurrences
         self.changed_bytes += changed_bytes
+        self.counted.append((len(self.recorder.ops), occurrences, changed_bytes))
 
     def add(
         self, size_bytes: int, label: str, *, most_bytes: int | None = None, kernel: Kernel | None = None

@@ -266,7 +266,24 @@ def _written_over(trace: Trace, makers: Sequence[int]) -> Iterator[int]:
             index += 1
 
 
-def _pairs(trace: Trace, forward: list[int], again: list[int]) -> dict[str, tuple[int, int]] | None:
+def pairs_after_copies(trace: Trace, call: UnitCall) -> Mapping[str, tuple[int, int]] | None:
+    """The pairs of a call whose forward begins with copies of buffers that its recomputation does not need.
+
+    What recomputes a unit copies the buffers that its forward may change (`transforms.recompute`), before the
+    first op of the unit itself.
+    """
+    if call.pairs is not None:
+        return call.pairs
+    copies, copies_again = (_leading_copies(trace, part) for part in (call.forward, call.again))
+    return _pairs(trace, call.forward[max(copies - copies_again, 0) :], call.again)
+
+
+def _leading_copies(trace: Trace, ops: Sequence[int]) -> int:
+    others = (place for place, index in enumerate(ops) if op_kind(trace.ops[index].name) != "clone")
+    return next(others, len(ops))
+
+
+def _pairs(trace: Trace, forward: Sequence[int], again: Sequence[int]) -> dict[str, tuple[int, int]] | None:
     comparable = (
         [index for index in part if op_kind(trace.ops[index].name) != CASTS] for part in (forward, again)
     )

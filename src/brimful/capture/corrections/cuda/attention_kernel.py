@@ -93,7 +93,7 @@ class AttentionKernel(Rule):
     def before_op(self, func: Any, args: tuple[Any, ...], *, in_backward: bool) -> None:
         """Let the math kernel add its mask in place: torch does not while a dispatch mode is on."""
         if self._is_in_math:
-            self.changed_bytes -= self.recorder.ledger.free_tensor(args[0])
+            self.count(-self.recorder.ledger.free_tensor(args[0]), occurrences=0)
 
     def _cast(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None

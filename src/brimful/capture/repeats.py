@@ -1,0 +1,249 @@
+"""Blocks that a model repeats, such as the layers of a transformer: captured once, not once for each of many.
+
+The first capture is whole. Where blocks that follow one another ran the same ops in it, later captures run only
+the first and the last ones of each row that is treated alike; `trace.repeated` puts the others in. The
+optimizer updates the parameters of all blocks: those that did not run get a gradient like that of a block that
+did.
+
+That a short capture shows the whole one is checked twice: neighbours in it must do the same, and a short
+capture under the settings of the first one must give that trace exactly. Whatever fails is captured whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby, pairwise
+
+import torch
+from torch import nn
+
+from brimful.capture.recording.recorder import Recorder
+from brimful.errors import BrimfulError
+from brimful.module_names import plain_modules, plain_namer, unwrapped
+from brimful.settings import Action, Precision, Settings, Span
+from brimful.trace import Phase, Trace
+from brimful.trace.repeated import Counts, ShortRow, with_all_blocks
+
+_MARGIN, _MARGIN_WITH_COPIES = 2, 3
+"""Blocks that run at either end of a row: one that is like no other, for what comes before the row or after it
+is not alike, and one that is like those in between. What is offloaded comes back while the block after it runs,
+so the second one is not like the others either."""
+
+_LEAST_ROW = 5
+"""Blocks of a row of which any can be omitted."""
+
+_LEAST_OMITTED_SHARE = 0.25
+"""Of all repeated blocks. Omitting fewer saves less time than putting them in takes. A choice."""
+
+
+@dataclass(slots=True)
+class Shortening:
+    """What a short capture omits, and what it finds out."""
+
+    blocks: tuple[str, ...]
+    """Those that run, in order."""
+    omitted: Mapping[int, tuple[str, ...]]
+    """As in `trace.repeated.ShortRow`."""
+    reach: int
+    placeholders: set[str] = field(default_factory=set)
+    counts: Counts = field(default_factory=dict)
+    _modules: dict[str, nn.Module] = field(default_factory=dict)
+    _whole: list[tuple[nn.Module, dict[str, nn.Module | None]]] = field(default_factory=list)
+
+    def reduced(self, settings: Settings) -> Settings:
+        """The settings without the actions of omitted blocks."""
+        names = {fqn for row in self.omitted.values() for fqn in row}
+        units = tuple(unit for unit in settings.units if _block_of(unit.fqn, names) is None)
+        return replace(settings, units=units)
+
+    def begin(self, model: nn.Module) -> None:
+        """Take the omitted blocks out of the lists that hold them."""
+        self._modules = plain_modules(model)
+        names: dict[str, set[str]] = {}
+        for row in self.omitted.values():
+            for fqn in row:
+                parent, _, name = fqn.rpartition(".")
+                names.setdefault(parent, set()).add(name)
+        for parent, omitted in names.items():
+            container = unwrapped(self._modules[parent])
+            children = container._modules
+            self._whole.append((container, children))
+            container.__dict__["_modules"] = {
+                name: child for name, child in children.items() if name not in omitted
+            }
+
+    def end(self, model: nn.Module, recorder: Recorder) -> None:
+        """Put the blocks back, and give their parameters gradients for the optimizer."""
+        while self._whole:
+            container, children = self._whole.pop()
+            container.__dict__["_modules"] = children
+        plain_name = plain_namer(model)
+        names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+        with recorder.paused(), torch.no_grad():
+            for block, row in self.omitted.items():
+                like = dict(self._modules[self.blocks[block]].named_parameters())
+                for fqn in row:
+                    for name, parameter in self._modules[fqn].named_parameters():
+                        gradient = like[name].grad
+                        if gradient is not None and parameter.grad is None:
+                            parameter.grad = torch.empty_strided(
+                                gradient.shape, gradient.stride(), dtype=gradient.dtype
+                            )
+                            self.placeholders.add(names[id(parameter)])
+
+    def whole(self, trace: Trace, settings: Settings) -> Trace | None:
+        """The trace with all blocks; None where the short one does not show that."""
+        row = ShortRow(
+            blocks=self.blocks,
+            omitted=self.omitted,
+            reach=self.reach,
+            placeholders=frozenset(self.placeholders),
+        )
+        return with_all_blocks(trace, row, settings, self.counts)
+
+
+ShortCapture = Callable[[Settings, Shortening], Trace | None]
+"""Captures one step under whole settings; None where the short capture does not show the whole one."""
+
+
+class RepeatedBlocks:
+    """Captures steps of a model short, where its blocks repeat.
+
+    Args:
+        capture: Runs a short step.
+    """
+
+    def __init__(self, capture: ShortCapture) -> None:
+        self._capture = capture
+        self._rows: tuple[tuple[str, ...], ...] | None = None
+        """Blocks that ran alike in the first capture; None before it."""
+
+    def learn(self, settings: Settings, trace: Trace) -> None:
+        """Look for repeated blocks in the first whole capture."""
+        if self._rows is not None or not _may_be_short(settings) or not _shows_all(trace):
+            return
+        self._rows = tuple(rows_of_alike_blocks(trace))
+        if self._rows and self.captured(settings) != trace:
+            self._rows = ()
+
+    def captured(self, settings: Settings) -> Trace | None:
+        """A step captured short; None where it must be captured whole."""
+        if not self._rows or not _may_be_short(settings):
+            return None
+        shortening = self._shortening(settings)
+        if shortening is None:
+            return None
+        try:
+            return self._capture(settings, shortening)
+        except (BrimfulError, LookupError):  # the model may count its blocks
+            return None
+
+    def _shortening(self, settings: Settings) -> Shortening | None:
+        """What can be omitted under some settings; None if that is little."""
+        assert self._rows is not None
+        actions = _actions_by_block(settings, [fqn for row in self._rows for fqn in row])
+        if actions is None:
+            return None
+        margin = _MARGIN_WITH_COPIES if settings.offloaded else _MARGIN
+        blocks: list[str] = []
+        omitted: dict[int, tuple[str, ...]] = {}
+        for row in self._rows:
+            for _, group in groupby(row, key=lambda fqn: actions.get(fqn, ())):
+                alike = tuple(group)
+                if len(alike) > 2 * margin:
+                    omitted[len(blocks) + margin - 1] = alike[margin:-margin]
+                    blocks += (*alike[:margin], *alike[-margin:])
+                else:
+                    blocks += alike
+        count = sum(map(len, omitted.values()))
+        if count < _LEAST_OMITTED_SHARE * (len(blocks) + count):
+            return None
+        return Shortening(tuple(blocks), omitted, margin - 1)
+
+
+def rows_of_alike_blocks(trace: Trace) -> Iterator[tuple[str, ...]]:
+    """Children of one list that follow one another and run the same ops, in rows worth shortening.
+
+    Args:
+        trace: A whole capture of one step.
+
+    Yields:
+        Paths of blocks, by row, in the order of their forwards.
+    """
+    numbered = [fqn for fqn, _ in trace.module_classes if fqn.rpartition(".")[2].isdecimal()]
+    outermost = [
+        fqn for fqn in numbered if not any(fqn.startswith(f"{other}.") for other in numbered if other != fqn)
+    ]
+    did: dict[str, list[tuple[object, ...]]] = {fqn: [] for fqn in outermost}
+    for op in trace.ops:
+        if op.phase is Phase.FORWARD and op.micro_batch == 0:
+            block = _block_of(op.module, did.keys())
+            if block is not None:
+                rest = op.module[len(block) :]
+                did[block].append((op.name, rest, op.flops, op.read_bytes, op.written_bytes, op.extents))
+    row: list[str] = []
+    for before, fqn in pairwise(("", *outermost)):
+        if row and not (_follows(before, fqn) and did[fqn] == did[before]):
+            if len(row) >= _LEAST_ROW:
+                yield tuple(row)
+            row = []
+        row.append(fqn)
+    if len(row) >= _LEAST_ROW:
+        yield tuple(row)
+
+
+def _follows(before: str, fqn: str) -> bool:
+    (parent, _, number), (other, _, following) = before.rpartition("."), fqn.rpartition(".")
+    return parent == other and int(following) == int(number) + 1
+
+
+def _block_of(name: str, blocks: object) -> str | None:
+    """The block that a dotted name is inside of."""
+    end = len(name)
+    while end > 0:
+        if name[:end] in blocks:  # type: ignore[operator]
+            return name[:end]
+        end = name.rfind(".", 0, end)
+    return None
+
+
+def _actions_by_block(
+    settings: Settings, blocks: Sequence[str]
+) -> dict[str, tuple[tuple[object, ...], ...]] | None:
+    """What is done to each block, relative to it; None if a unit has several of them in it."""
+    known = set(blocks)
+    parents = {fqn[:end] for fqn in blocks for end, letter in enumerate(fqn) if letter == "."} | {""}
+    actions: dict[str, tuple[tuple[object, ...], ...]] = {}
+    for unit in settings.units:
+        span = Span.parse(unit.fqn)
+        block = _block_of(unit.fqn if span is None else span.parent, known)
+        if block is not None:
+            what = (unit.fqn[len(block) :], unit.action, unit.saved, unit.most_offloaded_bytes)
+            actions[block] = (*actions.get(block, ()), what)
+        elif (unit.fqn if span is None else span.parent) in parents:
+            return None
+    return actions
+
+
+def _may_be_short(settings: Settings) -> bool:
+    """Whether nothing is asked that acts across blocks, or before backward ends."""
+    return (
+        settings.world_size == 1
+        and not settings.optimizer_in_backward
+        and settings.precision is not Precision.FP16
+        and not any(unit.action is Action.NEST for unit in settings.units)
+    )
+
+
+def _shows_all(trace: Trace) -> bool:
+    """Whether nothing is in a capture that depends on more than its ops."""
+    return not (
+        trace.is_own_loop
+        or trace.couples_samples
+        or trace.sizes_are_guessed
+        or trace.sizes_depend_on_values
+        or trace.compiled_lines
+        or trace.batch_coupled_modules
+        or trace.captured_steps > 1
+    )
