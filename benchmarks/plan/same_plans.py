@@ -1,4 +1,4 @@
-"""Whether plans and estimates of many kinds of requests are what they were: for changes that only make them faster.
+"""Whether plans and estimates of many kinds of requests are as before: for changes that only make them faster.
 
     python benchmarks/plan/same_plans.py record plans.json     # before the change
     python benchmarks/plan/same_plans.py compare plans.json    # after it
@@ -7,6 +7,7 @@ Compares whole documents, predicted bytes and seconds to the last digit. The CPU
 Sums over sets are in the order of hashes, so Python's hashes are fixed.
 """
 
+# ruff: noqa: E402  # the environment is set before torch is imported
 from __future__ import annotations
 
 import json
@@ -93,13 +94,17 @@ REQUESTS: dict[str, Request] = {
     "bert 6, 2 GiB": plan(bert(6), "RTX 3090", global_batch_size=32, budget="2GiB"),
     "bert 6, impossible": plan(bert(6), "RTX 3090", global_batch_size=32, budget="1GiB"),
     "bert 4, bf16, no offloading": plan(
-        bert(4), "A100 80GB SXM", global_batch_size=16, budget="40%", precision="bf16", offload_activations=False
+        bert(4), "A100 80GB SXM", global_batch_size=16, budget="40%", precision="bf16",
+        offload_activations=False,
     ),
     "bert 4, cpu": plan(bert(4), "cpu", global_batch_size=8, budget="60%"),
     "bert 3, auto precision": plan(bert(3), "RTX 4090", global_batch_size=12, budget="50%", precision="auto"),
     "bert-large whole, 11 GiB": plan(bert(24), "RTX 3090", global_batch_size=32, budget="11GiB"),
     "gpt2 4, tied": plan(
-        lambda: bf.find_architecture("gpt2", num_hidden_layers=4), "RTX 3060", global_batch_size=16, budget="4GiB"
+        lambda: bf.find_architecture("gpt2", num_hidden_layers=4),
+        "RTX 3060",
+        global_batch_size=16,
+        budget="4GiB",
     ),
     "llama-3.2 3": plan(
         lambda: bf.find_architecture("llama-3.2-1b", num_hidden_layers=3),
