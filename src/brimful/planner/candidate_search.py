@@ -94,20 +94,17 @@ class CandidateSearch:
         """
         return self._highest_captured(self.grid.levels[: level + 1], budget_bytes)
 
-    def kept_reserved_bytes(self) -> int | None:
-        """Bytes expected to be reserved if every unit is kept; None if another action is pinned."""
+    def kept(self) -> ExpectedChoice | None:
+        """Every unit kept, as expected; None if another action is pinned."""
         if self.candidate.pinned not in (None, Action.KEEP):
             return None
-        return self._replays.reserved_bytes(self.candidate.uniform_choice(Action.KEEP))
-
-    def kept_within(self, budget_bytes: int) -> Estimate | None:
-        """A capture that keeps every unit; None if it is over the budget or fails, of which a note is added."""
-        try:
-            captured = self._replays.captured(self.candidate.uniform_choice(Action.KEEP))
-        except (CaptureError, BatchError) as error:
-            self._add_note(error)
-            return None
-        return captured if captured.predicted_peak_reserved_bytes <= budget_bytes else None
+        return ExpectedChoice(
+            search=self,
+            level=len(self.grid.levels) - 1,
+            settings=self.settings,
+            seconds=self.candidate.kept_seconds,
+            reserved_bytes=self._replays.reserved_bytes(self.candidate.uniform_choice(Action.KEEP)),
+        )
 
     def nested_within(self, budget_bytes: int) -> Estimate | None:
         """The fastest nested segments within the budget, all captured; None as for `captured_from`."""

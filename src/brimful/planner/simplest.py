@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from brimful.cost import difference_interval
-from brimful.planner.candidate_search import CandidateSearch
+from brimful.planner.candidate_search import CandidateSearch, ExpectedChoice
 from brimful.planner.request import Request
 from brimful.prediction.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.settings import Settings
@@ -87,7 +87,9 @@ def simplest_first(
         captured = choice.capture()
         if captured is None:
             continue
-        if captured.predicted_step_seconds <= most_seconds and are_as_fast(captured, fastest, request):
+        is_simpler = order_of(captured.settings, captured.predicted_peak_reserved_bytes, request) < own_order
+        is_fast = captured.predicted_step_seconds <= most_seconds and are_as_fast(captured, fastest, request)
+        if is_simpler and is_fast:
             others.pop(captured.settings, None)
             return [captured, fastest, *_by_time(others.values())]
         others.setdefault(captured.settings, captured)
@@ -142,16 +144,18 @@ def _simpler(
         bound = each.grid.step_seconds(NO_LIMIT_BYTES)
         if bound is None or bound * (1 - each.candidate.time_uncertainty) > most_seconds:
             continue
-        kept_bytes = each.kept_reserved_bytes()
-        if kept_bytes is not None and kept_bytes <= budget_bytes:
-            order = order_of(each.settings, kept_bytes, request)
-            yield _Choice(order, partial(each.kept_within, budget_bytes))
-        elif moves_to_host:
-            without = each.without_offloading() if each.candidate.problem.offloads else each
-            expected = without.expected_within(budget_bytes)
-            if expected is not None and expected.seconds_at_best <= most_seconds:
-                order = order_of(expected.settings, expected.reserved_bytes, request)
-                yield _Choice(order, partial(without.captured_from, expected.level, budget_bytes))
+        expected = each.kept()
+        if expected is None or expected.reserved_bytes > budget_bytes:
+            expected = _recomputed_within(each, budget_bytes) if moves_to_host else None
+        if expected is not None and expected.seconds_at_best <= most_seconds:
+            order = order_of(expected.settings, expected.reserved_bytes, request)
+            yield _Choice(order, partial(expected.search.captured_from, expected.level, budget_bytes))
+
+
+def _recomputed_within(each: CandidateSearch, budget_bytes: int) -> ExpectedChoice | None:
+    """The fastest choice of a candidate that is expected to fit without offloading units."""
+    without = each.without_offloading() if each.candidate.problem.offloads else each
+    return without.expected_within(budget_bytes)
 
 
 def _by_time(found: Iterable[Estimate]) -> list[Estimate]:
