@@ -145,8 +145,10 @@ class StepExecutor:
                     precision=self.settings.precision,
                     scaler=self.scaler,
                     max_gradient_norm=self._max_gradient_norm,
-                    move=self._moved,
-                    prefetch=None if self._prefetch is None else self._begun,
+                    move=lambda micro_batch: self.in_format(self.move(micro_batch)),
+                    prefetch=None
+                    if self._prefetch is None
+                    else partial(_begun, self._prefetch, self.in_format),
                     in_backward=self._in_backward,
                 ),
                 micro_batches,
@@ -165,14 +167,6 @@ class StepExecutor:
             The same nested structure.
         """
         return batch_in_format(micro_batch, self.settings.memory_format, self._converted)
-
-    def _moved(self, micro_batch: Batch) -> Batch:
-        return self.in_format(self.move(micro_batch))
-
-    def _begun(self, micro_batch: Batch) -> Callable[[], Batch]:
-        assert self._prefetch is not None
-        coming = self._prefetch(micro_batch)
-        return lambda: self.in_format(coming())
 
     def call_update(self, update: Callable[[], object]) -> None:
         """Run the update, on the host if the optimizer state is there.
@@ -205,3 +199,11 @@ class StepExecutor:
 
 def _decline(_loss: Tensor, _gradient_norm: Tensor) -> bool:
     return False
+
+
+def _begun(
+    prefetch: Callable[[Batch], Callable[[], Batch]], after: Callable[[Batch], Batch], micro_batch: Batch
+) -> Callable[[], Batch]:
+    """Start the copy of a micro-batch; what it returns waits for the copy and changes it by `after`."""
+    coming = prefetch(micro_batch)
+    return lambda: after(coming())

@@ -12,7 +12,7 @@ from brimful.errors import SaveError, UsageError
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import check_rates, run_identity
-from brimful.trainer.state import TrainState
+from brimful.trainer.state import TrainState, whole_model
 from brimful.trainer.step.not_finite import is_finite_on_all_ranks, update_not_finite
 from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.restore import Save
@@ -73,7 +73,7 @@ class Checkpointer:
         if not needs_save or not is_finite_on_all_ranks(state.model, state.ranks):
             return
         checkpoint = Checkpoint(run=run_identity(self._config, state.rates), state=state.state_dict())
-        model = state.model if state.parallel.saves_parts else state.whole_model(run_dir)
+        model = state.model if state.parallel.saves_parts else whole_model(state, run_dir)
         self._write(model, checkpoint)
         self._requested_step = state.step
 
@@ -137,7 +137,7 @@ class Checkpointer:
         """
         run_dir, files = self._config.run_dir, self._logger.files
         if run_dir is not None:
-            files.write_latest_weights(self._state.whole_model(run_dir), self._state.step)
+            files.write_latest_weights(whole_model(self._state, run_dir), self._state.step)
         return files.weights_path
 
     def earlier_weights(self) -> str:

@@ -150,17 +150,19 @@ class TrainState:
         if self.average is not None:
             self.average.load_state_dict(state.average)
 
-    def whole_model(self, run_dir: Path | None) -> nn.Module:
-        """The model with whole tensors to write; every rank must call it.
 
-        Args:
-            run_dir: The run directory, for files of gathered parameters; None gathers no parameters.
+def whole_model(state: TrainState, run_dir: Path | None) -> nn.Module:
+    """The model of a run with whole tensors to write; every rank must call it.
 
-        Returns:
-            A module with the `state_dict` to write.
-        """
-        folder = run_dir / SAVES if run_dir is not None and self.ranks.is_first else None
-        return self.parallel.whole_model(self.model, folder)
+    Args:
+        state: The state of the run.
+        run_dir: The run directory, for files of gathered parameters; None gathers no parameters.
+
+    Returns:
+        A module with the `state_dict` to write.
+    """
+    folder = run_dir / SAVES if run_dir is not None and state.ranks.is_first else None
+    return state.parallel.whole_model(state.model, folder)
 
 
 def seeded_model(config: RunConfig, start: Start) -> nn.Module:

@@ -26,7 +26,7 @@ from brimful.trainer.data.batches import is_one_batch, validation_batches
 from brimful.trainer.data.rng import random_state_now, restore_random_state
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig
-from brimful.trainer.state import TrainState
+from brimful.trainer.state import TrainState, whole_model
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Validator:
             if record is None:
                 return None
             is_written = run_dir is not None and self._logger.history.is_best(record)
-            self._logger.add_validation(record, state.whole_model(run_dir) if is_written else state.model)
+            self._logger.add_validation(record, whole_model(state, run_dir) if is_written else state.model)
         return record
 
     def _validated(self, is_stopped: Callable[[], bool]) -> ValidationRecord | None:
