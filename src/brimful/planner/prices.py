@@ -97,8 +97,8 @@ def _rows(text: str, where: str) -> list[tuple[str, Any]]:
 def _device_name(name: Any, names: Sequence[str], where: str) -> str:
     if not isinstance(name, str):
         raise UsageError(
-            f"{where}: the key {name!r} is of type {type(name).__name__}, not the name of a GPU. Write one such "
-            "as 'RTX 3090'."
+            f"{where}: the key {name!r} is of type {type(name).__name__}, not the name of a GPU. Write one "
+            "such as 'RTX 3090'."
         )
     if name in names:
         return name
