@@ -33,12 +33,13 @@ _MOST_SHOWN = 60
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(text: str | float) -> int:
+def parse_bytes(text: str | float, *, is_budget: bool = True) -> int:
     """Bytes meant by `text`.
 
     Args:
         text: A number with a unit, such as `"11GiB"` or `"512 MB"`; a whole number, such as `11 * 2**30` or
             `8e9`, is bytes already.
+        is_budget: Whether a share of the baseline may be meant, which an error then says how to write.
 
     Returns:
         A positive number of bytes.
@@ -46,7 +47,7 @@ def parse_bytes(text: str | float) -> int:
     Raises:
         SizeError: `text` is not a size, has no unit, or is not positive or larger than any device.
     """
-    size_bytes = _parsed(text) if isinstance(text, str) else _whole(text)
+    size_bytes = _parsed(text, is_budget=is_budget) if isinstance(text, str) else _whole(text)
     if size_bytes > _LARGEST_SIZE:
         raise SizeError(f"{_shown(text)} is more than {_LARGEST_SIZE // GIB:,} GiB, which no device has.")
     if size_bytes <= 0:
@@ -54,7 +55,7 @@ def parse_bytes(text: str | float) -> int:
     return size_bytes
 
 
-def _parsed(text: str) -> int:
+def _parsed(text: str, *, is_budget: bool) -> int:
     """Bytes; more than `_LARGEST_SIZE` for any size beyond it."""
     match = _SIZE.fullmatch(text)
     if match is None:
@@ -65,7 +66,7 @@ def _parsed(text: str) -> int:
         written = number if len(number) <= _MOST_SHOWN else "11"
         raise SizeError(
             f"{_shown(text)} has {found}. Write {written}GiB ({written} × 2**30 bytes) "
-            f"or {written}GB ({written} × 10**9 bytes).{_share_hint(written)}"
+            f"or {written}GB ({written} × 10**9 bytes).{_share_hint(written) if is_budget else ''}"
         )
     size = float(number) * _UNIT_BYTES[unit.lower()]
     return int(size) if size <= _LARGEST_SIZE else _LARGEST_SIZE + 1

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from brimful.devices.contexts import NEWEST_TORCH, context_rows, nearest_context
-from brimful.devices.device import Device, Dispatch
+from brimful.devices.data_rows import listed, read_rows
+from brimful.devices.device import Device
 from brimful.devices.peaks import (
     CLOCK_SPREAD,
     EITHER_FACTOR,
     EITHER_SPREAD,
     Capability,
+    MemoryType,
     architecture_of,
     cores_per_multiprocessor,
     fp32_flops_per_second,
+    memory_type_of,
     tensor_ratios,
 )
-from brimful.devices.table import CUDA_LAUNCH_SECONDS
+from brimful.devices.table import CUDA_DISPATCH, CUDA_LAUNCH_SECONDS
 
 TYPICAL_CLOCK_HERTZ = 1.76e9
 """The clock to compute an unknown number of multiprocessors, or an unknown peak, with: the median of what the
@@ -52,6 +56,8 @@ class Figures:
     tf32_flops_per_second: float | None = None
     fp16_flops_per_second: float | None = None
     bf16_flops_per_second: float | None = None
+    memory_type: MemoryType | None = None
+    """Not known: by its name."""
     l2_bytes: int | None = None
     host_link_bytes_per_second: float | None = None
     nvlink_bytes_per_second: float | None = None
@@ -83,6 +89,9 @@ def derived_device(figures: Figures) -> Device:
         rules.append("L2 cache not known, taken as none")
     if figures.host_link_bytes_per_second is None:
         rules.append(f"host link taken as PCIe 3.0 x16, {LEAST_LINK_BYTES_PER_SECOND / 1e9:g} GB/s")
+    if figures.nvlink_bytes_per_second is not None:
+        rules.append("NVLink taken to join all GPUs of a machine")
+    rules += _by_name(figures)
     architecture = architecture_of(capability)
     context = nearest_context(context_rows(), name, architecture, NEWEST_TORCH)
     return Device(
@@ -93,6 +102,7 @@ def derived_device(figures: Figures) -> Device:
         sm_count=sm_count,
         capacity_bytes=figures.capacity_bytes,
         memory_bandwidth_bytes_per_second=figures.memory_bandwidth_bytes_per_second,
+        memory_type=figures.memory_type or memory_type_of(name),
         l2_bytes=figures.l2_bytes or 0,
         fp32_flops_per_second=fp32,
         tf32_flops_per_second=tensor.tf32,
@@ -100,16 +110,37 @@ def derived_device(figures: Figures) -> Device:
         bf16_flops_per_second=tensor.bf16,
         host_link_bytes_per_second=figures.host_link_bytes_per_second or LEAST_LINK_BYTES_PER_SECOND,
         nvlink_bytes_per_second=figures.nvlink_bytes_per_second,
+        nvlink_joins_all=figures.nvlink_bytes_per_second is not None,
         context_bytes=context.context_bytes,
         context_low_bytes=context.low_bytes,
         context_high_bytes=context.high_bytes,
         context_source=context.source,
         launch_seconds=CUDA_LAUNCH_SECONDS,
-        dispatch=Dispatch.of_launch(CUDA_LAUNCH_SECONDS),
+        dispatch=CUDA_DISPATCH,
         source="; ".join([figures.source, *rules]),
         confidence="medium" if figures.has_all_rates and figures.sm_count is not None else "low",
         rates_spread=round(math.hypot(clock_spread, tensor.spread), 3),
     )
+
+
+def _by_name(figures: Figures) -> Iterator[str]:
+    """What the name decides, each as a rule."""
+    name, capability = figures.name, figures.compute_capability
+    if name in {gpu for cells in read_rows("gpu_fractions.csv") for gpu in listed(cells["gpus"])}:
+        yield f"fractions of the peaks that it reaches are those of the {name}, by its name"
+    elif figures.memory_type is None:
+        kind = memory_type_of(name)
+        other = "GDDR" if kind == "HBM" else "HBM"
+        yield f"memory taken as {kind}, by its name; {other} reaches other fractions of the peaks"
+    if name in {gpu for row in context_rows() for gpu in row.gpus}:
+        yield f"CUDA context as measured on the {name}, by its name"
+    ratios, tensor = tensor_ratios(capability, name), tensor_ratios(capability, "")
+    half, rest = figures.fp16_flops_per_second, (figures.tf32_flops_per_second, figures.bf16_flops_per_second)
+    if ratios.half is None and tensor.half is not None:
+        if half is None or (tensor.has_bf16 and None in rest):
+            yield "no tensor rates but those given, by its name"
+    elif ratios != tensor and not (half or figures.bf16_flops_per_second):
+        yield "tensor rates of a GeForce, by its name"
 
 
 class _TensorRates(NamedTuple):
@@ -170,6 +201,6 @@ def _fp32_and_multiprocessors(figures: Figures, rules: list[str]) -> tuple[float
     rules.append(f"fp32: {sm_count} multiprocessors × 2 × {shown} × {clock / 1e9:.4g} GHz")
     is_limited = re.search(r"\b(laptop|max-?q|mobile)\b", figures.name, re.IGNORECASE) is not None
     if is_limited:
-        rules.append("the power limit of the laptop decides the clock that it reaches")
+        rules.append("a laptop's or Max-Q card, by its name: the power limit decides the clock that it reaches")
     spread = POWER_LIMITED_SPREAD if is_limited else CLOCK_SPREAD
     return fp32_flops_per_second(capability, sm_count, clock), sm_count, spread

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast, get_args
 
 from brimful.devices.derived import Figures, derived_device
 from brimful.devices.device import Device
-from brimful.devices.peaks import Capability
+from brimful.devices.peaks import Capability, MemoryType
 from brimful.errors import UnknownNameError, UsageError
-from brimful.quantities import parse_bytes
+from brimful.quantities import GIB, KIB, MIB, format_bytes, parse_bytes
 
 ASSUMED_CAPABILITY: Capability = (8, 6)
 """The compute capability of a description without one: the oldest that has bf16, and TF32 at the least ratios.
@@ -20,7 +20,8 @@ source states."""
 
 DESCRIPTION_KEYS = (
     *("name", "memory", "bandwidth", "tflops"),
-    *("sms", "clock", "capability", "l2", "fp16_tflops", "bf16_tflops", "tf32_tflops", "link", "nvlink"),
+    *("memory_type", "sms", "clock", "capability", "l2", "fp16_tflops", "bf16_tflops", "tf32_tflops"),
+    *("link", "nvlink"),
 )
 """The keys of a description; `name`, `memory`, `bandwidth`, and one of `tflops` and `sms` are needed."""
 
@@ -38,9 +39,9 @@ def described_device(description: str) -> Device:
     Args:
         description: Pairs `key=value`, separated by commas. `name`; `memory`, as the driver reports it, such as
             7.8GiB; `bandwidth` of the memory per second, such as 300GB; `tflops`, the float32 peak outside
-            tensor cores. Optional: `capability` (8.6), `sms`, the multiprocessors, `clock` in MHz, `l2`
-            (24MiB), `fp16_tflops`, `bf16_tflops` and `tf32_tflops`, dense with float32 accumulation, `link` and
-            `nvlink` per second and direction (12.5GB).
+            tensor cores. Optional: `memory_type` (HBM or GDDR), `capability` (8.6), `sms`, the multiprocessors,
+            `clock` in MHz, `l2` (24MiB), `fp16_tflops`, `bf16_tflops` and `tf32_tflops`, dense with float32
+            accumulation, `link` to the host and `nvlink` to all other GPUs, per second and direction (12.5GB).
 
     Returns:
         A device whose source has what was given, and the rule for each figure that was not. It has low
@@ -61,7 +62,7 @@ def described_device(description: str) -> Device:
     source = f"described by the user ({', '.join(key for key in DESCRIPTION_KEYS if key in given)})"
     if capability is None:
         source += f"; compute capability {ASSUMED_CAPABILITY[0]}.{ASSUMED_CAPABILITY[1]} assumed"
-    memory_bytes, bandwidth = _read(given, "memory", parse_bytes), _read(given, "bandwidth", _rate)
+    memory_bytes, bandwidth = _read(given, "memory", _memory), _read(given, "bandwidth", _rate)
     assert memory_bytes is not None
     assert bandwidth is not None
     return derived_device(
@@ -76,7 +77,8 @@ def described_device(description: str) -> Device:
             tf32_flops_per_second=_read(given, "tf32_tflops", _teraflops),
             fp16_flops_per_second=_read(given, "fp16_tflops", _teraflops),
             bf16_flops_per_second=_read(given, "bf16_tflops", _teraflops),
-            l2_bytes=_read(given, "l2", parse_bytes),
+            memory_type=_read(given, "memory_type", _memory_type),
+            l2_bytes=_read(given, "l2", _l2),
             host_link_bytes_per_second=_read(given, "link", _rate),
             nvlink_bytes_per_second=_read(given, "nvlink", _rate),
             source=source,
@@ -117,11 +119,43 @@ def _read(given: dict[str, str], key: str, read: Callable[[str], T]) -> T | None
 
 _MOST_TERAFLOPS, _LEAST_TERAFLOPS = 1e5, 0.01
 _MOST_BYTES_PER_SECOND, _LEAST_BYTES_PER_SECOND = 1e15, 1e8
-"""Beyond what any GPU of the table has by a factor of 40 or more: an error of units. A choice."""
+_MOST_MEMORY_BYTES, _LEAST_MEMORY_BYTES = 16 << 40, 256 * MIB
+_MOST_L2_BYTES, _LEAST_L2_BYTES = 8 * GIB, 16 * KIB
+"""Beyond what any GPU of the table has by a factor of 40 or more, below its least memory by 15: an error of
+units. A choice."""
+
+_MOST_MAJOR_CAPABILITY = 20
+"""The table has compute capabilities from 3.7 to 12.1. A choice."""
+
+
+def _memory(text: str) -> int:
+    return _in_range(parse_bytes(text, is_budget=False), _LEAST_MEMORY_BYTES, _MOST_MEMORY_BYTES, "memory")
+
+
+def _l2(text: str) -> int:
+    if re.match(r"\s*0+(\.0*)?\s*([A-Za-z]|$)", text):
+        raise ValueError("without an L2 cache, or where its size is not known, do not write l2.")
+    return _in_range(parse_bytes(text, is_budget=False), _LEAST_L2_BYTES, _MOST_L2_BYTES, "L2 cache")
+
+
+def _in_range(size_bytes: int, least_bytes: int, most_bytes: int, what: str) -> int:
+    if not least_bytes <= size_bytes <= most_bytes:
+        raise ValueError(
+            f"not the size of a GPU's {what}, which is between {format_bytes(least_bytes)} and "
+            f"{format_bytes(most_bytes)}."
+        )
+    return size_bytes
+
+
+def _memory_type(text: str) -> MemoryType:
+    for known in get_args(MemoryType):
+        if re.fullmatch(rf"{known}\d?[A-Z]?", text, re.IGNORECASE):
+            return cast("MemoryType", known)
+    raise ValueError(f"{text} is not a type of memory. Write HBM or GDDR.")
 
 
 def _rate(text: str) -> float:
-    rate = float(parse_bytes(re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE)))
+    rate = float(parse_bytes(re.sub(r"\s*/\s*s(ec)?$", "", text.strip(), flags=re.IGNORECASE), is_budget=False))
     if not _LEAST_BYTES_PER_SECOND <= rate <= _MOST_BYTES_PER_SECOND:
         raise ValueError(f"{text} per second is not the rate of a GPU. Write one such as 300GB.")
     return rate
@@ -149,8 +183,11 @@ def _count(text: str) -> int:
 
 def _capability(text: str) -> Capability:
     match = re.fullmatch(r"(\d{1,2})\.(\d)", text)
-    if match is None or int(match[1]) < 3:
-        raise ValueError(f"{text} is not a compute capability. Write one such as 8.6.")
+    if match is None or not 3 <= int(match[1]) <= _MOST_MAJOR_CAPABILITY:
+        raise ValueError(
+            f"{text} is not a compute capability, which is between 3.0 and {_MOST_MAJOR_CAPABILITY}.9. "
+            "Write one such as 8.6."
+        )
     return int(match[1]), int(match[2])
 
 

@@ -119,6 +119,8 @@ class Device:
     capacity_bytes: int
     """Memory as the driver reports it, which is less than marketed."""
     memory_bandwidth_bytes_per_second: float
+    memory_type: Literal["HBM", "GDDR"] | None = None
+    """Type of a GPU's memory, which decides the fractions of its peaks that it reaches; None: by its name."""
     l2_bytes: int = 0
     """Size of a GPU's L2 cache; 0 if not known, and on a CPU."""
     fp32_flops_per_second: float

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import re
+from typing import Literal, NamedTuple
 
 Capability = tuple[int, int]
+MemoryType = Literal["HBM", "GDDR"]
+
+_HBM = ("P100", "V100", "A30", "A100", "A800", "H100", "H200", "H20", "H800", "GH200", "B200", "B300", "GB200")
+"""Words of the names of GPUs with stacked memory."""
 
 _ARCHITECTURES = {
     3: "Kepler",
@@ -47,6 +52,11 @@ class TensorRatios(NamedTuple):
     def has_bf16(self) -> bool:
         """Whether bf16 runs at the rate of fp16, which is so where there is TF32 (NVIDIA A100 whitepaper)."""
         return self.tf32 is not None
+
+
+def memory_type_of(name: str) -> MemoryType:
+    """The type of a GPU's memory, by the words of its name."""
+    return "HBM" if any(mark in re.split(r"[^A-Za-z0-9]+", name) for mark in _HBM) else "GDDR"
 
 
 def architecture_of(capability: Capability) -> str:

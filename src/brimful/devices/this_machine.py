@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
 
@@ -36,20 +38,71 @@ def memory_limits_bytes(
     Returns:
         All limits that are set, in bytes; empty without control groups.
     """
-    found: list[int] = []
+    return [limit_bytes for limit_bytes, _group, _files in _limited_groups(membership, mounts)]
+
+
+def memory_left_bytes(
+    membership: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """What the limits of `memory_limits_bytes` leave now.
+
+    Source: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst: the current use includes
+    the cache of files, of which the inactive part is reclaimed first; `docker stats` does not count it as used
+    either.
+
+    Args:
+        membership: As of `memory_limits_bytes`.
+        mounts: As of `memory_limits_bytes`.
+
+    Returns:
+        For each limit that is set, the bytes below it that are not in use; the limit itself where the group
+        does not report its use.
+    """
+    return [
+        max(limit_bytes - _used_bytes(group, files), 0)
+        for limit_bytes, group, files in _limited_groups(membership, mounts)
+    ]
+
+
+class _Files(NamedTuple):
+    """Names of a memory controller's files."""
+
+    limit: str
+    use: str
+    inactive: str
+    """The key in `memory.stat` of cached files that were not used lately, of the group and those within it."""
+
+
+_VERSION_1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = _Files("memory.max", "memory.current", "inactive_file")
+
+
+def _limited_groups(membership: Path, mounts: Path) -> Iterator[tuple[int, Path, _Files]]:
+    """Each limit that is set, with its group and the names of the group's files."""
     with suppress(OSError):
         for line in membership.read_text().splitlines():
             _hierarchy, controllers, path = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
-            root, name = (mounts / "memory", "memory.limit_in_bytes") if controllers else (mounts, "memory.max")
+            root, files = (mounts / "memory", _VERSION_1) if controllers else (mounts, _VERSION_2)
             own = root / path.lstrip("/")
             for group in (own, *own.parents):
                 with suppress(OSError, ValueError):  # no such group here, or "max"
-                    found.append(int((group / name).read_text()))
+                    yield int((group / files.limit).read_text()), group, files
                 if group == root:
                     break
-    return found
+
+
+def _used_bytes(group: Path, files: _Files) -> int:
+    """0 if the group does not report it."""
+    used_bytes = 0
+    with suppress(OSError, ValueError):
+        used_bytes = int((group / files.use).read_text())
+        for line in (group / "memory.stat").read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == files.inactive:
+                used_bytes -= int(value)
+    return max(used_bytes, 0)
 
 
 def cpu_device() -> Device:

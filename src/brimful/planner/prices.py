@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,8 @@ def prices_of(prices: Mapping[str, float] | str | Path, names: Sequence[str]) ->
 
     Raises:
         UnknownNameError: A name is not that of a GPU; the message has the nearest.
-        UsageError: A price is not a number from 0 on, a name may mean several GPUs, or one has two prices.
+        UsageError: A price is not a number from 0 on; a name is not text, that of a CPU, or may mean several
+            GPUs; or one has two prices.
         FileFormatError: The file cannot be read, or is neither.
     """
     where = "the prices" if isinstance(prices, Mapping) else f"the prices {prices}"
@@ -55,13 +57,27 @@ def _read(path: Path, where: str) -> Iterable[tuple[str, Any]]:
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{where}: this is not UTF-8: {error}.") from None
     if text.lstrip()[:1] in ("{", "["):
-        document = parse_json(text, where=where)
-        if not isinstance(document, dict):
+        if not isinstance(parse_json(text, where=where), dict):
             raise FileFormatError(
                 f'{where}: write a JSON object such as {{"L4": 0.8}}, price by name of a GPU.'
             )
-        return list(document.items())
+        return _pairs(text, where)
     return _rows(text, where)
+
+
+def _pairs(text: str, where: str) -> list[tuple[str, Any]]:
+    """The pairs of a JSON object, of which a dict would keep the last of each name."""
+    objects: list[list[tuple[str, Any]]] = []
+
+    def keep(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        objects.append(pairs)
+        return dict(pairs)
+
+    try:
+        json.loads(text, object_pairs_hook=keep)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(f"{where}: this is not JSON: {error}.") from None
+    return objects[-1]  # the outermost object ends last
 
 
 def _rows(text: str, where: str) -> list[tuple[str, Any]]:
@@ -78,16 +94,24 @@ def _rows(text: str, where: str) -> list[tuple[str, Any]]:
         raise FileFormatError(f"{where}: line {reader.line_num} is not CSV: {error}.") from None
 
 
-def _device_name(name: str, names: Sequence[str], where: str) -> str:
+def _device_name(name: Any, names: Sequence[str], where: str) -> str:
+    if not isinstance(name, str):
+        raise UsageError(
+            f"{where}: the key {name!r} is of type {type(name).__name__}, not the name of a GPU. Write one "
+            "such as 'RTX 3090'."
+        )
     if name in names:
         return name
+    known = {*names, *(device.name for device in known_devices())}
     try:
-        return find_device(name).name
+        device = find_device(name)
     except UnknownNameError:
-        known = {*names, *(device.name for device in known_devices())}
         raise UnknownNameError(f"GPU in {where}:", name, known) from None
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+    if device.kind != "cuda":
+        raise UsageError(f"{where}: {name!r} is not a GPU. `brimful gpus` compares GPUs alone.")
+    return device.name
 
 
 def _price(value: Any, name: str, where: str) -> float:

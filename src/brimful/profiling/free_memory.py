@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # psutil ships no annotations
@@ -22,6 +23,9 @@ from brimful.quantities import format_bytes
 WORTH_SAYING_FRACTION = 0.01
 """Of a GPU's memory: what others hold below this is counted and not reported. A choice."""
 _LISTED_HOLDERS = 4
+_HOST_PID_NAMESPACE = 0xEFFFFFFC
+"""Inode of the namespace in which process numbers are the host's. Source: Linux, include/linux/proc_ns.h,
+PROC_PID_INIT_INO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,15 +193,31 @@ def _usage(gpu: NvmlGpu, device: torch.device) -> _Usage | None:
     held = dict(_processes(gpu))
     own_pids = _own_pids()
     own_bytes = sum(size or 0 for pid, size in held.items() if pid in own_pids)
-    # In a container the driver lists processes by the numbers of the host, which are of others here.
-    are_foreign = torch.cuda.is_initialized() and os.getpid() not in held
-    if not own_bytes and torch.cuda.is_initialized():
+    # Not `torch.cuda.is_initialized()`: reading the properties of a GPU sets it, and creates no context.
+    is_listed, has_cache = os.getpid() in held, torch.cuda.memory_reserved(device) > 0
+    if not own_bytes and (is_listed or has_cache):
         own_bytes = _reserved_and_context_bytes(device)
+    # In a container the driver lists processes by the numbers of the host, which are of others here.
+    are_foreign = not is_listed and (has_cache or has_own_process_numbers())
     return _Usage(
         free_bytes,
         own_bytes,
         tuple(_holder(pid, size, is_hidden=are_foreign) for pid, size in held.items() if pid not in own_pids),
     )
+
+
+def has_own_process_numbers(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
+    """Whether processes have other numbers here than on the host, as in a container.
+
+    Args:
+        namespace: Link to the namespace of process numbers of this process.
+
+    Returns:
+        False also where the system has no such namespaces, or does not report them.
+    """
+    with suppress(OSError):
+        return str(namespace.readlink()) != f"pid:[{_HOST_PID_NAMESPACE}]"
+    return False
 
 
 def _reserved_and_context_bytes(device: torch.device) -> int:

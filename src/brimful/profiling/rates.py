@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from brimful.devices import RateCurve
-from brimful.devices.this_machine import memory_limits_bytes
+from brimful.devices.this_machine import memory_left_bytes
 from brimful.profiling.probes import Pool, Probe, probes
 from brimful.profiling.timing import Typical, typical_seconds
 from brimful.quantities import MIB
@@ -99,7 +99,7 @@ def _pool_bytes(where: torch.device, dtype: torch.dtype) -> int:
     """Size of a pool: on a CPU that of its last cache, for float32, in which all but products are timed."""
     if where.type != "cpu" or dtype is not torch.float32:
         return _POOL_BYTES
-    free_bytes = min([psutil.virtual_memory().available, *memory_limits_bytes()])
+    free_bytes = min([psutil.virtual_memory().available, *memory_left_bytes()])
     most = min(_LARGEST_POOL_BYTES, int(free_bytes * _POOL_MEMORY_FRACTION / 2))
     return max(_POOL_BYTES, min(last_cache_bytes(), most))
 

@@ -45,7 +45,7 @@ def _lines(fits: GpuSurvey) -> Iterator[str]:
 def _heading(asked: str, *, has_usual: bool, has_prices: bool) -> str:
     cost = f"{'per 1M':>{_COST}}" if has_prices else ""
     usual = f"{'usual':>8}{'takes':>{_SIZE}}{'samples/s (90 %)':>{_SPEED}}" if has_usual else ""
-    first = f"  {'GPU':<{_NAME}}{'has':>9}{'plain':>{_SIZE}}{'takes':>{_SIZE}}"
+    first = f"  {'GPU':<{_NAME}}{'has':>9}{'baseline':>{_SIZE}}{'takes':>{_SIZE}}"
     speed = f"{asked} samples/s (90 %)" if has_usual else "samples/s (90 %)"
     return f"{first}{speed:>{_SPEED}}{usual}{cost}  how"
 
@@ -90,10 +90,10 @@ def _how(fit: GpuFit) -> str:
     """How the job runs at the speed that counts; also at the other one if that differs."""
     best, own = fit.best.settings, fit.settings
     assert best is not None
-    how = "plain" if _is_plain(best) else best.describe()
+    how = "baseline" if _is_plain(best) else best.describe()
     if own is None or own is best or _shape(own) == _shape(best):
         return how
-    return f"{how}; {own.precision}: plain" if _is_plain(own) else f"{how}; {own.describe()}"
+    return f"{how}; {own.precision}: baseline" if _is_plain(own) else f"{how}; {own.describe()}"
 
 
 def _is_plain(settings: Settings) -> bool:

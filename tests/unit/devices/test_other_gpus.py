@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from brimful.cost.kernels.factors import reached_by
 from brimful.devices import (
     Device,
     GpuProperties,
@@ -18,6 +19,7 @@ from brimful.devices import (
     torch_builds_note,
 )
 from brimful.devices.derived import TYPICAL_CLOCK_HERTZ, TYPICAL_CLOCK_SPREAD
+from brimful.devices.device import NCCL_EFFICIENCY
 from brimful.devices.peaks import EITHER_FACTOR, fp32_flops_per_second, tensor_ratios
 from brimful.errors import UnknownNameError, UsageError
 from brimful.quantities import GIB, MIB
@@ -191,6 +193,55 @@ def test_what_a_description_lacks_is_derived_and_said() -> None:
     assert by_count.fp32_flops_per_second == pytest.approx(30 * 256 * 1.5e9)
 
 
+def test_a_description_with_the_figures_of_a_row_has_its_host_time_and_fractions_of_peaks() -> None:
+    row = find_device("RTX 3060 12GB")
+    described = described_device(
+        f"name={row.name},memory={row.capacity_bytes}B,bandwidth=360GB,capability=8.6,sms=28,"
+        f"tflops={row.fp32_flops_per_second / 1e12}"
+    )
+    assert (described.launch_seconds, described.dispatch) == (row.launch_seconds, row.dispatch)
+    assert reached_by(described) == reached_by(row)
+
+
+def test_nvlink_of_a_description_joins_all_gpus_and_the_source_says_so() -> None:
+    device = described_device(FULL)
+    for world_size in (2, 4, 8):
+        assert device.peer_bytes_per_second(world_size, 1) == pytest.approx(50e9 * NCCL_EFFICIENCY)
+    assert "NVLink taken to join all GPUs" in device.source
+    without = described_device("name=x,memory=8GiB,bandwidth=300GB,tflops=9")
+    assert not without.nvlink_joins_all
+    assert "NVLink" not in without.source
+
+
+SHORT = "memory=80GiB,bandwidth=2000GB,tflops=20,capability=8.0"
+
+
+def test_the_type_of_memory_decides_what_is_reached_and_is_given_or_said_to_follow_from_the_name() -> None:
+    by_name = {name: described_device(f"name={name},{SHORT}") for name in ("X", "A100 X")}
+    assert "memory taken as GDDR, by its name" in by_name["X"].source
+    assert "memory taken as HBM, by its name" in by_name["A100 X"].source
+    assert reached_by(by_name["X"]) != reached_by(by_name["A100 X"])
+    for name, kind, same_as in (("X", "hbm2e", "A100 X"), ("A100 X", "GDDR6", "X")):
+        given = described_device(f"name={name},memory_type={kind},{SHORT}")
+        assert reached_by(given) == reached_by(by_name[same_as])
+        assert "by its name" not in given.source
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("GTX X", "no tensor rates but those given, by its name"),
+        ("GeForce X", "tensor rates of a GeForce, by its name"),
+        ("RTX 3090", "fractions of the peaks that it reaches are those of the RTX 3090, by its name"),
+        ("T4", "CUDA context as measured on the T4, by its name"),
+    ],
+)
+def test_what_follows_from_the_name_of_a_described_gpu_is_said(name: str, rule: str) -> None:
+    figures = "memory=8GiB,bandwidth=300GB,tflops=9"
+    assert rule in described_device(f"name={name},{figures}").source
+    assert rule not in described_device(f"name=X,{figures}").source
+
+
 @pytest.mark.parametrize(
     ("description", "words"),
     [
@@ -204,6 +255,12 @@ def test_what_a_description_lacks_is_derived_and_said() -> None:
         ("name=x,memory=8GiB,bandwidth=300GB,tflops=-1", ["not a GPU's rate"]),
         ("name=x,memory=8GiB,bandwidth=300GB,tflops=9,capability=86", ["such as 8.6"]),
         ("name=x,memory=8GiB,bandwidth=300GB,tflops=9,sms=0", ["number of multiprocessors"]),
+        ("name=x,memory=8GiB,bandwidth=300GB,tflops=9,capability=99.9", ["between 3.0 and 20.9"]),
+        ("name=x,memory=1KB,bandwidth=300GB,tflops=9", ["memory=1KB", "between 256 MiB and 16384 GiB"]),
+        ("name=x,memory=8GiB,bandwidth=300GB,tflops=9,l2=0", ["l2=0", "do not write l2"]),
+        ("name=x,memory=8GiB,bandwidth=300GB,tflops=9,l2=0MiB", ["l2=0MiB", "do not write l2"]),
+        ("name=x,memory=8GiB,bandwidth=300GB,tflops=9,l2=24GiB", ["L2 cache", "between 16 KiB and 8 GiB"]),
+        ("name=x,memory=8GiB,bandwidth=300GB,tflops=9,memory_type=DDR", ["memory_type=DDR", "HBM or GDDR"]),
         ("name=x,name=y", ["name twice"]),
         ("name=x,8GiB", ["not key=value"]),
         ("name=x,memory=", ["not key=value"]),
@@ -213,6 +270,7 @@ def test_a_wrong_description_is_refused_with_the_key_and_an_example(description:
     with pytest.raises(UsageError) as caught:
         described_device(description)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "budget" not in str(caught.value)
 
 
 def test_an_unknown_key_of_a_description_is_answered_with_the_nearest() -> None:

@@ -20,6 +20,7 @@ from brimful.devices import (
     this_machine,
     with_context,
 )
+from brimful.devices.this_machine import memory_left_bytes
 from brimful.errors import UnknownNameError, UsageError
 from brimful.quantities import GIB, MIB
 from brimful.settings import Precision
@@ -324,6 +325,49 @@ def test_what_control_groups_permit_is_found(
         (tmp_path / "fs" / name).write_text(text + "\n")
     assert memory_limits_bytes(tmp_path / "cgroup", tmp_path / "fs") == expected
     assert memory_limits_bytes(tmp_path / "none", tmp_path / "fs") == []
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "expected"),
+    [
+        ("0::/", {"memory.max": "9000", "memory.current": "2000"}, [7000]),
+        (
+            "0::/",
+            {"memory.max": "9000", "memory.current": "2000", "memory.stat": "anon 500\ninactive_file 1500"},
+            [8500],
+        ),
+        ("0::/", {"memory.max": "9000"}, [9000]),  # its use is not reported
+        ("0::/", {"memory.max": "9000", "memory.current": "9500"}, [0]),
+        ("0::/", {"memory.max": "max", "memory.current": "2000"}, []),
+        (
+            "0::/jobs/a",
+            {
+                "jobs/a/memory.max": "5000",
+                "jobs/a/memory.current": "100",
+                "jobs/memory.max": "6000",
+                "jobs/memory.current": "5900",
+            },
+            [4900, 100],
+        ),
+        (
+            "4:memory:/docker/1",
+            {
+                "memory/memory.limit_in_bytes": "7000",
+                "memory/memory.usage_in_bytes": "3000",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 500",
+            },
+            [4500],
+        ),
+    ],
+)
+def test_what_control_groups_leave_is_the_limit_without_what_is_in_use(
+    tmp_path: Path, membership: str, files: dict[str, str], expected: list[int]
+) -> None:
+    (tmp_path / "cgroup").write_text(f"{membership}\n")
+    for name, text in files.items():
+        (tmp_path / "fs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "fs" / name).write_text(f"{text}\n")
+    assert memory_left_bytes(tmp_path / "cgroup", tmp_path / "fs") == expected
 
 
 def test_this_machines_memory_is_no_more_than_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:

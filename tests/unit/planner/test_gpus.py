@@ -65,6 +65,13 @@ def test_an_a100_is_behind_an_l4_in_strict_fp32_alone_and_the_table_says_why(sur
     assert "bf16 autocast" in text
 
 
+def test_the_table_calls_the_batch_as_a_whole_the_baseline(survey: GpuSurvey) -> None:
+    heading, *rows = str(survey).splitlines()[1:]
+    assert heading.split()[:4] == ["GPU", "has", "baseline", "takes"]
+    assert rows[0].endswith("  baseline")
+    assert "plain" not in str(survey)
+
+
 def test_the_usual_precision_agrees_with_a_survey_in_it(survey: GpuSurvey) -> None:
     (alone,) = bf.gpus(products(), global_batch_size=16, devices=["A100 80GB SXM"], precision="bf16")
     usual = survey[1].usual
@@ -174,7 +181,11 @@ def test_prices_are_read_from_csv_and_json_by_any_name_of_a_gpu(tmp_path: Path, 
         ("name,price\nL4,1\n", ["no column gpu and no price_per_hour"]),
         ("", ["no column gpu"]),
         ("[1]", ["JSON object"]),
+        ('{"L4": 1, "T4": 1, "L4": 2}', ["L4 has two prices, 1 and 2"]),
+        ('{"cpu": 1}', ["'cpu' is not a GPU"]),
+        ("gpu,price_per_hour\ncpu,1\n", ["'cpu' is not a GPU"]),
         ('{"L4": true}', ["True"]),
+        ('{"L4": {"per hour": 1}}', ["'L4'", "per hour"]),
         ('{"L4": ', ["prices"]),
     ],
 )
@@ -185,6 +196,14 @@ def test_prices_that_cannot_be_are_refused_with_the_name_and_the_nearest(
     with pytest.raises(UsageError) as caught:
         prices_of(tmp_path / "prices", [])
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("key", [3090, None, ("L4",)])
+def test_a_key_of_prices_that_is_not_text_is_refused_with_its_type(key: object) -> None:
+    with pytest.raises(
+        UsageError, match=f"the prices: the key .* is of type {type(key).__name__}, not the name"
+    ):
+        prices_of({key: 0.3}, ["L4"])
 
 
 def test_a_file_of_prices_that_is_not_there_or_not_text_is_refused(tmp_path: Path) -> None:

@@ -419,11 +419,20 @@ def test_operands_are_as_large_as_the_last_cache_where_memory_permits(
     assert rates.last_cache_bytes(tmp_path) == 480 * MIB
     assert rates.last_cache_bytes(tmp_path / "elsewhere") == 0
     monkeypatch.setattr(rates, "last_cache_bytes", lambda: 480 * MIB)
+    monkeypatch.setattr(rates, "memory_left_bytes", list)
     for free_gib, expected in ((64, 480 * MIB), (4, 256 * MIB), (0.5, 64 * MIB)):
         memory = SimpleNamespace(available=int(free_gib * 1024 * MIB))
         monkeypatch.setattr(rates.psutil, "virtual_memory", lambda memory=memory: memory)
         assert rates._pool_bytes(CPU, torch.float32) == expected
         assert rates._pool_bytes(CPU, torch.bfloat16) == 64 * MIB
+
+
+def test_operands_take_no_more_than_a_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "last_cache_bytes", lambda: 480 * MIB)
+    memory = SimpleNamespace(available=64 * 1024 * MIB)
+    monkeypatch.setattr(rates.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(rates, "memory_left_bytes", lambda: [8 * 1024 * MIB, 2 * 1024 * MIB])
+    assert rates._pool_bytes(CPU, torch.float32) == 128 * MIB
 
 
 def test_what_is_around_ops_is_measured_with_the_ops_of_a_capture() -> None:

@@ -18,7 +18,7 @@ import brimful as bf
 from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.profiling import free_memory
-from brimful.profiling.free_memory import device_memory
+from brimful.profiling.free_memory import device_memory, has_own_process_numbers
 from brimful.quantities import GIB, MIB
 from helpers.fake_gpu import FakeNvml, put_gpu
 
@@ -31,6 +31,13 @@ OTHER = 99_999_999
 @pytest.fixture(autouse=True)
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(autouse=True)
+def host_where_properties_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.get_device_properties` initializes torch's CUDA, and creates no context."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(free_memory, "has_own_process_numbers", lambda: False)
 
 
 @pytest.fixture
@@ -115,9 +122,40 @@ def test_in_a_container_that_lists_no_process_the_own_context_and_cache_are_avai
     """A budget includes the context of the process that plans, which exists already in a notebook."""
     context_bytes = find_device("RTX 3090").context_bytes
     put_gpu(monkeypatch, FakeNvml(TOTAL, {}, unlisted_mib=5_000))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1_000 * MIB)
     assert device_memory(GPU).available_bytes == (TOTAL - 4_000) * MIB + context_bytes
+
+
+def test_a_process_without_a_context_has_only_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    put_gpu(monkeypatch, FakeNvml(TOTAL, {}, unlisted_mib=5_000))
+    assert device_memory(GPU).available_bytes == (TOTAL - 5_000) * MIB
+
+
+def test_where_the_driver_lists_this_process_without_its_size_cache_and_context_are_available(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    context_bytes = find_device("RTX 3090").context_bytes
+    put_gpu(monkeypatch, FakeNvml(TOTAL, {os.getpid(): None}, unlisted_mib=5_000))
+    assert device_memory(GPU).available_bytes == (TOTAL - 5_000) * MIB + context_bytes
+
+
+@pytest.mark.parametrize("sign", ["another namespace", "memory of this process that is not listed"])
+def test_in_a_container_a_number_of_the_host_is_not_taken_for_a_process_here(
+    monkeypatch: pytest.MonkeyPatch, notebook_kernel: int, sign: str
+) -> None:
+    put_gpu(monkeypatch, FakeNvml(TOTAL, {notebook_kernel: 9_000}))
+    if sign == "another namespace":
+        monkeypatch.setattr(free_memory, "has_own_process_numbers", lambda: True)
+    else:
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 * MIB)
+    assert "a process that cannot be seen from here" in device_memory(GPU).describe()
+
+
+def test_a_container_has_a_namespace_of_process_numbers_that_is_not_the_hosts(tmp_path: Path) -> None:
+    (tmp_path / "host").symlink_to("pid:[4026531836]")
+    (tmp_path / "container").symlink_to("pid:[4026532769]")
+    found = {name: has_own_process_numbers(tmp_path / name) for name in ("host", "container", "windows")}
+    assert found == {"host": False, "container": True, "windows": False}
 
 
 def test_the_default_budget_of_a_plan_is_what_is_free_and_its_note_names_the_holder(

@@ -12,13 +12,13 @@ blocks.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from brimful.devices import Device, RateCurve
 from brimful.devices.data_rows import listed, read_rows
+from brimful.devices.peaks import memory_type_of
 
 _CONSTANTS = {cells["name"]: float(cells["value"]) for cells in read_rows("kernel_constants.csv")}
 
@@ -216,13 +216,8 @@ def reached_by(device: Device) -> PeakFractions:
 
 
 def memory_kind(device: Device) -> str:
-    """HBM, or GDDR."""
-    words = re.split(r"[^A-Za-z0-9]+", device.name)
-    return "HBM" if any(mark in words for mark in _HBM) else "GDDR"
-
-
-_HBM = ("P100", "V100", "A30", "A100", "A800", "H100", "H200", "H20", "H800", "GH200", "B200", "B300", "GB200")
-"""Words of the names of GPUs with stacked memory."""
+    """HBM or GDDR: as the device says, else by its name."""
+    return device.memory_type or memory_type_of(device.name)
 
 
 @cache
