@@ -1,4 +1,4 @@
-"""Whether plans and estimates of many kinds of requests are as before: for changes that only make them faster.
+"""Whether plans and estimates of many kinds of requests are what they were, for changes of speed alone.
 
     python benchmarks/plan/same_plans.py record plans.json     # before the change
     python benchmarks/plan/same_plans.py compare plans.json    # after it
@@ -7,7 +7,6 @@ Compares whole documents, predicted bytes and seconds to the last digit. The CPU
 Sums over sets are in the order of hashes, so Python's hashes are fixed.
 """
 
-# ruff: noqa: E402  # the environment is set before torch is imported
 from __future__ import annotations
 
 import json
@@ -20,9 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "tests")]
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from zoo import ZOO  # first: it prepares torchvision
 
@@ -94,7 +92,11 @@ REQUESTS: dict[str, Request] = {
     "bert 6, 2 GiB": plan(bert(6), "RTX 3090", global_batch_size=32, budget="2GiB"),
     "bert 6, impossible": plan(bert(6), "RTX 3090", global_batch_size=32, budget="1GiB"),
     "bert 4, bf16, no offloading": plan(
-        bert(4), "A100 80GB SXM", global_batch_size=16, budget="40%", precision="bf16",
+        bert(4),
+        "A100 80GB SXM",
+        global_batch_size=16,
+        budget="40%",
+        precision="bf16",
         offload_activations=False,
     ),
     "bert 4, cpu": plan(bert(4), "cpu", global_batch_size=8, budget="60%"),
@@ -108,7 +110,10 @@ REQUESTS: dict[str, Request] = {
     ),
     "llama-3.2 3": plan(
         lambda: bf.find_architecture("llama-3.2-1b", num_hidden_layers=3),
-        "RTX 4090", global_batch_size=8, budget="16GiB", precision="bf16",
+        "RTX 4090",
+        global_batch_size=8,
+        budget="16GiB",
+        precision="bf16",
     ),
     "llama 8, 4 ranks": plan(
         lambda: llama(8), "A100 80GB SXM", global_batch_size=32, world_size=4, budget="6GiB", precision="bf16"
@@ -117,14 +122,16 @@ REQUESTS: dict[str, Request] = {
         lambda: llama(5), "RTX 4090", global_batch_size=16, world_size=2, budget="4GiB", parallelism="fsdp2"
     ),
     "llama 8, other optimizers": plan(
-        lambda: llama(8), "RTX 3060", global_batch_size=16, budget="5GiB", precision="bf16",
+        lambda: llama(8),
+        "RTX 3060",
+        global_batch_size=16,
+        budget="5GiB",
+        precision="bf16",
         allow_optimizers=("adafactor",),
     ),
     "lora 3": plan(lambda: llama_lora(3), "RTX 4090", global_batch_size=8, budget="6GiB"),
     "unet of diffusers, small": plan(lambda: unet(small=True), "RTX 3060", global_batch_size=8, budget="3GiB"),
-    "uneven blocks": plan(
-        lambda: vector_job(Uneven, 64, 256), "RTX 3060", global_batch_size=256, budget="50%"
-    ),
+    "uneven blocks": plan(lambda: vector_job(Uneven, 64, 256), "RTX 3060", global_batch_size=256, budget="50%"),
     "uneven blocks, cpu": plan(lambda: vector_job(Uneven, 64, 256), "cpu", global_batch_size=64, budget="50%"),
     "own checkpointing": plan(lambda: zoo("own checkpoint"), "RTX 3060", global_batch_size=64, budget="90%"),
     "module called 4 times": plan(
@@ -134,12 +141,18 @@ REQUESTS: dict[str, Request] = {
     "resnet, kept whole": plan(lambda: image_job(ResNet), "RTX 3060", global_batch_size=64, budget="70%"),
     "unet of the tests": plan(lambda: image_job(UNet), "cpu", global_batch_size=16, budget="70%"),
     "gpt, recompute all": plan(
-        lambda: language_job(lambda: GPT(layers=5, width=64)), "RTX 3060", global_batch_size=64,
-        budget="60%", recompute="all",
+        lambda: language_job(lambda: GPT(layers=5, width=64)),
+        "RTX 3060",
+        global_batch_size=64,
+        budget="60%",
+        recompute="all",
     ),
     "gpt, optimizer in backward": plan(
-        lambda: language_job(lambda: GPT(layers=5, width=64)), "RTX 3060", global_batch_size=64,
-        budget="60%", optimizer_in_backward=True,
+        lambda: language_job(lambda: GPT(layers=5, width=64)),
+        "RTX 3060",
+        global_batch_size=64,
+        budget="60%",
+        optimizer_in_backward=True,
     ),
     "nn.TransformerEncoder": plan(
         lambda: zoo("nn.TransformerEncoder"), "RTX 3060", global_batch_size=64, budget="70%"
@@ -147,14 +160,19 @@ REQUESTS: dict[str, Request] = {
     "estimate bert 4": estimate(bert(4), "RTX 3090", micro_batch_size=4, evaluate=True),
     "estimate resnet-50": estimate(lambda: bf.find_architecture("resnet50"), "RTX 3090", micro_batch_size=8),
     "estimate llama 4, all recomputed": estimate(
-        lambda: llama(4), "RTX 3090", micro_batch_size=2, gradient_accumulation_steps=3, precision="bf16",
+        lambda: llama(4),
+        "RTX 3090",
+        micro_batch_size=2,
+        gradient_accumulation_steps=3,
+        precision="bf16",
         recompute="all",
     ),
     "estimate lstm, cpu": estimate(lambda: zoo("lstm lm"), "cpu", micro_batch_size=4),
-}  # fmt: skip
+}
 
 
 def main() -> None:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if os.environ.get("PYTHONHASHSEED") != "0":
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONHASHSEED": "0"})
     what, path, *names = sys.argv[1:]

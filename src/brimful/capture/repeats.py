@@ -116,28 +116,35 @@ class RepeatedBlocks:
 
     def __init__(self, capture: ShortCapture) -> None:
         self._capture = capture
+        self._first: tuple[Settings, Trace] | None = None
         self._rows: tuple[tuple[str, ...], ...] | None = None
-        """Blocks that ran alike in the first capture; None before it."""
+        """Blocks that ran alike in the first capture; None before they are looked for."""
 
     def learn(self, settings: Settings, trace: Trace) -> None:
-        """Look for repeated blocks in the first whole capture."""
-        if self._rows is not None or not _may_be_short(settings) or not _shows_all(trace):
-            return
-        self._rows = tuple(rows_of_alike_blocks(trace))
-        if self._rows and self.captured(settings) != trace:
-            self._rows = ()
+        """Take a whole capture to look for repeated blocks in, if it is the first that may show them."""
+        if self._first is None and _may_be_short(settings) and _shows_all(trace):
+            self._first = settings, trace
 
     def captured(self, settings: Settings) -> Trace | None:
         """A step captured short; None where it must be captured whole."""
-        if not self._rows or not _may_be_short(settings):
+        if self._first is None or not _may_be_short(settings):
             return None
-        shortening = self._shortening(settings)
+        if self._rows is None:
+            first, whole = self._first
+            self._rows = tuple(rows_of_alike_blocks(whole))
+            if self._rows and self._captured(first) != whole:
+                self._rows = ()
+        return self._captured(settings)
+
+    def _captured(self, settings: Settings) -> Trace | None:
+        shortening = self._shortening(settings) if self._rows else None
         if shortening is None:
             return None
         try:
-            return self._capture(settings, shortening)
+            trace = self._capture(settings, shortening)
         except (BrimfulError, LookupError):  # the model may count its blocks
             return None
+        return trace if trace is not None and _shows_all(trace) else None
 
     def _shortening(self, settings: Settings) -> Shortening | None:
         """What can be omitted under some settings; None if that is little."""

@@ -68,7 +68,7 @@ def difference_interval(one: StepTime, other: StepTime, device: Device) -> tuple
         Seconds, the lower and the upper end.
     """
     ones, others = dict(one.kernel_seconds), dict(other.kernel_seconds)
-    more = {name: ones.get(name, 0.0) - others.get(name, 0.0) for name in {*ones, *others}}
+    more = {name: ones.get(name, 0.0) - others.get(name, 0.0) for name in dict.fromkeys((*ones, *others))}
     difference = one.total_seconds - other.total_seconds
     variance = _variance(more, device) + (_device_spread(device) * difference) ** 2
     if difference or any(more.values()):
