@@ -192,12 +192,12 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
     yield f"  plan            {plan.settings.describe()}"
     used = plan.predicted_peak_device_bytes / plan.budget_bytes
     rate = format_rate(plan.predicted_samples_per_second)
+    chance = plan.predicted_exceedance_probability
+    over = "" if chance is None else f"; over it with probability {_probability(chance)}"
     yield (
-        f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget), "
+        f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget{over}), "
         f"{_seconds(plan)} a step, {rate}"
     )
-    if plan.predicted_exceedance_probability is not None:
-        yield f"  over budget     with a probability of {_probability(plan.predicted_exceedance_probability)}"
     yield f"  peak in         {plan.peak_at}"
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
     if only_recomputed:
