@@ -23,7 +23,8 @@ from brimful.errors import BrimfulError
 from brimful.module_names import plain_modules, plain_namer, unwrapped
 from brimful.settings import Action, Precision, Settings, Span
 from brimful.trace import Phase, Trace
-from brimful.trace.repeated import Counts, ShortRow, with_all_blocks
+from brimful.trace.block_regions import ShortRow
+from brimful.trace.repeated import Counts, with_all_blocks
 
 _MARGIN, _MARGIN_WITH_COPIES = 2, 3
 """Blocks that run at either end of a row: one that is like no other, for what comes before the row or after it
@@ -44,7 +45,7 @@ class Shortening:
     blocks: tuple[str, ...]
     """Those that run, in order."""
     omitted: Mapping[int, tuple[str, ...]]
-    """As in `trace.repeated.ShortRow`."""
+    """As in `trace.block_regions.ShortRow`."""
     reach: int
     placeholders: set[str] = field(default_factory=set)
     counts: Counts = field(default_factory=dict)

@@ -12,41 +12,27 @@ its first op to that of the block after it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
 from brimful.settings import Settings
-from brimful.trace.records import Category, Event, EventKind, Op, Phase, Storage, Trace
-
-OUTSIDE = -1
-"""In the place of a block: what belongs to none."""
-
-_HOST_LINK = "brimful."
-"""How the names of ops begin that move an offloaded block's tensors while another block runs."""
+from brimful.trace.alike_blocks import check_alike
+from brimful.trace.block_regions import (
+    OUTSIDE,
+    BlockNames,
+    BlocksDifferError,
+    Region,
+    Regions,
+    ShortRow,
+    StorageNumber,
+)
+from brimful.trace.records import Category, Correction, Event, EventKind, Op, Phase, Storage, Trace
 
 Counts = Mapping[str, Sequence[tuple[int, int, int]]]
 """By correction: the index of the next op, occurrences and changed bytes, for all that it counted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShortRow:
-    """The blocks that a short step ran, and those that it did not run."""
-
-    blocks: tuple[str, ...]
-    """Those that ran, in the order of their forwards."""
-    omitted: Mapping[int, tuple[str, ...]]
-    """By the index of a block that ran: those after it that do the same and did not run, in order."""
-    reach: int
-    """How many blocks away what a block refers to may be: fewer than run at either end of a row."""
-    placeholders: frozenset[str]
-    """Parameters of omitted blocks for which the optimizer was given a gradient that no backward made."""
-
-
-class _DiffersError(Exception):
-    """The blocks do not all do the same."""
 
 
 def with_all_blocks(trace: Trace, row: ShortRow, settings: Settings, counts: Counts) -> Trace | None:
@@ -63,131 +49,23 @@ def with_all_blocks(trace: Trace, row: ShortRow, settings: Settings, counts: Cou
     """
     try:
         return _Repeating(trace, row).whole(settings, counts)
-    except _DiffersError:
+    except BlocksDifferError:
         return None
-
-
-class _Region(NamedTuple):
-    """A part of a pass: ops from `start` up to `stop`."""
-
-    start: int
-    stop: int
-    block: int
-    number: int
-    """Of the pass."""
 
 
 class _Piece(NamedTuple):
     """A region in its place in the whole step."""
 
-    region: _Region
+    region: Region
     place: int
     """Of the block in the whole row; OUTSIDE for none."""
     first_op: int
     """Its index in the whole step."""
 
 
-_Number = tuple[int, int]
-"""Of a storage in the region that allocates it: the op, counted in the region, and how many that op allocated
-before. The first of all blocks may allocate one more, such as a library's workspace."""
-
-_StorageKey = tuple[int, int, _Number]
+_StorageKey = tuple[int, int, StorageNumber]
 """Where a storage is allocated: place of the block, number of the pass, number in that region. For a storage
 that is allocated outside: OUTSIDE, OUTSIDE and its index."""
-
-
-class _Names:
-    """Which block a dotted name is inside of."""
-
-    def __init__(self, blocks: Sequence[str]) -> None:
-        self._blocks = {fqn: index for index, fqn in enumerate(blocks)}
-        self._known: dict[str, tuple[int, str]] = {}
-
-    def split(self, name: str) -> tuple[int, str]:
-        """The block of a name, and the rest of it; OUTSIDE and the name itself if it is in none."""
-        if name not in self._known:
-            end = len(name)
-            while end > 0 and name[:end] not in self._blocks:
-                end = name.rfind(".", 0, end)
-            self._known[name] = (self._blocks[name[:end]], name[end:]) if end > 0 else (OUTSIDE, name)
-        return self._known[name]
-
-
-class _Regions:
-    """The regions of a short step, and where its storages are allocated and freed."""
-
-    def __init__(self, trace: Trace, row: ShortRow, names: _Names) -> None:
-        self._trace, self._count, self._names = trace, len(row.blocks), names
-        self.in_order = list(self._found())
-        self.of_block = {(r.block, r.number): r for r in self.in_order if r.block != OUTSIDE}
-        self._starts = [region.start for region in self.in_order]
-        ops = [event.op for event in trace.events]
-        if any(a > b for a, b in pairwise(ops)):
-            raise _DiffersError
-        self.events = {
-            region: trace.events[bisect_left(ops, region.start) : bisect_left(ops, region.stop)]
-            for region in self.in_order
-        }
-        self.made_in: list[tuple[_Region, _Number]] = []
-        """By storage: the region that allocates it, and its number there."""
-        self.freed_by: dict[int, tuple[_Region, Event]] = {}
-        for region in self.in_order:
-            last_op, made = -1, 0
-            for event in self.events[region]:
-                if event.kind is EventKind.FREE:
-                    self.freed_by[event.storage] = region, event
-                    continue
-                if event.storage != len(self.made_in):
-                    raise _DiffersError
-                made = made + 1 if event.op == last_op else 0
-                last_op = event.op
-                self.made_in.append((region, (event.op - region.start, made)))
-
-    def at(self, op: int) -> _Region:
-        """The region of an op."""
-        return self.in_order[bisect_left(self._starts, op + 1) - 1]
-
-    def _found(self) -> Iterator[_Region]:
-        """All regions in order; the first one begins before the first op."""
-        start = 0
-        passes = groupby(self._trace.ops, key=lambda op: (op.phase, op.micro_batch))
-        seen = set()
-        yield _Region(-1, 0, OUTSIDE, OUTSIDE)
-        for number, (key, group) in enumerate(passes):
-            ops = list(group)
-            if key in seen:
-                raise _DiffersError
-            seen.add(key)
-            borders = self._borders(start, ops) if key[0] in (Phase.FORWARD, Phase.BACKWARD) else []
-            end = start + len(ops)
-            first = borders[0][0] if borders else end
-            if first > start:
-                yield _Region(start, first, OUTSIDE, number)
-            for (begin, block), (stop, _) in pairwise(borders):
-                yield _Region(begin, stop, block, number)
-            if borders and borders[-1][0] < end:
-                yield _Region(borders[-1][0], end, OUTSIDE, number)
-            start = end
-
-    def _borders(self, start: int, ops: Sequence[Op]) -> list[tuple[int, int]]:
-        """Where each block begins, in the order of the pass, and where the last one ends."""
-        firsts: dict[int, int] = {}
-        lasts: dict[int, int] = {}
-        for index, op in enumerate(ops, start):
-            block = self._names.split(op.module)[0]
-            if block != OUTSIDE:
-                lasts[block] = index
-                if not op.name.startswith(_HOST_LINK):
-                    firsts.setdefault(block, index)
-        order = list(range(self._count))
-        if ops[0].phase is Phase.BACKWARD:
-            order.reverse()
-        begins = [firsts.get(block, -1) for block in order]
-        end = lasts.get(order[-1], -1) + 1
-        strictly = all(a < b for a, b in zip(begins, [*begins[1:], end], strict=True))
-        if begins[0] < 0 or not strictly or any(last >= end for last in lasts.values()):
-            raise _DiffersError
-        return [*zip(begins, order, strict=True), (end, OUTSIDE)]
 
 
 class _Repeating:
@@ -195,16 +73,16 @@ class _Repeating:
 
     def __init__(self, trace: Trace, row: ShortRow) -> None:
         self._trace, self._row = trace, row
-        self._names = _Names(row.blocks)
-        self._regions = _Regions(trace, row, self._names)
+        self._names = BlockNames(row.blocks)
+        self._regions = Regions(trace, row, self._names)
         counts = [1 + len(row.omitted.get(index, ())) for index in range(len(row.blocks))]
         self._places = [0, *accumulate(counts)]
         """By block that ran: its place in the whole row."""
         for block in row.omitted:
-            self._check_alike(block, block + 1)
+            check_alike(trace, self._regions, self._names, block, block + 1)
         self._gradients = dict(self._gradients_of_omitted())
         """By the storage of a placeholder: where the gradient in its place is made."""
-        self._pieces = self._in_order()
+        self._pieces = _in_order(trace, row, self._regions, self._places)
         self._first_ops = {(p.place, p.region.number): p.first_op for p in self._pieces if p.place != OUTSIDE}
         self._shifts = {p.region: p.first_op - p.region.start for p in self._pieces if p.place == OUTSIDE}
 
@@ -219,89 +97,21 @@ class _Repeating:
             ops=ops,
             storages=tuple(storages),
             events=tuple(events),
-            module_classes=tuple(self._module_classes()),
+            module_classes=tuple(_module_classes(trace, self._row, self._names)),
             corrections=tuple(
                 replace(
                     rule,
-                    occurrences=rule.occurrences + self._counted(counts.get(rule.name, ()), 1),
-                    changed_bytes=rule.changed_bytes + self._counted(counts.get(rule.name, ()), 2),
+                    occurrences=rule.occurrences
+                    + _counted(self._regions, self._row, counts.get(rule.name, ()), 1),
+                    changed_bytes=rule.changed_bytes
+                    + _counted(self._regions, self._row, counts.get(rule.name, ()), 2),
                 )
                 for rule in trace.corrections
             ),
             global_batch=tuple(indices[OUTSIDE, OUTSIDE, (storage, 0)] for storage in trace.global_batch),
         )
 
-    # What two neighbours do, each relative to itself.
-
-    def _check_alike(self, block: int, other: int) -> None:
-        numbers = sorted(number for each, number in self._regions.of_block if each == block)
-        if numbers != sorted(number for each, number in self._regions.of_block if each == other):
-            raise _DiffersError
-        for number in numbers:
-            a, b = self._regions.of_block[block, number], self._regions.of_block[other, number]
-            if self._relative(a) != self._relative(b):
-                raise _DiffersError
-
-    def _relative(self, region: _Region) -> Hashable:
-        ops = [self._relative_op(op, region.block) for op in range(region.start, region.stop)]
-        return tuple(ops), tuple(self._relative_event(event, region) for event in self._regions.events[region])
-
-    def _relative_op(self, index: int, block: int) -> Hashable:
-        op = self._trace.ops[index]
-        maker = self._relative_index(index - op.made_ops_ago, block) if op.made_ops_ago else None
-        what = (op.name, op.phase, op.recomputed, op.random, op.on_host, op.dtype, op.line)
-        work = (op.flops, op.read_bytes, op.written_bytes, op.weight_bytes, op.extents)
-        return what, work, self._relative_name(op.module, block), maker
-
-    def _relative_event(self, event: Event, region: _Region) -> Hashable:
-        storage, block = self._trace.storages[event.storage], region.block
-        made_in, number = self._regions.made_in[event.storage]
-        inside = made_in.block != OUTSIDE
-        who = (made_in.block - block, made_in.number, number) if inside else event.storage
-        where = event.kind, who, inside, event.op - region.start
-        if event.kind is EventKind.FREE:
-            return where
-        freed = self._regions.freed_by.get(event.storage)
-        return (
-            where,
-            (storage.size_bytes, storage.category, storage.most_bytes, storage.kernel),
-            self._relative_name(storage.label, block),
-            None if storage.op is None else self._relative_index(storage.op, block),
-            None if freed is None else self._relative_index(freed[1].op, block),
-        )
-
-    def _relative_name(self, name: str, block: int) -> tuple[int | None, str]:
-        owner, rest = self._names.split(name)
-        return (None, name) if owner == OUTSIDE else (owner - block, rest)
-
-    def _relative_index(self, op: int, block: int) -> tuple[int | None, int, int]:
-        region = self._regions.at(op)
-        if region.block == OUTSIDE:
-            return None, OUTSIDE, op
-        return region.block - block, region.number, op - region.start
-
     # The whole step.
-
-    def _in_order(self) -> list[_Piece]:
-        """All regions of the whole step."""
-        pieces: list[_Piece] = []
-        next_op = -1
-
-        def add(region: _Region, place: int) -> None:
-            nonlocal next_op
-            pieces.append(_Piece(region, place, next_op))
-            next_op += region.stop - region.start
-
-        for region in self._regions.in_order:
-            if region.block == OUTSIDE:
-                add(region, OUTSIDE)
-                continue
-            place = self._places[region.block]
-            omitted = range(place + 1, place + 1 + len(self._row.omitted.get(region.block, ())))
-            is_backward = self._trace.ops[region.start].phase is Phase.BACKWARD
-            for each in (*reversed(omitted), place) if is_backward else (place, *omitted):
-                add(region, each)
-        return pieces
 
     def _place(self, block: int, piece: _Piece) -> int:
         """The place of the block that a piece means by another one of its region's."""
@@ -312,7 +122,7 @@ class _Repeating:
             return piece.place + block - own
         between = range(min(block, own), max(block, own))
         if piece.place != self._places[own] or any(each in self._row.omitted for each in between):
-            raise _DiffersError
+            raise BlocksDifferError
         return self._places[block]
 
     def _index(self, op: int, piece: _Piece) -> int:
@@ -359,7 +169,7 @@ class _Repeating:
                 if event.kind is EventKind.FREE:
                     keys = self._freed(storage, piece)
                     if any(key not in indices for key in keys):
-                        raise _DiffersError
+                        raise BlocksDifferError
                     found += [(EventKind.FREE, indices[key], op) for key in keys]
                 elif storage not in self._gradients:
                     indices[self._key(storage, piece)] = len(storages)
@@ -409,32 +219,67 @@ class _Repeating:
                 elif (block := self._regions.made_in[index][0].block) in self._row.omitted:
                     made.append((block, index))
         if placeholders.keys() != self._row.placeholders:
-            raise _DiffersError
+            raise BlocksDifferError
         for block, index in made:
             region, number = self._regions.made_in[index]
             owner, rest = self._names.split(self._trace.storages[index].label)
             for behind, fqn in enumerate(self._row.omitted[block], 1):
                 placeholder = placeholders.pop(fqn + rest, None)
                 if owner != block or placeholder is None:
-                    raise _DiffersError
+                    raise BlocksDifferError
                 yield placeholder, (self._places[block] + behind, region.number, number)
         if placeholders:
-            raise _DiffersError
+            raise BlocksDifferError
 
-    def _module_classes(self) -> Iterator[tuple[str, str]]:
-        for block, group in groupby(self._trace.module_classes, key=lambda each: self._names.split(each[0])[0]):
-            called = list(group)
-            yield from called
-            for fqn in self._row.omitted.get(block, ()):
-                yield from ((fqn + self._names.split(name)[1], class_name) for name, class_name in called)
 
-    def _counted(self, counts: Sequence[tuple[int, int, int]], field: int) -> int:
-        """What omitted blocks add to a count of a correction."""
-        total = 0
-        for count in counts:
-            block = self._regions.at(count[0]).block
-            total += count[field] * len(self._row.omitted.get(block, ()))
-        return total
+def _in_order(trace: Trace, row: ShortRow, regions: Regions, places: Sequence[int]) -> list[_Piece]:
+    """All regions of the whole step."""
+    pieces: list[_Piece] = []
+    next_op = -1
+
+    def add(region: Region, place: int) -> None:
+        nonlocal next_op
+        pieces.append(_Piece(region, place, next_op))
+        next_op += region.stop - region.start
+
+    for region in regions.in_order:
+        if region.block == OUTSIDE:
+            add(region, OUTSIDE)
+            continue
+        place = places[region.block]
+        omitted = range(place + 1, place + 1 + len(row.omitted.get(region.block, ())))
+        is_backward = trace.ops[region.start].phase is Phase.BACKWARD
+        for each in (*reversed(omitted), place) if is_backward else (place, *omitted):
+            add(region, each)
+    return pieces
+
+
+def _module_classes(trace: Trace, row: ShortRow, names: BlockNames) -> Iterator[tuple[str, str]]:
+    for block, group in groupby(trace.module_classes, key=lambda each: names.split(each[0])[0]):
+        called = list(group)
+        yield from called
+        for fqn in row.omitted.get(block, ()):
+            yield from ((fqn + names.split(name)[1], class_name) for name, class_name in called)
+
+
+def _corrected(
+    rule: Correction, regions: Regions, row: ShortRow, counts: Sequence[tuple[int, int, int]]
+) -> Correction:
+    """A correction with what it counts in omitted blocks."""
+    return replace(
+        rule,
+        occurrences=rule.occurrences + _counted(regions, row, counts, 1),
+        changed_bytes=rule.changed_bytes + _counted(regions, row, counts, 2),
+    )
+
+
+def _counted(regions: Regions, row: ShortRow, counts: Sequence[tuple[int, int, int]], field: int) -> int:
+    """What omitted blocks add to a count of a correction."""
+    total = 0
+    for count in counts:
+        block = regions.at(count[0]).block
+        total += count[field] * len(row.omitted.get(block, ()))
+    return total
 
 
 def _sorted(events: Sequence[tuple[EventKind, int, int]]) -> Iterator[Event]:
