@@ -59,10 +59,9 @@ def search(capture: Capture, request: Request) -> Plan:
     baseline = Baseline.of(capture, request)
     request = request.for_model(baseline.trace)
     notes: list[str] = []
-    safe = with_headroom(request, baseline.estimate)
-    candidates = _candidates(capture, safe, baseline.trace, notes)
-    for searched, is_safe in ((safe, True), (request, False)):
-        if found := _found(candidates, searched, is_safe=is_safe):
+    candidates = _candidates(capture, with_headroom(request, baseline.estimate), baseline.trace, notes)
+    for is_safe in (True, False):
+        if found := _found(candidates, request, is_safe=is_safe):
             notes += what_safety_costs(found[0], candidates, request)
             return _plan(request, baseline, candidates, found, notes)
     smallest = _smallest(candidates)
