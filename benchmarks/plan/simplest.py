@@ -46,7 +46,8 @@ def main() -> None:
     names = parser.parse_args().only or NAMES
     rows = [row for job in JOBS if job.name in names for row in compare(job)]
     content = {"device": DEVICE, "host_bytes": HOST_BYTES, "summary": summary(rows), "rows": rows}
-    keep("plan_simplest.json", "python benchmarks/plan/simplest.py", content, "transformers")
+    command = " ".join(["python benchmarks/plan/simplest.py", *(f"--only {name}" for name in names)])
+    keep("plan_simplest.json", command, content, "transformers")
     print(json.dumps(content["summary"], indent=1))
 
 

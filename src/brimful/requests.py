@@ -220,7 +220,7 @@ def parse_recompute(recompute: str | Action | None, *, permits_auto: bool = True
 def _probability(value: object) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= 1:  # type: ignore[operator]
-        raise UsageError(f"max_exceedance is {value!r}, which is not a probability above 0; 0.01 is 1 %.")
+        raise UsageError(f"max_exceedance is {value!r}; a probability is above 0 and at most 1. 0.01 is 1 %.")
     return float(value)  # type: ignore[arg-type]
 
 

@@ -90,10 +90,11 @@ class EquivalenceReport(PrintedResult):
         ways = []
         if any(name.startswith("splitting") for name in failed):
             ways.append(
-                "The loss of the batch is not the mean of those of its parts. One that compares samples with "
-                "each other, as a contrastive one does, is computed all the same from Job(embed=…, "
-                "loss=lambda embeddings: …); one that is a mean over something else than samples needs "
-                "Job(count=…); any is right with the global batch as micro_batch_size."
+                "The loss of the batch is not the mean of those of its parts. If it averages over something "
+                "other than samples, such as unmasked tokens, pass their number: "
+                'Job(count=lambda batch: batch["mask"].sum()). If it compares samples with each other, as a '
+                "contrastive loss does, pass Job(embed=…, loss=lambda embeddings: …). Otherwise do not split: "
+                "set micro_batch_size to the global batch size."
             )
         if any(not name.startswith(("splitting", "the memory format")) for name in failed):
             ways.append(
