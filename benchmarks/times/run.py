@@ -17,6 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from machine import keep
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "results"
 COMPARISONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -36,6 +40,7 @@ def main() -> int:
     parser.add_argument("directory", type=Path, help="folder of the CSV files of measurements")
     directory = parser.parse_args().directory
     failed = 0
+    runs: list[dict[str, Any]] = []
     began = time.perf_counter()
     for script, file, options in COMPARISONS:
         if not (directory / file).is_file():
@@ -50,7 +55,17 @@ def main() -> int:
         )
         seconds = time.perf_counter() - started
         print(f"{script}: exit status {done.returncode} in {seconds:.0f} s. {state}", flush=True)
-    print(f"all in {(time.perf_counter() - began) / 60:.1f} min")
+        runs.append(
+            {
+                "script": " ".join([script, file, *options]),
+                "exit_status": done.returncode,
+                "seconds": round(seconds),
+            }
+        )
+    minutes = (time.perf_counter() - began) / 60
+    print(f"all in {minutes:.1f} min")
+    content = {"minutes": round(minutes, 1), "aim_minutes": 30, "runs": runs}
+    keep("times_run.json", "python benchmarks/times/run.py DIRECTORY", content, "timm", "torchvision")
     return failed
 
 
