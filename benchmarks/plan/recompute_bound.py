@@ -108,37 +108,29 @@ class Bound:
     solver_seconds: float
 
 
-def stages_of(step: Step, most: int) -> tuple[tuple[int, ...], ...]:
-    """The ops of each stage, at most `most` stages: those that make or hold the least are merged with the next.
+def stages_of(step: Step) -> tuple[tuple[int, ...], ...]:
+    """The ops of each stage: those that neither read nor make a value are merged with the next that does.
 
     Args:
-        step: Its ops, in order.
-        most: Stages.
+        step: Its ops, in order; the last ones are those of the optimizer.
 
     Returns:
-        Consecutive ops.
+        Consecutive ops, by index.
     """
-    count = len(step.ops)
-    if count <= most:
-        return tuple((op,) for op in range(count))
-    needed = np.array([_own_bytes(step, op) + op.other_bytes for op in step.ops], dtype=np.int64)
-    ends = set(np.argsort(-needed[:-1], kind="stable")[: most - 1].tolist()) | {count - 1}
+    last = len(step.ops) - 1
     stages, first = [], 0
-    for end in sorted(ends):
-        stages.append(tuple(range(first, end + 1)))
-        first = end + 1
+    for end, op in enumerate(step.ops):
+        if op.holds or end == last:
+            stages.append(tuple(range(first, end + 1)))
+            first = end + 1
     return tuple(stages)
-
-
-def _own_bytes(step: Step, op: Op) -> int:
-    return sum(step.values[value].size_bytes for value in op.holds)
 
 
 def lower_bound(
     step: Step,
     budget_bytes: int,
     *,
-    most_stages: int = 10**9,
+    stages: tuple[tuple[int, ...], ...] | None = None,
     integral: bool = False,
     limit_seconds: float = 60.0,
 ) -> Bound:
@@ -147,14 +139,14 @@ def lower_bound(
     Args:
         step: The problem.
         budget_bytes: Of all memory.
-        most_stages: More ops are merged to this many stages.
+        stages: Consecutive ops of each; None takes `stages_of`. Merging lowers the bound at most.
         integral: Also search for the best choice without fractions, in the time left, and take its bound.
         limit_seconds: Of the solver.
 
     Returns:
         What the solver proved within the limit; without recomputation where it proved nothing.
     """
-    return _Relaxation(step, budget_bytes, stages_of(step, most_stages)).bound(integral, limit_seconds)
+    return _Relaxation(step, budget_bytes, stages or stages_of(step)).bound(integral, limit_seconds)
 
 
 _Term = int | float
