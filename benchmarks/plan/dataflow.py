@@ -33,12 +33,12 @@ from brimful.job import Job
 from brimful.memory import rounding_bytes_of
 from brimful.quantities import round_up
 from brimful.settings import Settings
-from brimful.trace import EventKind, Phase, Trace
+from brimful.trace import Category, EventKind, Phase, Trace
 from plan.recompute_bound import Op, Step, Value
 
 SMALL_VALUE_FRACTION = 1e-3
-"""Values smaller than this part of all that the forward makes are free: see `step_of`. A choice: the fewer
-values, the faster the solver. Halving it changed no bound of this benchmark by more than its rounding."""
+"""Values smaller than this part of all that the forward makes are free: see `step_of`. A choice: fewer values
+make the solver faster, and can only lower the bound."""
 
 MAY_WRITE_OVER_INPUT = frozenset(
     {
@@ -159,8 +159,9 @@ def step_of(dataflow: Dataflow, device: Device) -> Step:
 
     Everything that is simplified takes less memory or less time than it really does:
 
-    * Values are what forward ops make. All else is held from where it is allocated to where an op last reads or
-      writes it (to the end if the step does not free it), although Python or autograd may hold it longer.
+    * Values are what forward ops make, except for the batch, which no op can make again. All else is held from
+      where it is allocated to where an op last reads or writes it (to the end if the step does not free it),
+      although Python or autograd may hold it longer.
     * The ops of one autograd node run together: the node holds what it saved while it runs, and asks for all
       of it at its beginning, as torch's own nodes do (the code that is generated for `Functions.cpp` unpacks
       first). Nodes that are written in Python may do otherwise, and their ops are apart.
@@ -228,16 +229,17 @@ class _StepBuilder:
         late = sum(group[0] - self._start < late_from for group in groups)
         return Step(ops=ops, values=tuple(values), late_from=late, seconds=seconds)
 
-    def _is_of_forward(self, storage: int) -> bool:
-        maker = self._trace.storages[storage].op
-        return maker is not None and self._is_forward[maker]
+    def _is_value(self, storage: int) -> bool:
+        """Whether a forward op makes it, other than copies of the batch, which no op can make again."""
+        made = self._trace.storages[storage]
+        return made.op is not None and self._is_forward[made.op] and made.category is not Category.INPUTS
 
     def _values(
         self,
     ) -> tuple[list[Value], dict[int, list[int]], dict[int, list[int]], dict[int, list[int]]]:
         """The values, and by op those that it reads, makes and overwrites."""
         ops = range(len(self._trace.ops))
-        stored = list(filter(self._is_of_forward, self._allocated))
+        stored = list(filter(self._is_value, self._allocated))
         least = SMALL_VALUE_FRACTION * sum(self._bytes[storage] for storage in stored)
         large = {storage for storage in stored if self._bytes[storage] >= least}
         values: list[Value] = []
@@ -264,7 +266,7 @@ class _StepBuilder:
         during = np.zeros(count + 1, dtype=np.int64)
         for storage, size_bytes in enumerate(self._bytes):
             first = self._allocated.get(storage)
-            if first is None or self._is_of_forward(storage):
+            if first is None or self._is_value(storage):
                 continue
             uses, freed = self._uses[storage], self._freed.get(storage)
             is_inside = self._trace.storages[storage].op is None and freed == first and first >= 0
