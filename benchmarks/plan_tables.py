@@ -27,7 +27,7 @@ def bound_lines(load: Load, stamp: Stamp) -> Iterator[str]:
     for row in result["rows"]:
         bound, same = row["bound"], row["bound_in_allocated_bytes_of_plan"]
         above = min(bound["plan_above"], same["plan_above"])  # in less memory no schedule is faster
-        gap = "–" if bound["solver_gap"] is None else f"{max(bound['solver_gap'], 0.0):.1%}"
+        gap = "–" if bound["solver_gap"] is None else f"{abs(bound['solver_gap']):.1%}"
         yield (
             f"| {row['model']}, {row['precision']}, {row['batch_size']} | {row['ops']} "
             f"| {row['budget_fraction']:.0%} | {row['plan']['overhead']:+.1%} | {bound['overhead']:+.1%} "
