@@ -23,6 +23,7 @@ from gpu_time_tables import (
     gpu_peer_lines,
     gpu_time_lines,
 )
+from plan_tables import bound_lines, simplest_lines
 from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"
@@ -462,6 +463,29 @@ def schedule_lines() -> Iterator[str]:
             )
 
 
+def format_lines() -> Iterator[str]:
+    """Both memory formats on a CPU."""
+    result = load("memory_format")
+    summary = result["summary"]
+    yield (
+        f"*Largest error of a peak: {percent(summary['largest_peak_error_fraction'])}. Median error of the "
+        f"ratio of times: {summary['median_ratio_error_fraction']:.0%}, largest "
+        f"{summary['largest_ratio_error_fraction']:.0%}; the faster format is predicted for "
+        f"{summary['faster_format_is_predicted']} of {summary['rows']}. {stamp(result)}*"
+    )
+    yield ""
+    yield "| model | peak, contiguous | peak, channels_last | predicted ratio of times | measured ratio |"
+    yield "|---|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        peaks = " | ".join(
+            f"{format_bytes(row[each]['measured_peak_allocated_bytes'])} "
+            f"({percent(row[each]['peak_error_fraction'])})"
+            for each in ("contiguous", "channels_last")
+        )
+        ratios = f"{row['predicted_ratio']:.2f} | {row['measured_ratio']:.2f}"
+        yield f"| {row['model']}, {row['micro_batch_size']} | {peaks} | {ratios} |"
+
+
 def overhead(way: dict[str, Any] | None) -> str:
     if way is None:
         return "–"
@@ -605,6 +629,9 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "plan_simulated": plan_lines,
     "plan_torch_planners": planner_lines,
     "plan_published": schedule_lines,
+    "plan_bound": lambda: bound_lines(load, stamp),
+    "plan_simplest": lambda: simplest_lines(load, stamp),
+    "memory_format": format_lines,
     "plan_time": plan_time_lines,
     "estimate_speed": speed_lines,
     "ranks": rank_lines,

@@ -1,6 +1,6 @@
 """How often the simplest plan among equals is another than the fastest, what it costs, and what it gains.
 
-    python benchmarks/plan/simplest.py [--only NAME]
+    python benchmarks/plan/simplest.py [--only NAME] [--minutes N]
 
 Three plans for each job and budget on one GPU: the fastest; the simplest of those whose times cannot be
 distinguished from it (`effort`); and the simplest that also exceeds the budget with a probability of at most 1
@@ -13,6 +13,8 @@ import argparse
 import json
 import statistics
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,15 @@ from brimful.planner import Plan, search
 from brimful.planner.simplest import complexity_of
 from brimful.prediction.exceedance import DEFAULT_PROBABILITY
 from brimful.quantities import GIB
-from machine import keep
+from machine import Rows
 from plan.bench import Bench
 from plan.jobs import JOBS, PlannedJob
 
 DEVICE = "RTX 3090"
 BUDGETS = (0.3, 0.45, 0.6, 0.8)
 HOST_BYTES = 32 * GIB
-NAMES = ("bert-large", "gpt2-medium", "vit-large", "resnet50", "t5-base")
+SLOW_SECONDS = 600.0
+"""A job that takes longer at all budgets together is named in the result."""
 WAYS: dict[str, dict[str, Any]] = {
     "fastest": {},
     "simplest": {"prefers_simplest": True},
@@ -43,27 +46,49 @@ WAYS: dict[str, dict[str, Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", action="append", help="this job; may be repeated")
-    names = parser.parse_args().only or NAMES
-    rows = [row for job in JOBS if job.name in names for row in compare(job)]
-    content = {"device": DEVICE, "host_bytes": HOST_BYTES, "summary": summary(rows), "rows": rows}
-    command = " ".join(["python benchmarks/plan/simplest.py", *(f"--only {name}" for name in names)])
-    keep("plan_simplest.json", command, content, "transformers")
-    print(json.dumps(content["summary"], indent=1))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no further job begins")
+    args = parser.parse_args()
+    jobs = [job for job in JOBS if args.only is None or job.name in args.only]
+    command = ["python benchmarks/plan/simplest.py", *(f"--only {name}" for name in args.only or ())]
+    results = Rows("plan_simplest.json", " ".join(command), "transformers")
+    began = time.perf_counter()
+    not_run: list[str] = []
+    for job in jobs:
+        if results.has(model=job.name):
+            continue
+        if time.perf_counter() - began > 60 * args.minutes:
+            not_run.append(job.name)
+            continue
+        for row in list(compare(job)):
+            results.add(row)
+    found = summary(results.rows)
+    content = {"device": DEVICE, "host_bytes": HOST_BYTES, "notes": notes(results.rows, not_run)}
+    results.keep(content | {"summary": found})
+    print(json.dumps(found, indent=1))
 
 
-def compare(job: PlannedJob) -> list[dict[str, Any]]:
+def notes(rows: list[dict[str, Any]], not_run: list[str]) -> list[str]:
+    """Which jobs took long, and which were not run."""
+    seconds = dict.fromkeys((row["model"] for row in rows), 0.0)
+    for row in rows:
+        seconds[row["model"]] += row["planning_seconds"]
+    slow = [f"{model} took {each / 60:.0f} min" for model, each in seconds.items() if each > SLOW_SECONDS]
+    return slow + [f"{model} was not run, for lack of time" for model in not_run]
+
+
+def compare(job: PlannedJob) -> Iterator[dict[str, Any]]:
     """One job at all budgets."""
     bench = Bench(job.make(), find_device(DEVICE), job.global_batch_size, job.precision)
     plain_bytes = bench.plain_outcome().peak_device_bytes
-    rows = []
     for fraction in BUDGETS:
+        began = time.perf_counter()
         budget_bytes = int(plain_bytes * fraction)
         row: dict[str, Any] = {"model": job.name, "budget_fraction": fraction, "budget_bytes": budget_bytes}
         for way, permits in WAYS.items():
             row[way] = planned(bench, budget_bytes, permits)
+        row["planning_seconds"] = round(time.perf_counter() - began, 1)
         print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
+        yield row
 
 
 def planned(bench: Bench, budget_bytes: int, permits: dict[str, Any]) -> dict[str, Any] | None:

@@ -131,6 +131,8 @@ def test_a_run_says_predicted_beside_measured_and_writes_its_directory(brimful, 
     assert done.returncode == 0, done.stderr
     for words in ("baseline", "predicted", "measured", "accuracy", "within"):
         assert words in done.stdout
+    plain, planned = done.stderr.index("baseline, without the plan:"), done.stderr.index("\nwith the plan:")
+    assert plain < done.stderr.index("step ", plain) < planned < done.stderr.index("step ", planned)
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {
         "plan.json", "metrics.jsonl", "weights.safetensors", "result.json", "report.txt",
     }  # fmt: skip

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from brimful import profiling
+from brimful.distributed.ranks import current_rank
 from brimful.errors import InterruptedRunError, UsageError
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.setup import choose_device
@@ -32,6 +33,7 @@ from brimful.settings import (
 )
 from brimful.status import busy
 from brimful.trainer import Trainer
+from brimful.trainer.monitor.progress import show_title
 from brimful.trainer.options import TrainKeywords, TrainOptions
 
 
@@ -174,7 +176,14 @@ def fit(
     if options.get("device") is None:  # the same for both runs
         options["device"] = choose_device(None, plan.device_kind if isinstance(plan, Plan) else None)
     trainer = Trainer(job, plan, **options)
-    plain = _trained_plainly(job, plan, options) if compare_plain else None
+    plain = None
+    shows = compare_plain and options.get("show_progress", True) and current_rank() == 0
+    if compare_plain:
+        if shows:
+            show_title("baseline, without the plan:")
+        plain = _trained_plainly(job, plan, options)
+    if shows:
+        show_title("with the plan:")
     return trainer.fit(), plain
 
 

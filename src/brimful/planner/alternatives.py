@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -36,8 +37,26 @@ def alternatives(
         if largest is not None and largest.settings != best:
             by_label.pop(largest.settings.describe(), None)
             by_hand.append(largest)
-    others = sorted(by_label.values(), key=_step_seconds)[:MOST_ALTERNATIVES]
+    plan = _fitting(best, found[0].predicted_peak_reserved_bytes, found[0].predicted_step_seconds)
+    searched = sorted(by_label.values(), key=_step_seconds)
+    others = list(_different(searched, [plan, *by_hand]))[:MOST_ALTERNATIVES]
     return tuple(sorted([*others, *by_hand], key=_step_seconds))
+
+
+def _different(alternatives: Sequence[Alternative], listed: Sequence[Alternative]) -> Iterator[Alternative]:
+    """Those of another memory or time than all listed and all before; of equal ones, the first."""
+    seen = list(listed)
+    for each in alternatives:
+        if not any(_is_equal(each, other) for other in seen):
+            seen.append(each)
+            yield each
+
+
+def _is_equal(one: Alternative, other: Alternative) -> bool:
+    """Whether two take the same memory and time, up to rounding of sums."""
+    return one.predicted_peak_reserved_bytes == other.predicted_peak_reserved_bytes and math.isclose(
+        one.predicted_step_seconds, other.predicted_step_seconds, rel_tol=1e-9
+    )
 
 
 def _searched(

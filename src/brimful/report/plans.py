@@ -50,7 +50,9 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     yield f"  predicted peak  {_peak(estimate)}"
     low, high = estimate.predicted_device_interval_bytes
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
-        yield f"  interval        {format_bytes(low)} to {format_bytes(high)}"
+        context = estimate.predicted_peak_device_bytes - estimate.predicted_peak_reserved_bytes
+        which = "with the CUDA context" if context else "allocated"
+        yield f"  interval        {format_bytes(low)} to {format_bytes(high)} {which}"
     yield f"  predicted step  {_step(estimate)}"
     if estimate.own_checkpoints:
         yield (
@@ -78,7 +80,7 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
     yield from _allocator_lines(estimate)
     changed = [rule for rule in estimate.corrections if rule.occurrences]
     if changed:
-        yield "  corrections for the device"
+        yield "  corrections for the device, summed over all captured steps, not at the peak"
         for rule in changed:
             times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
             together = " together" if rule.occurrences > 1 else ""
@@ -190,6 +192,9 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"fits; {speed}" if plan.plain.fits else f"does not fit (would take {speed})"
     )
     yield f"  plan            {plan.settings.describe()}"
+    words = _unit_words(plan.settings.describe())
+    if words:
+        yield f"  unit            {words}"
     used = plan.predicted_peak_device_bytes / plan.budget_bytes
     rate = format_rate(plan.predicted_samples_per_second)
     chance = plan.predicted_exceedance_probability
@@ -211,7 +216,8 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"  loss in chunks  {chunked.chunks} parts of the tokens, from {chunked.layer} on"
     yield from _curve_lines(plan)
     if plan.alternatives:
-        yield "  also considered"
+        others = "" if words else _unit_words(", ".join(a.settings.describe() for a in plan.alternatives))
+        yield "  also considered" + (f" (unit: {others})" if others else "")
     for other in plan.alternatives:
         size = format_bytes(other.predicted_peak_reserved_bytes + _context_bytes(plan))
         by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
@@ -219,6 +225,20 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"    {by_hand}{other.settings.describe()}: {size}, {_slower(other, plan)}{fit}"
     for note in plan.notes:
         yield f"  note: {note}"
+
+
+def _unit_words(described: str) -> str:
+    """What the words about units mean that occur in a description of settings; "" if none does."""
+    if " units " not in described:
+        return ""
+    words = ["a module that is kept, recomputed or offloaded as a whole"]
+    if "recomputed in part" in described:
+        words.append("recomputed in part: some results are saved")
+    if "offloaded in part" in described:
+        words.append("offloaded in part: some saved tensors stay on the device")
+    if "nested" in described:
+        words.append("nested: input recomputed too")
+    return "; ".join(words)
 
 
 def _probability(value: float) -> str:

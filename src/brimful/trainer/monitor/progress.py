@@ -79,6 +79,11 @@ def make_progress(
     return _Bar(total_steps, pace, console) if console.is_terminal else _Lines(pace, console)
 
 
+def show_title(title: str, console: Console | None = None) -> None:
+    """Say on standard error which run follows, where a command trains more than once."""
+    (console or make_console()).print(title, highlight=False, markup=False, soft_wrap=True)
+
+
 def memory_text(peak_bytes: int | None, budget_bytes: int | None, *, predicted: bool = False) -> str:
     """Peak memory as text: "312 MiB of 640 MiB", with a "~" before a prediction."""
     if peak_bytes is None:

@@ -1,0 +1,84 @@
+"""What the text of an estimate and of a plan explains: which peak, which sum, which words."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import brimful as bf
+from brimful.planner import Plan
+
+GPU = "RTX 3090"
+
+
+def layers_job() -> bf.Job:
+    return bf.Job(
+        name="layers",
+        model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(6))),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.randn(n, 512, 1024),
+        optimizer="sgd",
+    )
+
+
+def convolutions_job() -> bf.Job:
+    return bf.Job(
+        name="convolutions",
+        model=lambda: nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))),
+        loss=lambda model, batch: model(batch).square().mean(),
+        batch=lambda n: torch.randn(n, 16, 128, 128),
+        optimizer="sgd",
+    )
+
+
+@cache
+def planned(name: str, budget: str, micro_batch_size: int | None = None) -> Plan:
+    job = {"layers": layers_job, "convolutions": convolutions_job}[name]()
+    return bf.plan(job, GPU, global_batch_size=64, budget=budget, micro_batch_size=micro_batch_size)
+
+
+def line_of(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"  {label}")]
+    return line
+
+
+def test_the_interval_is_of_the_peak_with_the_context_on_a_gpu() -> None:
+    estimate = bf.estimate(layers_job(), GPU, micro_batch_size=8)
+    low, high = estimate.predicted_device_interval_bytes
+    assert low < estimate.predicted_peak_device_bytes < high
+    assert line_of(str(estimate), "interval").endswith(" with the CUDA context")
+
+
+def test_corrections_are_said_to_be_sums_and_not_at_the_peak() -> None:
+    assert "not at the peak" in line_of(str(bf.estimate(layers_job(), GPU, micro_batch_size=8)), "corrections")
+
+
+def test_words_about_units_are_explained_where_the_plan_has_them() -> None:
+    plan = planned("layers", "60%", micro_batch_size=64)
+    assert plan.settings.recomputed
+    line = line_of(str(plan), "unit")
+    assert "a module that is kept, recomputed or offloaded as a whole" in line
+    for words in ("recomputed in part", "nested", "offloaded in part"):
+        assert (f"; {words}: " in line) == (words in plan.settings.describe())
+
+
+def test_words_about_units_are_explained_where_only_an_alternative_has_them() -> None:
+    plan = planned("convolutions", "40%")
+    assert not plan.settings.changed
+    assert any(other.settings.recomputed for other in plan.alternatives)
+    assert "(unit: a module" in line_of(str(plan), "also considered")
+
+
+@pytest.mark.parametrize(("name", "budget"), [("convolutions", "40%"), ("layers", "60%")])
+def test_no_alternative_takes_the_memory_and_time_of_the_plan_or_of_another(name: str, budget: str) -> None:
+    """With growing segments the four convolutions take the same memory and time as without."""
+    plan = planned(name, budget)
+    seen = [(plan.predicted_peak_reserved_bytes, plan.predicted_step_seconds)]
+    for other in plan.alternatives:
+        held, seconds = other.predicted_peak_reserved_bytes, other.predicted_step_seconds
+        assert not any(held == h and math.isclose(seconds, s, rel_tol=1e-9) for h, s in seen), other.label
+        seen.append((held, seconds))
