@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -37,3 +39,20 @@ def _no_disk_is_waited_for() -> Iterator[None]:
     """
     with patch("os.fsync", lambda _descriptor: None):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _no_factors_of_other_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Predictions are not multiplied by what other tests, or runs of the user, have measured.
+
+    Commands, which are other processes, have a cache of their own.
+    """
+    file = _factors(tmp_path_factory)
+    with patch("brimful.profiling.job_calibrations.FILE", str(file)):
+        yield
+    file.unlink(missing_ok=True)
+
+
+@cache
+def _factors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("job_calibrations") / "job_calibrations.json"

@@ -25,6 +25,7 @@ from brimful.execution.executor import StepExecutor
 from brimful.execution.out_of_memory import out_of_memory, with_room
 from brimful.execution.setup import build_model, set_up_allocator
 from brimful.optimizers import make_optimizer, set_implementation
+from brimful.results import SelfCorrection
 from brimful.settings import Settings
 from brimful.trainer.data.rng import random_state_now, restore_own, seed_all
 from brimful.trainer.data.stream import BatchStream
@@ -65,6 +66,8 @@ class TrainState:
     """Number of steps that changed the parameters."""
     skipped_in_a_row: int = 0
     """Number of steps that the loss scaler skipped since the last update."""
+    self_correction: SelfCorrection | None = None
+    """What the first steps measured beside what was predicted; None before that."""
 
     @property
     def model(self) -> nn.Module:
@@ -97,6 +100,7 @@ class TrainState:
             updates=self.updates,
             skipped_in_a_row=self.skipped_in_a_row,
             settings=self.settings,
+            self_correction=self.self_correction,
             optimizer_class=_class_of(self.optimizer),
             optimizer=self.optimizer.state_dict(),
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
@@ -124,6 +128,7 @@ class TrainState:
             self.ranks.with_room(partial(self._load_own, state), during="the saved state is loaded")
         self.step, self.updates = state.step, state.updates
         self.skipped_in_a_row = state.skipped_in_a_row
+        self.self_correction = state.self_correction
         restore_random = partial(
             restore_own, state.random, self.ranks, self.device, otherwise_seed=self.seed + state.step
         )
