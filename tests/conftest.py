@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,18 +40,17 @@ def _no_disk_is_waited_for() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session")
+def _file_of_factors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("job_calibrations") / "job_calibrations.json"
+
+
 @pytest.fixture(autouse=True)
-def _no_factors_of_other_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _no_factors_of_other_runs(_file_of_factors: Path) -> Iterator[None]:
     """Predictions are not multiplied by what other tests, or runs of the user, have measured.
 
     Commands, which are other processes, have a cache of their own.
     """
-    file = _factors(tmp_path_factory)
-    with patch("brimful.profiling.job_calibrations.FILE", str(file)):
+    with patch("brimful.profiling.job_calibrations.FILE", str(_file_of_factors)):
         yield
-    file.unlink(missing_ok=True)
-
-
-@cache
-def _factors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("job_calibrations") / "job_calibrations.json"
+    _file_of_factors.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from brimful.codec import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from brimful.results.equivalence import EquivalenceReport
 from brimful.settings import Precision, Settings
 
 LARGEST_TIME_FACTOR = 20.0
@@ -100,6 +101,8 @@ class SelfCorrection:
     """Time of the search for them; None if there was no search."""
     changed_after_step: PositiveInt | None = None
     """The step after which training changed to them; None if it did not."""
+    certificate: EquivalenceReport | None = None
+    """The comparison of the better settings with the baseline before the change; None if there was none."""
     change: MeasuredChange | None = None
     """What was measured after the change; None before that."""
 

@@ -11,15 +11,23 @@ from dataclasses import replace
 from datetime import date
 
 from brimful.cost.uncertainty import DEVIATIONS, STEP_SPREAD
-from brimful.errors import EquivalenceError
+from brimful.errors import BrimfulError, EquivalenceError, OutOfMemoryError
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory
 from brimful.planner import Plan
 from brimful.profiling import device_record, verify_model
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration
 from brimful.profiling.peak import PeakMemory
 from brimful.profiling.residents import resident_storages
-from brimful.results import BetterSettings, MeasuredChange, SelfCorrection, StepRecord
-from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR, JobCalibration
+from brimful.quantities import format_bytes
+from brimful.results import (
+    BetterSettings,
+    EquivalenceReport,
+    JobCalibration,
+    MeasuredChange,
+    SelfCorrection,
+    StepRecord,
+)
+from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.settings import Settings
 from brimful.trainer.data.rng import random_state_now, restore_random_state
 from brimful.trainer.monitor.logger import RunLogger
@@ -150,46 +158,49 @@ class SelfCorrecting:
 
     def _changed(self, found: SelfCorrection, better: BetterSettings) -> tuple[SelfCorrection, str | None]:
         """Put better settings in force, if they compute what the baseline computes; why not, if they do not."""
-        reason: str | None = None
+        certificate: EquivalenceReport | None = None
 
-        def certified(before: Settings) -> Settings:
-            nonlocal reason
-            reason = self._why_not_certified(better.settings)
-            return before if reason is not None else better.settings
+        def certified(_before: Settings) -> Settings:
+            nonlocal certificate
+            if self._config.options.verify:
+                certificate = self._certificate(better.settings)
+            return better.settings
 
         try:
             self._runner.recovery.change_settings(certified)
         except Exception as error:  # those before are in force again
-            reason = f"{type(error).__name__}: {error}"
-        if reason is not None:
-            return found, reason
+            return found, str(error) if isinstance(error, BrimfulError) else f"{type(error).__name__}: {error}"
         self._begin_measuring()
-        return replace(found, changed_after_step=self._state.step), None
+        return replace(found, changed_after_step=self._state.step, certificate=certificate), None
 
-    def _why_not_certified(self, settings: Settings) -> str | None:
-        """Why settings cannot be compared with the baseline as before the first step, or differ; else None."""
+    def _certificate(self, settings: Settings) -> EquivalenceReport:
+        """The comparison of settings with the baseline, as before the first step.
+
+        Raises:
+            EquivalenceError: They differ.
+            OutOfMemoryError: There is no memory for the comparison within the budget.
+        """
         config, state = self._config, self._state
-        if not config.options.verify:
-            return None
+        assert config.plan is not None
         held_bytes = sum(resident_storages(state.model, state.optimizer).values())
         copied_bytes = 2 * sum(each.nbytes for each in state.model.parameters())  # a copy and its gradients
-        budget_bytes = 0 if config.plan is None else config.plan.budget_bytes
-        if held_bytes + copied_bytes > budget_bytes:
-            return (
-                "comparing them with the baseline first takes a copy of the model and its gradients, which "
-                "exceeds the budget; verify=False changes without it"
+        if held_bytes + copied_bytes > config.plan.budget_bytes:
+            raise OutOfMemoryError(
+                "comparing them with the baseline takes a copy of the model and its gradients, "
+                f"{format_bytes(copied_bytes)} beside {format_bytes(held_bytes)}, which exceeds the budget; "
+                "verify=False changes without it"
             )
         try:
             report = unless_out_of_memory(
                 lambda: verify_model(config.job, settings, state.model, seed=config.options.seed)
             )
-        except EquivalenceError as error:
-            return str(error)
         finally:
             make_room(state.device)
         if isinstance(report, RanOut):
-            return f"memory ran out in comparing them with the baseline: {report.message}"
-        return None if report.holds else f"they do not compute what the baseline does: {report}"
+            raise OutOfMemoryError(f"memory ran out in comparing them with the baseline: {report.message}")
+        if not report.holds:
+            raise EquivalenceError(f"they do not compute what the baseline does: {report}")
+        return report
 
     def _begin_measuring(self) -> None:
         """Measure time and peak of the steps from here on."""
