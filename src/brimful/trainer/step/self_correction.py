@@ -174,12 +174,7 @@ class SelfCorrecting:
         return replace(found, changed_after_step=self._state.step, certificate=certificate), None
 
     def _certificate(self, settings: Settings) -> EquivalenceReport:
-        """The comparison of settings with the baseline, as before the first step.
-
-        Raises:
-            EquivalenceError: They differ.
-            OutOfMemoryError: There is no memory for the comparison within the budget.
-        """
+        """The comparison of settings with the baseline, as before the first step; raises if they differ."""
         config, state = self._config, self._state
         assert config.plan is not None
         held_bytes = sum(resident_storages(state.model, state.optimizer).values())
