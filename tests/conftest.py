@@ -40,17 +40,17 @@ def _no_disk_is_waited_for() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def _file_of_factors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("job_calibrations") / "job_calibrations.json"
-
-
-@pytest.fixture(autouse=True)
-def _no_factors_of_other_runs(_file_of_factors: Path) -> Iterator[None]:
-    """Predictions are not multiplied by what other tests, or runs of the user, have measured.
+@pytest.fixture(scope="session", autouse=True)
+def _file_of_factors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Predictions are not multiplied by what the user's runs have measured, and tests do not change that.
 
     Commands, which are other processes, have a cache of their own.
     """
-    with patch("brimful.profiling.job_calibrations.FILE", str(_file_of_factors)):
-        yield
+    file = tmp_path_factory.mktemp("job_calibrations") / "job_calibrations.json"
+    with patch("brimful.profiling.job_calibrations.FILE", str(file)):
+        yield file
+
+
+@pytest.fixture(autouse=True)
+def _no_factors_of_other_tests(_file_of_factors: Path) -> None:
     _file_of_factors.unlink(missing_ok=True)
