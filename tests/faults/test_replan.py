@@ -146,12 +146,20 @@ def test_memory_that_runs_out_right_after_the_change_is_recovered_from(plan: bf.
     ids=["infeasible", "memory", "defect"],
 )
 def test_a_search_that_fails_leaves_the_run_as_it_was(
-    plan: bf.Plan, error: Exception, capsys: pytest.CaptureFixture[str]
+    error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    plan = too_small(gpt_job(), micro_batch_size=SAMPLES)
+    recomputes: list[bool] = []
+
+    class Watch(bf.Callback):
+        def on_step(self, trainer: bf.Trainer, record: Any) -> None:
+            recomputes.append(any("forward" in vars(module) for module in trainer.model.modules()))
+
     expected = trained(plan, replan=False)
     with patch.object(better, "search", side_effect=error):
-        result = trained(plan, show_progress=True)
+        result = trained(plan, show_progress=True, callbacks=[Watch()])
     assert result.stopped_because is StopReason.FINISHED
+    assert recomputes == [True] * STEPS
     assert result.settings == plan.settings
     assert result.losses == expected.losses
     assert str(error).splitlines()[0] in capsys.readouterr().err
