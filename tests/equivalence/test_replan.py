@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.results import TrainingResult
+from brimful.trainer.step import self_correction
 from brimful.trainer.step.self_correction import SelfCorrecting
 from helpers.wrong_plans import LENGTH, SAMPLES, gpt_job, too_large, too_small, wrong_by
 
@@ -38,6 +39,12 @@ def trained(job: bf.Job, plan: bf.Plan, **options: Any) -> tuple[TrainingResult,
     return result, state
 
 
+def trained_without(job: bf.Job, plan: bf.Plan, **options: Any) -> tuple[TrainingResult, dict[str, Tensor]]:
+    """The same of a run that does not even search."""
+    with patch.object(self_correction, "may_be_better", lambda *_: False):
+        return trained(job, plan, **options)
+
+
 def assert_changed(result: TrainingResult, plan: bf.Plan) -> None:
     found = result.self_correction
     assert found is not None
@@ -55,7 +62,7 @@ def test_with_other_recomputation_the_training_is_equal_to_the_last_bit() -> Non
     job = gpt_job(dropout=0.1, batch=lambda n: {"x": torch.randint(40, (n, LENGTH))})
     plan = too_large(job, micro_batch_size=SAMPLES)
     schedule = bf.Schedule("cosine", warmup=0.2)
-    without, expected = trained(job, plan, schedule=schedule, max_gradient_norm=0.5, ema_decay=0.9)
+    without, expected = trained_without(job, plan, schedule=schedule, max_gradient_norm=0.5, ema_decay=0.9)
     result, state = trained(job, plan, schedule=schedule, max_gradient_norm=0.5, ema_decay=0.9, replan=True)
     assert_changed(result, plan)
     assert result.settings.changed
@@ -67,7 +74,7 @@ def test_with_other_recomputation_the_training_is_equal_to_the_last_bit() -> Non
 def test_with_other_micro_batches_the_training_is_equal_within_rounding() -> None:
     job = gpt_job()
     plan = too_large(job, recompute="none")
-    without, expected = trained(job, plan)
+    without, expected = trained_without(job, plan)
     result, state = trained(job, plan, replan=True)
     assert_changed(result, plan)
     assert result.settings.micro_batch_size < plan.settings.micro_batch_size
@@ -79,7 +86,7 @@ def test_with_other_micro_batches_the_training_is_equal_within_rounding() -> Non
 def test_a_faster_plan_within_the_budget_trains_the_same() -> None:
     job = gpt_job(dropout=0.1)
     plan = too_small(job, micro_batch_size=SAMPLES)
-    without, expected = trained(job, plan)
+    without, expected = trained_without(job, plan)
     with patch.object(SelfCorrecting, "_is_slower", lambda *_: False):  # a busy machine does not decide
         result, state = trained(job, plan, replan=True)
     assert_changed(result, plan)
@@ -90,7 +97,7 @@ def test_a_faster_plan_within_the_budget_trains_the_same() -> None:
 def test_a_run_that_returns_trains_the_same() -> None:
     job = gpt_job(dropout=0.1)
     plan = too_small(job, micro_batch_size=SAMPLES)
-    without, expected = trained(job, plan)
+    without, expected = trained_without(job, plan)
     with patch.object(SelfCorrecting, "_is_slower", lambda *_: True):
         result, state = trained(job, plan, replan=True)
     found = result.self_correction
@@ -140,7 +147,7 @@ def test_micro_batches_stay_as_they_are_where_a_layer_couples_their_samples(aske
     )
     kept = bf.plan(job, "cpu", global_batch_size=128, **asked)
     plan = wrong_by(kept, 0.79, budget_bytes=kept.predicted_peak_reserved_bytes * 8 // 10)
-    without, expected = trained(job, plan, verify=False)
+    without, expected = trained_without(job, plan, verify=False)
     result, state = trained(job, plan, verify=False, replan=True)
     assert_changed(result, plan)
     assert result.settings.micro_batch_size == plan.settings.micro_batch_size
