@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.results import TrainingResult
 from brimful.trainer.step import self_correction
-from brimful.trainer.step.self_correction import SelfCorrecting
+from brimful.trainer.step.better import MeasuredSteps
 from helpers.wrong_plans import LENGTH, SAMPLES, gpt_job, too_large, too_small, wrong_by
 
-STEPS = 16
+STEPS = 24
 
 
 @pytest.fixture(autouse=True)
@@ -83,29 +84,41 @@ def test_with_other_micro_batches_the_training_is_equal_within_rounding() -> Non
         torch.testing.assert_close(tensor, expected[name], rtol=1e-3, atol=1e-5)
 
 
-def test_a_faster_plan_within_the_budget_trains_the_same() -> None:
+def timed(*seconds: float) -> Any:
+    """Medians of the steps before the change, after it, and of those before measured again."""
+    medians, of = iter(seconds), MeasuredSteps.of
+    return patch.object(
+        MeasuredSteps,
+        "of",
+        lambda each, peak_bytes: replace(of(each, peak_bytes), step_seconds=next(medians), spread=0.01),
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "is_kept"),
+    [((2.0, 1.0), True), ((1.0, 1.01), True), ((1.0, 2.0, 3.0), True), ((1.0, 2.0, 1.5), False)],
+    ids=["faster", "as fast", "slower, as all is", "slower"],
+)
+def test_a_faster_plan_within_the_budget_trains_the_same_whether_or_not_it_is_kept(
+    seconds: tuple[float, ...], is_kept: bool
+) -> None:
     job = gpt_job(dropout=0.1)
     plan = too_small(job, micro_batch_size=SAMPLES)
     without, expected = trained_without(job, plan)
-    with patch.object(SelfCorrecting, "_is_slower", lambda *_: False):  # a busy machine does not decide
-        result, state = trained(job, plan, replan=True)
-    assert_changed(result, plan)
-    assert result.losses == without.losses
-    assert all(torch.equal(state[name], expected[name]) for name in state)
-
-
-def test_a_run_that_returns_trains_the_same() -> None:
-    job = gpt_job(dropout=0.1)
-    plan = too_small(job, micro_batch_size=SAMPLES)
-    without, expected = trained_without(job, plan)
-    with patch.object(SelfCorrecting, "_is_slower", lambda *_: True):
+    with timed(*seconds):
         result, state = trained(job, plan, replan=True)
     found = result.self_correction
     assert found is not None
+    assert found.better is not None
     assert found.change is not None
-    assert not found.change.is_kept
-    assert result.settings == plan.settings
-    assert result.predicted_peak_reserved_bytes == plan.predicted_peak_reserved_bytes
+    assert found.change.is_kept == is_kept
+    assert found.change.measured_step_seconds == seconds[1]
+    assert found.change.measured_again_step_seconds == (seconds[2] if len(seconds) > 2 else None)
+    assert result.settings == (found.better.settings if is_kept else plan.settings)
+    in_force = found.better if is_kept else plan
+    assert result.predicted_peak_reserved_bytes == in_force.predicted_peak_reserved_bytes
+    if is_kept:
+        assert_changed(result, plan)
     assert result.losses == without.losses
     assert all(torch.equal(state[name], expected[name]) for name in state)
 

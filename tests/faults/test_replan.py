@@ -214,6 +214,25 @@ def test_a_peak_over_the_budget_after_the_change_returns_the_run_to_the_settings
     assert result.settings == plan.settings
 
 
+def test_a_run_stopped_while_it_measures_the_earlier_settings_again_keeps_these(tmp_path: Path) -> None:
+    plan = too_small(gpt_job(), micro_batch_size=SAMPLES)
+    options: dict[str, Any] = {"steps": 26, "run_dir": tmp_path / "run"}
+    expected = trained(plan, steps=26, replan=False)
+    with patch.object(SelfCorrecting, "_is_slower", lambda *_: True):
+        first = trained(plan, callbacks=[Stop(16)], **options)
+    found = first.self_correction
+    assert found is not None
+    assert found.changed_after_step is not None
+    assert found.change is None
+    assert first.settings == plan.settings
+    resumed = trained(plan, resume=True, **options)
+    assert resumed.settings == plan.settings
+    assert resumed.self_correction is not None
+    assert resumed.self_correction.change is not None
+    assert not resumed.self_correction.change.is_kept
+    assert resumed.losses == expected.losses
+
+
 def test_a_run_resumed_with_another_plan_compares_that_one(plan: bf.Plan, tmp_path: Path) -> None:
     trained(plan, run_dir=tmp_path / "run")
     other = too_small(gpt_job(), micro_batch_size=SAMPLES)

@@ -128,7 +128,7 @@ def _self_correction(result: TrainingResult) -> Iterator[str]:
         return
     how = f"changed after step {found.changed_after_step}"
     if found.change is not None and not found.change.is_kept:
-        how += f", returned after step {found.change.step}"
+        how += f", returned after step {found.change.in_force_after_step}"
     yield f"  replanned           {how}: from {found.settings.describe()}"
     yield f"                      to {found.better.settings.describe()}"
 

@@ -70,12 +70,17 @@ class MeasuredChange:
     """What was measured after a run changed to other settings."""
 
     step: PositiveInt
-    """The step after which it was compared."""
+    """The step after which it was decided."""
     measured_step_seconds: NonNegativeFloat | None
-    """Median; None if the peak alone decided."""
+    """Median under the new settings; None if the peak alone decided."""
     measured_peak_reserved_bytes: NonNegativeInt | None
+    measured_again_step_seconds: NonNegativeFloat | None = None
+    """Median under the settings before, measured again because the new ones seemed slower; None if they did
+    not, or the peak alone decided."""
     is_kept: bool
     """Whether the run keeps the new settings; False if it returned to those before."""
+    in_force_after_step: PositiveInt
+    """The step after which the settings that were decided for were put in force."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,25 +112,8 @@ class SelfCorrection:
     """What was measured after the change; None before that."""
 
     @property
-    def settings_in_force(self) -> Settings:
-        """The settings that the run is to continue with."""
-        return self.settings if self.better_in_force is None else self.better_in_force.settings
-
-    @property
-    def better_in_force(self) -> BetterSettings | None:
-        """The better settings, if the run has changed to them and keeps them."""
-        has_changed = self.changed_after_step is not None
-        is_kept = self.change is None or self.change.is_kept
-        return self.better if has_changed and is_kept else None
-
-    @property
     def in_force_after_step(self) -> int:
         """The step after which the settings in force were put in force; 0 for those of the start."""
         if self.changed_after_step is None:
             return 0
-        return self.changed_after_step if self.better_in_force is not None else self._returned_after_step
-
-    @property
-    def _returned_after_step(self) -> int:
-        assert self.change is not None
-        return self.change.step
+        return self.changed_after_step if self.change is None else self.change.in_force_after_step

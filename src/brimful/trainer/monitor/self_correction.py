@@ -64,7 +64,9 @@ def change_lines(found: SelfCorrection, plan: Plan) -> Iterator[str]:
     parts = []
     if change.measured_step_seconds is not None:
         before = format_seconds(found.measured_step_seconds)
-        parts.append(f"step time {format_seconds(change.measured_step_seconds)}, {before} before")
+        if change.measured_again_step_seconds is not None:
+            before += f" and {format_seconds(change.measured_again_step_seconds)} when measured again"
+        parts.append(f"step time {format_seconds(change.measured_step_seconds)}, before the change {before}")
     if change.measured_peak_reserved_bytes is not None:
         peak = format_bytes(change.measured_peak_reserved_bytes)
         parts.append(f"peak {peak} of {format_bytes(plan.budget_bytes)}")

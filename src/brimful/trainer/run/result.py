@@ -34,9 +34,10 @@ def result_of(
     config = run.config
     plan = config.plan
     corrected = run.state.self_correction
+    better = None if corrected is None else corrected.better
     in_force: Plan | BetterSettings | None = plan  # has the predictions that compare with what was measured
-    if corrected is not None and corrected.better_in_force is not None:
-        in_force = corrected.better_in_force
+    if better is not None and run.state.settings == better.settings:
+        in_force = better
     since_step = 0 if corrected is None else corrected.in_force_after_step
     return TrainingResult(
         job=config.job.name,

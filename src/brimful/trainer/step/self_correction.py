@@ -7,7 +7,7 @@ once; steps under them are measured again, and if these exceed the budget or are
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 
 from brimful.cost.uncertainty import DEVIATIONS, STEP_SPREAD
@@ -42,6 +42,19 @@ MEASURED_STEPS = 5
 without the one in which memory is measured."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Decision:
+    """Whether a run keeps the settings that it changed to, and by what."""
+
+    step: int
+    tried: MeasuredSteps | None
+    """None if time did not decide."""
+    peak_bytes: int | None
+    is_kept: bool
+    again: MeasuredSteps | None = None
+    """Of the settings before, measured again."""
+
+
 class SelfCorrecting:
     """Compares predicted and measured, and changes to better settings if the run may.
 
@@ -64,6 +77,11 @@ class SelfCorrecting:
         """Of the steps before a change, in this launch."""
         self._peak: PeakMemory | None = None
         """The peak before a change."""
+        self._tried: MeasuredSteps | None = None
+        """Of the steps after a change."""
+        self._tried_peak: PeakMemory | None = None
+        self._since_step = 0
+        """The step after which this launch put settings in force; 0 if it has not."""
 
     def after_step(self, record: StepRecord) -> None:
         """Compare predicted and measured once enough steps are measured; between two steps of the run.
@@ -197,49 +215,50 @@ class SelfCorrecting:
             raise EquivalenceError(f"they do not compute what the baseline does: {report}")
         return report
 
-    def _begin_measuring(self) -> None:
-        """Measure time and peak of the steps from here on."""
+    def _begin_measuring(self, peak: PeakMemory | None = None) -> None:
+        """Measure time and, unless it is known, peak of the steps from here on."""
         self._seconds, self._is_warm = [], False
-        self._runner.peak = None
+        self._runner.peak = peak
+        self._since_step = self._state.step
         make_room(self._state.device)  # segments that only the steps before had a use for
 
     def _check_change(self, plan: Plan, found: SelfCorrection, step: int) -> None:
         """Keep the new settings; return to those before if the peak exceeds the budget or steps are slower."""
         better = found.better
         assert better is not None
-        if self._state.settings != better.settings:
-            self._end(
-                plan,
-                found,
-                MeasuredChange(
-                    step=step, measured_step_seconds=None, measured_peak_reserved_bytes=None, is_kept=True
-                ),
-            )  # memory ran out, and still others have replaced them
+        if self._state.settings == found.settings:
+            self._check_again(plan, found, step)
             return
         peak_bytes = self._peak_bytes()
         is_over = exceeds(plan.budget_bytes, peak_bytes, _context_bytes(plan))
         before_bytes = found.measured_peak_reserved_bytes
         takes_more = peak_bytes is not None and before_bytes is not None and peak_bytes > before_bytes
-        if is_over and (takes_more or not found.exceeds_budget):
-            self._return(
-                plan,
-                found,
-                MeasuredChange(
-                    step=step,
-                    measured_step_seconds=None,
-                    measured_peak_reserved_bytes=peak_bytes,
-                    is_kept=False,
-                ),
-            )
+        has_others = self._state.settings != better.settings  # memory ran out, and still others replaced them
+        if has_others or (is_over and (takes_more or not found.exceeds_budget)):
+            if not has_others:
+                self._put_in_force(found.settings, self._peak)
+            self._end(plan, found, _Decision(step=step, tried=None, peak_bytes=peak_bytes, is_kept=has_others))
         elif self._has_enough:
-            measured = MeasuredSteps.of(self._seconds, peak_bytes)
-            change = MeasuredChange(
-                step=step,
-                measured_step_seconds=measured.step_seconds,
-                measured_peak_reserved_bytes=peak_bytes,
-                is_kept=found.exceeds_budget or not self._is_slower(found, measured),
-            )
-            self._end(plan, found, change) if change.is_kept else self._return(plan, found, change)
+            tried = self._tried = MeasuredSteps.of(self._seconds, peak_bytes)
+            if found.exceeds_budget or not self._is_slower(found, tried):
+                self._end(plan, found, _Decision(step=step, tried=tried, peak_bytes=peak_bytes, is_kept=True))
+                return
+            self._tried_peak = self._runner.peak
+            self._put_in_force(found.settings, self._peak)
+
+    def _check_again(self, plan: Plan, found: SelfCorrection, step: int) -> None:
+        """Decide by steps under the settings before, measured again: the machine may be slower than it was."""
+        assert found.better is not None
+        if not self._has_enough:
+            return
+        tried, again = self._tried, MeasuredSteps.of(self._seconds, None)
+        is_kept = tried is not None and tried.step_seconds < again.step_seconds
+        if is_kept:
+            self._put_in_force(found.better.settings, self._tried_peak)
+        peak_bytes = None if tried is None else tried.peak_reserved_bytes
+        self._end(
+            plan, found, _Decision(step=step, tried=tried, peak_bytes=peak_bytes, is_kept=is_kept, again=again)
+        )
 
     def _is_slower(self, found: SelfCorrection, measured: MeasuredSteps) -> bool:
         """Whether steps take longer than those before the change, by more than both vary."""
@@ -247,14 +266,19 @@ class SelfCorrecting:
         margin = DEVIATIONS * (before_spread**2 + measured.spread**2) ** 0.5
         return measured.step_seconds > found.measured_step_seconds * (1 + margin)
 
-    def _return(self, plan: Plan, found: SelfCorrection, change: MeasuredChange) -> None:
-        """Put the settings before the change in force again."""
-        self._runner.recovery.change_settings(lambda _settings: found.settings)
-        make_room(self._state.device)
-        self._runner.peak = self._peak
-        self._end(plan, found, change)
+    def _put_in_force(self, settings: Settings, peak: PeakMemory | None) -> None:
+        self._runner.recovery.change_settings(lambda _settings: settings)
+        self._begin_measuring(peak)
 
-    def _end(self, plan: Plan, found: SelfCorrection, change: MeasuredChange) -> None:
+    def _end(self, plan: Plan, found: SelfCorrection, decided: _Decision) -> None:
+        change = MeasuredChange(
+            step=decided.step,
+            measured_step_seconds=None if decided.tried is None else decided.tried.step_seconds,
+            measured_peak_reserved_bytes=decided.peak_bytes,
+            measured_again_step_seconds=None if decided.again is None else decided.again.step_seconds,
+            is_kept=decided.is_kept,
+            in_force_after_step=self._since_step or found.changed_after_step or decided.step,
+        )
         found = replace(found, change=change)
         for line in change_lines(found, plan):
             self._logger.progress.show_note(line)
