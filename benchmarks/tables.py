@@ -591,8 +591,8 @@ def self_correction_lines() -> Iterator[str]:
     summary = result["summary"]
     yield (
         f"*{summary['runs']} runs: {summary['first_plans_over_budget']} began over the budget, "
-        f"{summary['ended_within_budget']} ended within it, {summary['ended_fast_enough']} at 90 % or more of the "
-        f"best plan's speed, {summary['certified']} certified; {summary['changed']} changed, "
+        f"{summary['ended_within_budget']} ended within it, {summary['ended_fast_enough']} at 90 % or more of "
+        f"the best plan's speed, {summary['certified']} certified; {summary['changed']} changed, "
         f"{summary['returned']} of them returned. Largest relative difference of a loss to the run without "
         f"replan: {summary['largest_relative_loss_difference']:.1e}. {stamp(result)}*"
     )
