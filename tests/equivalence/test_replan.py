@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.results import TrainingResult
 from brimful.trainer.step import self_correction
-from brimful.trainer.step.better import MeasuredSteps
+from brimful.trainer.step.measured_steps import MeasuredSteps
 from helpers.wrong_plans import LENGTH, SAMPLES, gpt_job, too_large, too_small, wrong_by
 
 STEPS = 24

@@ -19,8 +19,10 @@ import torch
 import brimful as bf
 from brimful.errors import InfeasibleError
 from brimful.results import StopReason
+from brimful.trainer import verify
 from brimful.trainer.step import better, self_correction
-from brimful.trainer.step.self_correction import SelfCorrecting
+from brimful.trainer.step.measured_steps import Measuring
+from brimful.trainer.step.settings_change import SettingsChange
 from helpers.wrong_plans import SAMPLES, gpt_job, next_token, too_large, too_small
 
 STEPS = 14
@@ -181,7 +183,7 @@ def test_settings_that_cannot_be_applied_leave_those_before_in_force(plan: bf.Pl
 
 
 def test_settings_that_compute_something_else_are_not_put_in_force(plan: bf.Plan) -> None:
-    with patch.object(self_correction, "verify_model", lambda *_args, **_how: WRONG):
+    with patch.object(verify, "verify_model", lambda *_args, **_how: WRONG):
         result = trained(plan)
     assert result.settings == plan.settings
     assert result.self_correction is not None
@@ -197,14 +199,14 @@ class WRONG:
 
 def test_a_peak_over_the_budget_after_the_change_returns_the_run_to_the_settings_before() -> None:
     plan = too_small(gpt_job(), micro_batch_size=SAMPLES)
-    peaks = SelfCorrecting._peak_bytes
+    peaks = Measuring.peak_bytes.fget
+    assert peaks is not None
 
-    def over_after_the_change(self: SelfCorrecting) -> int | None:
-        is_after = self._state.self_correction is not None
+    def over_after_the_change(self: Measuring) -> int | None:
         found = peaks(self)
-        return plan.budget_bytes + 1 if is_after and found is not None else found
+        return plan.budget_bytes + 1 if self.since_step and found is not None else found
 
-    with patch.object(SelfCorrecting, "_peak_bytes", over_after_the_change):
+    with patch.object(Measuring, "peak_bytes", property(over_after_the_change)):
         result = trained(plan)
     found = result.self_correction
     assert found is not None
@@ -218,7 +220,7 @@ def test_a_run_stopped_while_it_measures_the_earlier_settings_again_keeps_these(
     plan = too_small(gpt_job(), micro_batch_size=SAMPLES)
     options: dict[str, Any] = {"steps": 26, "run_dir": tmp_path / "run"}
     expected = trained(plan, steps=26, replan=False)
-    with patch.object(SelfCorrecting, "_is_slower", lambda *_: True):
+    with patch.object(SettingsChange, "_is_slower", lambda *_: True):
         first = trained(plan, callbacks=[Stop(16)], **options)
     found = first.self_correction
     assert found is not None

@@ -14,7 +14,8 @@ from brimful.planner.plan import BudgetPoint
 from brimful.profiling import device_record
 from brimful.report import training_text
 from brimful.results import TrainingResult
-from brimful.trainer.step.better import MeasuredSteps, find_better, may_be_better
+from brimful.trainer.step.better import find_better, may_be_better
+from brimful.trainer.step.measured_steps import MeasuredSteps
 from helpers.wrong_plans import SAMPLES, gpt_job, too_large, too_small
 
 CPU = torch.device("cpu")
@@ -33,6 +34,7 @@ def plan() -> bf.Plan:
 
 def measured(plan: bf.Plan, *, times: float = 1.0, peaks: float | None = 1.0) -> MeasuredSteps:
     return MeasuredSteps(
+        count=5,
         step_seconds=plan.predicted_step_seconds * times,
         spread=STEP_SPREAD,
         peak_reserved_bytes=None if peaks is None else round(plan.predicted_peak_reserved_bytes * peaks),
@@ -41,7 +43,7 @@ def measured(plan: bf.Plan, *, times: float = 1.0, peaks: float | None = 1.0) ->
 
 def test_the_median_of_steps_is_no_surer_than_repeated_measurements() -> None:
     assert MeasuredSteps.of([0.1] * 5, None) == MeasuredSteps(
-        step_seconds=0.1, spread=STEP_SPREAD, peak_reserved_bytes=None
+        count=5, step_seconds=0.1, spread=STEP_SPREAD, peak_reserved_bytes=None
     )
     assert MeasuredSteps.of([0.05, 0.08, 0.1, 0.12, 0.15], 7).spread > 5 * STEP_SPREAD
 
@@ -98,7 +100,9 @@ def test_settings_that_fit_are_better_than_those_that_exceed_the_budget_though_s
         wrong,
         wrong.settings,
         device_record(CPU),
-        MeasuredSteps(step_seconds=wrong.predicted_step_seconds, spread=STEP_SPREAD, peak_reserved_bytes=peaks),
+        MeasuredSteps(
+            count=5, step_seconds=wrong.predicted_step_seconds, spread=STEP_SPREAD, peak_reserved_bytes=peaks
+        ),
     )
     assert found is not None
     assert found.predicted_difference_interval_seconds[1] > 0

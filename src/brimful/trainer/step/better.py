@@ -6,9 +6,7 @@ budgets whether it can gain anything.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from brimful.capture.cache import CachedCapture
 from brimful.cost import difference_interval
@@ -19,50 +17,8 @@ from brimful.planner import Plan, Request, estimate_of, reserved_within, search
 from brimful.planner.simplest import Complexity, complexity_of
 from brimful.results import BetterSettings
 from brimful.settings import Settings
+from brimful.trainer.step.measured_steps import MeasuredSteps, exceeds
 from brimful.trainer.step.planning import request_in_training
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSteps:
-    """Time and peak of steps under one plan."""
-
-    step_seconds: float
-    """Median."""
-    spread: float
-    """Standard error of the median, relative to it."""
-    peak_reserved_bytes: int | None
-    """None if it could not be measured."""
-
-    @classmethod
-    def of(cls, seconds: Sequence[float], peak_reserved_bytes: int | None) -> MeasuredSteps:
-        """What some steps measured.
-
-        Args:
-            seconds: Of each step; at least one.
-            peak_reserved_bytes: Of one of them.
-
-        Returns:
-            The median, with its standard error from the median absolute deviation, but no less than that by
-            which repeated measurements differ.
-        """
-        middle = statistics.median(seconds)
-        deviation = statistics.median(abs(each - middle) for each in seconds)
-        error = _OF_MEAN * _OF_DEVIATION * deviation / len(seconds) ** 0.5
-        return cls(
-            step_seconds=middle,
-            spread=max(error / middle, STEP_SPREAD) if middle else STEP_SPREAD,
-            peak_reserved_bytes=peak_reserved_bytes,
-        )
-
-
-_OF_DEVIATION, _OF_MEAN = 1.4826, 1.2533
-"""Of a normal distribution: its standard deviation over the median absolute deviation, and the standard error
-of a median over that of a mean, √(π/2)."""
-
-
-def exceeds(budget_bytes: int, peak_reserved_bytes: int | None, context_bytes: int) -> bool:
-    """Whether a measured peak, with the CUDA context, is over a budget; False if it was not measured."""
-    return peak_reserved_bytes is not None and peak_reserved_bytes + context_bytes > budget_bytes
 
 
 def may_be_better(plan: Plan, measured: MeasuredSteps) -> bool:
