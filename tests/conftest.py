@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -37,3 +38,19 @@ def _no_disk_is_waited_for() -> Iterator[None]:
     """
     with patch("os.fsync", lambda _descriptor: None):
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _file_of_factors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Predictions are not multiplied by what the user's runs have measured, and tests do not change that.
+
+    Commands, which are other processes, have a cache of their own.
+    """
+    file = tmp_path_factory.mktemp("job_calibrations") / "job_calibrations.json"
+    with patch("brimful.profiling.job_calibrations.FILE", str(file)):
+        yield file
+
+
+@pytest.fixture(autouse=True)
+def _no_factors_of_other_tests(_file_of_factors: Path) -> None:
+    _file_of_factors.unlink(missing_ok=True)

@@ -108,6 +108,9 @@ class PlanOptions:
     offload_parameters: bool = False
     """Under FSDP2, keep each rank's shards of parameters, gradients and optimizer state in host memory, and
     update them there."""
+    job_calibration: bool = True
+    """On a device of this machine, multiply predictions by what an earlier training run of the same job
+    measured there, with one precision and one optimizer; a note has the factors."""
 
     @classmethod
     def of(cls, given: PlanKeywords) -> Self:
@@ -152,6 +155,7 @@ class PlanKeywords(TypedDict, total=False):
     reshard_after_forward: bool | None
     param_dtype: str | None
     offload_parameters: bool
+    job_calibration: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +184,10 @@ class LoopOptions:
     the steps since the last one."""
     keep_saves: PositiveInt = 2
     """Number of most recent checkpoints to keep."""
+    replan: bool = False
+    """After the first steps, change once to other settings if these are faster by more than the uncertainty,
+    by predictions corrected with what the steps measured, or if the plan exceeds its budget. The training is
+    the same. On one rank, with a plan."""
 
 
 RECOMPUTE_ACTIONS: Mapping[str, Action | None] = {"all": Action.RECOMPUTE, "none": Action.KEEP, "auto": None}

@@ -78,6 +78,7 @@ RESULT_KEYS = {
     "predicted_mfu",
     "predicted_step_seconds",
     "recoveries",
+    "self_correction",
     "run_dir",
     "settings",
     "steps",

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,9 +38,12 @@ from brimful.errors import BrimfulError, FileFormatError, UsageError
 from brimful.planner import prices_of
 from brimful.profiling import calibrate, with_kept_calibration
 from brimful.profiling.cache import write_kept
+from brimful.profiling.job_calibrations import JobKind, keep_job_calibration, kept_job_calibration
 from brimful.recipes import image_classification, language_model, text_classification
 from brimful.recipes.weights import load_matching
-from brimful.results import Recovery
+from brimful.results import JobCalibration, Recovery
+from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
+from brimful.settings import Precision
 from brimful.trainer.storage import relaunch
 from brimful.trainer.storage.run_directory import FALLBACK
 from helpers.calibrated import CALIBRATION
@@ -351,6 +355,58 @@ def test_a_changed_calibration_is_used_or_measured_again(kept: Path, random: Ran
 def test_a_calibration_that_is_no_file_is_left_alone(kept: Path, kind: str) -> None:
     put(kind, kept)
     assert read(lambda: with_kept_calibration(find_device("T4"))) == find_device("T4")
+
+
+JOB = JobKind(
+    device=find_device("T4"),
+    job="gpt",
+    parameter_count=1000,
+    precision=Precision.FP32,
+    optimizer="adamw",
+    world_size=1,
+)
+FACTORS = JobCalibration(
+    device="Tesla T4",
+    job="gpt",
+    parameter_count=1000,
+    precision=Precision.FP32,
+    optimizer="adamw",
+    time_factor=1.25,
+    peak_factor=0.9,
+    measured_steps=5,
+    measured_on="2026-11-24",
+)
+
+
+@pytest.fixture
+def factors(place: Path) -> Iterator[Path]:
+    path = place / "job_calibrations.json"
+    with patch("brimful.profiling.job_calibrations.FILE", str(path)):
+        keep_job_calibration(JOB, FACTORS)
+        yield path
+
+
+@fuzzed(60)
+@given(random=randoms, in_bytes=st.booleans())
+def test_changed_factors_of_a_job_are_plausible_or_not_used(
+    factors: Path, random: Random, in_bytes: bool
+) -> None:
+    whole = factors.read_bytes()
+    if in_bytes:
+        factors.write_bytes(mutate_bytes(whole, random)[0])
+    else:
+        factors.write_text(mutate_json(json.loads(whole), random).text)
+    found = read(lambda: kept_job_calibration(JOB))
+    if isinstance(found, JobCalibration):
+        assert 1 / LARGEST_TIME_FACTOR <= found.time_factor <= LARGEST_TIME_FACTOR
+        assert found.peak_factor is None or 1 / LARGEST_PEAK_FACTOR <= found.peak_factor <= LARGEST_PEAK_FACTOR
+    factors.write_bytes(whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_factors_that_are_no_file_are_left_alone(factors: Path, kind: str) -> None:
+    put(kind, factors)
+    assert read(lambda: kept_job_calibration(JOB)) is None
 
 
 # Data

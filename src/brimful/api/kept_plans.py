@@ -2,8 +2,8 @@
 
 A job is arbitrary Python, so no name of it says what it runs. A plan is cached under a fingerprint of the trace
 of the baseline, which is captured again for each request, and of everything else that decides a plan: the
-request with the device's rates, the versions of Python and libraries, and brimful's own source files. A cached
-plan answers a request only if all of these are the same.
+request with the device's rates, what training of the job has measured, the versions of Python and libraries,
+and brimful's own source files. A cached plan answers a request only if all of these are the same.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from brimful.errors import FileFormatError
 from brimful.planner import Plan
 from brimful.planner.request import Request
 from brimful.profiling.cache import cache_directory
+from brimful.results import JobCalibration
 from brimful.trace import Trace
 
 MOST_PLANS = 64
@@ -29,18 +30,20 @@ _LIBRARIES = ("brimful", "torch", "transformers", "torchao", "bitsandbytes", "nu
 """Whose versions may decide what an optimizer or another micro-batch runs, beside the captured step."""
 
 
-def fingerprint(request: Request, plain: Trace) -> str:
+def fingerprint(request: Request, plain: Trace, calibration: JobCalibration | None = None) -> str:
     """The name under which the plan of a request is kept.
 
     Args:
         request: What is asked, with the device and its rates.
         plain: A capture of the baseline.
+        calibration: What predictions are multiplied by; None if they are not.
 
     Returns:
         The same for the same request alone, in hexadecimal digits.
     """
     digest = hashlib.blake2b(digest_size=20)
-    for part in (repr(request), json.dumps(plain.to_json()), *_versions(), *_sources()):
+    parts = (repr(request), repr(calibration), json.dumps(plain.to_json()), *_versions(), *_sources())
+    for part in parts:
         digest.update(part.encode("utf-8", "surrogatepass"))
         digest.update(b"\0")
     return digest.hexdigest()

@@ -10,7 +10,7 @@ from brimful.api.kept_plans import fingerprint, keep_plan, kept_plan
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.devices import Device
-from brimful.errors import UsageError
+from brimful.errors import InfeasibleError, UsageError
 from brimful.execution.setup import is_of_this_machine
 from brimful.job import Job
 from brimful.options import PlanKeywords, PlanOptions, takes_options
@@ -18,14 +18,19 @@ from brimful.planner import (
     Plan,
     PlanCheck,
     check_trace,
+    infeasible_calibrated,
+    plan_calibrated,
+    request_calibrated,
     search,
 )
 from brimful.planner.request import Request
 from brimful.profiling.free_memory import explains_memory, memory_here, memory_notes
+from brimful.profiling.job_calibrations import JobKind, has_job_calibrations, kept_job_calibration
 from brimful.profiling.named_device import DeviceLike, resolve_device
 from brimful.quantities import parse_bytes
 from brimful.requests import request_of, with_budget
-from brimful.settings import check_count
+from brimful.results import JobCalibration
+from brimful.settings import Settings, check_count
 from brimful.status import busy
 
 
@@ -108,20 +113,52 @@ def plan(
         request = replace(request, device=replace(target, capacity_bytes=memory.available_bytes))
     with CachedCapture(job, target) as capture, explains_memory(memory):
         request = with_budget(request, asked.budget, capture)
-        found = _searched(capture, request)
-    return replace(found, asked=asked, notes=(*memory_notes(memory, request.budget_bytes), *found.notes))
+        is_here = is_of_this_machine(device)
+        calibration = _calibration(job, request, capture) if asked.job_calibration and is_here else None
+        found = _searched(capture, request, calibration)
+        kind = _kind(job, request, found.settings, capture).key if is_here else None
+    notes = (*memory_notes(memory, request.budget_bytes), *found.notes)
+    return replace(found, asked=asked, job_kind=kind, notes=notes)
 
 
-def _searched(capture: CachedCapture, request: Request) -> Plan:
+def _kind(job: Job, request: Request, settings: Settings, capture: CachedCapture) -> JobKind:
+    """The kind of the job under some settings, whose predictions on this machine share a factor."""
+    count = capture(request.baseline_settings()).parameter_count
+    return JobKind.of(job, request.device, settings, parameter_count=count)
+
+
+def _calibration(job: Job, request: Request, capture: CachedCapture) -> JobCalibration | None:
+    """What training measured of the job on this device; None where a plan may choose between kinds of it.
+
+    Factors of one precision or optimizer say nothing of another.
+    """
+    permits, settings = request.permits, request.baseline_settings()
+    is_one_kind = len(permits.precisions) == 1 and not permits.other_optimizers
+    if not is_one_kind or not has_job_calibrations() or not request.device.supports(settings.precision):
+        return None
+    return kept_job_calibration(_kind(job, request, settings, capture))
+
+
+def _searched(capture: CachedCapture, asked: Request, calibration: JobCalibration | None) -> Plan:
     """The plan of a request, from the user's cache directory if it is used and has it."""
+    request = asked if calibration is None else request_calibrated(asked, calibration)
+
+    def found() -> Plan:
+        if calibration is None:
+            return search(capture, request)
+        try:
+            return plan_calibrated(search(capture, request), asked, calibration)
+        except InfeasibleError as error:
+            raise infeasible_calibrated(error, asked, calibration) from None
+
     if not _KEEPS_PLANS.get() or not all(map(request.device.supports, request.permits.precisions)):
-        return search(capture, request)
-    name = fingerprint(request, capture(request.baseline_settings()))
-    found = kept_plan(name)
-    if found is None:
-        found = search(capture, request)
-        keep_plan(name, found)
-    return found
+        return found()
+    name = fingerprint(asked, capture(request.baseline_settings()), calibration)
+    plan = kept_plan(name)
+    if plan is None:
+        plan = found()
+        keep_plan(name, plan)
+    return plan
 
 
 @busy("checking the plan")

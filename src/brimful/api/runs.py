@@ -190,7 +190,13 @@ def fit(
 def _trained_plainly(job: Job, plan: Plan | Settings, options: TrainKeywords) -> TrainingResult:
     if not isinstance(plan, Plan):
         raise UsageError("compare_plain needs a plan, which says what the baseline is; these are settings.")
-    alone: TrainKeywords = {"run_dir": None, "resume": False, "save_every": None, "callbacks": ()}
+    alone: TrainKeywords = {
+        "run_dir": None,
+        "resume": False,
+        "save_every": None,
+        "replan": False,
+        "callbacks": (),
+    }
     untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
     baseline = replace(job, model=untouched, name=f"{job.name}, plain")
     result = Trainer(baseline, plan.plain.settings, **(options | alone)).fit()

@@ -11,14 +11,22 @@ It does not import torch. The files in the order in which a plan passes them; st
    `candidate_search`: the fastest choice of one candidate within a budget, captured as it would run.
 7. `fastest`: the fastest choice of all candidates, which is the plan.
 8. `notes`, `alternatives`, `infeasible`: what the reader of a plan should know.
-9. `plan`: the record and its file. `check` compares a plan with the model of today; `gpus` plans on every GPU.
+9. `plan`: the record and its file. `check` compares a plan with the model of today; `gpus` plans on every GPU;
+   `calibrated` multiplies predictions by what an earlier run of the job measured.
 """
 
+from brimful.planner.calibrated import (
+    infeasible_calibrated,
+    plan_calibrated,
+    request_calibrated,
+    reserved_within,
+)
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
 from brimful.planner.gpus import SORTS, GpuFit, GpuSurvey, UsualFit, survey_gpus
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.prices import prices_of
+from brimful.planner.replays import estimate_of
 from brimful.planner.request import JobTraits, OptimizerChoice, Permits, Pins, RankOptions, Request
 from brimful.planner.search import search
 
@@ -39,7 +47,12 @@ __all__ = [
     "Request",
     "UsualFit",
     "check_trace",
+    "estimate_of",
+    "infeasible_calibrated",
+    "plan_calibrated",
     "prices_of",
+    "request_calibrated",
+    "reserved_within",
     "search",
     "settings_of",
     "survey_gpus",

@@ -59,13 +59,17 @@ def check_trace(trace: Trace, plan: Plan, device: Device, budget_bytes: int) -> 
     """
     # As in planning: without the allocator releasing its cache, which would stall every step.
     estimate = estimate_unlimited(per_rank_trace(trace), device)
+    factors = plan.job_calibration
+    peak_factor, time_factor = (1.0, 1.0) if factors is None else (factors.factor_of_peak, factors.time_factor)
+    context_bytes = device.context_bytes
+    reserved_bytes = estimate.predicted_peak_device_bytes - context_bytes
     return PlanCheck(
         job=trace.job,
         device=device.name,
         settings=plan.settings,
         budget_bytes=budget_bytes,
-        predicted_peak_device_bytes=estimate.predicted_peak_device_bytes,
+        predicted_peak_device_bytes=context_bytes + round(reserved_bytes * peak_factor),
         planned_peak_device_bytes=plan.predicted_peak_device_bytes,
-        predicted_step_seconds=estimate.predicted_step_seconds,
+        predicted_step_seconds=estimate.predicted_step_seconds * time_factor,
         planned_step_seconds=plan.predicted_step_seconds,
     )

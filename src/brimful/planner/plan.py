@@ -27,6 +27,7 @@ from brimful.display import PrintedResult
 from brimful.errors import UsageError
 from brimful.files import write_file
 from brimful.options import PlanOptions
+from brimful.results import JobCalibration
 from brimful.settings import Settings
 
 PLAN_VERSION = 1
@@ -129,6 +130,12 @@ class Plan(PrintedResult):
     asked: PlanOptions = field(default_factory=PlanOptions)
     """The options of the search; planning again after running out of memory keeps to them, but for
     `max_exceedance`, as its budget is a part of what ran out."""
+    job_calibration: JobCalibration | None = None
+    """What an earlier training run of this job measured on this device; predictions are multiplied by it. None
+    if there was none, or it was not used."""
+    job_kind: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)] | None = None
+    """Kind of job, device and versions whose predictions these are, under which training on this machine keeps
+    what it measures; None for a device that is only named."""
 
     def __post_init__(self) -> None:
         if self.model_flops is not None and self.model_flops > _MOST_FLOPS:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cached_property
 
+from brimful.devices import Device
 from brimful.memory import replay_allocations
 from brimful.planner.candidate import Candidate
 from brimful.planner.problem.build import NESTED
 from brimful.planner.problem.splice import Splicer
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
+from brimful.settings import Settings
 from brimful.trace import own_checkpointed_units, unit_of_each_op
 from brimful.trace.ddp import per_rank_trace
 
@@ -28,10 +30,7 @@ class Replays:
         """The estimate of a capture with the choice applied; CaptureError or BatchError if there is none."""
         if choice not in self._captured:
             settings = self.candidate.settings_of(choice)
-            # A second step finds memory as the allocator was left by the first.
-            captured = self.capture(replace(settings, expandable_segments=False))
-            trace = per_rank_trace(replace(captured, settings=settings)).with_last_step_again()
-            self._captured[choice] = estimate_unlimited(trace, self.candidate.device)
+            self._captured[choice] = estimate_of(settings, self.capture, self.candidate.device)
         return self._captured[choice]
 
     def reserved_bytes(self, choice: tuple[int, ...]) -> int:
@@ -60,3 +59,25 @@ class Replays:
             len(candidate.units),
             own_checkpointed_units(candidate.kept, candidate.units),
         )
+
+
+def estimate_of(settings: Settings, capture: Capture, device: Device) -> Estimate:
+    """The estimate of settings as a plan has it: of a capture with them applied.
+
+    Args:
+        settings: Of the step.
+        capture: Runs a step on fake tensors.
+        device: Where it is to run.
+
+    Returns:
+        Memory and time of the second of two steps.
+
+    Raises:
+        CaptureError: The step cannot be captured.
+        BatchError: The job's batch cannot be made or split.
+    """
+    # A second step finds memory as the allocator was left by the first.
+    captured = capture(replace(settings, expandable_segments=False))
+    return estimate_unlimited(
+        per_rank_trace(replace(captured, settings=settings)).with_last_step_again(), device
+    )

@@ -6,6 +6,12 @@ They do not import torch. `bf.fit` returns `training_run.TrainingResult`, `bf.me
 
 from brimful.results.equivalence import Comparison, EquivalenceReport
 from brimful.results.measurement import Measurement, OpTemporary
+from brimful.results.self_correction import (
+    BetterSettings,
+    JobCalibration,
+    MeasuredChange,
+    SelfCorrection,
+)
 from brimful.results.training_run import (
     WAITING_FRACTION,
     DataLoading,
@@ -20,12 +26,16 @@ from brimful.results.training_run import (
 
 __all__ = [
     "WAITING_FRACTION",
+    "BetterSettings",
     "Comparison",
     "DataLoading",
     "EquivalenceReport",
+    "JobCalibration",
+    "MeasuredChange",
     "Measurement",
     "OpTemporary",
     "Recovery",
+    "SelfCorrection",
     "StepRecord",
     "StopReason",
     "TrainingResult",

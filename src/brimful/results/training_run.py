@@ -26,6 +26,7 @@ from brimful.codec import (
 from brimful.display import PrintedResult
 from brimful.results.equivalence import EquivalenceReport
 from brimful.results.measurement import OpTemporary
+from brimful.results.self_correction import SelfCorrection
 from brimful.settings import Settings
 
 RESULT_VERSION = 3
@@ -217,6 +218,10 @@ class TrainingResult(PrintedResult):
     """How batches were loaded; None if all samples were in one batch."""
     notes: tuple[str, ...] = ()
     """Deviations from what was expected, such as an epoch with fewer batches than its data reported."""
+    self_correction: SelfCorrection | None = None
+    """Predicted beside measured in the first steps, and whether other settings are better; None without a plan
+    or in a run that was too short. After a change of settings, predictions and measurements of this record are
+    of the new ones."""
 
     @property
     def measured_mfu(self) -> float | None:

@@ -79,6 +79,7 @@ class TrainKeywords(TypedDict, total=False):
     patience: int | None
     save_every: int | None
     keep_saves: int
+    replan: bool
     data: Data | None
     run_dir: Path | str | None
     resume: bool

@@ -25,6 +25,7 @@ from brimful.execution.executor import StepExecutor
 from brimful.execution.out_of_memory import out_of_memory, with_room
 from brimful.execution.setup import build_model, set_up_allocator
 from brimful.optimizers import make_optimizer, set_implementation
+from brimful.results import SelfCorrection
 from brimful.settings import Settings
 from brimful.trainer.data.rng import random_state_now, restore_own, seed_all
 from brimful.trainer.data.stream import BatchStream
@@ -65,6 +66,8 @@ class TrainState:
     """Number of steps that changed the parameters."""
     skipped_in_a_row: int = 0
     """Number of steps that the loss scaler skipped since the last update."""
+    self_correction: SelfCorrection | None = None
+    """What the first steps measured beside what was predicted; None before that."""
 
     @property
     def model(self) -> nn.Module:
@@ -97,6 +100,7 @@ class TrainState:
             updates=self.updates,
             skipped_in_a_row=self.skipped_in_a_row,
             settings=self.settings,
+            self_correction=self.self_correction,
             optimizer_class=_class_of(self.optimizer),
             optimizer=self.optimizer.state_dict(),
             scheduler=None if self.scheduler is None else self.scheduler.state_dict(),
@@ -121,34 +125,14 @@ class TrainState:
                 f"{optimizer_class}. Resume with the optimizer of the saved run."
             )
         with self.executor.loading():
-            self.ranks.with_room(partial(self._load_own, state), during="the saved state is loaded")
+            self.ranks.with_room(partial(_load_own, self, state), during="the saved state is loaded")
         self.step, self.updates = state.step, state.updates
         self.skipped_in_a_row = state.skipped_in_a_row
+        self.self_correction = state.self_correction
         restore_random = partial(
             restore_own, state.random, self.ranks, self.device, otherwise_seed=self.seed + state.step
         )
         self.stream.load_state_dict(state.data, then=restore_random)
-
-    def _load_own(self, state: StateDict) -> None:
-        scaler = self.executor.scaler
-        check_parts(state, self.optimizer, self.scheduler, scaler)
-        try:
-            self.optimizer.load_state_dict(divided_state(self.optimizer, state.optimizer))
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(state.scheduler or {})
-            if scaler is not None:
-                scaler.load_state_dict(state.scaler or {})
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if out_of_memory(error) is not None:
-                raise
-            raise ResumeError(
-                f"the saved state does not match this {_class_of(self.optimizer)}: {error}. Resume with "
-                "the optimizer and schedule of the saved run."
-            ) from error
-        if self.settings.optimizer_implementation is not None:  # loading replaced it by the saved run's
-            set_implementation(self.optimizer, self.settings.optimizer_implementation)
-        if self.average is not None:
-            self.average.load_state_dict(state.average)
 
 
 def whole_model(state: TrainState, run_dir: Path | None) -> nn.Module:
@@ -258,3 +242,25 @@ def _rates(optimizer: Optimizer) -> Rates:
         tuple(float(group[name]) for name in ("lr", "weight_decay") if group.get(name) is not None)
         for group in optimizer.param_groups
     )
+
+
+def _load_own(run: TrainState, state: StateDict) -> None:
+    scaler = run.executor.scaler
+    check_parts(state, run.optimizer, run.scheduler, scaler)
+    try:
+        run.optimizer.load_state_dict(divided_state(run.optimizer, state.optimizer))
+        if run.scheduler is not None:
+            run.scheduler.load_state_dict(state.scheduler or {})
+        if scaler is not None:
+            scaler.load_state_dict(state.scaler or {})
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if out_of_memory(error) is not None:
+            raise
+        raise ResumeError(
+            f"the saved state does not match this {_class_of(run.optimizer)}: {error}. Resume with "
+            "the optimizer and schedule of the saved run."
+        ) from error
+    if run.settings.optimizer_implementation is not None:  # loading replaced it by the saved run's
+        set_implementation(run.optimizer, run.settings.optimizer_implementation)
+    if run.average is not None:
+        run.average.load_state_dict(state.average)

@@ -12,7 +12,7 @@ from brimful.codec import to_json_document
 from brimful.errors import SaveError, UsageError
 from brimful.job import Job
 from brimful.planner import Plan
-from brimful.results import Recovery, StepRecord, TrainingResult, ValidationRecord
+from brimful.results import Recovery, SelfCorrection, StepRecord, TrainingResult, ValidationRecord
 from brimful.settings import Settings
 from brimful.trainer.monitor.history import RunHistory, read_history
 from brimful.trainer.storage.restore import Save
@@ -20,6 +20,9 @@ from brimful.trainer.storage.run_directory import JOB, METRICS, PLAN, RESULT, SE
 from brimful.trainer.storage.saves import Saves
 from brimful.trainer.storage.unsaved import set_unsaved_run_aside
 from brimful.trainer.storage.weights import WEIGHTS
+
+Record = StepRecord | Recovery | ValidationRecord | SelfCorrection
+"""What `metrics.jsonl` has a line for."""
 
 
 class RunFiles:
@@ -108,7 +111,7 @@ class RunFiles:
         """Path of the latest weights, written or not yet; None without a run directory."""
         return None if self.run_dir is None else self.run_dir / WEIGHTS
 
-    def append_record(self, kind: str, record: StepRecord | Recovery | ValidationRecord) -> None:
+    def append_record(self, kind: str, record: Record) -> None:
         """Append a record to `metrics.jsonl`.
 
         Args:

@@ -21,6 +21,7 @@ from brimful.trainer.run.stop import Stop, stops_on_signals
 from brimful.trainer.run.validation import Validator
 from brimful.trainer.setup import RunContext, make_logger, make_runner
 from brimful.trainer.step.memory import MemoryMeter
+from brimful.trainer.step.self_correction import SelfCorrecting
 
 _COPIES_NOTE = (
     "the run is too short for a steady step to be measured: in this one, as in the first two of every launch, "
@@ -52,6 +53,7 @@ class Run:
         self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
         self._memory = MemoryMeter(run.config, run.state, run.start, self._runner, total_steps=run.total_steps)
         self._epoch_length = EpochLengthCheck(run, self._logger)
+        self._self_correction = SelfCorrecting(run.config, run.state, self._runner, self._logger)
 
     def train(self) -> TrainingResult:
         """Train to the end; afterwards the model has its own forward again, even after an error.
@@ -169,6 +171,7 @@ class Run:
             for note in _data_loading_notes(self._run, steps):
                 self._logger.progress.show_note(note)
         self._callbacks.on_step(record)
+        self._self_correction.after_step(record)
 
     def _run_step(self, batch: Batch, data_seconds: float) -> StepRecord:
         """Run a step, and advance in the data once it is taken, even if an error follows."""

@@ -117,6 +117,25 @@ class OomRecovery:
             self._recover("allocator", what, time.perf_counter(), shrinks=True)
         restore_random_state(random, device)
 
+    def change_settings(self, choose: Callable[[Settings], Settings]) -> None:
+        """Put other settings in force between two steps: their unit actions in place of those before.
+
+        Parameters, optimizer, schedule, scaler, random numbers and data stay as they are.
+
+        Args:
+            choose: From the settings in force, those to continue with, of the same global batch, precision,
+                optimizer and memory format. While it runs, the model has its own forward, as when planning.
+        """
+        state, before = self._state, self._state.settings
+        self.applied.remove()
+        try:
+            after = choose(before)
+            self.applied = apply_units(state.model, after)
+        except BaseException:
+            self.applied = apply_units(state.model, before)
+            raise
+        state.settings = after
+
     def record_reading(self, message: str, seconds: float) -> None:
         """Record that memory ran out while a batch was read, and that it was read again.
 
@@ -153,11 +172,7 @@ class OomRecovery:
         state = self._state
         before = state.settings
         if shrinks:
-            self.applied.remove()
-            try:
-                state.settings = self._shrink(before)
-            finally:
-                self.applied = apply_units(state.model, state.settings)
+            self.change_settings(self._shrink)
         self._on_recovery(self._record(during, message, before, state.settings, time.perf_counter() - since))
 
     def _record(self, during: str, message: str, before: Settings, after: Settings, seconds: float) -> Recovery:

@@ -26,7 +26,7 @@ from torch import Tensor
 from brimful.codec import NonNegativeInt, PositiveInt, decode_json, from_builtins, to_json_document
 from brimful.errors import FileFormatError
 from brimful.execution.random_state import RandomState
-from brimful.results import ValidationRecord
+from brimful.results import SelfCorrection, ValidationRecord
 from brimful.settings import Settings
 
 T = TypeVar("T")
@@ -86,6 +86,8 @@ class StateDict:
     data: DataState
     random: tuple[RandomState, ...] = ()
     """The random state of each rank after its last step."""
+    self_correction: SelfCorrection | None = None
+    """Predicted beside measured in the first steps; None before they were compared."""
 
     def with_random(self, random: Iterable[RandomState]) -> Self:
         """A copy with the random state of each rank."""
@@ -126,6 +128,7 @@ class Checkpoint:
                 schedule=run.schedule,
                 validations=self.validations,
                 metrics_bytes=self.metrics_bytes,
+                self_correction=state.self_correction,
             )
         )
 
@@ -184,6 +187,7 @@ class Checkpoint:
                     random=found.data_random,
                 ),
                 random=found.random,
+                self_correction=run.self_correction,
             ),
             validations=run.validations,
             metrics_bytes=run.metrics_bytes,
@@ -208,6 +212,7 @@ class RunFile:
     schedule: str | None
     validations: tuple[ValidationRecord, ...]
     metrics_bytes: NonNegativeInt
+    self_correction: SelfCorrection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,119 @@
+"""Records of what training measured beside what was predicted, and of what follows from it.
+
+`JobCalibration` is kept for later plans of the same job on the same device. `SelfCorrection` is of one run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+from brimful.codec import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from brimful.results.equivalence import EquivalenceReport
+from brimful.settings import Precision, Settings
+
+LARGEST_TIME_FACTOR = 20.0
+"""Measured time of a step over the predicted one, or the reverse, beyond which the two are not of the same
+step. A choice: far beyond the spread of times on any device (`cost.uncertainty`)."""
+LARGEST_PEAK_FACTOR = 2.0
+"""The same of peak memory. A choice: 54 public GPU runs measured 0.91 to 1.21 of what was predicted
+(benchmarks/results/gpu_truth.json)."""
+
+TimeFactor = Annotated[float, Meta(ge=1 / LARGEST_TIME_FACTOR, le=LARGEST_TIME_FACTOR)]
+PeakFactor = Annotated[float, Meta(ge=1 / LARGEST_PEAK_FACTOR, le=LARGEST_PEAK_FACTOR)]
+_Name = Annotated[str, Meta(min_length=1, max_length=4096)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCalibration:
+    """By what predictions for one kind of job on one device are multiplied: what a training run measured."""
+
+    device: _Name
+    """Name of the device, of this machine."""
+    job: _Name
+    parameter_count: NonNegativeInt
+    """Number of parameters of the model, as several jobs may have one name."""
+    precision: Precision
+    optimizer: _Name
+    """Name of the optimizer, or "own" for one that the job makes."""
+    time_factor: TimeFactor
+    """Measured over predicted time of a step."""
+    peak_factor: PeakFactor | None
+    """Measured over predicted peak of reserved bytes, without the CUDA context; None if it was not measured."""
+    measured_steps: PositiveInt
+    measured_on: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}-\d{2}$")]
+    """The date, as 2026-11-24."""
+
+    @property
+    def factor_of_peak(self) -> float:
+        """The factor of peaks; 1 if no peak was measured."""
+        return 1.0 if self.peak_factor is None else self.peak_factor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BetterSettings:
+    """Settings that are better than those of a run, by predictions corrected with what the run measured."""
+
+    settings: Settings
+    predicted_step_seconds: PositiveFloat
+    predicted_difference_interval_seconds: tuple[float, float]
+    """Interval of its step time − the measured one; it covers the difference with 90 % probability."""
+    predicted_peak_allocated_bytes: PositiveInt
+    predicted_peak_reserved_bytes: PositiveInt
+    predicted_peak_device_bytes: PositiveInt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredChange:
+    """What was measured after a run changed to other settings."""
+
+    step: PositiveInt
+    """The step after which it was decided."""
+    measured_step_seconds: NonNegativeFloat | None
+    """Median under the new settings; None if the peak alone decided."""
+    measured_peak_reserved_bytes: NonNegativeInt | None
+    measured_again_step_seconds: NonNegativeFloat | None = None
+    """Median under the settings before, measured again because the new ones seemed slower; None if they did
+    not, or the peak alone decided."""
+    is_kept: bool
+    """Whether the run keeps the new settings; False if it returned to those before."""
+    in_force_after_step: PositiveInt
+    """The step after which the settings that were decided for were put in force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfCorrection:
+    """Predicted beside measured in the first steps of a run, and what followed."""
+
+    step: PositiveInt
+    """The step after which predicted and measured were compared."""
+    measured_steps: PositiveInt
+    settings: Settings
+    """The settings of these steps."""
+    predicted_step_seconds: PositiveFloat
+    measured_step_seconds: PositiveFloat
+    """Median of these steps."""
+    predicted_peak_reserved_bytes: PositiveInt
+    measured_peak_reserved_bytes: NonNegativeInt | None
+    """None if it could not be measured."""
+    exceeds_budget: bool
+    """Whether the measured peak exceeds the budget."""
+    better: BetterSettings | None = None
+    """Settings that are faster by more than the uncertainty, or that fit if these do not; None without any."""
+    searched_seconds: NonNegativeFloat | None = None
+    """Time of the search for them; None if there was no search."""
+    changed_after_step: PositiveInt | None = None
+    """The step after which training changed to them; None if it did not."""
+    certificate: EquivalenceReport | None = None
+    """The comparison of the better settings with the baseline before the change; None if there was none."""
+    change: MeasuredChange | None = None
+    """What was measured after the change; None before that."""
+
+    @property
+    def in_force_after_step(self) -> int:
+        """The step after which the settings in force were put in force; 0 for those of the start."""
+        if self.changed_after_step is None:
+            return 0
+        return self.changed_after_step if self.change is None else self.change.in_force_after_step

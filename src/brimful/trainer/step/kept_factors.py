@@ -1,0 +1,69 @@
+"""Keeps the factors by which a plan's predictions were off, for later plans of the same job."""
+
+from __future__ import annotations
+
+from datetime import date
+
+from brimful.planner import Plan
+from brimful.profiling import device_record
+from brimful.profiling.job_calibrations import JobKind, keep_job_calibration
+from brimful.results import JobCalibration, SelfCorrection
+from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
+from brimful.trainer.options import RunConfig
+from brimful.trainer.state import TrainState
+
+
+def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCorrection) -> str | None:
+    """Keep the factors, where the predictions are of this device and these versions.
+
+    Args:
+        config: Has the job.
+        state: Has the model and the device.
+        plan: Whose predictions were compared.
+        found: What was predicted and measured.
+
+    Returns:
+        Why they are not kept, if they are implausible; else None.
+    """
+    if plan.job_kind is None:
+        return None
+    kind = JobKind.of(
+        config.job,
+        device_record(state.device),
+        found.settings,
+        parameter_count=sum(each.numel() for each in state.model.parameters()),
+    )
+    if kind.key != plan.job_kind:
+        return None
+    before = plan.job_calibration
+    times = found.measured_step_seconds / found.predicted_step_seconds
+    peaks = _ratio(found.measured_peak_reserved_bytes, found.predicted_peak_reserved_bytes)
+    if before is not None:  # the plan's predictions were multiplied by these
+        times *= before.time_factor
+        peaks = None if peaks is None else peaks * before.factor_of_peak
+    if not _is_plausible(times, LARGEST_TIME_FACTOR) or not _is_plausible(peaks, LARGEST_PEAK_FACTOR):
+        return (
+            f"the factors are not kept for later plans: more than {LARGEST_TIME_FACTOR:g} × in time or "
+            f"{LARGEST_PEAK_FACTOR:g} × in peak memory is not an error of predictions for this job"
+        )
+    calibration = JobCalibration(
+        device=kind.device.name,
+        job=kind.job,
+        parameter_count=kind.parameter_count,
+        precision=kind.precision,
+        optimizer=kind.optimizer,
+        time_factor=times,
+        peak_factor=peaks,
+        measured_steps=found.measured_steps,
+        measured_on=date.today().isoformat(),
+    )
+    keep_job_calibration(kind, calibration)
+    return None
+
+
+def _ratio(measured: int | None, predicted: int) -> float | None:
+    return None if measured is None else measured / predicted
+
+
+def _is_plausible(factor: float | None, largest: float) -> bool:
+    return factor is None or 1 / largest <= factor <= largest

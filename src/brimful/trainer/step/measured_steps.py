@@ -1,0 +1,117 @@
+"""Time and peak of the first steps of a run, or of the first after a change of settings."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from brimful.cost.uncertainty import STEP_SPREAD
+from brimful.execution.out_of_memory import make_room
+from brimful.profiling import PeakMemory
+from brimful.results import StepRecord
+from brimful.trainer.state import TrainState
+from brimful.trainer.step.runner import StepRunner
+
+MEASURED_STEPS = 5
+"""Steps whose median time is compared, as in `bf.measure`; without the first of a launch or after a change, and
+without the one in which memory is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSteps:
+    """Time and peak of steps under one plan."""
+
+    count: int
+    """Number of steps that were timed."""
+    step_seconds: float
+    """Median."""
+    spread: float
+    """Standard error of the median, relative to it."""
+    peak_reserved_bytes: int | None
+    """None if it could not be measured."""
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], peak_reserved_bytes: int | None) -> MeasuredSteps:
+        """What some steps measured.
+
+        Args:
+            seconds: Of each step; at least one.
+            peak_reserved_bytes: Of one of them.
+
+        Returns:
+            The median, with its standard error from the median absolute deviation, but no less than that by
+            which repeated measurements differ.
+        """
+        middle = statistics.median(seconds)
+        deviation = statistics.median(abs(each - middle) for each in seconds)
+        error = _OF_MEAN * _OF_DEVIATION * deviation / len(seconds) ** 0.5
+        return cls(
+            count=len(seconds),
+            step_seconds=middle,
+            spread=max(error / middle, STEP_SPREAD) if middle else STEP_SPREAD,
+            peak_reserved_bytes=peak_reserved_bytes,
+        )
+
+
+_OF_DEVIATION, _OF_MEAN = 1.4826, 1.2533
+"""Of a normal distribution: its standard deviation over the median absolute deviation, and the standard error
+of a median over that of a mean, √(π/2)."""
+
+
+def exceeds(budget_bytes: int, peak_reserved_bytes: int | None, context_bytes: int) -> bool:
+    """Whether a measured peak, with the CUDA context, is over a budget; False if it was not measured."""
+    return peak_reserved_bytes is not None and peak_reserved_bytes + context_bytes > budget_bytes
+
+
+class Measuring:
+    """Collects time and peak of steps under the settings in force.
+
+    Args:
+        state: The state of the run.
+        runner: Measures the peak of a step.
+    """
+
+    def __init__(self, state: TrainState, runner: StepRunner) -> None:
+        self._state = state
+        self._runner = runner
+        self._seconds: list[float] = []
+        self._is_warm = False
+        """Whether a step under these settings has run in this launch."""
+        self.since_step = 0
+        """The step after which this launch put settings in force; 0 if it has not."""
+
+    def begin(self, peak: PeakMemory | None = None) -> None:
+        """Measure time and, unless it is known, peak of the steps from here on."""
+        self._seconds, self._is_warm = [], False
+        self._runner.peak = peak
+        self.since_step = self._state.step
+        make_room(self._state.device)  # segments that only the steps before had a use for
+
+    def add(self, record: StepRecord) -> None:
+        """Keep the time of a step that is like those of a prediction."""
+        is_full = record.updated and record.samples == self._state.settings.global_batch_size
+        is_timed = is_full and self._is_warm and not record.memory_measured
+        if is_timed and len(self._seconds) < MEASURED_STEPS:
+            self._seconds.append(record.seconds)
+        self._is_warm = self._is_warm or is_full
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether enough steps are timed, and the peak is measured."""
+        return len(self._seconds) >= MEASURED_STEPS and self._runner.peak is not None
+
+    @property
+    def peak(self) -> PeakMemory | None:
+        """The measured peak; None before that."""
+        return self._runner.peak
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Reserved bytes at the peak; None if it was not measured, or has what a plan does not count."""
+        has_uncounted = self._state.average is not None and self._state.device.type == "cuda"
+        return None if self._runner.peak is None or has_uncounted else self._runner.peak.reserved_bytes
+
+    def measured(self) -> MeasuredSteps:
+        """What the steps measured."""
+        return MeasuredSteps.of(self._seconds, self.peak_bytes)

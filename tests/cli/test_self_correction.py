@@ -1,0 +1,133 @@
+"""`brimful train` compares its first steps with the plan; `--replan` changes its settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.command_line import brimful
+
+JOB = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import brimful as bf
+
+def network():
+    def block():
+        return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    return nn.Sequential(*(block() for _ in range(6)))
+
+def samples(count):
+    return {"x": torch.randn(count, 64, generator=torch.Generator().manual_seed(0))}
+
+job = bf.Job(
+    model=network,
+    loss=lambda model, batch: F.mse_loss(model(batch["x"]), batch["x"]),
+    batch=samples,
+    data=lambda: bf.Data(train=samples(2048)),
+    name="blocks",
+)
+"""
+PLAN = ("job.py:job", "--device", "cpu", "--global-batch-size", "256")
+STEPS = "16"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "job.py").write_text(JOB)
+    return tmp_path
+
+
+def printed(folder: Path, *arguments: str) -> dict[str, Any]:
+    done = brimful(folder, *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def wrong_plan(folder: Path) -> Path:
+    """A plan's file whose peak is predicted at 0.69 of what it takes, within a budget of 0.7 of it."""
+    document = printed(folder, "plan", *PLAN, "--micro-batch-size", "256")
+    peak_bytes = document["predicted_peak_reserved_bytes"]
+    for name in ("allocated", "reserved", "device"):
+        document[f"predicted_peak_{name}_bytes"] = int(0.69 * peak_bytes)
+    document["budget_bytes"] = int(0.7 * peak_bytes)
+    path = folder / "wrong.json"
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_the_first_steps_are_compared_in_one_line_and_kept_for_the_next_plan(folder: Path) -> None:
+    before = printed(folder, "plan", *PLAN)
+    assert before["job_calibration"] is None
+    done = brimful(folder, "train", *PLAN, "--steps", STEPS, "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "step time" in line]
+    assert "predicted" in line
+    assert "measured" in line
+    lines = [json.loads(each) for each in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    (record,) = [each for each in lines if each["kind"] == "self_correction"]
+    after = printed(folder, "plan", *PLAN)
+    factor = record["measured_step_seconds"] / record["predicted_step_seconds"]
+    assert after["job_calibration"]["time_factor"] == pytest.approx(factor)
+    assert any("--no-job-calibration" in note for note in after["notes"])
+    ignoring = printed(folder, "plan", *PLAN, "--no-job-calibration")
+    assert ignoring["predicted_step_seconds"] == before["predicted_step_seconds"]
+    kept = folder / "cache" / "brimful" / "job_calibrations.json"
+    kept.write_text("{")
+    damaged = brimful(folder, "plan", *PLAN)
+    assert damaged.returncode == 0
+    assert str(kept) in damaged.stderr
+    assert "not used" in damaged.stderr
+
+
+def test_replan_changes_to_settings_within_the_budget_and_a_resumed_run_keeps_them(folder: Path) -> None:
+    wrong = str(wrong_plan(folder))
+    result = printed(
+        folder, "train", "job.py:job", "--plan", wrong, "--steps", STEPS, "--run-dir", "run", "--replan"
+    )
+    found = result["self_correction"]
+    assert found["exceeds_budget"]
+    assert found["changed_after_step"] == found["step"]
+    assert found["certificate"]["comparisons"]
+    assert found["change"]["is_kept"]
+    assert result["settings"] == found["better"]["settings"] != found["settings"]
+    assert result["measured_peak_reserved_bytes"] <= result["budget_bytes"]
+    assert "replanned" in (folder / "run" / "report.txt").read_text()
+    longer = printed(
+        folder,
+        "train",
+        "job.py:job",
+        "--resume",
+        "--run-dir",
+        "run",
+        "--steps",
+        str(int(STEPS) + 8),
+        "--replan",
+    )
+    assert longer["settings"] == result["settings"]
+    assert longer["self_correction"] == found
+
+
+def test_without_replan_the_run_says_what_would_be_better(folder: Path) -> None:
+    wrong = str(wrong_plan(folder))
+    done = brimful(folder, "train", "job.py:job", "--plan", wrong, "--steps", STEPS)
+    assert done.returncode == 0, done.stderr
+    assert "OVER the budget" in done.stderr
+    assert "--replan" in done.stderr
+    assert "better settings" in done.stdout
+
+
+def test_replan_is_refused_on_several_ranks_before_time_is_spent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in launch.items():
+        monkeypatch.setitem(os.environ, name, value)
+    done = brimful(folder, "train", *PLAN, "--steps", STEPS, "--replan")
+    assert done.returncode != 0
+    assert "--replan is for one rank, and 2 are launched" in done.stderr

@@ -1,0 +1,147 @@
+"""A plan uses what training measured of the same job on this machine, and says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import brimful as bf
+from brimful.api import kept_plans, plans
+from brimful.planner import Plan
+from brimful.profiling import job_calibrations
+from brimful.results import JobCalibration
+from helpers.wrong_plans import SAMPLES, gpt_job
+
+
+def keep_factors(times: float, peaks: float | None) -> Plan:
+    """Keep factors for the job, under the kind that a plan of it has; the plan without them."""
+    job = gpt_job()
+    plain = bf.plan(job, "cpu", global_batch_size=SAMPLES)
+    assert plain.job_kind is not None
+    found = JobCalibration(
+        device="cpu",
+        job=job.name,
+        parameter_count=1,
+        precision=plain.settings.precision,
+        optimizer="adamw",
+        time_factor=times,
+        peak_factor=peaks,
+        measured_steps=5,
+        measured_on="2026-11-24",
+    )
+    kept: dict[str, JobCalibration] = {plain.job_kind: found}
+    job_calibrations.write_kept(job_calibrations.FILE, "jobs", kept, what="a test's factors")
+    return plain
+
+
+def planned(**asked: object) -> Plan:
+    return bf.plan(gpt_job(), **{"device": "cpu", "global_batch_size": SAMPLES, **asked})  # type: ignore[arg-type]
+
+
+def test_predictions_are_multiplied_and_a_note_has_factors_date_and_the_way_out() -> None:
+    plain = keep_factors(2.0, 1.25)
+    found = planned()
+    assert found.settings == plain.settings
+    assert found.predicted_step_seconds == pytest.approx(2 * plain.predicted_step_seconds)
+    assert found.predicted_peak_reserved_bytes == round(1.25 * plain.predicted_peak_reserved_bytes)
+    assert found.plain.predicted_step_seconds == pytest.approx(2 * plain.plain.predicted_step_seconds)
+    assert found.job_kind == plain.job_kind
+    assert found.job_calibration is not None
+    (note,) = [note for note in found.notes if "multiplied" in note]
+    for expected in ("2026-11-24", "× 2.000", "× 1.250", "--no-job-calibration"):
+        assert expected in note
+    assert Plan.from_json(found.to_json()) == found
+
+
+def test_what_is_chosen_fits_the_budget_with_the_factor() -> None:
+    plain = keep_factors(1.0, 1.25)
+    budget_bytes = round(
+        1.1 * plain.predicted_peak_reserved_bytes
+    )  # everything kept would take 1.25 of the peak
+    found = planned(budget=budget_bytes)
+    assert found.budget_bytes == budget_bytes
+    assert found.settings != plain.settings
+    assert found.predicted_peak_reserved_bytes <= budget_bytes
+    without = planned(budget=budget_bytes, job_calibration=False)
+    assert without.settings == plain.settings
+    assert without.job_calibration is None
+
+
+def test_predictions_for_a_named_device_or_a_record_stay_as_they_are() -> None:
+    keep_factors(2.0, 1.25)
+    for device in ("T4", bf.find_device("cpu")):
+        found = planned(device=device)
+        assert found.job_calibration is None
+        assert found.job_kind is None
+
+
+def test_factors_are_not_used_where_a_plan_may_choose_the_precision() -> None:
+    keep_factors(2.0, 1.25)
+    assert planned(precision="fp32,bf16").job_calibration is None
+
+
+def test_what_does_not_fit_is_refused_with_the_budget_as_it_was_asked() -> None:
+    keep_factors(1.0, 1.25)
+    with pytest.raises(bf.InfeasibleError, match=r"1.250[\s\S]*no-job-calibration") as failed:
+        planned(budget="200KiB")
+    assert failed.value.budget_bytes == 200 * 1024
+    with pytest.raises(bf.InfeasibleError) as without:
+        planned(budget="200KiB", job_calibration=False)
+    assert failed.value.smallest_peak_bytes == pytest.approx(1.25 * without.value.smallest_peak_bytes, rel=1e-6)
+
+
+def test_a_kept_plan_answers_only_with_the_same_factors(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kept_plans, "_folder", lambda: tmp_path)
+    first = plans.plan_once(gpt_job(), "cpu", global_batch_size=SAMPLES)
+    keep_factors(2.0, 1.25)
+    second = plans.plan_once(gpt_job(), "cpu", global_batch_size=SAMPLES)
+    assert second.predicted_step_seconds == pytest.approx(2 * first.predicted_step_seconds)
+
+
+def test_a_plan_is_checked_with_the_factors_that_it_was_made_with() -> None:
+    keep_factors(2.0, 1.25)
+    plan = planned()
+    check = bf.check_plan(gpt_job(), plan)
+    assert check.predicted_peak_device_bytes == check.planned_peak_device_bytes
+    assert check.predicted_step_seconds == pytest.approx(check.planned_step_seconds)
+
+
+def test_training_keeps_what_it_measured_for_the_next_plan() -> None:
+    plan = planned()
+    assert plan.job_calibration is None
+    result, _ = bf.fit(gpt_job(), plan, steps=8, show_progress=False)
+    assert result.self_correction is not None
+    after = planned()
+    assert after.job_calibration is not None
+    assert after.predicted_step_seconds == pytest.approx(result.self_correction.measured_step_seconds)
+    assert after.job_calibration.peak_factor == 1.0  # predicted to the byte on a CPU
+
+
+def test_a_later_run_multiplies_the_factors_that_its_plan_has() -> None:
+    plain = keep_factors(3.0, 1.25)
+    result, _ = bf.fit(gpt_job(), planned(), steps=8, show_progress=False)
+    assert result.self_correction is not None
+    measured = result.self_correction.measured_step_seconds
+    after = planned()
+    assert after.job_calibration is not None
+    assert after.job_calibration.time_factor == pytest.approx(measured / plain.predicted_step_seconds)
+    assert after.job_calibration.peak_factor == pytest.approx(1.0, rel=1e-6)
+
+
+def test_training_with_predictions_of_elsewhere_keeps_nothing() -> None:
+    plan = replace(planned(), job_kind=None)
+    bf.fit(gpt_job(), plan, steps=8, show_progress=False)
+    assert planned().job_calibration is None
+
+
+@pytest.mark.parametrize("peaks", [2.5, 0.4])
+def test_an_implausible_factor_is_not_kept(peaks: float) -> None:
+    plan = planned()
+    peak_bytes = round(plan.predicted_peak_reserved_bytes / peaks)
+    wrong = replace(plan, predicted_peak_reserved_bytes=peak_bytes, predicted_peak_device_bytes=peak_bytes)
+    bf.fit(gpt_job(), wrong, steps=8, show_progress=False)
+    assert planned().job_calibration is None
