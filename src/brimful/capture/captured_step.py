@@ -18,7 +18,7 @@ from brimful.capture.compiled import CompiledCode
 from brimful.capture.coupling import Coupling
 from brimful.capture.marks import mark_batch, mark_gradients, mark_input, mark_model
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import Gradient, Mark, StepPart
+from brimful.capture.recording.update import Gradient, StepPart
 from brimful.capture.repeats import Shortening
 from brimful.distributed.fsdp import Sharded, check_optimizer
 from brimful.execution.executor import StepExecutor, Transfers

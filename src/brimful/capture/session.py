@@ -30,7 +30,14 @@ from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import Gradient, Recorded, RecordedPart, StepPart, with_update
+from brimful.capture.recording.update import (
+    Gradient,
+    Recorded,
+    RecordedPart,
+    StepPart,
+    later_ops,
+    with_update,
+)
 from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
 from brimful.capture.values.known import KnownValues
@@ -151,7 +158,7 @@ class CaptureSession:
             is_apart = not step.optimizer.state
         else:
             lasting = any(rule.lasts and rule.occurrences for rule in self._rules)
-            is_apart = not (lasting or facts.uncertain or facts.host_state_bytes or self._known.has_assumed)
+            is_apart = not (lasting or facts.uncertain or self._known.has_assumed)
         if not is_apart:
             return None
         return RecordedPart(
@@ -162,6 +169,7 @@ class CaptureSession:
             update=step.update,
             updated=step.updated,
             gradients=step.gradients,
+            host_state_bytes=facts.host_state_bytes,
             counts={rule.name: tuple(rule.counted) for rule in self._rules},
         )
 
@@ -179,15 +187,15 @@ class CaptureSession:
             PartsDifferError: The two parts do not show it.
         """
         recorded = with_update(model, update)
-        setup_ops = update.forward.ops
-        later = setup_ops + model.update.ops - update.update.ops
+        self._observers.recorder.facts.host_state_bytes = update.host_state_bytes
+        of_model, of_update = later_ops(model, update)
         for rule in self._rules:
-            rule.counted[:] = [(op + setup_ops, times, added) for op, times, added in rule.counted]
+            rule.counted[:] = [(op + of_model, times, added) for op, times, added in rule.counted]
             for op, occurrences, changed_bytes in update.counts.get(rule.name, ()):
                 if op >= update.update.ops:
                     rule.occurrences += occurrences
                     rule.changed_bytes += changed_bytes
-                    rule.counted.append((op + later, occurrences, changed_bytes))
+                    rule.counted.append((op + of_update, occurrences, changed_bytes))
         return self._trace(self._settings, 1, captured_micro_batches(self._settings), recorded)
 
     def _recorded(self) -> Recorded:

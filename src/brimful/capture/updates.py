@@ -94,11 +94,11 @@ def _of_update(settings: Settings) -> Settings:
 
 
 def _can_share(settings: Settings) -> bool:
-    """Whether the optimizer runs after backward, on the device, on what this rank has of its own."""
+    """Whether the optimizer runs after backward, on gradients that no loss scaler reads."""
     return (
         settings.world_size == 1
         and settings.precision is not Precision.FP16
-        and not (settings.optimizer_in_backward or settings.offload_optimizer)
+        and not settings.optimizer_in_backward
     )
 
 

@@ -66,6 +66,8 @@ class RecordedPart:
     updated: Mark
     """When the optimizer's step ended, and the gradients were there still."""
     gradients: tuple[Gradient, ...]
+    host_state_bytes: int
+    """Optimizer state in the host's memory."""
     counts: Mapping[str, Sequence[tuple[int, int, int]]]
     """By correction: the index of the next op, occurrences and changed bytes, for all that it counted."""
 
@@ -87,33 +89,35 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     Raises:
         PartsDifferError: The parts do not show it.
     """
-    if model.gradients != update.gradients or model.forward.ops:
+    if model.gradients != update.gradients:
         raise PartsDifferError
     _check_setup(model, update)
-    ahead, last = update.forward, model.update
-    shift = ahead.ops + last.ops - update.update.ops
-    """How many ops later the update's are in the whole step."""
-    ops = [*update.ops[: ahead.ops], *model.ops[: last.ops], *update.ops[update.update.ops :]]
+    first, last, ahead = model.forward, model.update, update.forward
+    of_model, of_update = later_ops(model, update)
+    ops = [*update.ops[: ahead.ops], *model.ops[first.ops : last.ops], *update.ops[update.update.ops :]]
     blocks = [
-        *model.blocks[: model.forward.blocks],
-        *update.blocks[model.forward.blocks : ahead.blocks],
-        *(_later(block, ahead.ops) for block in model.blocks[model.forward.blocks : last.blocks]),
-        *(_later(block, shift) for block in update.blocks[update.update.blocks :]),
+        *model.blocks[: first.blocks],
+        *update.blocks[first.blocks : ahead.blocks],
+        *(_later(block, of_model) for block in model.blocks[first.blocks : last.blocks]),
+        *(_later(block, of_update) for block in update.blocks[update.update.blocks :]),
     ]
     numbers = _BlockNumbers(model, update)
-    before, after = (
-        model.events[last.events : model.updated.events],
-        model.events[model.updated.events :],
-    )
+    last_op = last.ops - 1 + of_model
     events = [
         *update.events[: ahead.events],
-        *numbers.model_events(model.events[model.forward.events : last.events], ahead.ops),
-        *numbers.unused_state(update.events[ahead.events : update.update.events], ahead.ops + last.ops - 1),
-        *numbers.remaining_frees(before, ahead.ops + last.ops - 1),
-        *numbers.update_events(update.events[update.update.events :], shift),
-        *numbers.remaining_frees(after, len(ops) - 1),
+        *numbers.model_events(model.events[first.events : last.events], of_model),
+        *numbers.unused_state(update.events[ahead.events : update.update.events], last_op),
+        *numbers.remaining_frees(model.events[last.events : model.updated.events], last_op),
+        *numbers.update_events(update.events[update.update.events :], of_update),
+        *numbers.remaining_frees(model.events[model.updated.events :], len(ops) - 1),
     ]
     return Recorded(ops, blocks, events)
+
+
+def later_ops(model: RecordedPart, update: RecordedPart) -> tuple[int, int]:
+    """How many ops later forward and backward are in the whole step than in their part; and the update."""
+    of_model = update.forward.ops - model.forward.ops
+    return of_model, model.update.ops + of_model - update.update.ops
 
 
 class _BlockNumbers:
@@ -195,7 +199,10 @@ def _gradients_of(part: RecordedPart) -> dict[str, int]:
 
 def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
     """The model's part begins as the update's does, but for the size of its batch."""
-    if model.events[: model.forward.events] != update.events[: model.forward.events]:
+    count = model.forward
+    if model.ops[: count.ops] != update.ops[: count.ops]:
+        raise PartsDifferError
+    if model.events[: count.events] != update.events[: count.events]:
         raise PartsDifferError
     for mine, other in zip(model.blocks[: model.forward.blocks], update.blocks, strict=False):
         has_same_size = mine.size_bytes == other.size_bytes or mine.category is Category.INPUTS
