@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from brimful.errors import BatchError, CaptureError, UsageError
-from brimful.memory import most_held_bytes
+from brimful.memory import live_profile, most_held_bytes, rounding_bytes_of
 from brimful.planner.candidate import uniform_actions
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.settings import Action, Settings
-from brimful.trace import Category, Trace
+from brimful.trace import Category, Phase, Trace
 from brimful.trace.units import find_units
 
 SEARCHED_OPS = 1500
@@ -85,3 +87,16 @@ def step_over_floor(capture: Callable[[Settings], Trace], request: Request, base
         return estimate_unlimited(capture(settings), request.device)
     except (CaptureError, BatchError, UsageError):  # the search finds another way, or says why not
         return None
+
+
+def bytes_of_update(trace: Trace) -> int:
+    """The most bytes that a step has on the device for its optimizer alone: its state, and temporaries of its.
+
+    Args:
+        trace: Training with the optimizer on the device.
+    """
+    state_bytes = most_held_bytes(trace, Category.OPTIMIZER_STATE)
+    others = most_held_bytes(trace, Category.PARAMETERS) + most_held_bytes(trace, Category.GRADIENTS)
+    profile = live_profile(trace, rounding_bytes_of(trace.device_kind))
+    in_update = np.array([op.phase is Phase.OPTIMIZER for op in trace.ops] + [False])[profile.ops]
+    return max(state_bytes, int(profile.live_bytes[in_update].max(initial=0)) - others)

@@ -23,7 +23,7 @@ from brimful.planner.alternatives import alternatives, budget_curve
 from brimful.planner.baseline import Baseline
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.fastest import by_least_time, fastest_within, with_less_offloading
-from brimful.planner.floor import step_over_floor
+from brimful.planner.floor import bytes_of_update, step_over_floor
 from brimful.planner.headroom import bytes_over, exceedance_of, with_headroom
 from brimful.planner.infeasible import nothing_fits
 from brimful.planner.notes import notes_for, what_safety_costs
@@ -128,11 +128,18 @@ def _is_limited_by_memory(candidates: Sequence[CandidateSearch], request: Reques
 
 
 def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, baseline: Trace) -> bool:
-    """Whether nothing fits, or the host's update takes less time than what the limit of memory costs now."""
+    """Whether nothing fits, or the host's update takes less time than what it could gain.
+
+    It gains at most what the bytes that leave the device would, added to the budget.
+    """
     found = fastest_within(candidates, request.reserved_budget_bytes)
     if not found:
         return True
-    most_gained_seconds = found[0].predicted_step_seconds - _fastest_ever_seconds(candidates)
+    with_more = (
+        each.grid.step_seconds(request.reserved_budget_bytes + bytes_of_update(each.candidate.kept))
+        for each in candidates
+    )
+    most_gained_seconds = found[0].predicted_step_seconds - min(filter(None, with_more))
     state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
     return most_gained_seconds > least_host_update_seconds(baseline, request.device, state_bytes)
 
