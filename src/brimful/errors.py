@@ -98,7 +98,8 @@ class InfeasibleError(BrimfulError):
     Args:
         message: What was requested, what was found, why, and the nearest way out.
         budget_bytes: The budget.
-        smallest_peak_bytes: The smallest predicted peak found, measured like the budget.
+        smallest_peak_bytes: The smallest predicted peak found, measured like the budget. Where parameters,
+            gradients and optimizer state alone are over the budget, no smaller one was searched for.
     """
 
     def __init__(self, message: str, *, budget_bytes: int, smallest_peak_bytes: int) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from brimful.batches import why_not_split
-from brimful.capture import CautiousCapture, capture_step
+from brimful.capture import capture_step
+from brimful.capture.cache import CachedCapture
 from brimful.cost import step_seconds
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
 from brimful.errors import CaptureError, UnknownNameError, UsageError
@@ -235,24 +237,20 @@ def gpus(
         raise UsageError(
             "sorting by cost takes prices of the GPUs that are compared: prices={…}, --prices FILE."
         )
-    planned = replace(job, loop=None)
+    with ExitStack() as opened:
 
-    @functools.cache
-    def cautious(device: Device) -> CautiousCapture:
-        return CautiousCapture(planned, device)
+        @functools.cache
+        def capture_on(device: Device) -> CachedCapture:
+            return opened.enter_context(CachedCapture(job, device))
 
-    @functools.cache
-    def capture(settings: Settings, device: Device) -> Trace:
-        return cautious(device)(settings)
-
-    fits = survey_gpus(
-        capture,
-        [with_best_context(device) for device in asked],
-        base,
-        splits_coupled_batches=split_batch_norm,
-        can_split=why_not_split(job, global_batch_size) is None,
-        compares_usual=base.precision is Precision.FP32,
-    )
+        fits = survey_gpus(
+            lambda settings, device: capture_on(device)(settings),
+            [with_best_context(device) for device in asked],
+            base,
+            splits_coupled_batches=split_batch_norm,
+            can_split=why_not_split(job, global_batch_size) is None,
+            compares_usual=base.precision is Precision.FP32,
+        )
     priced = [fit.with_price(by_name.get(fit.device)) for fit in fits]
     return GpuSurvey(priced, job=job.name, global_batch_size=global_batch_size, sort=sort)
 

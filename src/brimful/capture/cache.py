@@ -10,6 +10,7 @@ from typing import Self
 from brimful.capture.cautious import CautiousCapture
 from brimful.capture.repeats import RepeatedBlocks
 from brimful.capture.step import capture_short_step
+from brimful.capture.updates import SharedUpdates
 from brimful.devices import Device
 from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
@@ -30,8 +31,10 @@ class CachedCapture:
     def __init__(self, job: Job, device: Device) -> None:
         job = replace(job, loop=None)
         self._capture = CautiousCapture(job, device)
+        self._updates = SharedUpdates(job, device)
         self._repeated = RepeatedBlocks(
-            lambda settings, shortening: capture_short_step(job, settings, device, shortening)
+            self._updates.short,
+            lambda settings, shortening: capture_short_step(job, settings, device, shortening),
         )
         self._traces: dict[tuple[Settings, int], Trace] = {}
         self._exit = ExitStack()
@@ -40,11 +43,16 @@ class CachedCapture:
         """The trace of `steps` optimizer steps under some settings."""
         key = settings, steps
         if key not in self._traces:
-            short = self._repeated.captured(settings) if steps == 1 else None
-            self._traces[key] = self._capture(settings, steps) if short is None else short
-            if steps == 1 and short is None:
-                self._repeated.learn(settings, self._traces[key])
+            self._traces[key] = self._one_step(settings) if steps == 1 else self._capture(settings, steps)
         return self._traces[key]
+
+    def _one_step(self, settings: Settings) -> Trace:
+        trace = self._repeated.captured(settings) or self._updates.whole(settings)
+        if trace is None:
+            trace = self._capture(settings, 1)
+            self._repeated.learn(settings, trace)
+            self._updates.learn(settings, trace)
+        return trace
 
     def __enter__(self) -> Self:
         self._exit.enter_context(without_garbage_collection())

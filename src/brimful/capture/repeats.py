@@ -17,7 +17,9 @@ from itertools import groupby, pairwise
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
+from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.recording.recorder import Recorder
 from brimful.errors import BrimfulError
 from brimful.module_names import plain_modules, plain_namer, unwrapped
@@ -81,15 +83,21 @@ class Shortening:
             container.__dict__["_modules"] = children
         plain_name = plain_namer(model)
         names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-        with recorder.paused(), torch.no_grad():
+        wrapper = Wrapper()
+        with recorder.paused(), torch.no_grad(), torch._C.DisableTorchFunction():
             for block, row in self.omitted.items():
                 like = dict(self._modules[self.blocks[block]].named_parameters())
                 for fqn in row:
                     for name, parameter in self._modules[fqn].named_parameters():
                         gradient = like[name].grad
                         if gradient is not None and parameter.grad is None:
-                            parameter.grad = torch.empty_strided(
-                                gradient.shape, gradient.stride(), dtype=gradient.dtype
+                            assert type(gradient) is FakeTensor
+                            parameter.grad = wrapper.empty(
+                                gradient.fake_mode,
+                                gradient.shape,
+                                gradient.stride(),
+                                gradient.dtype,
+                                gradient.fake_device,
                             )
                             self.placeholders.add(names[id(parameter)])
 
@@ -112,11 +120,12 @@ class RepeatedBlocks:
     """Captures steps of a model short, where its blocks repeat.
 
     Args:
-        capture: Runs a short step.
+        captures: Run a short step. The first that gives the whole one is taken, and where it returns nothing,
+            those after it.
     """
 
-    def __init__(self, capture: ShortCapture) -> None:
-        self._capture = capture
+    def __init__(self, *captures: ShortCapture) -> None:
+        self._captures = captures
         self._first: tuple[Settings, Trace] | None = None
         self._rows: tuple[tuple[str, ...], ...] | None = None
         """Blocks that ran alike in the first capture; None before they are looked for."""
@@ -133,19 +142,22 @@ class RepeatedBlocks:
         if self._rows is None:
             first, whole = self._first
             self._rows = tuple(rows_of_alike_blocks(whole))
-            if self._rows and self._captured(first) != whole:
-                self._rows = ()
+            while self._captures and self._rows and self._captured(first) != whole:
+                self._captures = self._captures[1:]
         return self._captured(settings)
 
     def _captured(self, settings: Settings) -> Trace | None:
-        shortening = self._shortening(settings) if self._rows else None
-        if shortening is None:
-            return None
-        try:
-            trace = self._capture(settings, shortening)
-        except (BrimfulError, LookupError):  # the model may count its blocks
-            return None
-        return trace if trace is not None and _shows_all(trace) else None
+        for capture in self._captures:
+            shortening = self._shortening(settings) if self._rows else None
+            if shortening is None:
+                return None
+            try:
+                trace = capture(settings, shortening)
+            except (BrimfulError, LookupError):  # the model may count its blocks
+                return None
+            if trace is not None:
+                return trace if _shows_all(trace) else None
+        return None
 
     def _shortening(self, settings: Settings) -> Shortening | None:
         """What can be omitted under some settings; None if that is little."""

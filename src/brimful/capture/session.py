@@ -30,6 +30,14 @@ from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
+from brimful.capture.recording.update import (
+    Gradient,
+    Recorded,
+    RecordedPart,
+    StepPart,
+    later_ops,
+    with_update,
+)
 from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
 from brimful.capture.values.known import KnownValues
@@ -60,6 +68,8 @@ class CaptureSession:
         guess: Assumption about unknown values that decide sizes.
         compiled: Notes code for `torch.compile`; in force.
         shortening: Blocks of the model that do not run; `settings` have no actions for them.
+        part: What runs of a step.
+        gradients: For the update alone: the gradients that it is given.
     """
 
     def __init__(
@@ -71,6 +81,8 @@ class CaptureSession:
         guess: Guess,
         compiled: CompiledCode,
         shortening: Shortening | None = None,
+        part: StepPart = StepPart.ALL,
+        gradients: tuple[Gradient, ...] = (),
     ) -> None:
         self._job, self._settings, self._device, self._rules = job, settings, device, rules
         self._mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -85,6 +97,8 @@ class CaptureSession:
             compiled=compiled,
             coupling=Coupling(self._model, self._outside),
             shortening=shortening,
+            part=part,
+            gradients=gradients,
         )
         self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None
@@ -124,9 +138,69 @@ class CaptureSession:
                     if evaluates:
                         observers.recorder.position.enter(Phase.EVALUATION, 0, steps)
                         _evaluate(self._job, settings, self._model, self._batch, observers.recorder)
-        trace = self._trace(settings, steps, micro_batches)
+        trace = self._trace(settings, steps, micro_batches, self._recorded())
         applied.remove()
         return trace, written
+
+    def run_part(self) -> RecordedPart | None:
+        """Run a part of one step; None if it cannot be joined to the other part."""
+        with self._patched() as sharded:
+            applied = apply_units(self._model, self._settings)
+            with self._recording():
+                written = self._run_steps(1, sharded, frozenset())
+        recorded = self._recorded()
+        applied.remove()
+        step, facts = self._captured, self._observers.recorder.facts
+        assert step is not None
+        if written or step.gradients is None:
+            return None
+        if self._observers.part is StepPart.MODEL:
+            is_apart = not step.optimizer.state
+        else:
+            lasting = any(rule.lasts and rule.occurrences for rule in self._rules)
+            is_apart = not (lasting or facts.uncertain or self._known.has_assumed)
+        if not is_apart:
+            return None
+        return RecordedPart(
+            ops=recorded.ops,
+            blocks=recorded.blocks,
+            events=recorded.events,
+            forward=step.forward,
+            update=step.update,
+            updated=step.updated,
+            gradients=step.gradients,
+            host_state_bytes=facts.host_state_bytes,
+            counts={rule.name: tuple(rule.counted) for rule in self._rules},
+        )
+
+    def joined(self, model: RecordedPart, update: RecordedPart) -> Trace:
+        """The trace of the whole step.
+
+        Args:
+            model: What `run_part` returned here.
+            update: The optimizer's part, with the same gradients.
+
+        Returns:
+            What a capture of the whole step is.
+
+        Raises:
+            PartsDifferError: The two parts do not show it.
+        """
+        recorded = with_update(model, update)
+        self._observers.recorder.facts.host_state_bytes = update.host_state_bytes
+        of_model, of_update = later_ops(model, update)
+        for rule in self._rules:
+            rule.counted[:] = [(op + of_model, times, added) for op, times, added in rule.counted]
+            for op, occurrences, changed_bytes in update.counts.get(rule.name, ()):
+                if op >= update.update.ops:
+                    rule.occurrences += occurrences
+                    rule.changed_bytes += changed_bytes
+                    rule.counted.append((op + of_update, occurrences, changed_bytes))
+        return self._trace(self._settings, 1, captured_micro_batches(self._settings), recorded)
+
+    def _recorded(self) -> Recorded:
+        recorder = self._observers.recorder
+        return Recorded(tuple(recorder.ops), tuple(recorder.ledger.blocks), tuple(recorder.ledger.events))
 
     @contextmanager
     def _patched(self) -> Iterator[Sharded | None]:
@@ -180,9 +254,9 @@ class CaptureSession:
         for rule in self._rules:
             rule.begin_step()
 
-    def _trace(self, settings: Settings, steps: int, micro_batches: int) -> Trace:
+    def _trace(self, settings: Settings, steps: int, micro_batches: int, recorded: Recorded) -> Trace:
         recorder, coupling = self._observers.recorder, self._observers.coupling
-        facts, ledger, parameters = recorder.facts, recorder.ledger, list(self._model.parameters())
+        facts, parameters = recorder.facts, list(self._model.parameters())
         return Trace(
             job=self._job.name,
             settings=settings,
@@ -190,9 +264,9 @@ class CaptureSession:
             torch_version=torch.__version__,
             captured_steps=steps,
             captured_micro_batches=micro_batches,
-            ops=tuple(recorder.ops),
-            storages=to_storages(ledger.blocks, ledger.events, recorder.ops),
-            events=to_events(ledger.blocks, ledger.events),
+            ops=tuple(recorded.ops),
+            storages=to_storages(recorded.blocks, recorded.events, recorded.ops),
+            events=to_events(recorded.blocks, recorded.events),
             module_classes=self._modules.classes,
             corrections=tuple(rule.record() for rule in self._rules),
             uncertain_ops=(*facts.uncertain, *([_ASSUMED] if self._known.has_assumed else [])),
@@ -203,7 +277,7 @@ class CaptureSession:
             sizes_are_guessed=facts.sizes_are_guessed,
             guess=self._known.guess,
             sizes_depend_on_values=facts.sizes_depend_on_values,
-            convolves_images=_convolves(recorder.ops) and any(p.dim() > _SEQUENCES for p in parameters),
+            convolves_images=_convolves(recorded.ops) and any(p.dim() > _SEQUENCES for p in parameters),
             parameter_count=sum(p.numel() for p in parameters),
             trainable_parameter_count=sum(p.numel() for p in parameters if p.requires_grad),
             couples_samples=self._job.embed is not None and self._job.loop is None,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 from brimful.capture.compiled import CompiledCode
-from brimful.capture.corrections import rules_for
+from brimful.capture.corrections import Rule, rules_for
 from brimful.capture.recording.lines import raising_line
+from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart, StepPart
 from brimful.capture.repeats import Shortening
 from brimful.capture.session import CaptureSession
 from brimful.devices import Device
@@ -62,8 +63,7 @@ def capture_step(
         rules = rules_for(device, settings, without)
         if job.loop is None:
             check_coupled(job, settings)
-        compiled = CompiledCode()
-        with _as_capture_error(job, settings), without_garbage_collection(), compiled.runs_eagerly():
+        with _capturing(job, settings) as compiled:
             session = CaptureSession(job, settings, device, rules, guess, compiled)
             trace, written = session.run(steps, evaluates=evaluates, written_inputs=written_inputs)
         if written == written_inputs:
@@ -92,15 +92,99 @@ def capture_short_step(
     report(f"capturing {settings.describe()}")
     reduced = shortening.reduced(settings)
     rules = rules_for(device, reduced, ())
-    compiled = CompiledCode()
-    with _as_capture_error(job, settings), without_garbage_collection(), compiled.runs_eagerly():
+    with _capturing(job, settings) as compiled:
         session = CaptureSession(job, reduced, device, rules, guess, compiled, shortening)
         trace, written = session.run(1, evaluates=False, written_inputs=frozenset())
-    if written:
+    return None if written else _whole(trace, settings, shortening, rules)
+
+
+def capture_with_update(
+    job: Job,
+    settings: Settings,
+    device: Device,
+    updates: Callable[[Settings, tuple[Gradient, ...]], RecordedPart | None],
+    shortening: Shortening | None = None,
+) -> Trace | None:
+    """The trace of one step, of which only forward and backward run.
+
+    Args:
+        job: Without a loop of its own.
+        settings: Those of the whole step.
+        device: The target device.
+        updates: What the optimizer does under some settings with some gradients; None where that is not known.
+        shortening: Blocks that do not run; used once.
+
+    Returns:
+        What `capture_step` returns for one step; None where the two parts do not show it.
+
+    Raises:
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    report(f"capturing {settings.describe()}")
+    reduced = settings if shortening is None else shortening.reduced(settings)
+    rules = rules_for(device, reduced, ())
+    with _capturing(job, settings) as compiled:
+        session = CaptureSession(
+            job, reduced, device, rules, Guess.EXPECTED, compiled, shortening, part=StepPart.MODEL
+        )
+        model = session.run_part()
+    update = None if model is None else updates(settings, model.gradients)
+    if model is None or update is None:
         return None
+    try:
+        trace = session.joined(model, update)
+    except PartsDifferError:
+        return None
+    if shortening is None:
+        return replace(trace, own_checkpoints=own_checkpoints(trace))
+    return _whole(trace, settings, shortening, rules)
+
+
+def capture_update(
+    job: Job, settings: Settings, device: Device, gradients: tuple[Gradient, ...]
+) -> RecordedPart | None:
+    """What the optimizer does in one step.
+
+    Args:
+        job: Without a loop of its own.
+        settings: Those of the step; its units run nothing here.
+        device: The target device.
+        gradients: Those that the optimizer is given.
+
+    Returns:
+        Its part of the step; None where that depends on more than the gradients.
+
+    Raises:
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    rules = rules_for(device, settings, ())
+    with _capturing(job, settings) as compiled:
+        session = CaptureSession(
+            job,
+            settings,
+            device,
+            rules,
+            Guess.EXPECTED,
+            compiled,
+            part=StepPart.UPDATE,
+            gradients=gradients,
+        )
+        return session.run_part()
+
+
+def _whole(trace: Trace, settings: Settings, shortening: Shortening, rules: list[Rule]) -> Trace | None:
+    """The trace with the blocks that did not run."""
     shortening.counts = {rule.name: rule.counted for rule in rules}
     whole = shortening.whole(trace, settings)
     return None if whole is None else replace(whole, own_checkpoints=own_checkpoints(whole))
+
+
+@contextmanager
+def _capturing(job: Job, settings: Settings) -> Iterator[CompiledCode]:
+    """What is in force while a step is captured."""
+    compiled = CompiledCode()
+    with _as_capture_error(job, settings), without_garbage_collection(), compiled.runs_eagerly():
+        yield compiled
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from brimful.cost import step_seconds, time_interval
 from brimful.devices import Device, torch_builds_note
 from brimful.display import PrintedResult
 from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
-from brimful.memory import predict_memory
+from brimful.memory import replay_allocations
 from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, ScaledTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
@@ -49,7 +49,7 @@ class CaptureOn(Protocol):
     """Runs a step on fake tensors as a device would."""
 
     def __call__(self, settings: Settings, device: Device) -> Trace:
-        """The trace of two optimizer steps."""
+        """The trace of one optimizer step."""
 
 
 SECONDS_PER_HOUR = 3600.0
@@ -360,7 +360,7 @@ def _fit(family: _Family, device: Device) -> GpuFit:
 
     def peak(settings: Settings) -> int:
         if settings not in peaks:
-            peaks[settings] = predict_memory(_on(device, family.trace(settings))).peak_reserved_bytes
+            peaks[settings] = _reserved_bytes(family.trace(settings), device)
         return peaks[settings]
 
     baseline_bytes = peak(candidates[0])
@@ -393,9 +393,14 @@ def _first_change_that_fits(family: _Family, device: Device, limit: int) -> str 
             trace = family.trace(settings)
         except CaptureError:  # an optimizer may not take these parameters
             continue
-        if predict_memory(_on(device, trace)).peak_reserved_bytes <= limit:
+        if _reserved_bytes(trace, device) <= limit:
             return name
     return None
+
+
+def _reserved_bytes(trace: Trace, device: Device) -> int:
+    """The peak of two steps: the second finds memory as the allocator was left by the first."""
+    return replay_allocations(_on(device, trace).with_last_step_again()).peak_reserved_bytes
 
 
 def _on(device: Device, trace: Trace) -> Trace:

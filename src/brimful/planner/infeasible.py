@@ -10,11 +10,13 @@ from brimful.errors import CaptureError, InfeasibleError, UsageError
 from brimful.memory import pinned_host_bytes
 from brimful.planner.baseline import Baseline
 from brimful.planner.coupling import why_kept_whole
+from brimful.planner.floor import Floor
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate, estimate_unlimited
 from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes, parse_bytes
 from brimful.settings import Action, Precision, Settings
+from brimful.trace import Trace
 from brimful.trace.ddp import per_rank_trace
 
 
@@ -24,21 +26,35 @@ def nothing_fits(
     smallest: Estimate,
     baseline: Baseline,
     notes: Iterable[str],
+    *,
+    is_searched: bool = True,
 ) -> InfeasibleError:
     """The error to raise: by how much nothing fits, because of what, and the nearest options.
 
-    `smallest` is the least that anything permitted takes; `notes` say why something could not be tried.
+    `smallest` is the least that anything permitted takes, or if that was not searched for, a step that takes
+    little; `notes` say why something could not be tried.
     """
     peak = smallest.predicted_peak_device_bytes
     baseline_bytes = baseline.alternative.predicted_peak_reserved_bytes + request.device.context_bytes
     category, part_bytes = max(smallest.breakdown, key=lambda part: part[1])
+    floor = Floor.of(baseline.trace, request)
+    floor_bytes = floor.held_bytes + request.device.context_bytes
     lines = [
         f"no plan fits {format_bytes(request.budget_bytes)} on {request.device.name}.",
         f"  baseline: {format_bytes(baseline_bytes)}",
-        f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
-        f"{format_bytes(peak - request.budget_bytes)} too much",
-        f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",
     ]
+    if not is_searched:
+        lines += [
+            f"  every plan holds {floor.parts} at once: {format_bytes(floor_bytes)}, "
+            f"{format_bytes(floor_bytes - request.budget_bytes)} too much",
+            f"  a small step: {format_bytes(peak)} ({smallest.settings.describe()})",
+        ]
+    else:
+        lines += [
+            f"  smallest predicted peak: {format_bytes(peak)} ({smallest.settings.describe()}), "
+            f"{format_bytes(peak - request.budget_bytes)} too much",
+            f"  largest part: {category.replace('_', ' ')}, {format_bytes(part_bytes)}",
+        ]
     if request.device.context_bytes:
         lines.append(f"  CUDA context: {format_bytes(request.device.context_bytes)}")
     if request.job.why_not_split is not None:
@@ -50,7 +66,10 @@ def nothing_fits(
         )
     if asked := ", ".join(_what_was_asked(request)):
         lines.append(f"  you asked for: {asked}; without that, a smaller budget may do")
-    lines += [f"  would fit: {option}" for option in _options(capture, request, smallest)]
+    lines += [f"  would fit: {option}" for option in _options(capture, request, smallest, baseline.trace)]
+
+    if not is_searched:
+        lines[-1] += ", perhaps less"
     lines += [f"  note: {note}" for note in dict.fromkeys(notes)]
     return InfeasibleError("\n".join(lines), budget_bytes=request.budget_bytes, smallest_peak_bytes=peak)
 
@@ -73,15 +92,17 @@ def _what_was_asked(request: Request) -> Iterator[str]:
         yield "no optimizer on the host"
 
 
-def _options(capture: Capture, request: Request, smallest: Estimate) -> Iterator[str]:
+def _options(capture: Capture, request: Request, smallest: Estimate, baseline: Trace) -> Iterator[str]:
     """Changes that would fit, none of which is made unasked: they change the mathematics or the budget."""
     settings = smallest.settings
+    may_fit = not Floor.of(baseline, request).is_over(request)
+    may_fit_without_state = not Floor.of(baseline, request, has_state=False).is_over(request)
     tried: list[tuple[str, dict[str, Any]]] = [
         (f"precision {precision}", {"precision": precision})
         for precision in (Precision.BF16, Precision.FP16)
-        if precision not in request.permits.precisions and request.device.supports(precision)
+        if may_fit and precision not in request.permits.precisions and request.device.supports(precision)
     ][:1]
-    if request.pins.optimizer is None:
+    if may_fit_without_state and request.pins.optimizer is None:
         tried += [
             (f"optimizer {name}", {"optimizer": name, "optimizer_implementation": None})
             for name in ("adafactor", "sgd")
@@ -94,7 +115,8 @@ def _options(capture: Capture, request: Request, smallest: Estimate) -> Iterator
             continue
         if estimate.predicted_peak_device_bytes <= request.budget_bytes:
             yield f"{label} ({format_bytes(estimate.predicted_peak_device_bytes)} predicted)"
-    yield from _more_host_memory(capture, request, settings)
+    if may_fit_without_state:
+        yield from _more_host_memory(capture, request, settings)
     yield f"a budget of {_rounded_up(smallest.predicted_peak_device_bytes)}"
 
 

@@ -1,6 +1,7 @@
 """A request → a `Plan`: the joint search of micro-batch size, precision and an action per unit.
 
-1. Capture training without a plan, and every candidate that the request permits (`search_space`).
+1. Capture training without a plan. Where parameters, gradients and optimizer state alone are over the budget,
+   stop (`floor`). Else capture every candidate that the request permits (`search_space`).
 2. Where memory limits the best of them, add candidates that take less: with a chunked loss, expandable
    segments, or the optimizer on the host.
 3. Take candidates in the order of the least time that they may need, and capture the fastest choice of each
@@ -22,6 +23,7 @@ from brimful.planner.alternatives import alternatives, budget_curve
 from brimful.planner.baseline import Baseline
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.fastest import by_least_time, fastest_within, with_less_offloading
+from brimful.planner.floor import bytes_of_update, step_over_floor
 from brimful.planner.headroom import bytes_over, exceedance_of, with_headroom
 from brimful.planner.infeasible import nothing_fits
 from brimful.planner.notes import notes_for, what_safety_costs
@@ -59,6 +61,8 @@ def search(capture: Capture, request: Request) -> Plan:
     baseline = Baseline.of(capture, request)
     request = request.for_model(baseline.trace)
     notes: list[str] = []
+    if small := step_over_floor(capture, request, baseline.trace):
+        raise nothing_fits(capture, request, small, baseline, notes, is_searched=False)
     candidates = _candidates(capture, with_headroom(request, baseline.estimate), baseline.trace, notes)
     for is_safe in (True, False):
         if found := _found(candidates, request, is_safe=is_safe):
@@ -124,11 +128,18 @@ def _is_limited_by_memory(candidates: Sequence[CandidateSearch], request: Reques
 
 
 def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, baseline: Trace) -> bool:
-    """Whether nothing fits, or the host's update takes less time than what the limit of memory costs now."""
+    """Whether nothing fits, or the host's update takes less time than what it could gain.
+
+    It gains at most what the bytes that leave the device would, added to the budget.
+    """
     found = fastest_within(candidates, request.reserved_budget_bytes)
     if not found:
         return True
-    most_gained_seconds = found[0].predicted_step_seconds - _fastest_ever_seconds(candidates)
+    with_more = (
+        each.grid.step_seconds(request.reserved_budget_bytes + bytes_of_update(each.candidate.kept))
+        for each in candidates
+    )
+    most_gained_seconds = found[0].predicted_step_seconds - min(filter(None, with_more))
     state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
     return most_gained_seconds > least_host_update_seconds(baseline, request.device, state_bytes)
 

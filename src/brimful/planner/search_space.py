@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from brimful.errors import CaptureError, UsageError
-from brimful.memory import pinned_host_bytes
+from brimful.memory import most_held_bytes, pinned_host_bytes
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.family import CandidateFamily
 from brimful.planner.problem.logits import LOSS_CHUNKS, logits_layer
@@ -14,7 +14,7 @@ from brimful.planner.request import Request
 from brimful.prediction.estimator import Capture
 from brimful.quantities import format_bytes
 from brimful.settings import ChunkedLoss, Parallelism, Settings
-from brimful.trace import Trace
+from brimful.trace import Category, Trace
 
 
 class SearchSpace:
@@ -74,17 +74,23 @@ class SearchSpace:
 
     def with_offloaded_optimizer(self, candidates: Sequence[CandidateSearch]) -> list[CandidateSearch]:
         """The same candidates with the optimizer on the host, but for those that fail or have no room there."""
-        whole = (each.settings.with_micro_batch_size(self._request.rank_batch_size) for each in candidates)
-        bases = dict.fromkeys(
-            replace(each, expandable_segments=False, offload_optimizer=True) for each in whole
-        )
+        bases: dict[Settings, Trace] = {}
+        for each in candidates:
+            whole = each.settings.with_micro_batch_size(self._request.rank_batch_size)
+            base = replace(whole, expandable_segments=False, offload_optimizer=True)
+            bases.setdefault(base, each.candidate.kept)
         found: list[CandidateSearch] = []
-        for base in bases:
-            try:
-                tried = self.of_bases([base])
-                reason = self._why_not_on_host(tried[0].candidate.kept)
-            except (CaptureError, UsageError) as error:
-                reason = str(error)
+        for base, on_device in bases.items():
+            tried: list[CandidateSearch] = []
+            reason = self._why_no_room_on_host(
+                most_held_bytes(on_device, Category.OPTIMIZER_STATE), "at least "
+            )
+            if reason is None:
+                try:
+                    tried = self.of_bases([base])
+                    reason = self._why_not_on_host(tried[0].candidate.kept)
+                except (CaptureError, UsageError) as error:
+                    reason = str(error)
             if reason is None:
                 found += tried
             else:
@@ -98,12 +104,17 @@ class SearchSpace:
 
     def _why_not_on_host(self, kept: Trace) -> str | None:
         """Why no plan may choose the host for an optimizer; None if it may."""
-        taken_bytes = kept.host_state_bytes + pinned_host_bytes(kept)
-        if taken_bytes > self._request.permits.offload_host_bytes:
-            return (
-                f"it needs {format_bytes(taken_bytes)} of host memory, and host_memory (--host-memory) permits "
-                f"{format_bytes(self._request.permits.offload_host_bytes)}."
-            )
+        if reason := self._why_no_room_on_host(kept.host_state_bytes + pinned_host_bytes(kept)):
+            return reason
         if any(op.on_host and op.flops for op in kept.ops):
             return "its update multiplies matrices, and how fast the host does that is not known."
         return None
+
+    def _why_no_room_on_host(self, taken_bytes: int, how_many: str = "") -> str | None:
+        permitted_bytes = self._request.permits.offload_host_bytes
+        if taken_bytes <= permitted_bytes:
+            return None
+        return (
+            f"it needs {how_many}{format_bytes(taken_bytes)} of host memory, and host_memory (--host-memory) "
+            f"permits {format_bytes(permitted_bytes)}."
+        )

@@ -114,9 +114,7 @@ class FakeCache:
         return tuple(made)
 
     def _empty(self, fresh: _Fresh, known: CachedResult) -> FakeTensor:
-        with torch._C._DisableTorchDispatch():  # no mode need see it
-            meta = torch.empty_strided(fresh.shape, fresh.stride, dtype=fresh.dtype, device="meta")
-        return self._wrapper.fake(known._mode, meta, known._device)
+        return self._wrapper.empty(known._mode, fresh.shape, fresh.stride, fresh.dtype, known._device)
 
 
 class _NotCachedError(Exception):

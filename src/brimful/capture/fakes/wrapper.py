@@ -6,6 +6,7 @@ Private torch APIs used here: `Tensor._make_subclass`, `torch._C._set_…_on_mut
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,3 +49,16 @@ class Wrapper:
             torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self._attributes)
         return fake
+
+    def empty(
+        self,
+        mode: FakeTensorMode,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FakeTensor:
+        """What `torch.empty_strided` makes in a fake mode; no mode sees it."""
+        with torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return self.fake(mode, meta, device)

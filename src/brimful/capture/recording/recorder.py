@@ -30,6 +30,7 @@ from brimful.capture.recording.op_log import OpLog
 from brimful.capture.recording.position import StepPosition
 from brimful.capture.recording.runner import FakeRunner
 from brimful.capture.recording.traffic import depends_on_shape_alone
+from brimful.capture.recording.update import Mark
 from brimful.capture.recording.value_reader import ValueReader
 from brimful.capture.recording.work import work_of
 from brimful.capture.values.known import KnownValues, is_followed
@@ -75,6 +76,10 @@ class Recorder(TorchDispatchMode):
     def ops(self) -> list[Op]:
         """The ops recorded so far."""
         return self._log.ops
+
+    def mark_here(self) -> Mark:
+        """How much is recorded so far."""
+        return Mark(len(self.ops), len(self.ledger.blocks), len(self.ledger.events))
 
     @contextmanager
     def paused(self) -> Iterator[None]:

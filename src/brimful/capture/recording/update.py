@@ -1,0 +1,215 @@
+"""A step recorded in two parts, the model's and the optimizer's → the whole step.
+
+What an optimizer does depends on its parameters and on the shapes of their gradients, not on what computed
+them. So a search captures the optimizer once and joins it to the forward and backward of every candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+import torch
+
+from brimful.capture.recording.blocks import Block, BlockEvent
+from brimful.trace import Category, Op
+
+
+class StepPart(StrEnum):
+    """What a capture runs of a step."""
+
+    ALL = "all"
+    MODEL = "model"
+    """Forward and backward; no optimizer state is made and nothing is updated."""
+    UPDATE = "update"
+    """The optimizer, with gradients that nothing computed."""
+
+
+class Gradient(NamedTuple):
+    """What an optimizer can see of a gradient."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Mark(NamedTuple):
+    """A moment of a recording: how many ops, blocks and events were recorded before."""
+
+    ops: int
+    blocks: int
+    events: int
+
+
+class Recorded(NamedTuple):
+    """The ops and blocks of memory that a capture recorded."""
+
+    ops: Sequence[Op]
+    blocks: Sequence[Block]
+    events: Sequence[BlockEvent]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedPart:
+    """What a capture recorded of a part of one step."""
+
+    ops: Sequence[Op]
+    blocks: Sequence[Block]
+    events: Sequence[BlockEvent]
+    forward: Mark
+    """When the first forward began."""
+    update: Mark
+    """When the gradients were complete."""
+    updated: Mark
+    """When the optimizer's step ended, and the gradients were there still."""
+    gradients: tuple[Gradient, ...]
+    host_state_bytes: int
+    """Optimizer state in the host's memory."""
+    counts: Mapping[str, Sequence[tuple[int, int, int]]]
+    """By correction: the index of the next op, occurrences and changed bytes, for all that it counted."""
+
+
+class PartsDifferError(Exception):
+    """The two parts are not of the same step, or one depends on the other."""
+
+
+def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
+    """The whole step.
+
+    Args:
+        model: Its forward and backward, recorded without an optimizer state.
+        update: The optimizer's part, recorded with the same gradients.
+
+    Returns:
+        What a capture of the whole step records.
+
+    Raises:
+        PartsDifferError: The parts do not show it.
+    """
+    if model.gradients != update.gradients:
+        raise PartsDifferError
+    _check_setup(model, update)
+    first, last, ahead = model.forward, model.update, update.forward
+    of_model, of_update = later_ops(model, update)
+    ops = [*update.ops[: ahead.ops], *model.ops[first.ops : last.ops], *update.ops[update.update.ops :]]
+    blocks = [
+        *model.blocks[: first.blocks],
+        *update.blocks[first.blocks : ahead.blocks],
+        *(_later(block, of_model) for block in model.blocks[first.blocks : last.blocks]),
+        *(_later(block, of_update) for block in update.blocks[update.update.blocks :]),
+    ]
+    numbers = _BlockNumbers(model, update)
+    last_op = last.ops - 1 + of_model
+    events = [
+        *update.events[: ahead.events],
+        *numbers.model_events(model.events[first.events : last.events], of_model),
+        *numbers.unused_state(update.events[ahead.events : update.update.events], last_op),
+        *numbers.remaining_frees(model.events[last.events : model.updated.events], last_op),
+        *numbers.update_events(update.events[update.update.events :], of_update),
+        *numbers.remaining_frees(model.events[model.updated.events :], len(ops) - 1),
+    ]
+    return Recorded(ops, blocks, events)
+
+
+def later_ops(model: RecordedPart, update: RecordedPart) -> tuple[int, int]:
+    """How many ops later forward and backward are in the whole step than in their part; and the update."""
+    of_model = update.forward.ops - model.forward.ops
+    return of_model, model.update.ops + of_model - update.update.ops
+
+
+class _BlockNumbers:
+    """The numbers of both parts' blocks in the whole step."""
+
+    def __init__(self, model: RecordedPart, update: RecordedPart) -> None:
+        self._model, self._update = model, update
+        self._model_shift = update.forward.blocks - model.forward.blocks
+        self._update_shift = self._model_shift + model.update.blocks - update.update.blocks
+        self._gradients = dict(self._same_gradients())
+        """The block of each gradient: in the update's part, and in the whole step."""
+
+    def model_events(self, events: Sequence[BlockEvent], shift: int) -> Iterator[BlockEvent]:
+        """Events of forward and backward."""
+        for event in events:
+            yield BlockEvent(event.is_allocation, self._of_model(event.block), event.op + shift)
+
+    def unused_state(self, events: Sequence[BlockEvent], op: int) -> Iterator[BlockEvent]:
+        """Releases of the state of parameters without a gradient, before the update."""
+        for event in events:
+            if not event.is_allocation and event.block < self._update.forward.blocks:
+                yield BlockEvent(False, event.block, op)
+
+    def remaining_frees(self, events: Sequence[BlockEvent], op: int) -> Iterator[BlockEvent]:
+        """Releases of what is not the optimizer's, such as the loss, while the optimizer runs."""
+        gradients = set(self._gradients.values())
+        for event in events:
+            block = self._of_model(event.block)
+            if event.is_allocation:
+                raise PartsDifferError
+            if block not in gradients:
+                yield BlockEvent(False, block, op)
+
+    def update_events(self, events: Sequence[BlockEvent], shift: int) -> Iterator[BlockEvent]:
+        """Events of the update."""
+        made: set[int] = set()
+        for event in events:
+            block = self._of_update(event.block)
+            if block is None:
+                continue  # freed here, and by the model's part in the whole step
+            if event.is_allocation:
+                made.add(block)
+            else:
+                made.discard(block)
+            yield BlockEvent(event.is_allocation, block, event.op + shift)
+        if made:  # such as the workspace of a library, which forward would have made
+            raise PartsDifferError
+
+    def _of_model(self, block: int) -> int:
+        return block if block < self._model.forward.blocks else block + self._model_shift
+
+    def _of_update(self, block: int) -> int | None:
+        if block < self._update.forward.blocks:
+            return block
+        if block >= self._update.update.blocks:
+            return block + self._update_shift
+        return self._gradients.get(block)
+
+    def _same_gradients(self) -> Iterator[tuple[int, int]]:
+        made = _gradients_of(self._model)
+        given = _gradients_of(self._update)
+        if made.keys() != given.keys() or len(made) != len(self._model.gradients):
+            raise PartsDifferError
+        for label, block in given.items():
+            yield block, self._of_model(made[label])
+
+
+def _gradients_of(part: RecordedPart) -> dict[str, int]:
+    """The blocks of gradients, by parameter."""
+    found: dict[str, int] = {}
+    for index in range(part.forward.blocks, part.update.blocks):
+        block = part.blocks[index]
+        if block.category is Category.GRADIENTS:
+            if block.label in found:
+                raise PartsDifferError
+            found[block.label] = index
+    return found
+
+
+def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
+    """The model's part begins as the update's does, but for the size of its batch."""
+    count = model.forward
+    if model.ops[: count.ops] != update.ops[: count.ops]:
+        raise PartsDifferError
+    if model.events[: count.events] != update.events[: count.events]:
+        raise PartsDifferError
+    for mine, other in zip(model.blocks[: model.forward.blocks], update.blocks, strict=False):
+        has_same_size = mine.size_bytes == other.size_bytes or mine.category is Category.INPUTS
+        if not (has_same_size and (mine.label, mine.category) == (other.label, other.category)):
+            raise PartsDifferError
+
+
+def _later(block: Block, ops: int) -> Block:
+    """A block as recorded after more ops."""
+    return block if block.op is None else replace(block, op=block.op + ops)

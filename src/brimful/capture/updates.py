@@ -1,0 +1,114 @@
+"""Captures of one job's optimizer, which candidates of a search share.
+
+That forward and backward, joined to a shared update, show the whole step is checked for each job: under the
+settings of the first whole capture they must give that trace exactly. If they do not, steps are captured whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from brimful.capture.captured_step import captured_micro_batches
+from brimful.capture.recording.update import Gradient, RecordedPart
+from brimful.capture.repeats import Shortening
+from brimful.capture.step import capture_update, capture_with_update
+from brimful.devices import Device
+from brimful.errors import BrimfulError
+from brimful.job import Job
+from brimful.settings import Precision, Settings
+from brimful.trace import Trace
+
+_WHOLE_CAPTURES = 2
+"""Whole captures of a job before the check of the next one: with fewer it takes longer than it saves."""
+
+
+class SharedUpdates:
+    """Captures steps by forward and backward, and the optimizer once for all that share it.
+
+    Args:
+        job: Without a loop of its own.
+        device: The target device.
+    """
+
+    def __init__(self, job: Job, device: Device) -> None:
+        self._job, self._device = job, device
+        self._updates: dict[tuple[Settings, tuple[Gradient, ...]], RecordedPart | None] = {}
+        self._not_apart: set[Settings] = set()
+        """Settings, without what is the model's, of which no update can be joined."""
+        self._first: tuple[Settings, Trace] | None = None
+        self._count = 0
+        self._is_exact: bool | None = None
+        """Whether a joined step is what a whole capture is; None before that is checked."""
+
+    def learn(self, settings: Settings, trace: Trace) -> None:
+        """Count a whole capture of one step, and keep the first to check against."""
+        if _can_share(settings) and _is_apart(trace):
+            self._first = self._first or (settings, trace)
+            self._count += 1
+
+    def whole(self, settings: Settings) -> Trace | None:
+        """One step, all of whose forward and backward runs; None where the optimizer must run too."""
+        if self._is_exact is None and self._first is not None and self._count >= _WHOLE_CAPTURES:
+            first, trace = self._first
+            self._is_exact = self._captured(first, None) == trace
+        return self._captured(settings, None) if self._is_exact else None
+
+    def short(self, settings: Settings, shortening: Shortening) -> Trace | None:
+        """One step in which some blocks do not run; None as for `whole`. The caller checks it."""
+        return self._captured(settings, shortening)
+
+    def _captured(self, settings: Settings, shortening: Shortening | None) -> Trace | None:
+        if self._first is None or not _can_share(settings) or _of_update(settings) in self._not_apart:
+            return None
+        try:
+            return capture_with_update(self._job, settings, self._device, self._update, shortening)
+        except (BrimfulError, LookupError):  # the whole capture has the error to show
+            return None
+
+    def _update(self, settings: Settings, gradients: tuple[Gradient, ...]) -> RecordedPart | None:
+        alone = _of_update(settings)
+        if (alone, gradients) not in self._updates:
+            found = capture_update(
+                self._job,
+                replace(alone, micro_batch_size=settings.micro_batch_size),
+                self._device,
+                gradients,
+            )
+            self._updates[alone, gradients] = found
+            if found is None:
+                self._not_apart.add(alone)
+        return self._updates[alone, gradients]
+
+
+def _of_update(settings: Settings) -> Settings:
+    """The settings without those that are only the model's; ops of the update name the last micro-batch."""
+    return replace(
+        settings,
+        micro_batch_size=1,
+        gradient_accumulation_steps=captured_micro_batches(settings),
+        units=(),
+        chunked_loss=None,
+        expandable_segments=False,
+        prefetch_inputs=False,
+    )
+
+
+def _can_share(settings: Settings) -> bool:
+    """Whether the optimizer runs after backward, on gradients that no loss scaler reads."""
+    return (
+        settings.world_size == 1
+        and settings.precision is not Precision.FP16
+        and not settings.optimizer_in_backward
+    )
+
+
+def _is_apart(trace: Trace) -> bool:
+    """Whether no values decide what runs."""
+    return not (
+        trace.is_own_loop
+        or trace.couples_samples
+        or trace.sizes_are_guessed
+        or trace.sizes_depend_on_values
+        or trace.compiled_lines
+        or trace.captured_steps > 1
+    )

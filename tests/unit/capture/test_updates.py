@@ -1,0 +1,145 @@
+"""The optimizer is captured once for many steps: a step joined to it is that of a whole capture."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import brimful.capture.updates as updates_module
+from brimful.capture import capture_step
+from brimful.capture.cache import CachedCapture
+from brimful.capture.updates import SharedUpdates
+from brimful.devices import find_device
+from brimful.job import Job
+from brimful.settings import (
+    Action,
+    MemoryFormat,
+    OptimizerImplementation,
+    Precision,
+    Settings,
+    UnitAction,
+)
+from helpers.models import GPT, ResNet, UNet
+from helpers.planned_jobs import image_job, language_job, vector_job
+
+DEVICES = {name: find_device(name) for name in ("RTX 3090", "cpu")}
+PLAIN = Settings(micro_batch_size=4)
+
+
+class HalfUsed(nn.Module):
+    """One layer gets no gradient, one is frozen, and one weight is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.frozen, self.tied = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.tied_too = nn.Linear(8, 8)
+        self.tied_too.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied_too(self.tied(self.frozen(x)).relu())
+
+
+JOBS: dict[str, Job] = {
+    "gpt": language_job(lambda: GPT(layers=2)),
+    "resnet": image_job(ResNet),
+    "unet": image_job(UNet),
+    "half used": vector_job(HalfUsed, 8),
+}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "micro-batches": {"gradient_accumulation_steps": 3},
+    "fused": {"optimizer_implementation": OptimizerImplementation.FUSED},
+    "for-loop": {"optimizer_implementation": OptimizerImplementation.FOR_LOOP},
+    "bf16": {"precision": Precision.BF16},
+    "sgd": {"optimizer": "sgd"},
+    "on the host": {"offload_optimizer": True},
+    "ahead": {"prefetch_inputs": True, "gradient_accumulation_steps": 2},
+}
+
+
+def joined(job: Job, settings: Settings, device: str) -> Any:
+    """A step joined to an update, once a whole capture of other settings is known."""
+    shared = SharedUpdates(job, DEVICES[device])
+    shared.learn(PLAIN, capture_step(job, PLAIN, DEVICES[device], steps=1))
+    return shared._captured(settings, None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", JOBS)
+def test_a_joined_step_is_that_of_a_whole_capture(name: str, case: str, device: str) -> None:
+    settings = replace(PLAIN, **CASES[case])
+    found = joined(JOBS[name], settings, device)
+    assert found is not None
+    assert found == capture_step(JOBS[name], settings, DEVICES[device], steps=1)
+
+
+def test_an_update_that_is_not_apart_is_captured_whole() -> None:
+    """Its matmuls make cuBLAS's workspace, which is forward's otherwise."""
+    assert joined(JOBS["gpt"], replace(PLAIN, optimizer="adafactor"), "RTX 3090") is None
+
+
+def test_gradients_that_share_a_storage_are_captured_whole() -> None:
+    """Those of an LSTM's weights, which cuDNN has in one buffer."""
+
+    class First(nn.LSTM):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            out: torch.Tensor = super().forward(x)[0]
+            return out
+
+    job = vector_job(lambda: First(8, 16, batch_first=True), 5, 8)
+    assert joined(job, PLAIN, "RTX 3090") is None
+
+
+def test_actions_of_units_share_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for captures of a search, which are those of whole steps."""
+    ran: list[Settings] = []
+    run = updates_module.capture_update
+
+    def counted(job: Job, settings: Settings, *args: Any) -> Any:
+        ran.append(settings)
+        return run(job, settings, *args)
+
+    monkeypatch.setattr(updates_module, "capture_update", counted)
+    job, device = JOBS["unet"], DEVICES["RTX 3090"]
+    recomputed = tuple(UnitAction(fqn=name, action=Action.RECOMPUTE) for name in ("down1", "up1"))
+    settings = [
+        PLAIN,
+        replace(PLAIN, micro_batch_size=2),
+        replace(PLAIN, micro_batch_size=6),
+        replace(PLAIN, units=recomputed),
+        replace(PLAIN, memory_format=MemoryFormat.CHANNELS_LAST),
+    ]
+    with CachedCapture(job, device) as capture:
+        traces = [capture(each) for each in settings]
+    assert traces == [capture_step(job, each, device, steps=1) for each in settings]
+    assert [(each.units, each.memory_format) for each in ran] == [((), None), ((), MemoryFormat.CHANNELS_LAST)]
+
+
+class UsesForward(torch.optim.SGD):
+    """Keeps a tensor that forward made, so that its update is not the same without a forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.seen: list[torch.Tensor] = []
+        model.register_forward_hook(lambda _module, _inputs, out: self.seen.append(out.detach()))
+
+    def step(self, closure: Any = None) -> None:
+        for tensor in self.seen:
+            tensor.exp()
+        self.seen.clear()
+        super().step(closure)
+
+
+def test_an_optimizer_that_uses_forward_is_captured_whole() -> None:
+    job = replace(JOBS["half used"], optimizer=UsesForward)
+    settings = [replace(PLAIN, micro_batch_size=size) for size in (4, 5, 6, 7)]
+    with CachedCapture(job, DEVICES["cpu"]) as capture:
+        traces = [capture(each) for each in settings]
+    assert traces == [capture_step(job, each, DEVICES["cpu"], steps=1) for each in settings]
+    assert any(op.name == "aten.exp.default" for op in traces[-1].ops)
