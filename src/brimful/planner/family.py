@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from brimful.cost import step_seconds
-from brimful.errors import BatchError, CaptureError
+from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import live_profile, pinned_host_bytes, rounding_bytes_of
 from brimful.planner.budget_grid import peak_allocated_bytes
 from brimful.planner.candidate import Candidate, uniform_actions
@@ -23,7 +23,7 @@ from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTrac
 from brimful.settings import Action, Settings
 from brimful.trace import Trace, unit_of_each_op
 from brimful.trace.ddp import per_rank_trace
-from brimful.trace.units import divide_unit, find_units
+from brimful.trace.units import divide_unit, find_units, join_input_ops, undivided
 
 LEAST_SAVING_FRACTION = 0.02
 """Fraction of the peak of recomputing everything that dividing a unit must save; each division takes a
@@ -113,18 +113,26 @@ class CandidateFamily:
         return max(self._request.permits.offload_host_bytes - of_optimizer, 0)
 
     def _unit_divisions(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
-        """The model's units, and where dividing one of them lowers the peak, those after that."""
-        units = self._find_units(kept)
-        finer = self._divided(units, kept, settings)
-        return (units,) if finer == units else (units, finer)
+        """The model's units, and others that take less where everything is recomputed.
 
-    def _divided(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
-        """The units, of which one that alone makes the peak is divided as long as that lowers it."""
+        Ops that make the input of units are joined to them where it is large, and a unit that alone makes the
+        peak is divided as long as that lowers it. What the allocator reserves for each, only replays show, so
+        all that are found on the way are candidates.
+        """
+        units = self._find_units(kept)
+        divisions = [units]
         if not units or self._request.pins.recompute is not None:
-            return units
+            return (units,)
+        joined = self._joined(kept, units)
+        if joined != units and self._lowers_peak(joined, units, settings):
+            units = joined
+            for coarser in undivided(kept, units):
+                units = coarser if self._lowers_peak(coarser, units, settings) else units
+            divisions.append(units)
         while (finer := self._finer(units, kept, settings)) is not None:
             units = finer
-        return units
+            divisions.append(units)
+        return tuple(divisions)
 
     def _finer(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...] | None:
         """The units with one of them divided; None if that does not lower the peak, or cannot be captured."""
@@ -133,15 +141,22 @@ class CandidateFamily:
         if at_peak is None:
             return None
         place = units.index(at_peak)
-        finer = (*units[:place], *divide_unit(kept, at_peak), *units[place + 1 :])
-        if finer == units:
-            return None
+        parts = self._joined(kept, divide_unit(kept, at_peak))
+        finer = (*units[:place], *parts, *units[place + 1 :])
+        return finer if finer != units and self._lowers_peak(finer, units, settings) else None
+
+    def _joined(self, kept: Trace, units: tuple[str, ...]) -> tuple[str, ...]:
+        """The units with the ops that make their input; code compiled whole has none that could be followed."""
+        return units if kept.compiled_lines else join_input_ops(kept, units)
+
+    def _lowers_peak(self, others: tuple[str, ...], units: tuple[str, ...], settings: Settings) -> bool:
+        """Whether recomputing others takes less than recomputing these units, as captures show."""
         try:
-            finer_bytes = peak_allocated_bytes(self._all_recomputed(settings, finer))
-        except CaptureError:
-            return None
-        most_bytes = peak_allocated_bytes(recomputed) * (1 - LEAST_SAVING_FRACTION)
-        return finer if finer_bytes <= most_bytes else None
+            least_bytes = peak_allocated_bytes(self._all_recomputed(settings, others))
+        except (CaptureError, UsageError):  # what may be a Sequential is none
+            return False
+        most_bytes = peak_allocated_bytes(self._all_recomputed(settings, units)) * (1 - LEAST_SAVING_FRACTION)
+        return least_bytes <= most_bytes
 
     def _all_recomputed(self, settings: Settings, units: tuple[str, ...]) -> Trace:
         return self._trace(replace(settings, units=uniform_actions(units, Action.RECOMPUTE)))

@@ -7,7 +7,7 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.job import Job
 from brimful.settings import Settings
-from brimful.trace import Trace, divide_unit, find_units
+from brimful.trace import Trace, divide_unit, find_units, join_input_ops, undivided
 
 # B batch, C channels, H × W image
 
@@ -101,7 +101,8 @@ def test_a_unit_is_divided_where_both_parts_free_something() -> None:
     trace = trace_of(Joined, lambda n: {"x": torch.randn(n, 3, 64, 64)})
     halves = ("convolutions[0..2]", "convolutions[3..5]")
     assert divide_unit(trace, "convolutions") == halves
-    assert divide_unit(trace, "convolutions[1..5]") == ("convolutions[1..5]",)
+    assert divide_unit(trace, "convolutions[1..5]") == ("convolutions[1..3]", "convolutions[4..5]")
+    assert divide_unit(trace, "convolutions[4..5]") == ("convolutions[4..5]",)
     assert divide_unit(trace, halves[0]) == (halves[0],)
     assert divide_unit(trace, "") == ("up", "convolutions", "block")
 
@@ -136,3 +137,46 @@ def test_a_graph_of_torch_fx_is_not_divided_like_the_sequential_that_was_traced(
     job = Job(model=traced, loss=lambda model, x: model(x).mean(), batch=lambda n: torch.randn(n, 8))
     trace = capture_step(job, Settings(micro_batch_size=4), find_device("cpu"))
     assert all("[" not in unit for unit in find_units(trace))
+
+
+class Skipping(nn.Module):
+    """A block behind a concatenation with a skip connection, and what makes the other half of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Twice(3, 8)
+        self.down = nn.Sequential(nn.MaxPool2d(2), Twice(8, 8))
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.merge = nn.Sequential(
+            nn.Conv2d(16, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.stem(x)
+        return self.merge(torch.cat([skip, self.up(self.down(skip))], dim=1))
+
+
+def skipping_trace() -> Trace:
+    return trace_of(Skipping, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+
+
+def test_a_concatenation_is_joined_to_the_unit_behind_it_with_the_layer_that_makes_half_of_it() -> None:
+    units = ("stem", "down.0", "down.1", "up", "merge")
+    assert join_input_ops(skipping_trace(), units) == ("stem", "down.0", "down.1", "+merge")
+    assert join_input_ops(skipping_trace(), units[:4]) == units[:4]
+
+
+def test_a_unit_with_a_concatenation_is_cut_where_that_has_been_read() -> None:
+    trace = skipping_trace()
+    assert divide_unit(trace, "+merge") == ("+merge.0", "merge[1..5]")
+    assert divide_unit(trace, "merge[1..5]") == ("merge[1..3]", "merge[4..5]")
+
+
+def test_parts_that_make_up_a_module_can_be_one_unit_again() -> None:
+    found = list(undivided(skipping_trace(), ("stem", "down.0", "down.1", "merge[0..2]", "merge[3..5]")))
+    assert found == [("stem", "down", "merge[0..2]", "merge[3..5]")]

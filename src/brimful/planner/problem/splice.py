@@ -131,7 +131,7 @@ class Splicer:
         """
         alike = [
             pair
-            for in_forward, in_recomputation in (call.pairs or {}).values()
+            for in_forward, in_recomputation in (*(call.pairs or {}).values(), *call.input_pairs)
             for pair in zip(self._made[in_forward], self._made[in_recomputation], strict=False)
         ]
         casts: dict[int, list[int]] = defaultdict(list)
