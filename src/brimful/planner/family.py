@@ -23,7 +23,7 @@ from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTrac
 from brimful.settings import Action, Settings
 from brimful.trace import Trace, unit_of_each_op
 from brimful.trace.ddp import per_rank_trace
-from brimful.trace.units import divide_unit, find_units, join_input_ops, undivided
+from brimful.trace.units import divide_unit, find_units, join_input_ops, paired, undivided
 
 LEAST_SAVING_FRACTION = 0.02
 """Fraction of the peak of recomputing everything that dividing a unit must save; each division takes a
@@ -116,8 +116,8 @@ class CandidateFamily:
         """The model's units, and others that take less where everything is recomputed.
 
         Ops that make the input of units are joined to them where it is large, and a unit that alone makes the
-        peak is divided as long as that lowers it. What the allocator reserves for each, only replays show, so
-        all that are found on the way are candidates.
+        peak is divided as long as that lowers it. Blocks are paired where much is passed from one to the next.
+        What the allocator reserves for each, only replays show: all that are found on the way are candidates.
         """
         units = self._find_units(kept)
         divisions = [units]
@@ -132,6 +132,8 @@ class CandidateFamily:
         while (finer := self._finer(units, kept, settings)) is not None:
             units = finer
             divisions.append(units)
+        if (pairs := paired(kept, units)) != units:
+            divisions.append(pairs)
         return tuple(divisions)
 
     def _finer(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...] | None:

@@ -30,7 +30,7 @@ from brimful.trace.records import (
     Trace,
 )
 from brimful.trace.scaling import TraceLine
-from brimful.trace.units import divide_unit, find_units, join_input_ops, undivided
+from brimful.trace.units import divide_unit, find_units, join_input_ops, paired, undivided
 
 __all__ = [
     "CUBLAS_WORKSPACE",
@@ -50,6 +50,7 @@ __all__ = [
     "join_input_ops",
     "own_checkpointed_units",
     "own_checkpoints",
+    "paired",
     "per_rank_trace",
     "reduction_kernels",
     "undivided",

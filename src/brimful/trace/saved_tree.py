@@ -59,6 +59,18 @@ class SavedTree:
         is_saved = result is not None and result.category is Category.SAVED_TENSORS
         return self.bytes_saved(run) - (result.size_bytes if result is not None and is_saved else 0)
 
+    def bytes_returned(self, path: str) -> int:
+        """Bytes of what a part returns, which is taken to be as large as the last tensor that it makes."""
+        return self.result[path].size_bytes if path in self.result else 0
+
+    def are_neighbours(self, pair: Sequence[str]) -> bool:
+        """Whether two parts are children of one Sequential that are called one after the other."""
+        parent = pair[0].rpartition(".")[0]
+        siblings = self.children[parent]
+        if self.classes.get(parent) != "Sequential" or pair[0] not in siblings:
+            return False
+        return siblings[siblings.index(pair[0]) :][:2] == list(pair)
+
     def can_begin(self, path: str) -> bool:
         """Whether a unit can begin with `path`: not if the first thing it does is to write over its input.
 

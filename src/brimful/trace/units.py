@@ -21,6 +21,14 @@ LARGEST_SHARE = 1 / 8
 """A part that saves a larger fraction is divided, unless it is one of several alike. With eight parts or more a
 plan can use its budget to within an eighth; repeated blocks are what is usually checkpointed."""
 
+LARGEST_PAIR_SHARE = 1 / 3
+"""A pair saves no larger fraction: a recomputation makes all of that at once, and pairs pay where a budget is
+below half of what is kept. A choice."""
+
+LEAST_RETURNED_SHARE = 1 / 10
+"""Fraction of what a pair saves that its first part must return. A bottleneck block of a ResNet returns 0.12 to
+0.25 of that, a transformer's block 0.03."""
+
 
 def find_units(trace: Trace) -> tuple[str, ...]:
     """Units of the model, in the order in which their forwards begin.
@@ -83,6 +91,36 @@ def undivided(trace: Trace, units: Sequence[str]) -> Iterator[tuple[str, ...]]:
         is_all = list(units[place : place + len(children)]) == children
         if parent and len(children) > 1 and is_all and tree.only_calls_children(parent):
             yield (*units[:place], parent, *units[place + len(children) :])
+
+
+def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
+    """Coarser units: two neighbours in a Sequential as one, where much of what they save is what one passes on.
+
+    A pair holds its input only. What its first part passes on is one of the results that it may save, or make
+    again by cheap ops, as in a residual network, whose blocks end in an addition.
+
+    Args:
+        trace: A capture without recomputation.
+        units: In the order in which their forwards begin.
+
+    Returns:
+        The units, some of them as runs of two.
+    """
+    tree = SavedTree(trace)
+    found: list[str] = []
+    place = 0
+    while place < len(units):
+        pair = units[place : place + 2]
+        saved_bytes = tree.bytes_saved(pair)
+        is_pair = (
+            len(pair) > 1
+            and tree.are_neighbours(pair)
+            and saved_bytes <= LARGEST_PAIR_SHARE * tree.total_bytes
+            and tree.bytes_returned(pair[0]) >= LEAST_RETURNED_SHARE * saved_bytes
+        )
+        found.append(str(Span.of(pair)) if is_pair else units[place])
+        place += 1 + is_pair
+    return tuple(found)
 
 
 def _input_bytes(trace: Trace, units: Sequence[str]) -> list[int]:

@@ -1,5 +1,7 @@
 """Which parts of a model are units."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +9,7 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.job import Job
 from brimful.settings import Settings
-from brimful.trace import Trace, divide_unit, find_units, join_input_ops, undivided
+from brimful.trace import Trace, divide_unit, find_units, join_input_ops, paired, undivided
 
 # B batch, C channels, H × W image
 
@@ -41,7 +43,7 @@ class Pyramid(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def trace_of(model: type[nn.Module], batch) -> Trace:
+def trace_of(model: Callable[[], nn.Module], batch) -> Trace:
     job = Job(model=model, loss=lambda m, b: m(b["x"]).square().mean(), batch=batch)
     return capture_step(job, Settings(micro_batch_size=4), find_device("A100 80GB SXM"))
 
@@ -180,3 +182,55 @@ def test_a_unit_with_a_concatenation_is_cut_where_that_has_been_read() -> None:
 def test_parts_that_make_up_a_module_can_be_one_unit_again() -> None:
     found = list(undivided(skipping_trace(), ("stem", "down.0", "down.1", "merge[0..2]", "merge[3..5]")))
     assert found == [("stem", "down", "merge[0..2]", "merge[3..5]")]
+
+
+class Residual(nn.Module):
+    """A bottleneck block: (B, 4 · C, H, W) to the same, with C channels inside."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4 * channels, channels, 1),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, 4 * channels, 1),
+            nn.BatchNorm2d(4 * channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+class Mixing(nn.Module):
+    """A block that saves much more than it returns, as a transformer's does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16 * width), nn.Linear(16 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Row(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_neighbours_are_paired_where_much_of_what_they_save_is_passed_on() -> None:
+    units = tuple(f"blocks.{i}" for i in range(7))
+    images = trace_of(lambda: Row(*(Residual(4) for _ in range(7))), lambda n: {"x": torch.randn(n, 16, 8, 8)})
+    assert paired(images, units) == ("blocks[0..1]", "blocks[2..3]", "blocks[4..5]", "blocks.6")
+    assert paired(images, units[:2] + units[3:5]) == ("blocks[0..1]", "blocks[3..4]")
+    vectors = trace_of(lambda: Row(*(Mixing(16) for _ in range(7))), lambda n: {"x": torch.randn(n, 64, 16)})
+    assert paired(vectors, units) == units
+
+
+def test_a_pair_that_saves_most_of_everything_is_none() -> None:
+    units = tuple(f"blocks.{i}" for i in range(4))
+    images = trace_of(lambda: Row(*(Residual(4) for _ in range(4))), lambda n: {"x": torch.randn(n, 16, 8, 8)})
+    assert paired(images, units) == units

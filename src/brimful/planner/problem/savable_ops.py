@@ -136,13 +136,6 @@ class UnitCall:
     input_pairs: tuple[tuple[int, int], ...] = ()
     """The same of the ops that make the unit's input, where they belong to it. Nothing of them can be saved."""
 
-    @property
-    def own_ops(self) -> tuple[list[int], list[int]]:
-        """Ops of the unit's module, in the forward and in the recomputation."""
-        input_ops = {index for pair in self.input_pairs for index in pair}
-        forward, again = ([i for i in part if i not in input_ops] for part in (self.forward, self.again))
-        return forward, again
-
 
 def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list[list[list[UnitCall]]]:
     """Forward and recomputation of each call, op by op, by unit and captured micro-batch.
@@ -193,11 +186,8 @@ def _calls(
 
 def _call(trace: Trace, forward: Sequence[int], again: Sequence[int], input_ops: frozenset[int]) -> UnitCall:
     made, made_again = ([index for index in part if index in input_ops] for part in (forward, again))
-    pairs = _pairs(
-        trace,
-        [index for index in forward if index not in input_ops],
-        [index for index in again if index not in input_ops],
-    )
+    own, own_again = ([index for index in part if index not in input_ops] for part in (forward, again))
+    pairs = _pairs(trace, *_without_copies(trace, own, own_again))
     # The last ones are those that make the input: an earlier op may serve something else.
     input_pairs = tuple(zip(made[max(len(made) - len(made_again), 0) :], made_again, strict=False))
     is_alike = len(input_pairs) == len(made_again) and all(
@@ -302,17 +292,15 @@ def _written_over(trace: Trace, makers: Sequence[int]) -> Iterator[int]:
             index += 1
 
 
-def pairs_after_copies(trace: Trace, call: UnitCall) -> Mapping[str, tuple[int, int]] | None:
-    """The pairs of a call whose forward begins with copies of buffers that its recomputation does not need.
+def _without_copies(trace: Trace, forward: list[int], again: list[int]) -> tuple[list[int], list[int]]:
+    """Ops of a forward and of its recomputation without copies of buffers that only one of them begins with.
 
     What recomputes a unit copies the buffers that its forward may change (`transforms.recompute`), before the
-    first op of the unit itself.
+    first op of the unit itself. It copies more of them in the first forward; and in the forward of a run,
+    copies belong to no unit.
     """
-    if call.pairs is not None:
-        return call.pairs
-    forward, again = call.own_ops
     copies, copies_again = (_leading_copies(trace, part) for part in (forward, again))
-    return _pairs(trace, forward[max(copies - copies_again, 0) :], again)
+    return forward[max(copies - copies_again, 0) :], again[max(copies_again - copies, 0) :]
 
 
 def _leading_copies(trace: Trace, ops: Sequence[int]) -> int:
