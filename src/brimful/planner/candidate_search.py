@@ -76,8 +76,8 @@ class CandidateSearch:
     def expected_within(self, budget_bytes: int) -> ExpectedChoice | None:
         """The fastest choice expected to reserve at most the budget; None if there is none.
 
-        The search descends the same binary tree for every budget, then looks at what is above: fragmentation may
-        be less for a choice that allocates more. A choice that fits one budget fits a larger one. So a larger
+        The search descends the same binary tree for every budget, then looks at what is above: a choice that
+        allocates more may be less fragmented. A choice that fits one budget fits a larger one. So a larger
         budget never leads to a lower level, and higher levels have choices that are at least as fast.
         """
         if budget_bytes not in self._expected:
