@@ -12,10 +12,12 @@ its input again right before its recomputation.
   from that something writes to later raises an error in backward, as in plain PyTorch.
 * Under FSDP2 a module has its weights in its own forward and backward only: what an upward convolution returns
   is held there.
+* `torch.compile` does not take the mode into its graphs: a model compiled as a whole runs eagerly.
 * The function runs again with the same arguments, so the values are the same bits. Autocast is restored by
   checkpointing; a result of another dtype than in the forward raises an error.
 
-Undocumented part of torch used here: `torch.utils.weak.WeakIdKeyDictionary` (checked: torch 2.13).
+Private or undocumented parts of torch used here: `torch.utils.weak.WeakIdKeyDictionary`,
+`torch._compile._disable_dynamo` (checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -161,6 +164,10 @@ class FollowedForward:
         """Call the forward, which returns the same."""
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        return self._followed(*args, **kwargs)
+
+    @_disable_dynamo
+    def _followed(self, *args: Any, **kwargs: Any) -> Any:
         is_gathered = any(map(gathers_its_weights, self._model.modules()))
         with self._input_ops.followed(FUNCTIONS.difference(_UPWARDS if is_gathered else ())):
             return self.forward(*args, **kwargs)
