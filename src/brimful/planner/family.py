@@ -20,7 +20,7 @@ from brimful.planner.candidate import Candidate, uniform_actions
 from brimful.planner.problem.build import build_problem
 from brimful.planner.request import Request
 from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTraces
-from brimful.settings import Action, Settings
+from brimful.settings import Action, Settings, has_input_ops
 from brimful.trace import Trace, unit_of_each_op
 from brimful.trace.ddp import per_rank_trace
 from brimful.trace.units import divide_unit, find_units, join_input_ops, paired, undivided
@@ -115,37 +115,42 @@ class CandidateFamily:
     def _unit_divisions(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
         """The model's units, and others that take less where everything is recomputed.
 
-        Ops that make the input of units are joined to them where it is large, and a unit that alone makes the
-        peak is divided as long as that lowers it. Blocks are paired where much is passed from one to the next.
-        What the allocator reserves for each, only replays show: all that are found on the way are candidates.
+        A unit that alone makes the peak is divided as long as that lowers it: by itself, and where ops that
+        make the input of units belong to them. Blocks are paired where much is passed from one to the next.
+        What the allocator reserves for each, only replays show.
         """
         units = self._find_units(kept)
-        divisions = [units]
         if not units or self._request.pins.recompute is not None:
             return (units,)
+        divided = [units, *self._finer(units, kept, settings)]
         joined = self._joined(kept, units)
-        if joined != units and self._lowers_peak(joined, units, settings):
-            units = joined
+        if joined != units and not self._lowers_peak(joined, units, settings):
+            joined = units
+        joined = self._coarser(joined, kept, settings)
+        freeing = [joined, *self._finer(joined, kept, settings, freeing_inputs=True)]
+        least = self._coarser(freeing[-1], kept, settings)
+        return tuple(dict.fromkeys((units, divided[-1], joined, least, paired(kept, least))))
+
+    def _coarser(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
+        """The units; if input ops belong to some, with parts put together where that lowers the peak."""
+        if any(map(has_input_ops, units)):
             for coarser in undivided(kept, units):
                 units = coarser if self._lowers_peak(coarser, units, settings) else units
-            divisions.append(units)
-        while (finer := self._finer(units, kept, settings)) is not None:
-            units = finer
-            divisions.append(units)
-        if (pairs := paired(kept, units)) != units:
-            divisions.append(pairs)
-        return tuple(divisions)
+        return units
 
-    def _finer(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...] | None:
-        """The units with one of them divided; None if that does not lower the peak, or cannot be captured."""
-        recomputed = self._all_recomputed(settings, units)
-        at_peak = _unit_at_peak(recomputed, units)
-        if at_peak is None:
-            return None
-        place = units.index(at_peak)
-        parts = self._joined(kept, divide_unit(kept, at_peak))
-        finer = (*units[:place], *parts, *units[place + 1 :])
-        return finer if finer != units and self._lowers_peak(finer, units, settings) else None
+    def _finer(
+        self, units: tuple[str, ...], kept: Trace, settings: Settings, *, freeing_inputs: bool = False
+    ) -> Iterator[tuple[str, ...]]:
+        """Units of which one that alone makes the peak is divided, as long as that lowers it."""
+        while (at_peak := _unit_at_peak(self._all_recomputed(settings, units), units)) is not None:
+            parts = divide_unit(kept, at_peak, freeing_inputs=freeing_inputs)
+            parts = self._joined(kept, parts) if freeing_inputs else parts
+            place = units.index(at_peak)
+            finer = (*units[:place], *parts, *units[place + 1 :])
+            if finer == units or not self._lowers_peak(finer, units, settings):
+                return
+            units = finer
+            yield units
 
     def _joined(self, kept: Trace, units: tuple[str, ...]) -> tuple[str, ...]:
         """The units with the ops that make their input; code compiled whole has none that could be followed."""

@@ -91,7 +91,7 @@ class SavedTree:
 
     def only_calls_children(self, path: str) -> bool:
         """Whether a part runs no ops between its children: it may be a `Sequential` of another name."""
-        return path not in self._with_ops and self.is_called(path)
+        return path in self.classes and path not in self._with_ops and self.is_called(path)
 
     def is_called(self, path: str) -> bool:
         """Whether a part has a forward; containers of modules have none."""

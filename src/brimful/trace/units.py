@@ -136,21 +136,22 @@ def _input_bytes(trace: Trace, units: Sequence[str]) -> list[int]:
     return made_bytes
 
 
-def divide_unit(trace: Trace, unit: str) -> tuple[str, ...]:
+def divide_unit(trace: Trace, unit: str, *, freeing_inputs: bool = False) -> tuple[str, ...]:
     """Parts that can take the place of a unit: children of it or deeper, or two runs of a Sequential's.
 
     Args:
         trace: A capture without recomputation.
         unit: Path of a module or a run.
+        freeing_inputs: Whether the ops that make a part's input will belong to it, and it is enough if the
+            first of two runs frees much: the second then holds nothing of the first in its own backward.
 
     Returns:
         In the order in which their forwards begin, parts of which at least two free an eighth of the unit or
-        more when they are recomputed, or two runs of which the first does; the unit alone if it has none such.
-        A part that frees nothing may be among them: if it is nested, its input is freed, and what the others
-        hold for their backward is not there in its own.
+        more when they are recomputed; the unit alone if it has none such. A part that frees nothing may be
+        among them: if it is nested, its input is freed.
     """
     tree = SavedTree(trace)
-    parts = sorted(_parts(trace, tree, module_part(unit)), key=tree.first_op)
+    parts = sorted(_parts(trace, tree, module_part(unit), freeing_inputs), key=tree.first_op)
     if parts and has_input_ops(unit):
         parts[0] = with_input_ops(parts[0])
     return tuple(parts) or (unit,)
@@ -175,40 +176,43 @@ def _divide(tree: SavedTree, path: str) -> Iterator[str]:
                 yield from _divide(tree, child)
 
 
-def _parts(trace: Trace, tree: SavedTree, unit: str) -> list[str]:
+def _parts(trace: Trace, tree: SavedTree, unit: str, freeing_inputs: bool) -> list[str]:
     """Parts of a unit of which two free much of it; none if there are no such parts."""
     needed_bytes = LARGEST_SHARE * tree.saved_by(unit)
     if Span.parse(unit) is not None or tree.classes.get(unit) == "Sequential":
-        return _halves(tree, unit, needed_bytes, _input_bytes(trace, [unit])[0])
+        return _halves(tree, unit, needed_bytes, _input_bytes(trace, [unit])[0] if freeing_inputs else None)
     children = [child for child in _called_children(tree, unit) if tree.can_begin(child)]
     freeing = [child for child in children if tree.bytes_freed([child]) >= needed_bytes]
-    if not freeing and tree.only_calls_children(unit):  # applying it fails if this is no Sequential
+    if freeing_inputs and not freeing and tree.only_calls_children(unit):
+        # Applying it fails if this is no Sequential.
         return _halves(tree, unit, needed_bytes, _input_bytes(trace, [unit])[0])
     if len(freeing) != 1:
         return children if freeing else []
-    inside = _parts(trace, tree, freeing[0])
+    inside = _parts(trace, tree, freeing[0], freeing_inputs)
     return [child for child in children if child not in freeing] + inside if inside else []
 
 
-def _halves(tree: SavedTree, unit: str, needed_bytes: float, input_bytes: int) -> list[str]:
+def _halves(tree: SavedTree, unit: str, needed_bytes: float, input_bytes: int | None) -> list[str]:
     """Two runs of the children of a Sequential, or of a run of them, that save as much as each other.
 
-    Both free much, or else the first does, to which the ops that make its input belong.
+    Both free much. If the ops that make the input belong to the first, of `input_bytes`, it is enough if that
+    does.
     """
     children = tree.children[unit] if Span.parse(unit) is None else list(tree.paths(unit))
     cuts = [cut for cut in range(1, len(children)) if tree.can_begin(children[cut])]
 
     def bytes_freed(cut: int) -> tuple[int, int]:
-        return tree.bytes_freed(children[:cut]) + input_bytes, tree.bytes_freed(children[cut:])
+        return tree.bytes_freed(children[:cut]) + (input_bytes or 0), tree.bytes_freed(children[cut:])
 
     def largest(cut: int) -> int:
-        return max(tree.bytes_saved(children[:cut]) + input_bytes, tree.bytes_saved(children[cut:]))
+        return max(tree.bytes_saved(children[:cut]) + (input_bytes or 0), tree.bytes_saved(children[cut:]))
 
     both = [cut for cut in cuts if min(bytes_freed(cut)) >= needed_bytes]
-    found = both or [cut for cut in cuts if bytes_freed(cut)[0] >= needed_bytes]
-    if not found:
+    if not both and input_bytes is not None:
+        both = [cut for cut in cuts if bytes_freed(cut)[0] >= needed_bytes]
+    if not both:
         return []
-    best = min(found, key=largest)
+    best = min(both, key=largest)
     runs = (children[:best], children[best:])
     return [str(Span.of(run)) if len(run) > 1 else run[0] for run in runs]
 

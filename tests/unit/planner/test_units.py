@@ -103,8 +103,10 @@ def test_a_unit_is_divided_where_both_parts_free_something() -> None:
     trace = trace_of(Joined, lambda n: {"x": torch.randn(n, 3, 64, 64)})
     halves = ("convolutions[0..2]", "convolutions[3..5]")
     assert divide_unit(trace, "convolutions") == halves
-    assert divide_unit(trace, "convolutions[1..5]") == ("convolutions[1..3]", "convolutions[4..5]")
-    assert divide_unit(trace, "convolutions[4..5]") == ("convolutions[4..5]",)
+    assert divide_unit(trace, "convolutions[1..5]") == ("convolutions[1..5]",)
+    parts = ("convolutions[1..3]", "convolutions[4..5]")
+    assert divide_unit(trace, "convolutions[1..5]", freeing_inputs=True) == parts
+    assert divide_unit(trace, parts[1], freeing_inputs=True) == (parts[1],)
     assert divide_unit(trace, halves[0]) == (halves[0],)
     assert divide_unit(trace, "") == ("up", "convolutions", "block")
 
@@ -175,8 +177,8 @@ def test_a_concatenation_is_joined_to_the_unit_behind_it_with_the_layer_that_mak
 
 def test_a_unit_with_a_concatenation_is_cut_where_that_has_been_read() -> None:
     trace = skipping_trace()
-    assert divide_unit(trace, "+merge") == ("+merge.0", "merge[1..5]")
-    assert divide_unit(trace, "merge[1..5]") == ("merge[1..3]", "merge[4..5]")
+    assert divide_unit(trace, "+merge", freeing_inputs=True) == ("+merge.0", "merge[1..5]")
+    assert divide_unit(trace, "merge[1..5]", freeing_inputs=True) == ("merge[1..3]", "merge[4..5]")
 
 
 def test_parts_that_make_up_a_module_can_be_one_unit_again() -> None:
