@@ -21,10 +21,6 @@ LARGEST_SHARE = 1 / 8
 """A part that saves a larger fraction is divided, unless it is one of several alike. With eight parts or more a
 plan can use its budget to within an eighth; repeated blocks are what is usually checkpointed."""
 
-LARGEST_PAIR_SHARE = 1 / 3
-"""A pair saves no larger fraction: a recomputation makes all of that at once, and pairs pay where a budget is
-below half of what is kept. A choice."""
-
 LEAST_RETURNED_SHARE = 1 / 10
 """Fraction of what a pair saves that its first part must return. A bottleneck block of a ResNet returns 0.12 to
 0.25 of that, a transformer's block 0.03."""
@@ -104,7 +100,8 @@ def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
         units: In the order in which their forwards begin.
 
     Returns:
-        The units, some of them as runs of two.
+        The units, some of them as runs of two; none of those saves more than twice an eighth of the whole, which
+        its recomputation makes at once.
     """
     tree = SavedTree(trace)
     found: list[str] = []
@@ -115,7 +112,7 @@ def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
         is_pair = (
             len(pair) > 1
             and tree.are_neighbours(pair)
-            and saved_bytes <= LARGEST_PAIR_SHARE * tree.total_bytes
+            and saved_bytes <= 2 * LARGEST_SHARE * tree.total_bytes
             and tree.bytes_returned(pair[0]) >= LEAST_RETURNED_SHARE * saved_bytes
         )
         found.append(str(Span.of(pair)) if is_pair else units[place])

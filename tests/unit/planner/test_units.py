@@ -224,11 +224,14 @@ class Row(nn.Module):
 
 
 def test_neighbours_are_paired_where_much_of_what_they_save_is_passed_on() -> None:
-    units = tuple(f"blocks.{i}" for i in range(7))
-    images = trace_of(lambda: Row(*(Residual(4) for _ in range(7))), lambda n: {"x": torch.randn(n, 16, 8, 8)})
-    assert paired(images, units) == ("blocks[0..1]", "blocks[2..3]", "blocks[4..5]", "blocks.6")
+    units = tuple(f"blocks.{i}" for i in range(9))
+    images = trace_of(lambda: Row(*(Residual(4) for _ in range(9))), lambda n: {"x": torch.randn(n, 16, 8, 8)})
+    assert paired(images, units) == (
+        *(f"blocks[{i}..{i + 1}]" for i in (0, 2, 4, 6)),
+        "blocks.8",
+    )
     assert paired(images, units[:2] + units[3:5]) == ("blocks[0..1]", "blocks[3..4]")
-    vectors = trace_of(lambda: Row(*(Mixing(16) for _ in range(7))), lambda n: {"x": torch.randn(n, 64, 16)})
+    vectors = trace_of(lambda: Row(*(Mixing(16) for _ in range(9))), lambda n: {"x": torch.randn(n, 64, 16)})
     assert paired(vectors, units) == units
 
 
