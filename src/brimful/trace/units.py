@@ -100,8 +100,8 @@ def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
         units: In the order in which their forwards begin.
 
     Returns:
-        The units, some of them as runs of two; none of those saves more than twice an eighth of the whole, which
-        its recomputation makes at once.
+        The units, some of them as runs of two. None of those saves more than a quarter of the whole, which its
+        recomputation makes at once.
     """
     tree = SavedTree(trace)
     found: list[str] = []
