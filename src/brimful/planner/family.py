@@ -160,7 +160,7 @@ class CandidateFamily:
         """Whether recomputing others takes less than recomputing these units, as captures show."""
         try:
             least_bytes = peak_allocated_bytes(self._all_recomputed(settings, others))
-        except (CaptureError, UsageError):  # what may be a Sequential is none
+        except (CaptureError, UsageError):  # what looks like a Sequential may be another
             return False
         most_bytes = peak_allocated_bytes(self._all_recomputed(settings, units)) * (1 - LEAST_SAVING_FRACTION)
         return least_bytes <= most_bytes

@@ -53,8 +53,8 @@ def join_input_ops(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
         units: In the order in which their forwards begin.
 
     Returns:
-        The units, some of them with the ops that make their input; modules that run such ops are no units of
-        their own then.
+        The units, some of them with the ops that make their input; modules that run such ops are not
+        units of their own then.
     """
     tree = SavedTree(trace)
     others = [unit for unit in units if tree.classes.get(unit) not in INPUT_MODULES]
@@ -181,7 +181,7 @@ def _parts(trace: Trace, tree: SavedTree, unit: str, freeing_inputs: bool) -> li
     children = [child for child in _called_children(tree, unit) if tree.can_begin(child)]
     freeing = [child for child in children if tree.bytes_freed([child]) >= needed_bytes]
     if freeing_inputs and not freeing and tree.only_calls_children(unit):
-        # Applying it fails if this is no Sequential.
+        # Applying it fails if this is not a Sequential.
         return _halves(tree, unit, needed_bytes, _input_bytes(trace, [unit])[0])
     if len(freeing) != 1:
         return children if freeing else []

@@ -50,7 +50,7 @@ _running = threading.local()
 
 
 def are_running() -> bool:
-    """Whether this thread makes an input again: ops that are no part of the unit's own forward."""
+    """Whether this thread makes an input again: ops that do not belong to the unit's own forward."""
     return getattr(_running, "depth", 0) > 0
 
 
