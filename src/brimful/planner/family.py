@@ -129,7 +129,9 @@ class CandidateFamily:
         joined = self._coarser(joined, kept, settings)
         freeing = [joined, *self._finer(joined, kept, settings, freeing_inputs=True)]
         least = self._coarser(freeing[-1], kept, settings)
-        return tuple(dict.fromkeys((units, divided[-1], joined, least, paired(kept, least))))
+        pairs = paired(kept, least)
+        pairs = least if self._peak_bytes(pairs, settings) is None else pairs
+        return tuple(dict.fromkeys((units, divided[-1], joined, least, pairs)))
 
     def _coarser(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
         """The units; if input ops belong to some, with parts put together where that lowers the peak."""
@@ -158,12 +160,18 @@ class CandidateFamily:
 
     def _lowers_peak(self, others: tuple[str, ...], units: tuple[str, ...], settings: Settings) -> bool:
         """Whether recomputing others takes less than recomputing these units, as captures show."""
-        try:
-            least_bytes = peak_allocated_bytes(self._all_recomputed(settings, others))
-        except (CaptureError, UsageError):  # what looks like a Sequential may be another
+        peak_bytes = self._peak_bytes(units, settings)
+        least_bytes = self._peak_bytes(others, settings)
+        if peak_bytes is None or least_bytes is None:
             return False
-        most_bytes = peak_allocated_bytes(self._all_recomputed(settings, units)) * (1 - LEAST_SAVING_FRACTION)
-        return least_bytes <= most_bytes
+        return least_bytes <= peak_bytes * (1 - LEAST_SAVING_FRACTION)
+
+    def _peak_bytes(self, units: tuple[str, ...], settings: Settings) -> int | None:
+        """The peak of recomputing some units; None if that fails, as in what only looks like a Sequential."""
+        try:
+            return peak_allocated_bytes(self._all_recomputed(settings, units))
+        except (CaptureError, UsageError):
+            return None
 
     def _all_recomputed(self, settings: Settings, units: tuple[str, ...]) -> Trace:
         return self._trace(replace(settings, units=uniform_actions(units, Action.RECOMPUTE)))
