@@ -41,7 +41,7 @@ from machine import RESULTS, Rows
 from plan.bench import Bench, Outcome
 
 NAME = "plan_published.json"
-STEP = 0.025
+STEP = 0.0125
 """Between the budgets of our curve, in parts of what the baseline reserves."""
 
 HEIGHT, WIDTH = 416, 608

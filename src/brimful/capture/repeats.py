@@ -23,7 +23,7 @@ from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.recording.recorder import Recorder
 from brimful.errors import BrimfulError
 from brimful.module_names import plain_modules, plain_namer, unwrapped
-from brimful.settings import Action, Precision, Settings, Span
+from brimful.settings import Action, Precision, Settings, Span, has_input_ops
 from brimful.trace import Phase, Trace
 from brimful.trace.block_regions import ShortRow
 from brimful.trace.repeated import Counts, with_all_blocks
@@ -252,7 +252,7 @@ def _may_be_short(settings: Settings) -> bool:
         settings.world_size == 1
         and not settings.optimizer_in_backward
         and settings.precision is not Precision.FP16
-        and not any(unit.action is Action.NEST for unit in settings.units)
+        and not any(unit.action is Action.NEST or has_input_ops(unit.fqn) for unit in settings.units)
     )
 
 

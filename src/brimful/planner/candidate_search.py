@@ -7,8 +7,10 @@ splicing, then from there downwards by captures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from brimful.errors import BatchError, CaptureError
 from brimful.planner.budget_grid import BudgetGrid
@@ -74,12 +76,13 @@ class CandidateSearch:
     def expected_within(self, budget_bytes: int) -> ExpectedChoice | None:
         """The fastest choice expected to reserve at most the budget; None if there is none.
 
-        The search descends the same binary tree for every budget, and a choice that fits one budget fits a
-        larger one. So a larger budget never leads to a lower level, and higher levels have choices that are at
-        least as fast.
+        The search descends the same binary tree for every budget, then looks at what is above: a choice that
+        allocates more may be less fragmented. A choice that fits one budget fits a larger one. So a larger
+        budget never leads to a lower level, and higher levels have choices that are at least as fast.
         """
         if budget_bytes not in self._expected:
             count = self._count_expected(self.grid.levels, budget_bytes)
+            count = self._count_above(count, budget_bytes)
             self._expected[budget_bytes] = None if count == 0 else self._expected_at(count - 1)
         return self._expected[budget_bytes]
 
@@ -92,7 +95,9 @@ class CandidateSearch:
 
         None if none is, or it cannot be captured, of which a note is added.
         """
-        return self._highest_captured(self.grid.levels[: level + 1], budget_bytes)
+        lower = (each for each in self.grid.levels[level - 1 :: -1] if level)
+        expected = (each for each in lower if self._is_expected_to_fit(each, budget_bytes))
+        return self._highest_captured(chain([self.grid.levels[level]], expected), budget_bytes)
 
     def kept(self) -> ExpectedChoice | None:
         """Every unit kept, as expected; None if another action is pinned."""
@@ -114,7 +119,7 @@ class CandidateSearch:
         except (CaptureError, BatchError) as error:
             self._add_note(error)
             return None
-        return self._highest_captured(levels[:count], budget_bytes)
+        return self._highest_captured(reversed(levels[:count]), budget_bytes)
 
     def smallest(self) -> tuple[Estimate, ...]:
         """Captures of the choices with the smallest peaks: without nested segments, and with them.
@@ -162,6 +167,13 @@ class CandidateSearch:
                 beyond = middle
         return count
 
+    def _count_above(self, count: int, budget_bytes: int) -> int:
+        """The number of levels up to the highest that is expected to fit, at least `count`."""
+        levels = self.grid.levels
+        allocating = bisect_right(levels, budget_bytes)
+        above = range(allocating - 1, count - 1, -1)
+        return next((i + 1 for i in above if self._is_expected_to_fit(levels[i], budget_bytes)), count)
+
     def _is_expected_to_fit(self, level_bytes: int, budget_bytes: int) -> bool:
         """Whether the allocator is expected to reserve no more than the budget for a level's choice."""
         solution = self.grid.solution_at(level_bytes)
@@ -171,12 +183,11 @@ class CandidateSearch:
             return False
         return self._replays.reserved_bytes(solution.choice) <= budget_bytes
 
-    def _highest_captured(self, levels: Sequence[int], budget_bytes: int) -> Estimate | None:
-        """A capture of the highest level that truly is within the budget; None if none can be."""
+    def _highest_captured(self, levels: Iterable[int], budget_bytes: int) -> Estimate | None:
+        """A capture of the first of some levels that truly is within the budget; None if none can be."""
         try:
             captured = (
-                self._replays.captured(self.grid.solution_at(level_bytes).choice)
-                for level_bytes in reversed(levels)
+                self._replays.captured(self.grid.solution_at(level_bytes).choice) for level_bytes in levels
             )
             return next((each for each in captured if each.predicted_peak_reserved_bytes <= budget_bytes), None)
         except (CaptureError, BatchError) as error:

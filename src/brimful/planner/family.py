@@ -13,17 +13,17 @@ from dataclasses import replace
 import numpy as np
 
 from brimful.cost import step_seconds
-from brimful.errors import BatchError, CaptureError
+from brimful.errors import BatchError, CaptureError, UsageError
 from brimful.memory import live_profile, pinned_host_bytes, rounding_bytes_of
 from brimful.planner.budget_grid import peak_allocated_bytes
 from brimful.planner.candidate import Candidate, uniform_actions
 from brimful.planner.problem.build import build_problem
 from brimful.planner.request import Request
 from brimful.prediction.estimator import ROUGH_SIZES, Capture, RoughlyScaledTraces
-from brimful.settings import Action, Settings
+from brimful.settings import Action, Settings, has_input_ops
 from brimful.trace import Trace, unit_of_each_op
 from brimful.trace.ddp import per_rank_trace
-from brimful.trace.units import divide_unit, find_units
+from brimful.trace.units import divide_unit, find_units, join_input_ops, paired, undivided
 
 LEAST_SAVING_FRACTION = 0.02
 """Fraction of the peak of recomputing everything that dividing a unit must save; each division takes a
@@ -113,35 +113,65 @@ class CandidateFamily:
         return max(self._request.permits.offload_host_bytes - of_optimizer, 0)
 
     def _unit_divisions(self, kept: Trace, settings: Settings) -> tuple[tuple[str, ...], ...]:
-        """The model's units, and where dividing one of them lowers the peak, those after that."""
-        units = self._find_units(kept)
-        finer = self._divided(units, kept, settings)
-        return (units,) if finer == units else (units, finer)
+        """The model's units, and others that take less where everything is recomputed.
 
-    def _divided(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
-        """The units, of which one that alone makes the peak is divided as long as that lowers it."""
+        A unit that alone makes the peak is divided as long as that lowers it: by itself, and where ops that
+        make the input of units belong to them. Blocks are paired where much is passed from one to the next.
+        What the allocator reserves for each, only replays show.
+        """
+        units = self._find_units(kept)
         if not units or self._request.pins.recompute is not None:
-            return units
-        while (finer := self._finer(units, kept, settings)) is not None:
-            units = finer
+            return (units,)
+        divided = [units, *self._finer(units, kept, settings)]
+        joined = self._joined(kept, units)
+        if joined != units and not self._lowers_peak(joined, units, settings):
+            joined = units
+        joined = self._coarser(joined, kept, settings)
+        freeing = [joined, *self._finer(joined, kept, settings, freeing_inputs=True)]
+        least = self._coarser(freeing[-1], kept, settings)
+        pairs = paired(kept, least)
+        pairs = least if self._peak_bytes(pairs, settings) is None else pairs
+        return tuple(dict.fromkeys((units, divided[-1], joined, least, pairs)))
+
+    def _coarser(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...]:
+        """The units; if input ops belong to some, with parts put together where that lowers the peak."""
+        if any(map(has_input_ops, units)):
+            for coarser in undivided(kept, units):
+                units = coarser if self._lowers_peak(coarser, units, settings) else units
         return units
 
-    def _finer(self, units: tuple[str, ...], kept: Trace, settings: Settings) -> tuple[str, ...] | None:
-        """The units with one of them divided; None if that does not lower the peak, or cannot be captured."""
-        recomputed = self._all_recomputed(settings, units)
-        at_peak = _unit_at_peak(recomputed, units)
-        if at_peak is None:
-            return None
-        place = units.index(at_peak)
-        finer = (*units[:place], *divide_unit(kept, at_peak), *units[place + 1 :])
-        if finer == units:
-            return None
+    def _finer(
+        self, units: tuple[str, ...], kept: Trace, settings: Settings, *, freeing_inputs: bool = False
+    ) -> Iterator[tuple[str, ...]]:
+        """Units of which one that alone makes the peak is divided, as long as that lowers it."""
+        while (at_peak := _unit_at_peak(self._all_recomputed(settings, units), units)) is not None:
+            parts = divide_unit(kept, at_peak, freeing_inputs=freeing_inputs)
+            parts = self._joined(kept, parts) if freeing_inputs else parts
+            place = units.index(at_peak)
+            finer = (*units[:place], *parts, *units[place + 1 :])
+            if finer == units or not self._lowers_peak(finer, units, settings):
+                return
+            units = finer
+            yield units
+
+    def _joined(self, kept: Trace, units: tuple[str, ...]) -> tuple[str, ...]:
+        """The units with the ops that make their input; code compiled whole has none that could be followed."""
+        return units if kept.compiled_lines else join_input_ops(kept, units)
+
+    def _lowers_peak(self, others: tuple[str, ...], units: tuple[str, ...], settings: Settings) -> bool:
+        """Whether recomputing others takes less than recomputing these units, as captures show."""
+        peak_bytes = self._peak_bytes(units, settings)
+        least_bytes = self._peak_bytes(others, settings)
+        if peak_bytes is None or least_bytes is None:
+            return False
+        return least_bytes <= peak_bytes * (1 - LEAST_SAVING_FRACTION)
+
+    def _peak_bytes(self, units: tuple[str, ...], settings: Settings) -> int | None:
+        """The peak of recomputing some units; None if that fails, as in what only looks like a Sequential."""
         try:
-            finer_bytes = peak_allocated_bytes(self._all_recomputed(settings, finer))
-        except CaptureError:
+            return peak_allocated_bytes(self._all_recomputed(settings, units))
+        except (CaptureError, UsageError):
             return None
-        most_bytes = peak_allocated_bytes(recomputed) * (1 - LEAST_SAVING_FRACTION)
-        return finer if finer_bytes <= most_bytes else None
 
     def _all_recomputed(self, settings: Settings, units: tuple[str, ...]) -> Trace:
         return self._trace(replace(settings, units=uniform_actions(units, Action.RECOMPUTE)))

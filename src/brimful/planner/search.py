@@ -33,6 +33,7 @@ from brimful.planner.search_space import SearchSpace
 from brimful.planner.simplest import simplest_first
 from brimful.prediction.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.prediction.estimator import Capture
+from brimful.settings import Settings
 from brimful.trace import Category, Trace
 
 MOST_ROUNDS = 4
@@ -150,16 +151,22 @@ def _fastest_ever_seconds(candidates: Sequence[CandidateSearch]) -> float:
 
 
 def _smallest(candidates: Sequence[CandidateSearch]) -> tuple[Estimate, ...]:
-    """Captures of what takes least: of one candidate, without nested segments and with them.
+    """Captures of what takes least, the fastest first: without nested segments and with them.
 
     Of candidates with the same peak the last comes first: with expandable segments it reserves less. The first
-    that can be captured is taken.
+    that can be captured is taken, and those that only have other units, where they might reserve less.
     """
+    found: list[Estimate] = []
+    settings: Settings | None = None
     last_first = list(reversed(candidates))
     for each in sorted(last_first, key=lambda each: each.grid.smallest_nested_peak_bytes):
-        if found := each.smallest():
-            return found
-    raise CaptureError("none of the ways to train that would take least can be captured.")
+        least_bytes = min((one.predicted_peak_reserved_bytes for one in found), default=NO_LIMIT_BYTES)
+        if each.grid.smallest_nested_peak_bytes < least_bytes and settings in (None, each.settings):
+            found += each.smallest()
+            settings = each.settings if found else None
+    if not found:
+        raise CaptureError("none of the ways to train that would take least can be captured.")
+    return tuple(sorted(found, key=lambda estimate: estimate.predicted_step_seconds))
 
 
 def _plan(

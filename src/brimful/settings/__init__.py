@@ -15,7 +15,15 @@ from brimful.settings.choices import (
 )
 from brimful.settings.document import settings_from_json, settings_to_json
 from brimful.settings.settings import Settings
-from brimful.settings.units import ChunkedLoss, Span, UnitAction, op_kind
+from brimful.settings.units import (
+    ChunkedLoss,
+    Span,
+    UnitAction,
+    has_input_ops,
+    module_part,
+    op_kind,
+    with_input_ops,
+)
 
 __all__ = [
     "Action",
@@ -29,7 +37,10 @@ __all__ = [
     "UnitAction",
     "check_count",
     "check_counts",
+    "has_input_ops",
+    "module_part",
     "op_kind",
     "settings_from_json",
     "settings_to_json",
+    "with_input_ops",
 ]

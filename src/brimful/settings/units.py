@@ -9,6 +9,33 @@ from brimful.codec import PositiveInt
 from brimful.errors import UsageError
 from brimful.settings.choices import Action
 
+_WITH_INPUT_OPS = "+"
+
+
+def with_input_ops(unit: str) -> str:
+    """The unit together with the ops right before it that make its input, written "+up.3".
+
+    Such ops are concatenations with a skip connection and changes of resolution. If the unit is recomputed,
+    they run again with it, so that their result is not held.
+
+    Args:
+        unit: Dotted path of a module, or a `Span`.
+
+    Returns:
+        The name of the larger unit.
+    """
+    return _WITH_INPUT_OPS + module_part(unit)
+
+
+def has_input_ops(unit: str) -> bool:
+    """Whether the ops that make its input belong to a unit."""
+    return unit.startswith(_WITH_INPUT_OPS)
+
+
+def module_part(unit: str) -> str:
+    """The module or the run of a unit, without the ops that make its input."""
+    return unit.removeprefix(_WITH_INPUT_OPS)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
@@ -33,7 +60,7 @@ class Span:
     @classmethod
     def parse(cls, fqn: str) -> Span | None:
         """The run that `fqn` names; None if it names a module."""
-        parent, bracket, inside = fqn.partition("[")
+        parent, bracket, inside = module_part(fqn).partition("[")
         first, dots, last = inside.rstrip("]").partition("..")
         return cls(parent=parent, first=first, last=last) if bracket and dots else None
 
@@ -64,7 +91,7 @@ class UnitAction:
     """The action for one unit of a model."""
 
     fqn: str
-    """Dotted path of the unit's module, or a `Span`."""
+    """Dotted path of the unit's module, or a `Span`; with "+" before it, see `with_input_ops`."""
     action: Action
     saved: tuple[str, ...] = ()
     """Ops whose results are saved, by kind and number within the unit's forward: "addmm#2" is the third addmm.

@@ -30,7 +30,7 @@ from brimful.trace.records import (
     Trace,
 )
 from brimful.trace.scaling import TraceLine
-from brimful.trace.units import divide_unit, find_units
+from brimful.trace.units import divide_unit, find_units, join_input_ops, paired, undivided
 
 __all__ = [
     "CUBLAS_WORKSPACE",
@@ -47,9 +47,12 @@ __all__ = [
     "TraceLine",
     "divide_unit",
     "find_units",
+    "join_input_ops",
     "own_checkpointed_units",
     "own_checkpoints",
+    "paired",
     "per_rank_trace",
     "reduction_kernels",
+    "undivided",
     "unit_of_each_op",
 ]

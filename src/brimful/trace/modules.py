@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from brimful.settings import Span
+from brimful.settings import Span, has_input_ops, module_part, op_kind
 from brimful.trace.records import Phase, Trace
+
+INPUT_OP_KINDS = frozenset(
+    {"cat", "stack", "_to_copy", "constant_pad_nd", "avg_pool2d", "avg_pool3d"}
+    | {"_adaptive_avg_pool2d", "_adaptive_avg_pool3d"}
+    | {"upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact2d"}
+    | {"upsample_linear1d", "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d"}
+)
+"""Kinds of the ops that the functions in `transforms.input_ops` run: they make a unit's input from tensors that
+other layers hold, at the price of a copy. Autocast may cast those first."""
+
+INPUT_MODULES = frozenset({f"ConvTranspose{n}d" for n in (1, 2, 3)} | {"Upsample", "AvgPool2d", "AvgPool3d"})
+"""Classes of modules that run one of those functions. An upward convolution is among them: in U-Nets it
+computes little beside the convolutions that follow."""
 
 
 def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
@@ -14,18 +27,41 @@ def unit_of_each_op(trace: Trace, units: Iterable[str]) -> list[int]:
 
     Args:
         trace: Has the ops.
-        units: Paths and runs, none inside another.
+        units: Paths and runs, none inside another; with the ops that make their input or without.
 
     Returns:
         By op, the index of its unit; -1 if it is in none, as those of the loss and the optimizer.
     """
-    children = children_of(trace)
+    units, children = tuple(units), children_of(trace)
     unit_of = {path: index for index, unit in enumerate(units) for path in paths_of(unit, children)}
     of_module: dict[str, int] = {}
     for module in (*children, *(child for siblings in children.values() for child in siblings)):
         inside = (unit_of[path] for path in ancestors(module) if path in unit_of)
         of_module[module] = next(inside, -1)
-    return [of_module.get(op.module, -1) for op in trace.ops]
+    owner = [of_module.get(op.module, -1) for op in trace.ops]
+    for index, unit in _input_ops(trace, owner, frozenset(i for i, u in enumerate(units) if has_input_ops(u))):
+        owner[index] = unit
+    return owner
+
+
+def _input_ops(trace: Trace, owner: Sequence[int], units: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """Ops that run right before some units and make their input, each with its unit."""
+    classes = dict(trace.module_classes)
+    unit = -1
+    following: Phase | None = None
+    for index in range(len(trace.ops) - 1, -1, -1) if units else ():
+        op = trace.ops[index]
+        if owner[index] >= 0:
+            unit, following = owner[index] if owner[index] in units else -1, op.phase
+        elif (
+            unit >= 0
+            and op.phase is following
+            and (op.phase is Phase.FORWARD or op.recomputed)
+            and (op_kind(op.name) in INPUT_OP_KINDS or classes.get(op.module) in INPUT_MODULES)
+        ):
+            yield index, unit
+        elif op_kind(op.name) != "clone":  # of a run's buffers, which its recomputation works on
+            unit = -1
 
 
 def own_checkpoints(trace: Trace) -> int:
@@ -106,7 +142,7 @@ def paths_of(unit: str, children: dict[str, list[str]]) -> tuple[str, ...]:
     """The module paths that make up a unit."""
     span = Span.parse(unit)
     if span is None:
-        return (unit,)
+        return (module_part(unit),)
     prefix = f"{span.parent}." if span.parent else ""
     siblings = children[span.parent]
     start = siblings.index(prefix + span.first)

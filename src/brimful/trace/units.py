@@ -7,10 +7,11 @@ names of its first and last child.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from brimful.settings import Span
-from brimful.trace.records import Category, Trace
+from brimful.settings import Span, has_input_ops, module_part, with_input_ops
+from brimful.trace.modules import INPUT_MODULES, unit_of_each_op
+from brimful.trace.records import Category, Phase, Trace
 from brimful.trace.saved_tree import SavedTree
 
 SMALLEST_SHARE = 1 / 200
@@ -19,6 +20,10 @@ SMALLEST_SHARE = 1 / 200
 LARGEST_SHARE = 1 / 8
 """A part that saves a larger fraction is divided, unless it is one of several alike. With eight parts or more a
 plan can use its budget to within an eighth; repeated blocks are what is usually checkpointed."""
+
+LEAST_RETURNED_SHARE = 1 / 10
+"""Fraction of what a pair saves that its first part must return. A bottleneck block of a ResNet returns 0.12 to
+0.25 of that, a transformer's block 0.03."""
 
 
 def find_units(trace: Trace) -> tuple[str, ...]:
@@ -40,12 +45,102 @@ def find_units(trace: Trace) -> tuple[str, ...]:
     return tuple(sorted(units, key=tree.first_op))
 
 
-def divide_unit(trace: Trace, unit: str) -> tuple[str, ...]:
+def join_input_ops(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
+    """The units, each together with the ops that make its input where that is large and would be held.
+
+    Args:
+        trace: A capture without recomputation.
+        units: In the order in which their forwards begin.
+
+    Returns:
+        The units, some of them with the ops that make their input; modules that run such ops are not
+        units of their own then.
+    """
+    tree = SavedTree(trace)
+    others = [unit for unit in units if tree.classes.get(unit) not in INPUT_MODULES]
+    made_bytes = _input_bytes(trace, others)
+    joined = {
+        unit
+        for unit, size_bytes in zip(others, made_bytes, strict=True)
+        if size_bytes >= SMALLEST_SHARE * tree.total_bytes
+    }
+    kept = [u for u, after in zip(units, [*units[1:], ""], strict=True) if u in others or after not in joined]
+    return tuple(with_input_ops(unit) if unit in joined else unit for unit in kept)
+
+
+def undivided(trace: Trace, units: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Coarser units: each time those that make up one module are replaced by it.
+
+    A part that hands on more than it frees had better be a part of a larger unit, which holds its input only.
+
+    Args:
+        trace: A capture without recomputation.
+        units: In the order in which their forwards begin.
+
+    Yields:
+        The units with one module in the place of its children.
+    """
+    tree = SavedTree(trace)
+    for parent in dict.fromkeys(unit.rpartition(".")[0] for unit in units):
+        children = [child for child in tree.children[parent] if tree.first_ops.get(child) is not None]
+        place = units.index(children[0]) if children and children[0] in units else len(units)
+        is_all = list(units[place : place + len(children)]) == children
+        if parent and len(children) > 1 and is_all and tree.only_calls_children(parent):
+            yield (*units[:place], parent, *units[place + len(children) :])
+
+
+def paired(trace: Trace, units: Sequence[str]) -> tuple[str, ...]:
+    """Coarser units: two neighbours in a Sequential as one, where much of what they save is what one passes on.
+
+    A pair holds its input only. What its first part passes on is one of the results that it may save, or make
+    again by cheap ops, as in a residual network, whose blocks end in an addition.
+
+    Args:
+        trace: A capture without recomputation.
+        units: In the order in which their forwards begin.
+
+    Returns:
+        The units, some of them as runs of two. None of those saves more than a quarter of the whole, which its
+        recomputation makes at once.
+    """
+    tree = SavedTree(trace)
+    found: list[str] = []
+    place = 0
+    while place < len(units):
+        pair = units[place : place + 2]
+        saved_bytes = tree.bytes_saved(pair)
+        is_pair = (
+            len(pair) > 1
+            and tree.are_neighbours(pair)
+            and saved_bytes <= 2 * LARGEST_SHARE * tree.total_bytes
+            and tree.bytes_returned(pair[0]) >= LEAST_RETURNED_SHARE * saved_bytes
+        )
+        found.append(str(Span.of(pair)) if is_pair else units[place])
+        place += 1 + is_pair
+    return tuple(found)
+
+
+def _input_bytes(trace: Trace, units: Sequence[str]) -> list[int]:
+    """For each unit, bytes saved for backward of what the ops make that make its input, in one micro-batch."""
+    plain = unit_of_each_op(trace, map(module_part, units))
+    joined = unit_of_each_op(trace, map(with_input_ops, units))
+    made_bytes = [0] * len(units)
+    for storage in trace.storages:
+        if storage.category is Category.SAVED_TENSORS and storage.op is not None:
+            op, unit = trace.ops[storage.op], joined[storage.op]
+            is_first = op.phase is Phase.FORWARD and op.step == 0 and op.micro_batch == 0
+            made_bytes[unit] += storage.size_bytes * (is_first and unit != plain[storage.op])
+    return made_bytes
+
+
+def divide_unit(trace: Trace, unit: str, *, freeing_inputs: bool = False) -> tuple[str, ...]:
     """Parts that can take the place of a unit: children of it or deeper, or two runs of a Sequential's.
 
     Args:
         trace: A capture without recomputation.
         unit: Path of a module or a run.
+        freeing_inputs: Whether the ops that make a part's input will belong to it, and it is enough if the
+            first of two runs frees much: the second then holds nothing of the first in its own backward.
 
     Returns:
         In the order in which their forwards begin, parts of which at least two free an eighth of the unit or
@@ -53,7 +148,10 @@ def divide_unit(trace: Trace, unit: str) -> tuple[str, ...]:
         among them: if it is nested, its input is freed.
     """
     tree = SavedTree(trace)
-    return tuple(sorted(_parts(tree, unit), key=tree.first_op)) or (unit,)
+    parts = sorted(_parts(trace, tree, module_part(unit), freeing_inputs), key=tree.first_op)
+    if parts and has_input_ops(unit):
+        parts[0] = with_input_ops(parts[0])
+    return tuple(parts) or (unit,)
 
 
 def _divide(tree: SavedTree, path: str) -> Iterator[str]:
@@ -75,30 +173,45 @@ def _divide(tree: SavedTree, path: str) -> Iterator[str]:
                 yield from _divide(tree, child)
 
 
-def _parts(tree: SavedTree, unit: str) -> list[str]:
+def _parts(trace: Trace, tree: SavedTree, unit: str, freeing_inputs: bool) -> list[str]:
     """Parts of a unit of which two free much of it; none if there are no such parts."""
     needed_bytes = LARGEST_SHARE * tree.saved_by(unit)
     if Span.parse(unit) is not None or tree.classes.get(unit) == "Sequential":
-        return _halves(tree, unit, needed_bytes)
+        return _halves(tree, unit, needed_bytes, _input_bytes(trace, [unit])[0] if freeing_inputs else None)
     children = [child for child in _called_children(tree, unit) if tree.can_begin(child)]
     freeing = [child for child in children if tree.bytes_freed([child]) >= needed_bytes]
+    if freeing_inputs and not freeing and tree.only_calls_children(unit):
+        # Applying it fails if this is not a Sequential.
+        return _halves(tree, unit, needed_bytes, _input_bytes(trace, [unit])[0])
     if len(freeing) != 1:
         return children if freeing else []
-    inside = _parts(tree, freeing[0])
+    inside = _parts(trace, tree, freeing[0], freeing_inputs)
     return [child for child in children if child not in freeing] + inside if inside else []
 
 
-def _halves(tree: SavedTree, unit: str, needed_bytes: float) -> list[str]:
-    """Two runs of the children of a Sequential, or of a run of them, that save as much as each other."""
+def _halves(tree: SavedTree, unit: str, needed_bytes: float, input_bytes: int | None) -> list[str]:
+    """Two runs of the children of a Sequential, or of a run of them, that save as much as each other.
+
+    Both free much. If the ops that make the input belong to the first, of `input_bytes`, it is enough if that
+    does.
+    """
     children = tree.children[unit] if Span.parse(unit) is None else list(tree.paths(unit))
-    halves = [
-        (children[:cut], children[cut:])
-        for cut in range(1, len(children))
-        if tree.can_begin(children[cut])
-        and min(tree.bytes_freed(children[:cut]), tree.bytes_freed(children[cut:])) >= needed_bytes
-    ]
-    best = min(halves, key=lambda runs: max(map(tree.bytes_saved, runs)), default=())
-    return [str(Span.of(run)) if len(run) > 1 else run[0] for run in best]
+    cuts = [cut for cut in range(1, len(children)) if tree.can_begin(children[cut])]
+
+    def bytes_freed(cut: int) -> tuple[int, int]:
+        return tree.bytes_freed(children[:cut]) + (input_bytes or 0), tree.bytes_freed(children[cut:])
+
+    def largest(cut: int) -> int:
+        return max(tree.bytes_saved(children[:cut]) + (input_bytes or 0), tree.bytes_saved(children[cut:]))
+
+    both = [cut for cut in cuts if min(bytes_freed(cut)) >= needed_bytes]
+    if not both and input_bytes is not None:
+        both = [cut for cut in cuts if bytes_freed(cut)[0] >= needed_bytes]
+    if not both:
+        return []
+    best = min(both, key=largest)
+    runs = (children[:best], children[best:])
+    return [str(Span.of(run)) if len(run) > 1 else run[0] for run in runs]
 
 
 def _called_children(tree: SavedTree, path: str) -> list[str]:
@@ -106,7 +219,7 @@ def _called_children(tree: SavedTree, path: str) -> list[str]:
     return [
         called
         for child in tree.children[path]
-        if child in tree._first
+        if child in tree.first_ops
         for called in ([child] if tree.is_called(child) else _called_children(tree, child))
     ]
 

@@ -12,8 +12,18 @@ from torch import nn
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.module_names import plain_modules, resolved, unwrapped
-from brimful.settings import Action, ChunkedLoss, Settings, Span, UnitAction
+from brimful.settings import (
+    Action,
+    ChunkedLoss,
+    Settings,
+    Span,
+    UnitAction,
+    has_input_ops,
+    module_part,
+    with_input_ops,
+)
 from brimful.transforms.chunked_loss import DeferringLinear
+from brimful.transforms.input_ops import FollowedForward, InputOps
 from brimful.transforms.offload import OffloadSchedule, ScheduledUnit
 from brimful.transforms.recompute import CarryOut, RecomputedRegion, UnitForward, UnitRuns
 from brimful.transforms.segments import Link, links
@@ -21,7 +31,7 @@ from brimful.transforms.segments import Link, links
 _CHECKPOINTING_SWITCHES = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes of modules: of transformers (5.23) and diffusers (0.42), and of timm (1.0)."""
 
-_StandIn = UnitForward | UnitRuns | DeferringLinear
+_StandIn = UnitForward | UnitRuns | DeferringLinear | FollowedForward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +79,12 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
     stand_ins: list[tuple[nn.Module, _StandIn]] = []
     runs: dict[str, list[tuple[int, int, CarryOut]]] = defaultdict(list)
     schedule = OffloadSchedule() if settings.offloaded else None
-    for unit, link in zip(settings.units, links(settings.units), strict=True):
+    input_ops = InputOps()
+    for unit, link in zip(settings.units, links(settings.units, input_ops.derived), strict=True):
         if unit.action is Action.KEEP and schedule is None:
             continue
         span = Span.parse(unit.fqn)
-        module = _find(modules, unit.fqn, unit.fqn if span is None else span.parent)
+        module = _find(modules, unit.fqn, module_part(unit.fqn) if span is None else span.parent)
         carry_out = _way(unit, link, schedule)
         if span is None:
             stand_ins.append((module, UnitForward(module, carry_out)))
@@ -84,6 +95,8 @@ def apply_units(model: nn.Module, settings: Settings) -> Applied:
         assert isinstance(sequential, nn.Sequential)
         _check_apart(path, positions)
         stand_ins.append((sequential, UnitRuns(sequential, positions)))
+    if any(has_input_ops(fqn) for fqn in settings.recomputed):
+        stand_ins.append((modules[""], FollowedForward(modules[""], input_ops)))
     if settings.chunked_loss is not None:
         stand_ins.append(_deferring(modules, settings.chunked_loss))
     if len({id(module) for module, _stand_in in stand_ins}) < len(stand_ins):
@@ -107,6 +120,8 @@ def _by_plain_names(settings: Settings, modules: dict[str, nn.Module]) -> Settin
     """The same settings where their names have no wrappers in them."""
 
     def plain(fqn: str) -> str:
+        if has_input_ops(fqn):
+            return with_input_ops(plain(module_part(fqn)))
         span = Span.parse(fqn)
         if span is None:
             return resolved(fqn, modules)
@@ -154,7 +169,7 @@ def _paths(fqn: str, modules: dict[str, nn.Module]) -> list[str]:
     """Paths of the modules that make up a unit."""
     span = Span.parse(fqn)
     if span is None:
-        return [fqn]
+        return [module_part(fqn)]
     names = list(unwrapped(modules[span.parent])._modules)
     start, stop = _positions(modules[span.parent], fqn, span)
     return [".".join(part for part in (span.parent, name) if part) for name in names[start:stop]]

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from brimful.batches import tensors_in
 from brimful.errors import UsageError
 from brimful.settings import UnitAction
-from brimful.transforms.segments import Call, Link
+from brimful.transforms.segments import Call, Link, gathers_its_weights
 from brimful.transforms.selective import SavedOps
 
 CarryOut = Callable[[Callable[..., Any], Sequence[nn.Module]], Callable[..., Any]]
@@ -165,10 +165,10 @@ class RecomputedRegion:
         """The same as a part of a segment."""
         random_state = _TorchRandomState({tensor.device for tensor in tensors_in((args, kwargs))})
         contexts = self._contexts((random_state.noted(), random_state))
-        call = Call(self._function, self._module, contexts, args, kwargs, self._link.before)
+        call = Call(self._function, self._module, contexts, args, kwargs, self._link)
         del args, kwargs
         returned = call.forward()
-        if self._link.own is not None and not any(map(_gathers_its_weights, self._module.modules())):
+        if self._link.own is not None and not any(map(gathers_its_weights, self._module.modules())):
             self._link.own.remember(call, returned)
         return returned
 
@@ -195,11 +195,6 @@ class _All(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
-
-
-def _gathers_its_weights(module: nn.Module) -> bool:
-    """Whether FSDP2 shards it: then it has its weights in its own forward and backward only."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 class _TorchRandomState(AbstractContextManager[None]):

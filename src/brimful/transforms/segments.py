@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from brimful.batches import map_leaves, tensors_in
-from brimful.settings import Action, UnitAction
+from brimful.settings import Action, UnitAction, has_input_ops
 
 
 class Returned:
@@ -68,16 +68,26 @@ class Link:
     """Of the unit before, if this one is nested."""
     own: Returned | None = None
     """Of this unit, if the one behind it is nested."""
+    derived: Callable[[Tensor], Argument | None] | None = None
+    """What stands for an argument that is made again, if the ops that make its input belong to the unit."""
 
     def __bool__(self) -> bool:
-        return self.before is not None or self.own is not None
+        return not (self.before is None and self.own is None and self.derived is None)
+
+    def argument(self, tensor: Tensor) -> Argument | None:
+        """What stands for a tensor that need not be held; None for any other."""
+        found = None if self.before is None else self.before.let_go(tensor)
+        return found if found is not None or self.derived is None else self.derived(tensor)
 
 
-def links(units: Iterable[UnitAction]) -> Iterator[Link]:
+def links(
+    units: Iterable[UnitAction], derived: Callable[[Tensor], Argument | None] | None = None
+) -> Iterator[Link]:
     """The place of each unit of a plan.
 
     Args:
         units: In execution order; a nested one follows one that is recomputed.
+        derived: What stands for an argument that is made again, for units with the ops that make their input.
 
     Yields:
         One for each unit.
@@ -87,7 +97,12 @@ def links(units: Iterable[UnitAction]) -> Iterator[Link]:
     for unit, behind in zip_longest(in_order, in_order[1:]):
         before = own if unit.action is Action.NEST else None
         own = Returned() if behind is not None and behind.action is Action.NEST else None
-        yield Link(before=before, own=own)
+        yield Link(before=before, own=own, derived=derived if has_input_ops(unit.fqn) else None)
+
+
+def gathers_its_weights(module: nn.Module) -> bool:
+    """Whether FSDP2 shards it: then it has its weights in its own forward and backward only."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 class Argument:
@@ -180,7 +195,7 @@ class Call:
         contexts: That of the forward, and that in which it runs again, to be entered any number of times.
         args: Of the function.
         kwargs: Of the function.
-        before: What the unit before has returned; None if all arguments are to be held.
+        link: Says which arguments need not be held.
     """
 
     def __init__(
@@ -190,7 +205,7 @@ class Call:
         contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        before: Returned | None,
+        link: Link,
     ) -> None:
         self.module = module
         self.wanted: weakref.WeakSet[LetGo] = weakref.WeakSet()
@@ -201,7 +216,7 @@ class Call:
         self._given: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, kwargs)]
         """The arguments themselves, until the forward begins."""
         self._arguments = map_leaves(
-            (args, kwargs), Tensor, lambda tensor: self._argument(tensor, before), into_objects=False
+            (args, kwargs), Tensor, lambda tensor: self._argument(tensor, link), into_objects=False
         )
         self._contexts = contexts
         self._autocast = _Autocast({tensor.device.type for tensor in tensors_in((args, kwargs))} | {"cpu"})
@@ -225,12 +240,11 @@ class Call:
         for argument in list(self.wanted):
             argument.put(tensors[argument.index])
 
-    def _argument(self, tensor: Tensor, before: Returned | None) -> Argument:
-        let_go = None if before is None else before.let_go(tensor)
-        if let_go is None:
-            return Held(tensor)
-        self.let_go.append(let_go)
-        return let_go
+    def _argument(self, tensor: Tensor, link: Link) -> Argument:
+        argument = link.argument(tensor)
+        if isinstance(argument, LetGo):
+            self.let_go.append(argument)
+        return Held(tensor) if argument is None else argument
 
     def _run(self) -> Any:
         """The function that checkpoint runs: the forward, then its recomputations."""

@@ -37,6 +37,7 @@ from torch._ops import OpOverload
 from brimful.batches import map_tensors, tensors_in
 from brimful.dispatch_mode import EagerDispatchMode
 from brimful.settings import UnitAction, op_kind
+from brimful.transforms.input_ops import are_running
 
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """Shares its argument's memory, though its schema does not say so."""
@@ -276,7 +277,7 @@ class _Returning(EagerDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         info = _describe(func)
-        if not info.is_counted or info.is_view:
+        if not info.is_counted or info.is_view or are_running():
             return func(*args, **(kwargs or {}))
         self._position += 1
         if self._is_alike and (kind := self._call.kind_at(self._position)) != info.kind:

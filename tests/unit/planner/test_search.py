@@ -284,6 +284,29 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
     assert verify(small, settings, "cpu").comparisons[0].is_bitwise
 
 
+@pytest.mark.slow
+def test_a_plan_makes_a_concatenation_again_where_that_takes_less_and_training_is_the_same() -> None:
+    """Of the last block of a U-Net, whose first convolution does not run again."""
+    job = find_architecture("unet", image_size=128)
+    device = find_device("RTX 3090")
+    run = cache(lambda settings, steps=1: capture_step(job, settings, device, steps=steps))
+    asked = Request(
+        job=JobTraits(name="unet"),
+        device=device,
+        budget_bytes=1 << 40,
+        global_batch_size=32,
+        permits=Permits(precisions=(Precision.BF16,)),
+    )
+    budget_bytes = int(0.6 * search(run, asked).predicted_peak_device_bytes)
+    plan = search(run, replace(asked, budget_bytes=budget_bytes))
+    assert plan.predicted_peak_device_bytes <= budget_bytes
+    recomputed = UnitAction(fqn="+up.3.convolutions.0", action=Action.RECOMPUTE)
+    assert recomputed in plan.settings.units
+    small = find_architecture("unet", image_size=32)
+    settings = replace(plan.settings, micro_batch_size=2, precision=Precision.FP32)
+    assert verify(small, settings, "cpu").comparisons[0].is_bitwise
+
+
 def test_a_plan_exceeds_its_budget_with_at_most_one_percent_and_says_what_another_takes() -> None:
     job = find_architecture("bert-base", num_hidden_layers=2)
     fused: dict[str, Any] = {"optimizer_implementation": "fused"}

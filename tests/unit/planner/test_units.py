@@ -1,5 +1,7 @@
 """Which parts of a model are units."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -7,7 +9,7 @@ from brimful.capture import capture_step
 from brimful.devices import find_device
 from brimful.job import Job
 from brimful.settings import Settings
-from brimful.trace import Trace, divide_unit, find_units
+from brimful.trace import Trace, divide_unit, find_units, join_input_ops, paired, undivided
 
 # B batch, C channels, H × W image
 
@@ -41,7 +43,7 @@ class Pyramid(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def trace_of(model: type[nn.Module], batch) -> Trace:
+def trace_of(model: Callable[[], nn.Module], batch) -> Trace:
     job = Job(model=model, loss=lambda m, b: m(b["x"]).square().mean(), batch=batch)
     return capture_step(job, Settings(micro_batch_size=4), find_device("A100 80GB SXM"))
 
@@ -102,6 +104,9 @@ def test_a_unit_is_divided_where_both_parts_free_something() -> None:
     halves = ("convolutions[0..2]", "convolutions[3..5]")
     assert divide_unit(trace, "convolutions") == halves
     assert divide_unit(trace, "convolutions[1..5]") == ("convolutions[1..5]",)
+    parts = ("convolutions[1..3]", "convolutions[4..5]")
+    assert divide_unit(trace, "convolutions[1..5]", freeing_inputs=True) == parts
+    assert divide_unit(trace, parts[1], freeing_inputs=True) == (parts[1],)
     assert divide_unit(trace, halves[0]) == (halves[0],)
     assert divide_unit(trace, "") == ("up", "convolutions", "block")
 
@@ -136,3 +141,101 @@ def test_a_graph_of_torch_fx_is_not_divided_like_the_sequential_that_was_traced(
     job = Job(model=traced, loss=lambda model, x: model(x).mean(), batch=lambda n: torch.randn(n, 8))
     trace = capture_step(job, Settings(micro_batch_size=4), find_device("cpu"))
     assert all("[" not in unit for unit in find_units(trace))
+
+
+class Skipping(nn.Module):
+    """A block behind a concatenation with a skip connection, and what makes the other half of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = Twice(3, 8)
+        self.down = nn.Sequential(nn.MaxPool2d(2), Twice(8, 8))
+        self.up = nn.ConvTranspose2d(8, 8, 2, stride=2)
+        self.merge = nn.Sequential(
+            nn.Conv2d(16, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = self.stem(x)
+        return self.merge(torch.cat([skip, self.up(self.down(skip))], dim=1))
+
+
+def skipping_trace() -> Trace:
+    return trace_of(Skipping, lambda n: {"x": torch.randn(n, 3, 64, 64)})
+
+
+def test_a_concatenation_is_joined_to_the_unit_behind_it_with_the_layer_that_makes_half_of_it() -> None:
+    units = ("stem", "down.0", "down.1", "up", "merge")
+    assert join_input_ops(skipping_trace(), units) == ("stem", "down.0", "down.1", "+merge")
+    assert join_input_ops(skipping_trace(), units[:4]) == units[:4]
+
+
+def test_a_unit_with_a_concatenation_is_cut_where_that_has_been_read() -> None:
+    trace = skipping_trace()
+    assert divide_unit(trace, "+merge", freeing_inputs=True) == ("+merge.0", "merge[1..5]")
+    assert divide_unit(trace, "merge[1..5]", freeing_inputs=True) == ("merge[1..3]", "merge[4..5]")
+
+
+def test_parts_that_make_up_a_module_can_be_one_unit_again() -> None:
+    found = list(undivided(skipping_trace(), ("stem", "down.0", "down.1", "merge[0..2]", "merge[3..5]")))
+    assert found == [("stem", "down", "merge[0..2]", "merge[3..5]")]
+
+
+class Residual(nn.Module):
+    """A bottleneck block: (B, 4 · C, H, W) to the same, with C channels inside."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(4 * channels, channels, 1),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, 4 * channels, 1),
+            nn.BatchNorm2d(4 * channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.layers(x))
+
+
+class Mixing(nn.Module):
+    """A block that saves much more than it returns, as a transformer's does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 16 * width), nn.Linear(16 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Row(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def test_neighbours_are_paired_where_much_of_what_they_save_is_passed_on() -> None:
+    units = tuple(f"blocks.{i}" for i in range(9))
+    images = trace_of(lambda: Row(*(Residual(4) for _ in range(9))), lambda n: {"x": torch.randn(n, 16, 8, 8)})
+    assert paired(images, units) == (
+        *(f"blocks[{i}..{i + 1}]" for i in (0, 2, 4, 6)),
+        "blocks.8",
+    )
+    assert paired(images, units[:2] + units[3:5]) == ("blocks[0..1]", "blocks[3..4]")
+    vectors = trace_of(lambda: Row(*(Mixing(16) for _ in range(9))), lambda n: {"x": torch.randn(n, 64, 16)})
+    assert paired(vectors, units) == units
+
+
+def test_a_pair_that_saves_most_of_everything_is_none() -> None:
+    units = tuple(f"blocks.{i}" for i in range(4))
+    images = trace_of(lambda: Row(*(Residual(4) for _ in range(4))), lambda n: {"x": torch.randn(n, 16, 8, 8)})
+    assert paired(images, units) == units

@@ -2,7 +2,8 @@
 
 Forward: hooks on every module call maintain a stack. Backward: autograd numbers its nodes in the order in which
 the forward creates them; the numbers at which the stack changed give the module whose forward created a node. A
-unit whose forward runs again in backward for the nested unit behind it is put on the stack as if called.
+unit whose forward runs again in backward for the nested unit behind it is put on the stack as if called, and so
+is the module that ran the ops that make a unit's input.
 
 Private torch APIs used here: `torch._C._autograd._get_sequence_nr`, `torch._C._current_autograd_node`
 (checked: torch 2.13, 2.11).
@@ -14,14 +15,16 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from brimful.capture.replaced import replaced
 from brimful.module_names import plain_namer
+from brimful.transforms.input_ops import InputOps, Made
 from brimful.transforms.segments import Call
 
 LOSS = "<loss>"
@@ -61,11 +64,31 @@ class ModuleCalls:
             self._leave(call.module, (), None)
 
         try:
-            with replaced(Call, "run_again", followed):
+            with replaced(Call, "run_again", followed), self._follow_input_ops():
                 yield
         finally:
             before.remove()
             after.remove()
+
+    @contextmanager
+    def _follow_input_ops(self) -> Iterator[None]:
+        """Let what makes a unit's input again belong to the module that made it."""
+        made_in: WeakKeyDictionary[Made, str] = WeakKeyDictionary()
+        remember, again = InputOps.remember, Made.again
+
+        def noted(input_ops: InputOps, result: Tensor, made: Made) -> None:
+            made_in[made] = self._top()
+            remember(input_ops, result, made)
+
+        def followed(made: Made) -> Tensor:
+            self._stack.append(made_in[made])
+            try:
+                return again(made)
+            finally:
+                self._stack.pop()
+
+        with replaced(InputOps, "remember", noted), replaced(Made, "again", followed):
+            yield
 
     @property
     def classes(self) -> tuple[tuple[str, str], ...]:

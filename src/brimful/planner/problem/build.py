@@ -44,7 +44,7 @@ from brimful.planner.problem.offloading import offload_options
 from brimful.planner.problem.savable_ops import Extension, UnitOps, unit_ops
 from brimful.planner.problem.steady_step import BACKWARD_BEGINS, FORWARD_ENDS, SteadyStep
 from brimful.planner.solvers.chain import Option, Problem
-from brimful.settings import Action, UnitAction
+from brimful.settings import Action, UnitAction, has_input_ops
 from brimful.trace import Trace, unit_of_each_op
 
 KEPT, RECOMPUTED = 0, 1
@@ -133,7 +133,8 @@ def build_problem(
         choices = _without_offload(i, fqn, ops, bytes_, prices)
         if offloads is not None:
             choices = [(offloads.beside_copies(i, option), action) for option, action in choices]
-            choices += offloads.options(i, fqn, keep=choices[KEPT][0])
+            if not has_input_ops(fqn):  # what it is given does not leave
+                choices += offloads.options(i, fqn, keep=choices[KEPT][0])
         by_unit.append(choices)
     return PlanningProblem(
         chain=Problem(

@@ -24,7 +24,7 @@ from brimful.planner.problem.savable_ops import unit_calls
 from brimful.planner.problem.steady_step import SteadyStep
 from brimful.planner.solvers.segments import SegmentProblem
 from brimful.quantities import round_up
-from brimful.settings import Action, UnitAction
+from brimful.settings import Action, UnitAction, has_input_ops
 from brimful.trace import EventKind, Phase, Trace, unit_of_each_op
 
 
@@ -46,6 +46,8 @@ def build_segment_problem(
     owner = unit_of_each_op(recomputed, units)
     input_bytes = _input_bytes(recomputed, owner, len(units), micro_batches - 1)
     for unit, action in enumerate(actions):
+        if has_input_ops(action.fqn):
+            input_bytes[unit] = 0  # it is not held anyway
         if action.action is not Action.RECOMPUTE:
             input_bytes[unit : unit + 2] = [0] * len(input_bytes[unit : unit + 2])
     if not any(input_bytes):

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from brimful.quantities import round_up
-from brimful.settings import op_kind
-from brimful.trace import EventKind, Op, Phase, Trace
+from brimful.settings import has_input_ops, module_part, op_kind
+from brimful.trace import EventKind, Op, Phase, Trace, unit_of_each_op
 
 MOST_SETS = 10
 """Sets of saved ops tried for a unit; with more ops, several are added at once."""
@@ -133,6 +133,8 @@ class UnitCall:
     """Of its recomputation, which stops early."""
     pairs: Mapping[str, tuple[int, int]] | None
     """By an op's name: its index in the forward and in the recomputation. None where the two do not match."""
+    input_pairs: tuple[tuple[int, int], ...] = ()
+    """The same of the ops that make the unit's input, where they belong to it. Nothing of them can be saved."""
 
 
 def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list[list[list[UnitCall]]]:
@@ -142,6 +144,7 @@ def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list
     """
     forward: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     again: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
+    input_ops = _input_ops(recomputed, owner)
     before: tuple[int, bool, Phase] | None = None
     for index, (op, unit) in enumerate(zip(recomputed.ops, owner, strict=True)):
         now = unit, op.recomputed, op.phase
@@ -154,22 +157,45 @@ def unit_calls(recomputed: Trace, owner: Sequence[int], unit_count: int) -> list
         before = now
     return [
         [
-            _calls(recomputed, forward[unit, micro_batch], again[unit, micro_batch])
+            _calls(recomputed, forward[unit, micro_batch], again[unit, micro_batch], input_ops)
             for micro_batch in range(recomputed.captured_micro_batches)
         ]
         for unit in range(unit_count)
     ]
 
 
-def _calls(trace: Trace, forward: list[list[int]], again: list[list[int]]) -> list[UnitCall]:
+def _input_ops(recomputed: Trace, owner: Sequence[int]) -> frozenset[int]:
+    """Ops that make the input of the unit they belong to: they run outside of its module."""
+    units = [unit.fqn for unit in recomputed.settings.units]
+    if not any(map(has_input_ops, units)):
+        return frozenset()
+    inside = unit_of_each_op(recomputed, map(module_part, units))
+    pairs = enumerate(zip(owner, inside, strict=True))
+    return frozenset(index for index, (unit, module) in pairs if unit >= 0 and module < 0)
+
+
+def _calls(
+    trace: Trace, forward: list[list[int]], again: list[list[int]], input_ops: frozenset[int]
+) -> list[UnitCall]:
     """Calls of a unit, of which the last is recomputed first; where nothing was saved, none is."""
     if again and len(again) != len(forward):
         forward, again = [[index for call in forward for index in call]], [[i for call in again for i in call]]
     recomputations = again[::-1] or [[] for _ in forward]
-    return [
-        UnitCall(forward=tuple(ops), again=tuple(same), pairs=_pairs(trace, ops, same))
-        for ops, same in zip(forward, recomputations, strict=True)
-    ]
+    return [_call(trace, ops, same, input_ops) for ops, same in zip(forward, recomputations, strict=True)]
+
+
+def _call(trace: Trace, forward: Sequence[int], again: Sequence[int], input_ops: frozenset[int]) -> UnitCall:
+    made, made_again = ([index for index in part if index in input_ops] for part in (forward, again))
+    own, own_again = ([index for index in part if index not in input_ops] for part in (forward, again))
+    pairs = _pairs(trace, *_without_copies(trace, own, own_again))
+    # The last ones are those that make the input: an earlier op may serve something else.
+    input_pairs = tuple(zip(made[max(len(made) - len(made_again), 0) :], made_again, strict=False))
+    is_alike = len(input_pairs) == len(made_again) and all(
+        trace.ops[first].name == trace.ops[second].name for first, second in input_pairs
+    )
+    return UnitCall(
+        forward=tuple(forward), again=tuple(again), pairs=pairs if is_alike else None, input_pairs=input_pairs
+    )
 
 
 class _Results:
@@ -266,16 +292,15 @@ def _written_over(trace: Trace, makers: Sequence[int]) -> Iterator[int]:
             index += 1
 
 
-def pairs_after_copies(trace: Trace, call: UnitCall) -> Mapping[str, tuple[int, int]] | None:
-    """The pairs of a call whose forward begins with copies of buffers that its recomputation does not need.
+def _without_copies(trace: Trace, forward: list[int], again: list[int]) -> tuple[list[int], list[int]]:
+    """Ops of a forward and of its recomputation without copies of buffers that only one of them begins with.
 
     What recomputes a unit copies the buffers that its forward may change (`transforms.recompute`), before the
-    first op of the unit itself.
+    first op of the unit itself. It copies more of them in the first forward; and in the forward of a run,
+    copies belong to no unit.
     """
-    if call.pairs is not None:
-        return call.pairs
-    copies, copies_again = (_leading_copies(trace, part) for part in (call.forward, call.again))
-    return _pairs(trace, call.forward[max(copies - copies_again, 0) :], call.again)
+    copies, copies_again = (_leading_copies(trace, part) for part in (forward, again))
+    return forward[max(copies - copies_again, 0) :], again[max(copies_again - copies, 0) :]
 
 
 def _leading_copies(trace: Trace, ops: Sequence[int]) -> int:

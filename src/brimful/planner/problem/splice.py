@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from brimful.memory import chosen_to_leave
 from brimful.memory import pinned_host as host
-from brimful.planner.problem.savable_ops import CASTS, UnitCall, pairs_after_copies, unit_calls
+from brimful.planner.problem.savable_ops import CASTS, UnitCall, unit_calls
 from brimful.settings import Action, UnitAction, op_kind
 from brimful.trace import Event, EventKind, Phase, Trace
 
@@ -43,8 +43,7 @@ class Splicer:
         self._trace = recomputed
         self._own_checkpointed = own_checkpointed
         self._calls = [
-            [replace(call, pairs=pairs_after_copies(recomputed, call)) for run in runs for call in run]
-            for runs in unit_calls(recomputed, owner, unit_count)
+            [call for run in runs for call in run] for runs in unit_calls(recomputed, owner, unit_count)
         ]
         self._followed_by = _followed_by(recomputed, self._calls)
         self._backward_begins = _backward_begins(recomputed, owner)
@@ -131,7 +130,7 @@ class Splicer:
         """
         alike = [
             pair
-            for in_forward, in_recomputation in (call.pairs or {}).values()
+            for in_forward, in_recomputation in (*(call.pairs or {}).values(), *call.input_pairs)
             for pair in zip(self._made[in_forward], self._made[in_recomputation], strict=False)
         ]
         casts: dict[int, list[int]] = defaultdict(list)
