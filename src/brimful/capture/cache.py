@@ -32,10 +32,11 @@ class CachedCapture:
         job = replace(job, loop=None)
         self._capture = CautiousCapture(job, device)
         self._updates = SharedUpdates(job, device)
-        self._repeated = RepeatedBlocks(
+        short = (
             self._updates.short,
             lambda settings, shortening: capture_short_step(job, settings, device, shortening),
         )
+        self._repeated = RepeatedBlocks(short)
         self._traces: dict[tuple[Settings, int], Trace] = {}
         self._exit = ExitStack()
 

@@ -124,8 +124,8 @@ class RepeatedBlocks:
             those after it.
     """
 
-    def __init__(self, *captures: ShortCapture) -> None:
-        self._captures = captures
+    def __init__(self, captures: Sequence[ShortCapture]) -> None:
+        self._captures = tuple(captures)
         self._first: tuple[Settings, Trace] | None = None
         self._rows: tuple[tuple[str, ...], ...] | None = None
         """Blocks that ran alike in the first capture; None before they are looked for."""

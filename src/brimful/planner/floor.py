@@ -36,12 +36,15 @@ class Floor:
 
     @classmethod
     def of(cls, baseline: Trace, request: Request, *, has_state: bool = True) -> Floor:
-        """The floor of a request; 0 bytes for several ranks, which may divide them.
+        """The floor of a request.
 
         Args:
             baseline: Training without a plan.
             request: What is permitted.
             has_state: Whether optimizer state counts, if it cannot be on the host; False for other optimizers.
+
+        Returns:
+            A lower bound in bytes: 0 for several ranks, which may divide all of it.
         """
         parts = {Category.PARAMETERS: most_held_bytes(baseline, Category.PARAMETERS)}
         if request.ranks.world_size > 1:
@@ -90,10 +93,13 @@ def step_over_floor(capture: Callable[[Settings], Trace], request: Request, base
 
 
 def bytes_of_update(trace: Trace) -> int:
-    """The most bytes that a step has on the device for its optimizer alone: its state, and temporaries of its.
+    """What leaves the device at most if the optimizer moves to the host.
 
     Args:
         trace: Training with the optimizer on the device.
+
+    Returns:
+        Bytes of its state, or those that its update has beside parameters and gradients, if they are more.
     """
     state_bytes = most_held_bytes(trace, Category.OPTIMIZER_STATE)
     others = most_held_bytes(trace, Category.PARAMETERS) + most_held_bytes(trace, Category.GRADIENTS)

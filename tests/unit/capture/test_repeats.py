@@ -86,7 +86,7 @@ def short(name: str, settings: Settings) -> tuple[Trace | None, list[int]]:
         ran.append(len(shortening.blocks))
         return capture_short_step(JOBS[name], settings, DEVICE, shortening)
 
-    repeated = RepeatedBlocks(capture)
+    repeated = RepeatedBlocks([capture])
     repeated.learn(PLAIN, first(name)[0])
     return repeated.captured(settings), ran
 

@@ -14,7 +14,7 @@ from brimful.devices import find_device
 from brimful.errors import InfeasibleError
 from brimful.job import Job
 from brimful.memory import live_profile, rounding_bytes_of
-from brimful.planner import JobTraits, Pins, Request, search
+from brimful.planner import JobTraits, Pins, Request, floor, search
 from brimful.planner.problem.build import RECOMPUTED, build_problem
 from brimful.planner.problem.nested import build_segment_problem
 from brimful.planner.solvers.segments import SegmentProblem
@@ -26,6 +26,14 @@ from brimful.trace.units import find_units
 from helpers.planned_jobs import SAMPLES, capture, with_action
 
 CPU = find_device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _smallest_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the lower bound of every plan is over the budget, and the model is not small."""
+    monkeypatch.setattr(floor, "SEARCHED_OPS", 10**9)
+
+
 TOLERANCE = 0.002
 """Forwards within a segment are taken to run again right before the unit behind them is recomputed."""
 
