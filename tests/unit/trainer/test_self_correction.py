@@ -124,7 +124,7 @@ def test_without_replan_better_settings_are_reported_and_not_used(capsys: pytest
     assert result.settings == wrong.settings
     shown = capsys.readouterr().err
     assert f"step {found.step}  step time" in shown
-    assert "better by corrected predictions: " in shown
+    assert "faster by corrected predictions: " in shown
     assert "replan=True (--replan)" in shown
     assert "better settings" in training_text(result)
     assert TrainingResult.from_json(result.to_json()).self_correction == found

@@ -44,8 +44,9 @@ def correction_lines(found: SelfCorrection, plan: Plan, problem: str | None) -> 
         yield f"no better settings were found{took}{why}"
         return
     low, high = (bound * 1e3 for bound in better.predicted_difference_interval_seconds)
+    how = "within the budget" if found.exceeds_budget else "faster"
     yield (
-        f"better by corrected predictions: {better.settings.describe()}: "
+        f"{how} by corrected predictions: {better.settings.describe()}: "
         f"{format_seconds(better.predicted_step_seconds)} a step ({low:+.0f} to {high:+.0f} ms), peak "
         f"{format_bytes(better.predicted_peak_device_bytes)} of {format_bytes(plan.budget_bytes)}{took}"
     )
