@@ -6,12 +6,18 @@ Every comparison is `torch.equal`, as in `test_recompute.py`.
 import copy
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from brimful.capture import capture_step
+from brimful.devices import find_device
+from brimful.job import Job
+from brimful.memory import predict_memory
+from brimful.profiling import measure_step
 from brimful.settings import Action, Precision, Settings, UnitAction, has_input_ops
 from brimful.transforms import apply_units
 from brimful.transforms.input_ops import Made
@@ -194,3 +200,18 @@ def test_a_unit_that_is_kept_has_no_input_ops() -> None:
     assert has_input_ops(action.fqn)
     apply_units(model, Settings(micro_batch_size=1, units=(action,)))
     assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("up", ["bilinear", "upward convolution"])
+@pytest.mark.parametrize("units", [("stem", "down", "+merge"), ("stem", "down", "+merge[0..0]", "merge[1..3]")])
+def test_a_capture_predicts_the_peak_of_a_real_step(units: tuple[str, ...], up: str) -> None:
+    job = Job(
+        model=lambda: SmallUNet(UPS[up](), concatenated),
+        loss=lambda model, batch: model(batch["x"]).square().mean(),
+        batch=lambda n: {"x": torch.randn(n, 3, 64, 64)},
+        optimizer="sgd",
+    )
+    settings = replace(recomputing(*units), micro_batch_size=8)
+    predicted = predict_memory(capture_step(job, settings, find_device("cpu"))).steady_peak_allocated_bytes
+    measured = measure_step(job, settings, steps=1).measured_peak_allocated_bytes
+    assert predicted == pytest.approx(measured, rel=0.001)

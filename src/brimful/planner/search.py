@@ -140,7 +140,7 @@ def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, b
         each.grid.step_seconds(request.reserved_budget_bytes + bytes_of_update(each.candidate.kept))
         for each in candidates
     )
-    least_seconds = min(filter(None, with_more), default=found[0].predicted_step_seconds)
+    least_seconds = min(filter(None, with_more), default=_fastest_ever_seconds(candidates))
     most_gained_seconds = found[0].predicted_step_seconds - least_seconds
     state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
     return most_gained_seconds > least_host_update_seconds(baseline, request.device, state_bytes)
