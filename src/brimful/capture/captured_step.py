@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from brimful.batches import InputMover
@@ -18,8 +17,8 @@ from brimful.capture.compiled import CompiledCode
 from brimful.capture.coupling import Coupling
 from brimful.capture.marks import mark_batch, mark_gradients, mark_input, mark_model
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import Gradient, StepPart
 from brimful.capture.repeats import Shortening
+from brimful.capture.step_part import ALL_OF_STEP, Seams, StepPart
 from brimful.distributed.fsdp import Sharded, check_optimizer
 from brimful.execution.executor import StepExecutor, Transfers
 from brimful.execution.hooks import StepHooks
@@ -42,10 +41,8 @@ class StepObservers:
     coupling: Coupling
     shortening: Shortening | None = None
     """Blocks of the model that do not run."""
-    part: StepPart = StepPart.ALL
+    part: StepPart = ALL_OF_STEP
     """What runs of the step."""
-    gradients: tuple[Gradient, ...] = ()
-    """For the update alone: those that it is given."""
 
 
 def captured_micro_batches(settings: Settings) -> int:
@@ -106,12 +103,10 @@ class CapturedStep:
             ),
         )
         self._mark_staging()
-        if observers.part is not StepPart.MODEL:
+        if observers.part.has_update:
             self._optimizer.create_state(self._executor.call_update)
-        self.forward = self.update = self.updated = recorder.mark_here()
-        """When forward began, when the gradients were complete, and when the optimizer's step ended."""
-        self.gradients: tuple[Gradient, ...] | None = None
-        """Those that the optimizer was given; None if one is not a dense tensor."""
+        self.seams = Seams(observers.part, model, recorder, self._names)
+        """Where its parts meet."""
 
     @property
     def optimizer(self) -> Optimizer:
@@ -132,11 +127,8 @@ class CapturedStep:
             around_parameter_update=self._around_update,
             loss=None if self._sharded is None else self._sharded_loss,
         )
-        if self._observers.part is StepPart.MODEL:
-            hooks = replace(hooks, clip=self._not_clipped, call_update=self._skipped)
-        elif self._observers.part is StepPart.UPDATE:
-            hooks = replace(hooks, loss=self._loss_of_given_gradients)
         # Hooks are made here, as kept ones would be a cycle that holds every fake tensor.
+        hooks = self.seams.hooks(hooks)
         self._executor([self._batch] * count, [1 / steps] * count, hooks=hooks, last_repeats=steps - count + 1)
         if self._settings.optimizer_in_backward:
             self._optimizer.drop_state_of_unused(lambda parameter: id(parameter) in self._reached)
@@ -161,39 +153,8 @@ class CapturedStep:
             if not self._shards_on_host:
                 mark_gradients(self._model, recorder)
             self._optimizer.drop_state_of_unused(lambda parameter: parameter.grad is not None)
-            self.gradients = self._gradients_now()
-            self.update = recorder.mark_here()
+            self.seams.backward_ended()
         recorder.position.enter(phase, micro_batch)
-
-    def _gradients_now(self) -> tuple[Gradient, ...] | None:
-        found = []
-        with torch._C.DisableTorchFunction():
-            for parameter in self._model.parameters():
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                if type(gradient) is not FakeTensor or gradient.layout is not torch.strided:
-                    return None
-                name = self._names[id(parameter)]
-                found.append(Gradient(name, tuple(gradient.shape), gradient.stride(), gradient.dtype))
-        return tuple(found)
-
-    def _loss_of_given_gradients(self, model: nn.Module, _batch: Batch) -> Tensor:
-        """Leaves the gradients that were given, in the place of a forward and backward."""
-        given = {gradient.parameter: gradient for gradient in self._observers.gradients}
-        with self._recorder.paused(), torch.no_grad():
-            for parameter in model.parameters():
-                gradient = given.get(self._names[id(parameter)])
-                if gradient is not None:
-                    parameter.grad = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype)
-        return torch.zeros((), requires_grad=True)
-
-    def _not_clipped(self, _optimizer: Optimizer, _max_norm: float | None) -> Tensor:
-        with self._recorder.paused():
-            return torch.zeros(())
-
-    def _skipped(self, _update: Callable[[], object]) -> None:
-        self.updated = self._recorder.mark_here()
 
     def _shorten(self, phase: Phase, micro_batch: int) -> None:
         shortening = self._observers.shortening

@@ -30,16 +30,10 @@ from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import (
-    Gradient,
-    Recorded,
-    RecordedPart,
-    StepPart,
-    later_ops,
-    with_update,
-)
+from brimful.capture.recording.update import Recorded, RecordedPart, with_update
 from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
+from brimful.capture.step_part import ALL_OF_STEP, StepPart, join_counts, recorded_by
 from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
 from brimful.distributed.fsdp import Sharded
@@ -69,7 +63,6 @@ class CaptureSession:
         compiled: Notes code for `torch.compile`; in force.
         shortening: Blocks of the model that do not run; `settings` have no actions for them.
         part: What runs of a step.
-        gradients: For the update alone: the gradients that it is given.
     """
 
     def __init__(
@@ -81,8 +74,7 @@ class CaptureSession:
         guess: Guess,
         compiled: CompiledCode,
         shortening: Shortening | None = None,
-        part: StepPart = StepPart.ALL,
-        gradients: tuple[Gradient, ...] = (),
+        part: StepPart = ALL_OF_STEP,
     ) -> None:
         self._job, self._settings, self._device, self._rules = job, settings, device, rules
         self._mode = mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -98,7 +90,6 @@ class CaptureSession:
             coupling=Coupling(self._model, self._outside),
             shortening=shortening,
             part=part,
-            gradients=gradients,
         )
         self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None
@@ -130,7 +121,7 @@ class CaptureSession:
                         observers,
                         functions,
                         steps=steps,
-                        begin_step=self._begin_step,
+                        begin_step=partial(_begin_step, self._rules),
                     )
                     settings = replace(settings, gradient_accumulation_steps=micro_batches)
                 else:
@@ -138,7 +129,7 @@ class CaptureSession:
                     if evaluates:
                         observers.recorder.position.enter(Phase.EVALUATION, 0, steps)
                         _evaluate(self._job, settings, self._model, self._batch, observers.recorder)
-        trace = self._trace(settings, steps, micro_batches, self._recorded())
+        trace = self._trace(settings, steps, micro_batches, recorded_by(self._observers.recorder))
         applied.remove()
         return trace, written
 
@@ -148,30 +139,12 @@ class CaptureSession:
             applied = apply_units(self._model, self._settings)
             with self._recording():
                 written = self._run_steps(1, sharded, frozenset())
-        recorded = self._recorded()
-        applied.remove()
-        step, facts = self._captured, self._observers.recorder.facts
+        step = self._captured
         assert step is not None
-        if written or step.gradients is None:
-            return None
-        if self._observers.part is StepPart.MODEL:
-            is_apart = not step.optimizer.state
-        else:
-            lasting = any(rule.lasts and rule.occurrences for rule in self._rules)
-            is_apart = not (lasting or facts.uncertain or self._known.has_assumed)
-        if not is_apart:
-            return None
-        return RecordedPart(
-            ops=recorded.ops,
-            blocks=recorded.blocks,
-            events=recorded.events,
-            forward=step.forward,
-            update=step.update,
-            updated=step.updated,
-            gradients=step.gradients,
-            host_state_bytes=facts.host_state_bytes,
-            counts={rule.name: tuple(rule.counted) for rule in self._rules},
-        )
+        is_unsure = written or (not self._observers.part.has_model and self._known.has_assumed)
+        recorded = None if is_unsure else step.seams.recorded(step.optimizer, self._rules)
+        applied.remove()
+        return recorded
 
     def joined(self, model: RecordedPart, update: RecordedPart) -> Trace:
         """The trace of the whole step.
@@ -188,19 +161,8 @@ class CaptureSession:
         """
         recorded = with_update(model, update)
         self._observers.recorder.facts.host_state_bytes = update.host_state_bytes
-        of_model, of_update = later_ops(model, update)
-        for rule in self._rules:
-            rule.counted[:] = [(op + of_model, times, added) for op, times, added in rule.counted]
-            for op, occurrences, changed_bytes in update.counts.get(rule.name, ()):
-                if op >= update.update.ops:
-                    rule.occurrences += occurrences
-                    rule.changed_bytes += changed_bytes
-                    rule.counted.append((op + of_update, occurrences, changed_bytes))
+        join_counts(self._rules, model, update)
         return self._trace(self._settings, 1, captured_micro_batches(self._settings), recorded)
-
-    def _recorded(self) -> Recorded:
-        recorder = self._observers.recorder
-        return Recorded(tuple(recorder.ops), tuple(recorder.ledger.blocks), tuple(recorder.ledger.events))
 
     @contextmanager
     def _patched(self) -> Iterator[Sharded | None]:
@@ -246,13 +208,9 @@ class CaptureSession:
         )
         self._format.follow(self._captured.optimizer)
         for step in range(steps):
-            self._begin_step()
+            _begin_step(self._rules)
             self._captured.run(step)
         return move.written
-
-    def _begin_step(self) -> None:
-        for rule in self._rules:
-            rule.begin_step()
 
     def _trace(self, settings: Settings, steps: int, micro_batches: int, recorded: Recorded) -> Trace:
         recorder, coupling = self._observers.recorder, self._observers.coupling
@@ -285,6 +243,11 @@ class CaptureSession:
             host_state_bytes=facts.host_state_bytes,
             host_staging_bytes=0 if recorder.host_is_device else facts.host_staging_bytes,
         )
+
+
+def _begin_step(rules: Iterable[Rule]) -> None:
+    for rule in rules:
+        rule.begin_step()
 
 
 def _evaluate(job: Job, settings: Settings, model: nn.Module, batch: Batch, recorder: Recorder) -> None:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import Rule, rules_for
 from brimful.capture.recording.lines import raising_line
-from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart, StepPart
+from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart
 from brimful.capture.repeats import Shortening
 from brimful.capture.session import CaptureSession
+from brimful.capture.step_part import StepPart
 from brimful.devices import Device
 from brimful.errors import BrimfulError, CaptureError
 from brimful.execution.coupled_loss import check_coupled
@@ -124,9 +125,8 @@ def capture_with_update(
     reduced = settings if shortening is None else shortening.reduced(settings)
     rules = rules_for(device, reduced, ())
     with _capturing(job, settings) as compiled:
-        session = CaptureSession(
-            job, reduced, device, rules, Guess.EXPECTED, compiled, shortening, part=StepPart.MODEL
-        )
+        part = StepPart(has_update=False)
+        session = CaptureSession(job, reduced, device, rules, Guess.EXPECTED, compiled, shortening, part)
         model = session.run_part()
     update = None if model is None else updates(settings, model.gradients)
     if model is None or update is None:
@@ -159,16 +159,8 @@ def capture_update(
     """
     rules = rules_for(device, settings, ())
     with _capturing(job, settings) as compiled:
-        session = CaptureSession(
-            job,
-            settings,
-            device,
-            rules,
-            Guess.EXPECTED,
-            compiled,
-            part=StepPart.UPDATE,
-            gradients=gradients,
-        )
+        part = StepPart(has_model=False, gradients=gradients)
+        session = CaptureSession(job, settings, device, rules, Guess.EXPECTED, compiled, part=part)
         return session.run_part()
 
 

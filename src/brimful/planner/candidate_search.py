@@ -82,7 +82,10 @@ class CandidateSearch:
         """
         if budget_bytes not in self._expected:
             count = self._count_expected(self.grid.levels, budget_bytes)
-            count = self._count_above(count, budget_bytes)
+            allocating = bisect_right(self.grid.levels, budget_bytes)
+            above = range(allocating - 1, count - 1, -1)
+            fitting = (i + 1 for i in above if self._is_expected_to_fit(self.grid.levels[i], budget_bytes))
+            count = next(fitting, count)
             self._expected[budget_bytes] = None if count == 0 else self._expected_at(count - 1)
         return self._expected[budget_bytes]
 
@@ -166,13 +169,6 @@ class CandidateSearch:
             else:
                 beyond = middle
         return count
-
-    def _count_above(self, count: int, budget_bytes: int) -> int:
-        """The number of levels up to the highest that is expected to fit, at least `count`."""
-        levels = self.grid.levels
-        allocating = bisect_right(levels, budget_bytes)
-        above = range(allocating - 1, count - 1, -1)
-        return next((i + 1 for i in above if self._is_expected_to_fit(levels[i], budget_bytes)), count)
 
     def _is_expected_to_fit(self, level_bytes: int, budget_bytes: int) -> bool:
         """Whether the allocator is expected to reserve no more than the budget for a level's choice."""

@@ -8,23 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from typing import NamedTuple
 
 import torch
 
 from brimful.capture.recording.blocks import Block, BlockEvent
 from brimful.trace import Category, Op
-
-
-class StepPart(StrEnum):
-    """What a capture runs of a step."""
-
-    ALL = "all"
-    MODEL = "model"
-    """Forward and backward; no optimizer state is made and nothing is updated."""
-    UPDATE = "update"
-    """The optimizer, with gradients that nothing computed."""
 
 
 class Gradient(NamedTuple):
@@ -56,9 +45,7 @@ class Recorded(NamedTuple):
 class RecordedPart:
     """What a capture recorded of a part of one step."""
 
-    ops: Sequence[Op]
-    blocks: Sequence[Block]
-    events: Sequence[BlockEvent]
+    recorded: Recorded
     forward: Mark
     """When the first forward began."""
     update: Mark
@@ -94,22 +81,26 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     _check_setup(model, update)
     first, last, ahead = model.forward, model.update, update.forward
     of_model, of_update = later_ops(model, update)
-    ops = [*update.ops[: ahead.ops], *model.ops[first.ops : last.ops], *update.ops[update.update.ops :]]
+    ops = [
+        *update.recorded.ops[: ahead.ops],
+        *model.recorded.ops[first.ops : last.ops],
+        *update.recorded.ops[update.update.ops :],
+    ]
     blocks = [
-        *model.blocks[: first.blocks],
-        *update.blocks[first.blocks : ahead.blocks],
-        *(_later(block, of_model) for block in model.blocks[first.blocks : last.blocks]),
-        *(_later(block, of_update) for block in update.blocks[update.update.blocks :]),
+        *model.recorded.blocks[: first.blocks],
+        *update.recorded.blocks[first.blocks : ahead.blocks],
+        *(_later(block, of_model) for block in model.recorded.blocks[first.blocks : last.blocks]),
+        *(_later(block, of_update) for block in update.recorded.blocks[update.update.blocks :]),
     ]
     numbers = _BlockNumbers(model, update)
     last_op = last.ops - 1 + of_model
     events = [
-        *update.events[: ahead.events],
-        *numbers.model_events(model.events[first.events : last.events], of_model),
-        *numbers.unused_state(update.events[ahead.events : update.update.events], last_op),
-        *numbers.remaining_frees(model.events[last.events : model.updated.events], last_op),
-        *numbers.update_events(update.events[update.update.events :], of_update),
-        *numbers.remaining_frees(model.events[model.updated.events :], len(ops) - 1),
+        *update.recorded.events[: ahead.events],
+        *numbers.model_events(model.recorded.events[first.events : last.events], of_model),
+        *numbers.unused_state(update.recorded.events[ahead.events : update.update.events], last_op),
+        *numbers.remaining_frees(model.recorded.events[last.events : model.updated.events], last_op),
+        *numbers.update_events(update.recorded.events[update.update.events :], of_update),
+        *numbers.remaining_frees(model.recorded.events[model.updated.events :], len(ops) - 1),
     ]
     return Recorded(ops, blocks, events)
 
@@ -189,7 +180,7 @@ def _gradients_of(part: RecordedPart) -> dict[str, int]:
     """The blocks of gradients, by parameter."""
     found: dict[str, int] = {}
     for index in range(part.forward.blocks, part.update.blocks):
-        block = part.blocks[index]
+        block = part.recorded.blocks[index]
         if block.category is Category.GRADIENTS:
             if block.label in found:
                 raise PartsDifferError
@@ -200,11 +191,11 @@ def _gradients_of(part: RecordedPart) -> dict[str, int]:
 def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
     """The model's part begins as the update's does, but for the size of its batch."""
     count = model.forward
-    if model.ops[: count.ops] != update.ops[: count.ops]:
+    if model.recorded.ops[: count.ops] != update.recorded.ops[: count.ops]:
         raise PartsDifferError
-    if model.events[: count.events] != update.events[: count.events]:
+    if model.recorded.events[: count.events] != update.recorded.events[: count.events]:
         raise PartsDifferError
-    for mine, other in zip(model.blocks[: model.forward.blocks], update.blocks, strict=False):
+    for mine, other in zip(model.recorded.blocks[: model.forward.blocks], update.recorded.blocks, strict=False):
         has_same_size = mine.size_bytes == other.size_bytes or mine.category is Category.INPUTS
         if not (has_same_size and (mine.label, mine.category) == (other.label, other.category)):
             raise PartsDifferError

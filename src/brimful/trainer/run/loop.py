@@ -126,7 +126,7 @@ class Run:
         if self._run.data.validation is not None:
             validator = Validator(self._config, self._state, self._run.data.validation, self._logger)
         stopped_because = None
-        while not (self._has_enough() or length.is_past(stream.position.epoch)):
+        while not (self._config.length.has_enough(self._state.step) or length.is_past(stream.position.epoch)):
             stopped_because = self._run_epoch(validator)
             if stopped_because is not None:
                 break
@@ -147,7 +147,7 @@ class Run:
             self._take_step(batch, data_seconds)
             stopped_because = stop.synced(ranks)
             self._checkpointer.save_if_due()
-            if stopped_because is not None or self._has_enough():
+            if stopped_because is not None or self._config.length.has_enough(self._state.step):
                 break
         else:
             has_ended = True
@@ -190,9 +190,6 @@ class Run:
         finally:
             if self._state.step > before:
                 self._state.stream.advance()
-
-    def _has_enough(self) -> bool:
-        return self._config.length.has_enough(self._state.step)
 
     def _handle_signal(self, number: signal.Signals) -> None:
         self._stop.handle(number)

@@ -1,0 +1,147 @@
+"""Captures of a part of a step: forward and backward without the optimizer, or the optimizer without them.
+
+`recording/update.py` joins the two. Where parts meet is noted here, and what runs in place of the other part.
+
+Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.DisableTorchFunction` (checked: torch
+2.13, 2.11).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+
+from brimful.capture.corrections import Rule
+from brimful.capture.recording.recorder import Recorder
+from brimful.capture.recording.update import Gradient, Recorded, RecordedPart, later_ops
+from brimful.execution.hooks import StepHooks
+from brimful.job import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """What a capture runs of a step; by default all of it."""
+
+    has_model: bool = True
+    """Forward and backward."""
+    has_update: bool = True
+    """The optimizer, its state and its update."""
+    gradients: tuple[Gradient, ...] = ()
+    """Without a model: the gradients that the optimizer is given."""
+
+
+ALL_OF_STEP = StepPart()
+
+
+class Seams:
+    """Notes where a step begins, where its gradients are complete, and where its update ends.
+
+    Args:
+        part: What runs of the step.
+        model: On fake tensors.
+        recorder: Records the step.
+        names: Of parameters, by id.
+    """
+
+    def __init__(self, part: StepPart, model: nn.Module, recorder: Recorder, names: Mapping[int, str]) -> None:
+        self._part, self._model, self._recorder, self._names = part, model, recorder, names
+        self._forward = self._update = self._updated = recorder.mark_here()
+        self._gradients: tuple[Gradient, ...] | None = None
+
+    def hooks(self, hooks: StepHooks) -> StepHooks:
+        """The hooks of a step, with what runs in place of the other part."""
+        if not self._part.has_update:
+            return replace(hooks, clip=self._not_clipped, call_update=self._skipped)
+        return hooks if self._part.has_model else replace(hooks, loss=self._given)
+
+    def backward_ended(self) -> None:
+        """Note the gradients, which are complete."""
+        self._gradients = self._gradients_now()
+        self._update = self._recorder.mark_here()
+
+    def recorded(self, optimizer: Optimizer, rules: list[Rule]) -> RecordedPart | None:
+        """What the capture recorded; None where the part depends on the other one.
+
+        Args:
+            optimizer: That of the step.
+            rules: The corrections that counted.
+
+        Returns:
+            The part, without what tensors release from now on.
+        """
+        recorder = self._recorder
+        facts = recorder.facts
+        if self._part.has_model:
+            is_apart = not optimizer.state
+        else:
+            is_apart = not (facts.uncertain or any(rule.lasts and rule.occurrences for rule in rules))
+        if self._gradients is None or not is_apart:
+            return None
+        return RecordedPart(
+            recorded=recorded_by(recorder),
+            forward=self._forward,
+            update=self._update,
+            updated=self._updated,
+            gradients=self._gradients,
+            host_state_bytes=facts.host_state_bytes,
+            counts={rule.name: tuple(rule.counted) for rule in rules},
+        )
+
+    def _gradients_now(self) -> tuple[Gradient, ...] | None:
+        """The gradients of all parameters; None if one is not a dense fake tensor."""
+        found = []
+        with torch._C.DisableTorchFunction():
+            for parameter in self._model.parameters():
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if type(gradient) is not FakeTensor or gradient.layout is not torch.strided:
+                    return None
+                name = self._names[id(parameter)]
+                found.append(Gradient(name, tuple(gradient.shape), gradient.stride(), gradient.dtype))
+        return tuple(found)
+
+    def _given(self, model: nn.Module, _batch: Batch) -> Tensor:
+        """A loss that leaves the gradients that are given."""
+        given = {gradient.parameter: gradient for gradient in self._part.gradients}
+        with self._recorder.paused(), torch.no_grad():
+            for parameter in model.parameters():
+                gradient = given.get(self._names[id(parameter)])
+                if gradient is not None:
+                    parameter.grad = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype)
+        return torch.zeros((), requires_grad=True)
+
+    def _not_clipped(self, _optimizer: Optimizer, _max_norm: float | None) -> Tensor:
+        with self._recorder.paused():
+            return torch.zeros(())
+
+    def _skipped(self, _update: Callable[[], object]) -> None:
+        self._updated = self._recorder.mark_here()
+
+
+def recorded_by(recorder: Recorder) -> Recorded:
+    """What a recorder has recorded so far."""
+    return Recorded(tuple(recorder.ops), tuple(recorder.ledger.blocks), tuple(recorder.ledger.events))
+
+
+def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) -> None:
+    """Add what corrections counted in the update to what they counted in forward and backward.
+
+    Args:
+        rules: Those of the capture of `model`.
+        model: Forward and backward.
+        update: The optimizer's part.
+    """
+    of_model, of_update = later_ops(model, update)
+    for rule in rules:
+        rule.counted[:] = [(op + of_model, times, added) for op, times, added in rule.counted]
+        for op, occurrences, changed_bytes in update.counts.get(rule.name, ()):
+            if op >= update.update.ops:
+                rule.occurrences += occurrences
+                rule.changed_bytes += changed_bytes
+                rule.counted.append((op + of_update, occurrences, changed_bytes))
