@@ -39,6 +39,12 @@ from brimful.results import (
     TrainingResult,
     ValidationRecord,
 )
+from brimful.results.self_correction import (
+    BetterSettings,
+    JobCalibration,
+    MeasuredChange,
+    SelfCorrection,
+)
 from brimful.settings import (
     Action,
     ChunkedLoss,
@@ -180,6 +186,8 @@ def bounded(kind: Any, limits: Meta) -> st.SearchStrategy[Any]:
     if kind is float:
         least = limits.gt if limits.ge is None else limits.ge
         return st.floats(least, limits.le, exclude_min=limits.gt is not None, allow_infinity=False)
+    if kind is str and limits.pattern is not None:
+        return st.from_regex(limits.pattern.replace(r"\d", "[0-9]"), fullmatch=True)
     if kind is str:
         return st.text(min_size=limits.min_length or 0, max_size=9)
     return st.lists(values_of(get_args(kind)[0]), min_size=limits.min_length or 0, max_size=2).map(tuple)
@@ -200,6 +208,7 @@ def records(record: type) -> st.SearchStrategy[Any]:
 WRITTEN_AND_READ = (
     *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, Settings, UnitAction, ChunkedLoss),
     *(TrainingResult, StepRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
+    *(SelfCorrection, BetterSettings, MeasuredChange, JobCalibration),
     *(EquivalenceReport, Comparison, RunFile, Fallback, Calibration, Dispatch, RateCurve, KeptContext),
 )
 WRITTEN_ALONE = (

@@ -148,7 +148,10 @@ def divide_unit(trace: Trace, unit: str, *, freeing_inputs: bool = False) -> tup
         among them: if it is nested, its input is freed.
     """
     tree = SavedTree(trace)
-    parts = sorted(_parts(trace, tree, module_part(unit), freeing_inputs), key=tree.first_op)
+    parts = _parts(trace, tree, module_part(unit), freeing_inputs)
+    if not all(any(path in tree.first_ops for path in tree.paths(part)) for part in parts):
+        return (unit,)  # a part does not run by itself, such as a layer whose loss is computed in chunks
+    parts = sorted(parts, key=tree.first_op)
     if parts and has_input_ops(unit):
         parts[0] = with_input_ops(parts[0])
     return tuple(parts) or (unit,)
