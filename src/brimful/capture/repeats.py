@@ -257,13 +257,17 @@ def _may_be_short(settings: Settings) -> bool:
 
 
 def _shows_all(trace: Trace) -> bool:
-    """Whether nothing is in a capture that depends on more than its ops."""
+    """Whether a capture of some blocks shows what all of them do."""
+    return depends_on_ops_alone(trace) and not trace.batch_coupled_modules
+
+
+def depends_on_ops_alone(trace: Trace) -> bool:
+    """Whether nothing is in a capture of one step that depends on more than its ops, such as values."""
     return not (
         trace.is_own_loop
         or trace.couples_samples
         or trace.sizes_are_guessed
         or trace.sizes_depend_on_values
         or trace.compiled_lines
-        or trace.batch_coupled_modules
         or trace.captured_steps > 1
     )

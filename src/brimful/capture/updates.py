@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from brimful.capture.captured_step import captured_micro_batches
 from brimful.capture.recording.update import Gradient, RecordedPart
-from brimful.capture.repeats import Shortening
+from brimful.capture.repeats import Shortening, depends_on_ops_alone
 from brimful.capture.step import capture_update, capture_with_update
 from brimful.devices import Device
 from brimful.errors import BrimfulError
@@ -42,7 +42,7 @@ class SharedUpdates:
 
     def learn(self, settings: Settings, trace: Trace) -> None:
         """Count a whole capture of one step, and keep the first to check against."""
-        if _can_share(settings) and _is_apart(trace):
+        if _can_share(settings) and depends_on_ops_alone(trace):
             self._first = self._first or (settings, trace)
             self._count += 1
 
@@ -99,16 +99,4 @@ def _can_share(settings: Settings) -> bool:
         settings.world_size == 1
         and settings.precision is not Precision.FP16
         and not settings.optimizer_in_backward
-    )
-
-
-def _is_apart(trace: Trace) -> bool:
-    """Whether no values decide what runs."""
-    return not (
-        trace.is_own_loop
-        or trace.couples_samples
-        or trace.sizes_are_guessed
-        or trace.sizes_depend_on_values
-        or trace.compiled_lines
-        or trace.captured_steps > 1
     )

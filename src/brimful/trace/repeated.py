@@ -99,13 +99,7 @@ class _Repeating:
             events=tuple(events),
             module_classes=tuple(_module_classes(trace, self._row, self._names)),
             corrections=tuple(
-                replace(
-                    rule,
-                    occurrences=rule.occurrences
-                    + _counted(self._regions, self._row, counts.get(rule.name, ()), 1),
-                    changed_bytes=rule.changed_bytes
-                    + _counted(self._regions, self._row, counts.get(rule.name, ()), 2),
-                )
+                _corrected(rule, self._regions, self._row, counts.get(rule.name, ()))
                 for rule in trace.corrections
             ),
             global_batch=tuple(indices[OUTSIDE, OUTSIDE, (storage, 0)] for storage in trace.global_batch),
