@@ -55,6 +55,7 @@ class Replays:
         candidate = self.candidate
         return Splicer(
             candidate.recomputed,
+            candidate.kept,
             unit_of_each_op(candidate.recomputed, candidate.units),
             len(candidate.units),
             own_checkpointed_units(candidate.kept, candidate.units),

@@ -65,10 +65,10 @@ def search(capture: Capture, request: Request) -> Plan:
     if small := step_over_floor(capture, request, baseline.trace):
         raise nothing_fits(capture, request, small, baseline, notes, is_searched=False)
     candidates = _candidates(capture, with_headroom(request, baseline.estimate), baseline.trace, notes)
-    for is_safe in (True, False):
-        if found := _found(candidates, request, is_safe=is_safe):
-            notes += what_safety_costs(found[0], candidates, request)
-            return _plan(request, baseline, candidates, found, notes)
+    found = _safely_found(candidates, request, baseline.estimate) or _found(candidates, request)
+    if found:
+        notes += what_safety_costs(found[0], candidates, request)
+        return _plan(request, baseline, candidates, found, notes)
     smallest = _smallest(candidates)
     found = [each for each in smallest if each.predicted_peak_device_bytes <= request.budget_bytes][:1]
     if not found:
@@ -77,24 +77,44 @@ def search(capture: Capture, request: Request) -> Plan:
     return _plan(request, baseline, candidates, found, notes)
 
 
-def _found(candidates: Sequence[CandidateSearch], request: Request, *, is_safe: bool) -> list[Estimate]:
-    """The choice of the plan and the others captured; none if nothing is within the budget.
+def _safely_found(
+    candidates: Sequence[CandidateSearch], request: Request, baseline: Estimate
+) -> list[Estimate]:
+    """The same among those that exceed what they must not as rarely as is permitted; none if there are none.
 
-    If it is to be safe, budgets are lowered until it exceeds what it must not as rarely as is permitted.
+    The headroom that a choice needs is known once it is captured, and hardly differs from the baseline's.
     """
-    limit_bytes = request.reserved_budget_bytes
-    for _ in range(MOST_ROUNDS):
-        found = fastest_within(candidates, limit_bytes)
-        if not found:
-            return []
-        found = with_less_offloading(candidates, found, limit_bytes)
-        if request.permits.prefers_simplest:
-            found = simplest_first(candidates, found, request, limit_bytes)
-        over_bytes = bytes_over(found[0], request, request.permits.exceedance) if is_safe else 0
-        if over_bytes <= 0:
-            return found
-        limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
+    likely_bytes = with_headroom(request, baseline).reserved_budget_bytes
+    for first_bytes in dict.fromkeys((likely_bytes, request.reserved_budget_bytes)):
+        limit_bytes = first_bytes
+        for _ in range(MOST_ROUNDS):
+            found = fastest_within(candidates, limit_bytes)
+            if found and bytes_over(found[0], request, request.permits.exceedance) <= 0:
+                found = _simplest_of(candidates, found, request, limit_bytes)
+            if not found:
+                break
+            over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+            if over_bytes <= 0:
+                return found
+            limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
     return []
+
+
+def _found(candidates: Sequence[CandidateSearch], request: Request) -> list[Estimate]:
+    """The choice of the plan and the others captured; none if nothing is within the budget."""
+    limit_bytes = request.reserved_budget_bytes
+    found = fastest_within(candidates, limit_bytes)
+    return _simplest_of(candidates, found, request, limit_bytes) if found else []
+
+
+def _simplest_of(
+    candidates: Sequence[CandidateSearch], fastest: Sequence[Estimate], request: Request, limit_bytes: int
+) -> list[Estimate]:
+    """Of the fastest choices and those as fast, the simplest first."""
+    found = with_less_offloading(candidates, fastest, limit_bytes)
+    return (
+        simplest_first(candidates, found, request, limit_bytes) if request.permits.prefers_simplest else found
+    )
 
 
 def _candidates(capture: Capture, request: Request, baseline: Trace, notes: list[str]) -> list[CandidateSearch]:
@@ -133,15 +153,15 @@ def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, b
 
     It gains at most what the bytes that leave the device would, added to the budget.
     """
-    found = fastest_within(candidates, request.reserved_budget_bytes)
-    if not found:
+    expected = next(by_least_time(candidates, request.reserved_budget_bytes), None)
+    if expected is None:
         return True
     with_more = (
         each.grid.step_seconds(request.reserved_budget_bytes + bytes_of_update(each.candidate.kept))
         for each in candidates
     )
     least_seconds = min(filter(None, with_more), default=_fastest_ever_seconds(candidates))
-    most_gained_seconds = found[0].predicted_step_seconds - least_seconds
+    most_gained_seconds = expected.seconds - least_seconds
     state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
     return most_gained_seconds > least_host_update_seconds(baseline, request.device, state_bytes)
 

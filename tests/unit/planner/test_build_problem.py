@@ -110,13 +110,14 @@ def test_a_spliced_choice_with_input_ops_takes_what_its_capture_does(precision: 
     device = "A100 80GB SXM"
     of, units, settings = posed("unet+", device, precision, 1)
     nothing = capture("unet", replace(settings, units=of.chosen((RECOMPUTED,) * len(units))), device)
-    splicer = Splicer(nothing, unit_of_each_op(nothing, units), len(units))
+    kept = capture("unet", replace(settings, units=()), device)
+    splicer = Splicer(nothing, kept, unit_of_each_op(nothing, units), len(units))
     assert splicer.can_splice()
     for seed in range(3):
         for choice in sample_choices(of.chain, seed):
             actions = of.chosen(choice)
             truth = true_peak_bytes(capture("unet", replace(settings, units=actions), device))
-            assert truth <= true_peak_bytes(splicer.spliced(actions)) <= truth * 1.05, choice
+            assert truth <= true_peak_bytes(splicer.spliced(actions)) <= truth * 1.03, choice
 
 
 @pytest.mark.parametrize("name", ["gpt", "post-norm", "resnet", "unet", "unet+", "vgg", "inception"])

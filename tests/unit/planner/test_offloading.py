@@ -118,24 +118,23 @@ def test_the_peak_of_a_choice_that_offloads_is_that_of_a_capture(
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "returning"])
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators:UserWarning")
 def test_a_spliced_trace_of_offloaded_units_takes_what_a_capture_does(name: str, precision: Precision) -> None:
-    """Less by half a thousandth: a recomputation drops what a linear layer read before its bias's gradient is
-    made. More, as where units are kept: buffers that recomputing would have copied."""
+    """Less by one block. More: casts of weights that autocast keeps in each recomputed unit."""
     of = posed(name, precision, 2)
     kept, recomputed, units = traces(name, precision, 2)
-    splicer = Splicer(recomputed, unit_of_each_op(recomputed, units), len(units))
+    splicer = Splicer(recomputed, kept, unit_of_each_op(recomputed, units), len(units))
     assert splicer.can_splice()
     for choice in choices(of, seed=2):
         actions = of.chosen(choice)
         truth = peak_bytes(capture(name, replace(kept.settings, units=actions)))
         spliced = peak_bytes(splicer.spliced(actions))
-        assert truth * 0.9995 <= spliced <= truth * 1.05, choice
+        assert truth * 0.9999 <= spliced <= truth * 1.04, choice
 
 
 def test_a_spliced_trace_holds_at_the_end_of_forward_what_a_capture_does() -> None:
     of = posed("gpt", Precision.FP32, 1)
     kept, recomputed, units = traces("gpt", Precision.FP32, 1)
     actions = of.chosen(choices(of, seed=0)[0])
-    spliced = Splicer(recomputed, unit_of_each_op(recomputed, units), len(units)).spliced(actions)
+    spliced = Splicer(recomputed, kept, unit_of_each_op(recomputed, units), len(units)).spliced(actions)
     captured = capture("gpt", replace(kept.settings, units=actions))
     assert held_after_forward(spliced) == held_after_forward(captured)
     assert held_after_forward(captured) < held_after_forward(kept)

@@ -19,7 +19,7 @@ from brimful.memory import chosen_to_leave
 from brimful.memory import pinned_host as host
 from brimful.planner.problem.savable_ops import CASTS, UnitCall, unit_calls
 from brimful.settings import Action, UnitAction, op_kind
-from brimful.trace import Event, EventKind, Phase, Trace
+from brimful.trace import Event, EventKind, Op, Phase, Trace
 
 
 class Splicer:
@@ -27,6 +27,7 @@ class Splicer:
 
     Args:
         recomputed: A capture that recomputes every unit.
+        kept: A capture of the same step that keeps every unit.
         owner: By op of the trace, the unit it belongs to, or -1.
         unit_count: How many units there are.
         own_checkpointed: Units that the model checkpoints itself, so that what their forward makes is not kept,
@@ -36,6 +37,7 @@ class Splicer:
     def __init__(
         self,
         recomputed: Trace,
+        kept: Trace,
         owner: Sequence[int],
         unit_count: int,
         own_checkpointed: frozenset[int] = frozenset(),
@@ -61,6 +63,9 @@ class Splicer:
                 self._allocated[event.storage] = position
             else:
                 self._freed[event.storage] = position
+        counterparts = _counterparts(recomputed, kept)
+        self._ops_if_kept = frozenset(counterparts.values())
+        self._freed_if_kept = _freed_if_kept(recomputed, kept, counterparts, self._made)
 
     def can_splice(self) -> bool:
         """Whether every unit's recomputation can be matched to its forward."""
@@ -79,13 +84,19 @@ class Splicer:
         edits = _Edits(self._trace, self._allocated, self._freed)
         for unit, (action, calls) in enumerate(zip(actions, self._calls, strict=True)):
             for call in () if unit in self._own_checkpointed else calls:
-                if action.action in (Action.KEEP, Action.OFFLOAD) and call.again:
-                    if action.action is Action.OFFLOAD:
-                        self._offload(call, action.most_offloaded_bytes, edits)
-                    self._keep(call, edits)
-                elif action.action is Action.SAVE:
-                    self._save(call, action.saved, edits)
+                self._apply(action, call, edits)
         return replace(self._trace, events=tuple(edits.events()))
+
+    def _apply(self, action: UnitAction, call: UnitCall, edits: _Edits) -> None:
+        """Edit the events of one call of a unit."""
+        if action.action is Action.KEEP:
+            self._drop_preparation(call, edits)
+        if action.action is Action.OFFLOAD and call.again:
+            self._offload(call, action.most_offloaded_bytes, edits)
+        if action.action in (Action.KEEP, Action.OFFLOAD) and call.again:
+            self._keep(call, edits, action.action)
+        if action.action is Action.SAVE:
+            self._save(call, action.saved, edits)
 
     def _offload(self, call: UnitCall, most_bytes: int | None, edits: _Edits) -> None:
         """Free what the forward made when the next unit's ends; make it again when that one's backward begins.
@@ -147,8 +158,12 @@ class Splicer:
             storage for op in ops if op_kind(self._trace.ops[op].name) == CASTS for storage in self._made[op]
         ]
 
-    def _keep(self, call: UnitCall, edits: _Edits) -> None:
-        """Drop the whole recomputation; what it leaves for backward is what the forward made."""
+    def _keep(self, call: UnitCall, edits: _Edits, action: Action) -> None:
+        """Drop the whole recomputation; what it leaves for backward is what the forward made.
+
+        A backward node of a kept unit holds what it saved until it ends, one of an offloaded or a recomputed
+        unit only until the kernel that reads it begins (`torch.autograd.graph.saved_tensors_hooks`).
+        """
         last_op = call.again[-1]
         counterpart = {storage: original for original, storage in self._alike(call)}
         for op in call.again:
@@ -158,10 +173,33 @@ class Splicer:
                 original = counterpart.get(storage)
                 if self._allocated[storage] in edits.dropped:
                     continue  # offloaded
-                if original is not None and is_left:
+                if (
+                    original is not None
+                    and is_left
+                    and action is Action.KEEP
+                    and original in self._freed_if_kept
+                ):
+                    last_user = self._freed_if_kept[original]
+                    edits.merge_until(original, storage, last_user, bisect_right(self._op_of_event, last_user))
+                elif original is not None and is_left:
                     edits.merge(original, storage)
                 elif original is not None or not is_left:
                     edits.drop(storage)
+
+    def _drop_preparation(self, call: UnitCall, edits: _Edits) -> None:
+        """Drop what the forward stores for a recomputation: a random state, copies of buffers."""
+        before = call.forward[0] - 1
+        first_op = next((op for op in call.forward if not self._is_copy(op)), before)
+        for op in range(before, first_op):
+            made = self._made[op] if op > before and self._is_copy(op) else []
+            for storage in (*made, *self._inside[op]):
+                freed = self._freed.get(storage)
+                if freed is not None and self._op_of_event[freed] > call.forward[-1]:
+                    edits.drop(storage)
+
+    def _is_copy(self, op: int) -> bool:
+        """Whether an op copies a buffer for a recomputation: a clone that a step which keeps it does not."""
+        return op_kind(self._trace.ops[op].name) == "clone" and op not in self._ops_if_kept
 
     def _save(self, call: UnitCall, saved: Sequence[str], edits: _Edits) -> None:
         """Drop some ops of the recomputation."""
@@ -197,6 +235,13 @@ class _Edits:
         self.dropped.add(original_freed)
         if freed is not None:
             self._replaced[freed] = replace(self._trace.events[freed], storage=original)
+
+    def merge_until(self, original: int, storage: int, last_user: int, position: int) -> None:
+        """The same, held until an op ends, whose last event is before `position`."""
+        self.drop(storage)
+        if original in self._freed:
+            self.dropped.add(self._freed[original])
+        self.inserted[position].append(Event(kind=EventKind.FREE, storage=original, op=last_user))
 
     def drop(self, storage: int) -> None:
         """Never allocate a storage."""
@@ -236,3 +281,48 @@ def _backward_begins(trace: Trace, owner: Sequence[int]) -> dict[tuple[int, int]
         if op.phase is Phase.BACKWARD and op.step == trace.captured_steps - 1 and unit >= 0:
             begins.setdefault((unit, op.micro_batch), index)
     return begins
+
+
+def _freed_if_kept(
+    recomputed: Trace, kept: Trace, counterparts: Mapping[int, int], made: Mapping[int, Sequence[int]]
+) -> dict[int, int]:
+    """By storage of the capture that recomputes: the latest op begun when it is freed if its unit is kept."""
+    made_if_kept: dict[int, list[int]] = defaultdict(list)
+    freed: dict[int, int] = {}
+    for event in kept.events:
+        if event.kind is EventKind.FREE:
+            freed[event.storage] = event.op
+        elif (maker := kept.storages[event.storage].op) is not None:
+            made_if_kept[maker].append(event.storage)
+    return {
+        storage: counterparts[freed[same]]
+        for op_if_kept, op in counterparts.items()
+        for storage, same in zip(made[op], made_if_kept[op_if_kept], strict=False)
+        if recomputed.storages[storage].size_bytes == kept.storages[same].size_bytes
+        and freed.get(same) in counterparts
+    }
+
+
+def _counterparts(recomputed: Trace, kept: Trace) -> dict[int, int]:
+    """By op of the capture that keeps every unit, the same op of that which recomputes.
+
+    Their ops of forward and backward are the same; only copies of buffers and casts differ in number. Empty if
+    anything else differs.
+    """
+    found: dict[int, int] = {}
+    index = 0
+    for position, op in enumerate(recomputed.ops):
+        if op.recomputed:
+            continue
+        while index < len(kept.ops) and kept.ops[index].name != op.name and _is_cast(kept.ops[index]):
+            index += 1
+        if index < len(kept.ops) and kept.ops[index].name == op.name:
+            found[index] = position
+            index += 1
+        elif op_kind(op.name) not in (CASTS, "clone"):
+            return {}
+    return found
+
+
+def _is_cast(op: Op) -> bool:
+    return op_kind(op.name) == CASTS
