@@ -27,7 +27,7 @@ class RecomputePrices:
     """
 
     def __init__(self, kept: Trace, recomputed: Trace, device: Device) -> None:
-        self._roofline = Roofline(device, recomputed.settings.precision)
+        self._roofline = Roofline.of(recomputed, device)
         self._device = device
         self._host_share = 1.0 if device.kind == "cpu" else self._share(kept, recomputed)
 

@@ -8,7 +8,11 @@ from brimful.cost.regions import COPY_SECONDS
 from brimful.devices import Device
 from brimful.memory import LINK_USES
 from brimful.settings import Precision
-from brimful.trace import Op, Phase
+from brimful.trace import Op, Phase, Trace
+
+_NATIVE_LOOPS = frozenset({"GRU", "RNN"})
+"""Modules that run many ops for each time step on a CPU, in C++ (torch aten/src/ATen/native/RNN.cpp). LSTM runs
+oneDNN's kernel instead."""
 
 
 def op_seconds(op: Op, device: Device, precision: Precision = Precision.FP32) -> float:
@@ -34,9 +38,12 @@ class Roofline:
     Args:
         device: Where the ops run.
         precision: Whether float32 matmuls may round to TF32.
+        native_loops: `fqn` of modules whose ops a loop in C++ runs; see `of`.
     """
 
-    def __init__(self, device: Device, precision: Precision) -> None:
+    def __init__(
+        self, device: Device, precision: Precision, native_loops: frozenset[str] = frozenset()
+    ) -> None:
         self._device = device
         self._precision = precision
         self._gpu = GpuWork(device, precision) if device.kind == "cuda" else None
@@ -46,6 +53,7 @@ class Roofline:
         self._fp32_rate = device.fp32_flops_per_second
         self._unrated: set[str] = set()
         self._parts_by_work: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}
+        self._native_loops = native_loops
         # An op's time in a curve, or the floor of the roofline, has its bare launch already.
         dispatch = device.dispatch
         self._beside_launch = {
@@ -53,6 +61,13 @@ class Roofline:
             Phase.BACKWARD: max(dispatch.backward_seconds - device.launch_seconds, 0.0),
             Phase.OPTIMIZER: max(dispatch.optimizer_seconds - device.launch_seconds, 0.0),
         }
+
+    @classmethod
+    def of(cls, trace: Trace, device: Device) -> Roofline:
+        """The rates for the ops of a trace."""
+        is_cpu = device.kind == "cpu"
+        loops = (fqn for fqn, name in trace.module_classes if is_cpu and name in _NATIVE_LOOPS)
+        return cls(device, trace.settings.precision, frozenset(loops))
 
     @property
     def dtypes_at_fp32_rate(self) -> tuple[str, ...]:
@@ -97,6 +112,8 @@ class Roofline:
         if op.on_host:
             moved_bytes = op.read_bytes + op.written_bytes
             return self._device.launch_seconds + moved_bytes * self._host_seconds_per_byte
+        if op.module in self._native_loops:
+            return max(self._device.dispatch.native_loop_seconds, self._device.launch_seconds)
         phase = Phase.FORWARD if op.recomputed or op.phase is Phase.EMBEDDING else op.phase
         return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
 

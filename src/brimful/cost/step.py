@@ -82,7 +82,7 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
     Returns:
         Seconds by phase, and the types whose rate was not known.
     """
-    roofline = Roofline(device, trace.settings.precision)
+    roofline = Roofline.of(trace, device)
     step = _Step.of(trace, roofline, device)
     if device.kind == "cuda":
         order = step.order

@@ -8,7 +8,7 @@ describes this machine's CPU. `profiling` replaces table values by measured ones
 
 from brimful.devices.contexts import cuda_context, with_context
 from brimful.devices.described import described_device, is_description
-from brimful.devices.device import MEASURED_BUSY, CudaContext, Device, Dispatch
+from brimful.devices.device import MEASURED_BUSY, NATIVE_LOOP_SECONDS, CudaContext, Device, Dispatch
 from brimful.devices.properties import GpuProperties, device_with_properties
 from brimful.devices.rate_curves import RateCurve
 from brimful.devices.table import find_device, known_devices
@@ -17,6 +17,8 @@ from brimful.devices.torch_builds import cannot_run_torch, torch_builds_note
 
 __all__ = [
     "MEASURED_BUSY",
+    "NATIVE_LOOP_SECONDS",
+    "NATIVE_LOOP_SECONDS",
     "CudaContext",
     "Device",
     "Dispatch",

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from brimful.capture import capture_step
 from brimful.cost import Roofline
-from brimful.devices import Device, Dispatch
+from brimful.devices import NATIVE_LOOP_SECONDS, Device, Dispatch
 from brimful.job import Job
 from brimful.profiling.timing import Duration, host_timed, one_thread, typical, wait_for
 from brimful.settings import Precision, Settings
@@ -19,6 +19,9 @@ from brimful.trace import Op, Phase, Trace
 _BLOCKS = 6
 _WIDTH, _HEADS, _TOKENS, _SAMPLES = 32, 2, 8, 2
 """So small that nearly all of the time is not work."""
+
+_TIME_STEPS = 64
+"""Of a recurrent layer."""
 
 _ROUNDS = 25
 
@@ -69,10 +72,10 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
     with one_thread():  # Python has no more, and ops are too small for several
         forward, backward, update = _phase_seconds(model, x, optimizer, where)
         region_seconds, rng_stash_seconds = _region_seconds(model, x, where)
+    roofline = Roofline(device, Precision.FP32)
 
     def per_op(seconds: float, phase: Phase) -> float:
         ops = _last_ops(trace, phase)
-        roofline = Roofline(device, Precision.FP32)
         # Beside a GPU its work runs meanwhile; on a CPU it comes first, a bare launch in it.
         if device.kind == "cpu":
             seconds -= sum(roofline.work_seconds(op) - device.launch_seconds for op in ops)
@@ -85,7 +88,29 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
         optimizer_seconds=per_op(update, Phase.OPTIMIZER),
         region_seconds=region_seconds,
         rng_stash_seconds=rng_stash_seconds / generators,
+        native_loop_seconds=_native_loop_seconds(device) if device.kind == "cpu" else NATIVE_LOOP_SECONDS,
     )
+
+
+def _native_loop_seconds(device: Device) -> float:
+    """Per op of a recurrent layer's loop on a CPU, forward and backward, less the ops' work."""
+    layer = nn.RNN(_WIDTH, _WIDTH)
+    x = torch.randn(_TIME_STEPS, 1, _WIDTH)
+    job = Job(
+        model=lambda: nn.RNN(_WIDTH, _WIDTH),
+        loss=lambda module, batch: module(batch)[0].sum(),
+        batch=lambda samples: torch.randn(_TIME_STEPS, samples, _WIDTH),
+        batch_dim=1,
+        optimizer="sgd",
+        name="dispatch of a loop",
+    )
+    trace = capture_step(job, Settings(micro_batch_size=1), device)
+    ops = _last_ops(trace, Phase.FORWARD) + _last_ops(trace, Phase.BACKWARD)
+    roofline = Roofline.of(trace, device)
+    work_seconds = sum(roofline.work_seconds(op) - device.launch_seconds for op in ops)
+    with one_thread():
+        durations = [host_timed(lambda: layer(x)[0].sum().backward())[1] for _ in range(_ROUNDS)]
+    return max((typical(durations) - work_seconds) / len(ops), device.launch_seconds)
 
 
 def _last_ops(trace: Trace, phase: Phase) -> list[Op]:

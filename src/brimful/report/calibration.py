@@ -65,6 +65,8 @@ def _lines(device: Device, path: str) -> Iterator[str]:
         f"{format_seconds(dispatch.backward_seconds)} backward, "
         f"{format_seconds(dispatch.optimizer_seconds)} in the optimizer"
     )
+    if device.kind == "cpu":
+        yield f"  {'in a GRU or RNN':<24}{format_seconds(dispatch.native_loop_seconds)} an op"
     yield f"  {'a recomputed region':<24}{format_seconds(dispatch.region_seconds)} beside its ops"
     if device.host_link_bytes_per_second is not None:
         yield f"  {'host link, slower way':<24}{device.host_link_bytes_per_second / 1e9:.3g} GB/s"

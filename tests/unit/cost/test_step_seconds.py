@@ -206,6 +206,16 @@ def test_on_a_cpu_a_copy_is_a_copy() -> None:
     assert predicted.forward_seconds == pytest.approx(10 + 10 + 5 + COPY_SECONDS)
 
 
+def test_on_a_cpu_the_loop_of_a_recurrent_layer_pays_no_python() -> None:
+    dispatch = replace(CPU.dispatch, forward_seconds=7.0, backward_seconds=7.0, native_loop_seconds=2.0)
+    cpu, gpu = replace(CPU, dispatch=dispatch), replace(GPU, dispatch=dispatch)
+    step = trace(op(Phase.FORWARD, 1), op(Phase.BACKWARD, 1))
+    for name, seconds in (("GRU", 2 + 2 + 2), ("Linear", 7 + 7 + 2)):
+        in_layer = replace(step, module_classes=(("m", name),))
+        assert step_seconds(in_layer, cpu).total_seconds == pytest.approx(seconds)
+        assert step_seconds(in_layer, gpu).total_seconds == pytest.approx(14, rel=1e-3)
+
+
 def test_an_empty_step_takes_no_time() -> None:
     assert step_seconds(trace(), GPU) == StepTime(
         forward_seconds=0, backward_seconds=0, recompute_seconds=0, optimizer_seconds=0

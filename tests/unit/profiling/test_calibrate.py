@@ -440,6 +440,7 @@ def test_what_is_around_ops_is_measured_with_the_ops_of_a_capture() -> None:
     dispatch = measure_dispatch(cpu, CPU)
     assert all(seconds >= 0 for seconds in asdict(dispatch).values())
     assert dispatch.forward_seconds >= cpu.launch_seconds
+    assert cpu.launch_seconds <= dispatch.native_loop_seconds <= dispatch.forward_seconds
 
 
 @pytest.mark.slow
