@@ -18,7 +18,6 @@ from brimful.devices.torch_builds import cannot_run_torch, torch_builds_note
 __all__ = [
     "MEASURED_BUSY",
     "NATIVE_LOOP_SECONDS",
-    "NATIVE_LOOP_SECONDS",
     "CudaContext",
     "Device",
     "Dispatch",

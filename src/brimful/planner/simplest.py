@@ -20,8 +20,8 @@ from brimful.prediction.estimate import NO_LIMIT_BYTES, Estimate
 from brimful.settings import Settings
 
 SIMPLICITY_FRACTION = 0.03
-"""Most of the step time that simplicity may cost, as predicted. A choice: the median error of predicted training
-steps (`benchmarks/results/times_vision.json`, 3.1 %)."""
+"""Most of the step time that simplicity may cost, as predicted. A choice: the median error of predicted steps
+(`benchmarks/results/times_vision.json`, 3.1 %)."""
 
 
 class Complexity(IntEnum):

@@ -108,8 +108,8 @@ def _shape(settings: Settings) -> tuple[object, ...]:
 def _notes(fits: Sequence[GpuFit], *, has_usual: bool, has_prices: bool) -> Iterator[str]:
     if has_usual:
         yield (
-            "  fp32 is strict: TF32 is off for matmuls, as in PyTorch, and for convolutions and recurrent layers, "
-            "where PyTorch uses it by default. --precision tf32 permits it in all of them."
+            "  fp32 is strict: TF32 is off for matmuls, as in PyTorch, and for convolutions and recurrent "
+            "layers, where PyTorch uses it by default. --precision tf32 permits it in all of them."
         )
         yield (
             "  usual: what one trains in by default: bf16 autocast, or fp16 on tensor cores without bf16, else "
