@@ -10,7 +10,12 @@ from brimful.cost.recomputing import RecomputePrices
 from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline, op_seconds
 from brimful.cost.step import StepTime, least_host_update_seconds, step_seconds
-from brimful.cost.uncertainty import bare_difference_interval, difference_interval, time_interval
+from brimful.cost.uncertainty import (
+    bare_difference_interval,
+    difference_interval,
+    least_distinguished_seconds,
+    time_interval,
+)
 
 __all__ = [
     "RecomputePrices",
@@ -18,6 +23,7 @@ __all__ = [
     "StepTime",
     "bare_difference_interval",
     "difference_interval",
+    "least_distinguished_seconds",
     "least_host_update_seconds",
     "model_flops",
     "op_seconds",

@@ -82,6 +82,18 @@ def difference_interval(
     return difference - margin, difference + margin
 
 
+def least_distinguished_seconds(step_seconds: float) -> float:
+    """The least difference between two steps whose interval may exclude 0.
+
+    Args:
+        step_seconds: Time of one of the steps.
+
+    Returns:
+        Seconds.
+    """
+    return DIFFERENCE_WIDENING * DEVIATIONS * STEP_SPREAD * step_seconds
+
+
 _BARE_SPREAD = 0.5
 """Standard deviation of a difference of which only the sum is known, relative to it: that of the
 least certain classes."""

@@ -58,15 +58,29 @@ class CandidateSearch:
         self._replays = Replays(candidate, capture)
         self._notes = notes
         self._expected: dict[int, ExpectedChoice | None] = {}
+        self._with_fixed_segments: CandidateSearch | None = None
+        """The same without expandable segments, if this has them."""
+        self._without_offloading: CandidateSearch | None = None
 
     def with_expandable_segments(self) -> CandidateSearch:
         """The same with expandable segments of the allocator, which shares the solutions of the grid."""
         candidate = self.candidate.with_expandable_segments()
-        return CandidateSearch(candidate, self._replays.capture, self._notes, grid=self.grid)
+        found = CandidateSearch(candidate, self._replays.capture, self._notes, grid=self.grid)
+        found._with_fixed_segments = self
+        return found
 
     def without_offloading(self) -> CandidateSearch:
-        """The same without choices that offload units."""
-        return CandidateSearch(self.candidate.without_offloading(), self._replays.capture, self._notes)
+        """The same without choices that offload units, and one for all callers; itself if it has none."""
+        if not self.candidate.problem.offloads:
+            return self
+        if self._without_offloading is None:
+            fixed = self._with_fixed_segments
+            self._without_offloading = (
+                CandidateSearch(self.candidate.without_offloading(), self._replays.capture, self._notes)
+                if fixed is None
+                else fixed.without_offloading().with_expandable_segments()
+            )
+        return self._without_offloading
 
     @property
     def settings(self) -> Settings:

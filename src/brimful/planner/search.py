@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from brimful.cost import least_host_update_seconds, model_flops
+from brimful.cost import least_distinguished_seconds, least_host_update_seconds, model_flops
 from brimful.errors import CaptureError
 from brimful.memory import most_held_bytes
 from brimful.planner.alternatives import alternatives, budget_curve
@@ -151,7 +151,8 @@ def _is_limited_by_memory(candidates: Sequence[CandidateSearch], request: Reques
 def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, baseline: Trace) -> bool:
     """Whether nothing fits, or the host's update takes less time than what it could gain.
 
-    It gains at most what the bytes that leave the device would, added to the budget.
+    It gains at most what the bytes that leave the device would, added to the budget. Where the simplest of
+    equal plans is chosen, it must gain enough to be distinguished.
     """
     expected = next(by_least_time(candidates, request.reserved_budget_bytes), None)
     if expected is None:
@@ -163,7 +164,10 @@ def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, b
     least_seconds = min(filter(None, with_more), default=_fastest_ever_seconds(candidates))
     most_gained_seconds = expected.seconds - least_seconds
     state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
-    return most_gained_seconds > least_host_update_seconds(baseline, request.device, state_bytes)
+    needed_seconds = least_host_update_seconds(baseline, request.device, state_bytes)
+    if request.permits.prefers_simplest:
+        needed_seconds += least_distinguished_seconds(expected.seconds)
+    return most_gained_seconds > needed_seconds
 
 
 def _fastest_ever_seconds(candidates: Sequence[CandidateSearch]) -> float:

@@ -146,16 +146,19 @@ def _simpler(
             continue
         expected = each.kept()
         if expected is None or expected.reserved_bytes > budget_bytes:
-            expected = _recomputed_within(each, budget_bytes) if moves_to_host else None
+            expected = _recomputed_within(each, budget_bytes, most_seconds) if moves_to_host else None
         if expected is not None and expected.seconds_at_best <= most_seconds:
             order = order_of(expected.settings, expected.reserved_bytes, request)
             yield _Choice(order, partial(expected.search.captured_from, expected.level, budget_bytes))
 
 
-def _recomputed_within(each: CandidateSearch, budget_bytes: int) -> ExpectedChoice | None:
-    """The fastest choice of a candidate that is expected to fit without offloading units."""
-    without = each.without_offloading() if each.candidate.problem.offloads else each
-    return without.expected_within(budget_bytes)
+def _recomputed_within(each: CandidateSearch, budget_bytes: int, most_seconds: float) -> ExpectedChoice | None:
+    """The fastest choice of a candidate that is expected to fit without offloading units, if it may be fast."""
+    for search in (each, each.without_offloading()):
+        bound = search.grid.step_seconds(budget_bytes)
+        if bound is None or bound * (1 - each.candidate.time_uncertainty) > most_seconds:
+            return None
+    return each.without_offloading().expected_within(budget_bytes)
 
 
 def _by_time(found: Iterable[Estimate]) -> list[Estimate]:
