@@ -1,6 +1,6 @@
 """Plans beside what people do by hand, at the same budgets, in predicted peak and time.
 
-    python benchmarks/plan/simulated.py [--only NAME]
+    python benchmarks/plan/simulated.py [--only NAME]...
 
 Every way to train is captured with it applied: its peak is that of the allocator's simulation (against real
 steps within 0.1 % on a CPU, `cpu_truth`; on GPUs see `gpu_truth`), its time that of the cost model, the same
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from brimful.devices import find_device
 from brimful.quantities import GIB
-from machine import RESULTS, keep
+from machine import RESULTS, Rows
 from plan.bench import Bench, told
 from plan.jobs import JOBS, PlannedJob
 from plan.peers import PEERS
@@ -39,19 +39,17 @@ NAME = "plan_simulated.json"
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", action="append")
+    parser.add_argument("--only", action="append", help="this job; rows are kept until all are there")
     only = parser.parse_args().only
-    rows: list[dict[str, Any]] = []
+    results = Rows(NAME, "python benchmarks/plan/simulated.py", "transformers")
     for planned in JOBS:
-        if only is None or planned.name in only:
-            rows += compare(planned)
-    if only is not None:
-        print(json.dumps(rows, indent=1))
-        print(json.dumps(summary(rows), indent=1))
-        return
-    content = {"device": DEVICE, "host_bytes": HOST_BYTES, "summary": summary(rows), "rows": rows}
-    keep(NAME, "python benchmarks/plan/simulated.py", content, "transformers")
-    print(f"{RESULTS / NAME}: {json.dumps(content['summary'])}")
+        if not results.has(model=planned.name) and (only is None or planned.name in only):
+            for row in compare(planned):
+                results.add(row)
+    if all(results.has(model=planned.name) for planned in JOBS):
+        found = summary(results.rows)
+        results.keep({"device": DEVICE, "host_bytes": HOST_BYTES, "summary": found})
+        print(f"{RESULTS / NAME}: {json.dumps(found)}")
 
 
 def compare(planned: PlannedJob) -> list[dict[str, Any]]:
