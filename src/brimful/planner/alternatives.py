@@ -10,7 +10,7 @@ from brimful.cost import StepTime, bare_difference_interval, difference_interval
 from brimful.planner.baseline import alternative_of
 from brimful.planner.candidate import Candidate
 from brimful.planner.candidate_search import CandidateSearch
-from brimful.planner.fastest import by_least_time
+from brimful.planner.fastest import by_least_time, least_seconds_within
 from brimful.planner.plan import Alternative, BudgetPoint
 from brimful.planner.request import Request
 from brimful.prediction.estimate import Estimate
@@ -137,7 +137,7 @@ def budget_curve(
     one_more = request.budget_bytes + GIB
     for budget_bytes in sorted(budgets | ({one_more} if one_more < last else set())):
         allocated_bytes = int((budget_bytes - context_bytes) * allocated_fraction)
-        times = [each.grid.step_seconds(allocated_bytes) for each in candidates]
+        times = [least_seconds_within(candidates, allocated_bytes)]
         if best.settings.nested:
             times += [each.grid.nested_step_seconds(allocated_bytes) for each in candidates]
         found = [seconds for seconds in times if seconds is not None]

@@ -59,19 +59,40 @@ def with_less_offloading(
 
 
 def by_least_time(candidates: Iterable[CandidateSearch], budget_bytes: int) -> Iterator[ExpectedChoice]:
-    """The best that is expected of each candidate, by the least time that its capture may have."""
+    """The best that is expected of each candidate, by the least time that its capture may have.
+
+    A candidate is first bounded by keeping everything, then by its fastest choice by allocated bytes.
+    """
     order = count()
     heap: list[tuple[float, int, CandidateSearch | ExpectedChoice]] = []
+    solved: set[CandidateSearch] = set()
+
+    def push(seconds: float, uncertainty: float, entry: CandidateSearch | ExpectedChoice) -> None:
+        heappush(heap, (seconds * (1 - uncertainty), next(order), entry))
+
     for each in candidates:
-        bound = each.grid.step_seconds(budget_bytes)
-        if bound is not None:
-            heappush(heap, (bound * (1 - each.candidate.time_uncertainty), next(order), each))
+        push(each.candidate.kept_seconds, each.candidate.time_uncertainty, each)
     while heap:
         _seconds, _place, first = heappop(heap)
         if isinstance(first, ExpectedChoice):
             yield first
-        elif expected := first.expected_within(budget_bytes):
-            heappush(heap, (expected.seconds_at_best, next(order), expected))
+        elif first in solved:
+            if expected := first.expected_within(budget_bytes):
+                push(expected.seconds_at_best, 0.0, expected)
+        elif (bound := first.grid.step_seconds(budget_bytes)) is not None:
+            solved.add(first)
+            push(bound, first.candidate.time_uncertainty, first)
+
+
+def least_seconds_within(candidates: Iterable[CandidateSearch], allocated_bytes: int) -> float | None:
+    """The least time of any choice by allocated bytes, without nested segments; None if nothing fits."""
+    least = math.inf
+    for each in sorted(candidates, key=lambda each: each.candidate.kept_seconds):
+        if each.candidate.kept_seconds >= least:
+            break
+        seconds = each.grid.step_seconds(allocated_bytes)
+        least = least if seconds is None else min(least, seconds)
+    return None if least == math.inf else least
 
 
 def _by_time(found: Iterable[Estimate]) -> list[Estimate]:

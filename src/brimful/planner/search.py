@@ -22,7 +22,12 @@ from brimful.memory import most_held_bytes
 from brimful.planner.alternatives import alternatives, budget_curve
 from brimful.planner.baseline import Baseline
 from brimful.planner.candidate_search import CandidateSearch
-from brimful.planner.fastest import by_least_time, fastest_within, with_less_offloading
+from brimful.planner.fastest import (
+    by_least_time,
+    fastest_within,
+    least_seconds_within,
+    with_less_offloading,
+)
 from brimful.planner.floor import bytes_of_update, step_over_floor
 from brimful.planner.headroom import bytes_over, exceedance_of, with_headroom
 from brimful.planner.infeasible import nothing_fits
@@ -157,11 +162,11 @@ def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, b
     expected = next(by_least_time(candidates, request.reserved_budget_bytes), None)
     if expected is None:
         return True
-    with_more = (
-        each.grid.step_seconds(request.reserved_budget_bytes + bytes_of_update(each.candidate.kept))
-        for each in candidates
-    )
-    least_seconds = min(filter(None, with_more), default=_fastest_ever_seconds(candidates))
+    by_optimizer = {each.settings.optimizer: each.candidate.kept for each in candidates}
+    leaving_bytes = max(map(bytes_of_update, by_optimizer.values()))
+    least_seconds = least_seconds_within(candidates, request.reserved_budget_bytes + leaving_bytes)
+    if least_seconds is None:
+        return True
     most_gained_seconds = expected.seconds - least_seconds
     state_bytes = 0 if request.permits.other_optimizers else most_held_bytes(baseline, Category.OPTIMIZER_STATE)
     needed_seconds = least_host_update_seconds(baseline, request.device, state_bytes)
@@ -172,7 +177,7 @@ def _may_gain_on_host(candidates: Sequence[CandidateSearch], request: Request, b
 
 def _fastest_ever_seconds(candidates: Sequence[CandidateSearch]) -> float:
     """The least time of a step with unlimited memory."""
-    return min(filter(None, (each.grid.step_seconds(NO_LIMIT_BYTES) for each in candidates)))
+    return least_seconds_within(candidates, NO_LIMIT_BYTES) or 0.0
 
 
 def _smallest(candidates: Sequence[CandidateSearch]) -> tuple[Estimate, ...]:
