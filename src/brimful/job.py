@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from brimful.errors import UsageError
@@ -176,8 +177,10 @@ class Job:
         """Refuse a loss that cannot be called as it will be."""
         arguments = ("model", "batch") if self.embed is None else ("embeddings",)
         if self.loop is None and not _takes(self.loss, *arguments):
-            call = f"loss({', '.join(arguments)})"
-            raise UsageError(f"the loss of {self.name!r} is called as {call}, and takes other arguments.")
+            raise UsageError(
+                f"the loss of {self.name!r}{_defined_at(self.loss)} is called as loss({', '.join(arguments)}), "
+                f"and takes other arguments{_parameters_of(self.loss)}."
+            )
 
     def _check_batch_dim(self) -> None:
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int):
@@ -192,6 +195,20 @@ class Job:
                 f"{self.name!r} has both `batch_dim` and `split`, and each says where the samples are. Remove "
                 "one of the two."
             )
+
+
+def _defined_at(function: Callable[..., Any]) -> str:
+    """Where a Python function is defined, as " (file.py:12)"; "" for any other callable."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    path, here = Path(code.co_filename), Path.cwd()
+    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}:{code.co_firstlineno})"
+
+
+def _parameters_of(function: Callable[..., Any]) -> str:
+    """The parameters of a function for which `_takes` is false, as ": (output, target)"."""
+    return f": ({', '.join(inspect.signature(function).parameters)})"
 
 
 def _takes(function: Callable[..., Any], *arguments: object) -> bool:
