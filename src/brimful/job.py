@@ -108,7 +108,8 @@ class Job:
     list of the trainable parameters; if its argument is called `named_parameters`, pairs of name and parameter;
     if it is called `model`, the model: `lambda model: AdamW(decay_groups(model))`."""
     count: Callable[[Batch], Tensor | int] | None = None
-    """`count(batch)`: number of terms that `loss` averages over, such as tokens; None means samples."""
+    """`count(batch)`: the number of what `loss` averages over, such as the tokens that are not padding; None
+    means samples."""
     embed: Callable[[nn.Module, Batch], Any] | None = None
     """`embed(model, batch)`: the inputs of `loss`, for a loss that couples the samples of a batch, such as a
     contrastive loss. They are nested tensors like a `Batch`, computed for each sample independently, with
@@ -125,8 +126,8 @@ class Job:
     reduction: Literal["mean", "sum"] = "mean"
     """"mean" if `loss` is a mean over what `count` counts, "sum" if it is a sum over the samples: the losses of
     micro-batches are averaged or added."""
-    counted: str = "terms"
-    """Name of what `count` counts, for reports, such as "tokens"."""
+    counted: str = "counted"
+    """Name of what `count` counts, for reports, such as "tokens": then they show tokens/s beside samples/s."""
     name: str = "job"
     """Name of this job in reports."""
     about: Mapping[str, Any] | None = None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from brimful.quantities import format_bytes, format_rate, format_seconds
+from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.report.data_loading import feeding_lines
 from brimful.report.measurements import predicted_beside_measured
 from brimful.results import StopReason, TrainingResult
@@ -140,11 +140,9 @@ def _feeding(result: TrainingResult) -> Iterator[str]:
 
 
 def _throughput(result: TrainingResult) -> Iterator[str]:
-    """Samples and terms per second, waiting included, and the part of the device's peak that is."""
-    rates = [(result.samples_per_second, "samples")]
-    if result.loss_unit is not None:
-        rates.append((result.terms_per_second, result.loss_unit))
-    said = [format_rate(rate, what) for rate, what in rates if rate is not None]
+    """Samples and what the job counts per second, waiting included, and the part of the device's peak."""
+    samples, counted = result.samples_per_second, result.terms_per_second
+    said = [] if samples is None or counted is None else format_rates(samples, counted, result.loss_unit)
     if result.measured_mfu is not None:
         predicted = "" if result.predicted_mfu is None else f" ({result.predicted_mfu:.0%} predicted)"
         said.append(f"MFU {result.measured_mfu:.0%}{predicted}")
