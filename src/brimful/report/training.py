@@ -10,6 +10,7 @@ from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.report.data_loading import feeding_lines
 from brimful.report.measurements import predicted_beside_measured
 from brimful.results import StopReason, TrainingResult
+from brimful.results.measurement import busy_text
 
 _SPARK_CELLS = 40
 _MUCH_SLOWER = 1.25
@@ -92,7 +93,10 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
 def _slower_cpu(result: TrainingResult) -> Iterator[str]:
     """Why a step on a CPU may have taken much longer than was predicted."""
     predicted, measured = result.predicted_step_seconds, result.measured_step_seconds
-    if result.device == "cpu" and predicted and measured and measured > _MUCH_SLOWER * predicted:
+    found = result.self_correction
+    if found is not None and (busy := busy_text(found.core_wait_fraction)):
+        yield f"  busy machine        {busy}"
+    elif result.device == "cpu" and predicted and measured and measured > _MUCH_SLOWER * predicted:
         yield "                      times on a CPU hold while nothing else, such as workers, computes on it"
 
 
