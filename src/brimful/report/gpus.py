@@ -39,7 +39,8 @@ def _lines(fits: GpuSurvey) -> Iterator[str]:
             f"with {fit.change}, or as `brimful plan` may find" if fit.change else "as `brimful plan` may find"
         )
         least = format_bytes(fit.predicted_smallest_peak_device_bytes)
-        yield f"{_first_columns(fit)}{'–':>{_SIZE}}{'does not fit':>{_SPEED}}  smallest peak {least}; fits {change}"
+        columns = f"{_first_columns(fit)}{'–':>{_SIZE}}{'does not fit':>{_SPEED}}"
+        yield f"{columns}  smallest peak {least}; fits {change}"
     yield from _notes(fits, has_usual=has_usual, has_prices=has_prices)
 
 
