@@ -61,6 +61,13 @@ class Data:
     out hours later. Not needed if all batches have the same shape."""
 
 
+DEFAULT_OPTIMIZER = "adamw"
+DEFAULT_OPTIMIZER_NOTE = (
+    "The optimizer is AdamW, which a Job without an optimizer has. Job(optimizer=…) or optimizer=… "
+    "(--optimizer) predicts another."
+)
+"""For results of a job that may not have chosen its optimizer."""
+
 _REQUIRED = ("model", "loss")
 _FUNCTIONS = {
     "model": "model(), or an nn.Module",
@@ -103,7 +110,7 @@ class Job:
     collate: Callable[[list[Any]], Batch] | None = None
     """`collate(samples)`: a batch from samples that `split` returned, like the `collate_fn` of a DataLoader.
     Required if `split` is given."""
-    optimizer: Callable[[Any], Optimizer] | str = "adamw"
+    optimizer: Callable[[Any], Optimizer] | str = DEFAULT_OPTIMIZER
     """A function that makes the optimizer, or the name of one with its usual defaults. The function receives a
     list of the trainable parameters; if its argument is called `named_parameters`, pairs of name and parameter;
     if it is called `model`, the model: `lambda model: AdamW(decay_groups(model))`."""

@@ -81,6 +81,7 @@ ESTIMATE_KEYS = {
     "corrections",
     "uncertain_ops",
     "parameter_count",
+    "notes",
 }
 PLAN_KEYS = {
     "asked",

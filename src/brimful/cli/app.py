@@ -146,7 +146,7 @@ def estimate(
             result = api.estimate(
                 job,
                 device,
-                micro_batch_size=micro_batch_size or 1,
+                micro_batch_size=micro_batch_size,
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 precision=precision,
                 optimizer=optimizer,
