@@ -35,7 +35,9 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
 def summary_text(result: TrainingResult) -> str:
     """Steps, losses, and predicted beside measured: what `print(result)` shows."""
     losses = f", loss {result.losses[0]:.4g} to {result.losses[-1]:.4g}" if result.losses else ""
-    return "\n".join([f"{len(result.steps)} steps{losses}", *predicted_beside_measured(result)])
+    return "\n".join(
+        [f"{len(result.steps)} steps{losses}", *predicted_beside_measured(result), *_not_measured(result)]
+    )
 
 
 def training_document(result: TrainingResult, plain: TrainingResult | None = None) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     if result.certificate is not None:
         yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
     yield from predicted_beside_measured(result)
+    yield from _not_measured(result)
     yield from _slower_cpu(result)
     yield from _budget(result)
     yield from _throughput(result)
@@ -88,6 +91,21 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
         is_unfinished = result.stopped_because in (StopReason.INTERRUPTED, StopReason.TERMINATED)
         how = "; resume it with resume=True (--resume)" if is_unfinished else ""
         yield f"  run directory       {result.run_dir}{how}"
+
+
+def _not_measured(result: TrainingResult) -> Iterator[str]:
+    """Why the peak or the step time was not measured."""
+    if result.measured_peak_allocated_bytes is None:
+        samples = result.settings.global_batch_size
+        yield (
+            "  peak not measured   it is measured in a step after the first of a launch, with a full batch of "
+            f"{samples} samples; this launch had none"
+        )
+    if result.measured_step_seconds is None:
+        yield (
+            "  time not measured   the first step and the one whose memory is measured are slower and are not "
+            "timed; train for 3 steps or more"
+        )
 
 
 def _slower_cpu(result: TrainingResult) -> Iterator[str]:
