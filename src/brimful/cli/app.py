@@ -30,7 +30,6 @@ from brimful.cli.options import (
 )
 from brimful.cli.output import (
     asked_on_command_line,
-    progress_shown,
     refuse,
     report_bad_usage,
     report_errors,
@@ -42,7 +41,7 @@ from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
 from brimful.options import PlanOptions
-from brimful.status import busy
+from brimful.status import busy, report
 
 if TYPE_CHECKING:
     from brimful.planner import JobSource, PlanCheck
@@ -303,8 +302,8 @@ def calibrate(
         from brimful.profiling import cache_path
         from brimful.report import calibration_document, calibration_text
 
-        with progress_shown() as progress:
-            devices = api.calibrate(remeasure=force, progress=progress)
+        with busy("measuring"):
+            devices = api.calibrate(remeasure=force, progress=report)
         paths = [str(cache_path(device.kind)) for device in devices]
         text = "\n".join(calibration_text(device, path) for device, path in zip(devices, paths, strict=True))
         show(text, lambda: calibration_document(devices, paths), as_json)
