@@ -61,6 +61,7 @@ class Data:
     out hours later. Not needed if all batches have the same shape."""
 
 
+DEFAULT_NAME = "job"
 DEFAULT_OPTIMIZER = "adamw"
 DEFAULT_OPTIMIZER_NOTE = (
     "The optimizer is AdamW, which a Job without an optimizer has. Job(optimizer=…) or optimizer=… "
@@ -135,8 +136,9 @@ class Job:
     micro-batches are averaged or added."""
     counted: str = "counted"
     """Name of what `count` counts, for reports, such as "tokens": then they show tokens/s beside samples/s."""
-    name: str = "job"
-    """Name of this job in reports."""
+    name: str = DEFAULT_NAME
+    """Name of this job in reports and errors. On the command line a job without one has the NAME of
+    `file.py:NAME`."""
     about: Mapping[str, Any] | None = None
     """Metadata to keep with the weights, such as class names: plain containers, written to the run directory as
     `job.json`. A run can be resumed only by a job with the same metadata."""

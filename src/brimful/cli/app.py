@@ -36,7 +36,7 @@ from brimful.cli.output import (
     show,
     show_warning,
 )
-from brimful.cli.sources import built_in_source, find_job, find_source, job_of
+from brimful.cli.sources import built_in_source, find_job, find_source, job_of, may_be_plan_of
 from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
@@ -335,7 +335,7 @@ def _check(
 
     job = job_of(given)
     is_same_source = kept.source is not None and kept.source.name == given.name
-    if kept.job != job.name and not is_same_source:
+    if not may_be_plan_of(kept, job) and not is_same_source:
         raise UsageError(f"{file} is a plan for {kept.job!r}, and the model given is {job.name!r}.")
     return api.check_plan(job, kept, None if device == "auto" else device, budget=budget)
 
