@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
 import brimful  # noqa: E402  # found in the tree above
+from brimful.field_docs import FIELDS  # noqa: E402
 
 project = "brimful"
 author = "the brimful authors"
@@ -52,9 +53,16 @@ pygments_dark_style = "github-dark"
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("autodoc-process-docstring", _keep_colons, priority=1)
+    app.connect("autodoc-process-docstring", _without_fields, priority=1)
 
 
 def _keep_colons(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
     """A field's docstring may begin with "`split(batch)`: the samples"; napoleon takes that for a type."""
     if what in ("attribute", "property"):
         lines.insert(0, "\\ ")  # an escaped space: nothing, in the same paragraph
+
+
+def _without_fields(_app: Any, what: str, _name: str, _object: Any, _options: Any, lines: list[str]) -> None:
+    """A record's `__doc__` lists its fields for `help`; autodoc reads their docstrings from the source."""
+    if what == "class" and FIELDS in lines:
+        del lines[lines.index(FIELDS) :]

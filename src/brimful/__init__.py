@@ -157,6 +157,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'brimful' has no attribute {name!r}")
     value = getattr(import_module(f"brimful.{_HOMES[name]}"), name)
+    if isinstance(value, type) and "__dataclass_fields__" in vars(value):
+        from brimful.field_docs import list_fields_in_help
+
+        list_fields_in_help(value)
     globals()[name] = value
     return value
 

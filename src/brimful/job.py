@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from brimful.errors import UsageError
@@ -60,6 +61,14 @@ class Data:
     out hours later. Not needed if all batches have the same shape."""
 
 
+DEFAULT_NAME = "job"
+DEFAULT_OPTIMIZER = "adamw"
+DEFAULT_OPTIMIZER_NOTE = (
+    "The optimizer is AdamW, which a Job without an optimizer has. Job(optimizer=…) or optimizer=… "
+    "(--optimizer) predicts another."
+)
+"""For results of a job that may not have chosen its optimizer."""
+
 _REQUIRED = ("model", "loss")
 _FUNCTIONS = {
     "model": "model(), or an nn.Module",
@@ -102,12 +111,13 @@ class Job:
     collate: Callable[[list[Any]], Batch] | None = None
     """`collate(samples)`: a batch from samples that `split` returned, like the `collate_fn` of a DataLoader.
     Required if `split` is given."""
-    optimizer: Callable[[Any], Optimizer] | str = "adamw"
+    optimizer: Callable[[Any], Optimizer] | str = DEFAULT_OPTIMIZER
     """A function that makes the optimizer, or the name of one with its usual defaults. The function receives a
     list of the trainable parameters; if its argument is called `named_parameters`, pairs of name and parameter;
     if it is called `model`, the model: `lambda model: AdamW(decay_groups(model))`."""
     count: Callable[[Batch], Tensor | int] | None = None
-    """`count(batch)`: number of terms that `loss` averages over, such as tokens; None means samples."""
+    """`count(batch)`: the number of what `loss` averages over, such as the tokens that are not padding; None
+    means samples."""
     embed: Callable[[nn.Module, Batch], Any] | None = None
     """`embed(model, batch)`: the inputs of `loss`, for a loss that couples the samples of a batch, such as a
     contrastive loss. They are nested tensors like a `Batch`, computed for each sample independently, with
@@ -124,10 +134,11 @@ class Job:
     reduction: Literal["mean", "sum"] = "mean"
     """"mean" if `loss` is a mean over what `count` counts, "sum" if it is a sum over the samples: the losses of
     micro-batches are averaged or added."""
-    counted: str = "terms"
-    """Name of what `count` counts, for reports, such as "tokens"."""
-    name: str = "job"
-    """Name of this job in reports."""
+    counted: str = "counted"
+    """Name of what `count` counts, for reports, such as "tokens": then they show tokens/s beside samples/s."""
+    name: str = DEFAULT_NAME
+    """Name of this job in reports and errors. On the command line a job without one has the NAME of
+    `file.py:NAME`."""
     about: Mapping[str, Any] | None = None
     """Metadata to keep with the weights, such as class names: plain containers, written to the run directory as
     `job.json`. A run can be resumed only by a job with the same metadata."""
@@ -176,8 +187,10 @@ class Job:
         """Refuse a loss that cannot be called as it will be."""
         arguments = ("model", "batch") if self.embed is None else ("embeddings",)
         if self.loop is None and not _takes(self.loss, *arguments):
-            call = f"loss({', '.join(arguments)})"
-            raise UsageError(f"the loss of {self.name!r} is called as {call}, and takes other arguments.")
+            raise UsageError(
+                f"the loss of {self.name!r}{_defined_at(self.loss)} is called as loss({', '.join(arguments)}), "
+                f"and takes other arguments{_parameters_of(self.loss)}."
+            )
 
     def _check_batch_dim(self) -> None:
         if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int):
@@ -192,6 +205,20 @@ class Job:
                 f"{self.name!r} has both `batch_dim` and `split`, and each says where the samples are. Remove "
                 "one of the two."
             )
+
+
+def _defined_at(function: Callable[..., Any]) -> str:
+    """Where a Python function is defined, as " (file.py:12)"; "" for any other callable."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return ""
+    path, here = Path(code.co_filename), Path.cwd()
+    return f" ({path.relative_to(here) if path.is_relative_to(here) else path}:{code.co_firstlineno})"
+
+
+def _parameters_of(function: Callable[..., Any]) -> str:
+    """The parameters of a function for which `_takes` is false, as ": (output, target)"."""
+    return f": ({', '.join(inspect.signature(function).parameters)})"
 
 
 def _takes(function: Callable[..., Any], *arguments: object) -> bool:

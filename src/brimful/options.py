@@ -7,7 +7,6 @@ docstring, its type below for type checkers (a test compares the two), and the c
 
 from __future__ import annotations
 
-import ast
 import difflib
 import functools
 import inspect
@@ -15,10 +14,10 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 
 from brimful.codec import JsonForm, PositiveInt, json_form
+from brimful.field_docs import field_docstrings
 from brimful.quantities import parse_bytes
 from brimful.settings import Action, MemoryFormat, OptimizerImplementation, Parallelism, Precision
 
@@ -319,27 +318,3 @@ def _with_options(docstring: str | None, entry: str, descriptions: dict[str, str
         for name, text in descriptions.items()
     ]
     return "\n".join([*lines[:place], *described, *lines[place + 1 :]])
-
-
-def field_docstrings(record: type) -> dict[str, str]:
-    """The docstrings below the fields of a record and of those it extends, by field, as one line each.
-
-    Args:
-        record: A dataclass whose source can be read.
-
-    Returns:
-        Those that there are, in the order of the fields.
-
-    Raises:
-        OSError: The source cannot be read.
-    """
-    found = {}
-    for owner in reversed([each for each in record.__mro__ if "__dataclass_fields__" in vars(each)]):
-        source = textwrap.dedent(inspect.getsource(owner))
-        (body,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-        for statement, following in pairwise(body.body):
-            is_field = isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-            text = following.value if isinstance(following, ast.Expr) else None
-            if is_field and isinstance(text, ast.Constant) and isinstance(text.value, str):
-                found[statement.target.id] = " ".join(text.value.split())  # type: ignore[attr-defined]
-    return found

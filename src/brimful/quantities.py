@@ -126,6 +126,23 @@ def format_rate(per_second: float, what: str = "samples") -> str:
     return f"{number} {what}/s"
 
 
+def format_rates(samples_per_second: float, counted_per_second: float, counted: str | None) -> list[str]:
+    """Samples per second, and the rate of what a job's loss averages over where that is another number.
+
+    Args:
+        samples_per_second: The rate of samples.
+        counted_per_second: The rate of what the job counts.
+        counted: Its name, such as "tokens"; None if the job counts samples.
+
+    Returns:
+        One text or two: "34.1 samples/s", "1820 tokens/s".
+    """
+    rates = [format_rate(samples_per_second)]
+    if counted is not None and format_rate(counted_per_second) != rates[0]:
+        rates.append(format_rate(counted_per_second, counted))
+    return rates
+
+
 def round_up(number: int, multiple: int) -> int:
     """The least multiple of `multiple` that is at least `number`."""
     return -(-number // multiple) * multiple

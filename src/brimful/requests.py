@@ -17,7 +17,7 @@ from brimful.batches import why_not_split
 from brimful.capture import fake_model
 from brimful.devices import Device, find_device
 from brimful.errors import UnknownNameError, UsageError
-from brimful.job import Job
+from brimful.job import DEFAULT_OPTIMIZER, Job
 from brimful.memory import predict_memory
 from brimful.optimizers import ZERO_OPTIMIZERS, NamedOptimizer, has_implementation, make_optimizer
 from brimful.options import RECOMPUTE_ACTIONS, MemoryFormatLike, PlanOptions, PrecisionLike, format_text
@@ -120,6 +120,7 @@ def job_traits(job: Job, batch_size: int) -> JobTraits:
         why_not_split=why_not_split(job, batch_size),
         weighs_by_count=job.count is not None or job.reduction == "sum",
         brings_own_loop=job.loop is not None,
+        has_default_optimizer=job.optimizer == DEFAULT_OPTIMIZER,
     )
 
 

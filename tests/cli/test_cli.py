@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from brimful import status
+from brimful.cli.app import app
 from brimful.profiling import calibrate
 from helpers.calibrated import CALIBRATION
 from helpers.command_line import brimful
@@ -81,6 +84,7 @@ ESTIMATE_KEYS = {
     "corrections",
     "uncertain_ops",
     "parameter_count",
+    "notes",
 }
 PLAN_KEYS = {
     "asked",
@@ -371,11 +375,30 @@ def test_calibrate_tells_what_is_kept_without_measuring_again(
     assert "measuring" not in shown.stderr
 
 
+def test_calibrate_shows_what_it_measures_in_a_line_every_ten_seconds(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(*_args: object, progress: Callable[[str], None], **_options: object) -> calibrate.Calibration:
+        for sweep in range(70):
+            progress(f"matmul in float32 ({sweep} of 70)")
+        return CALIBRATION
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(calibrate, "measure_device", measured)
+    app(["calibrate", "--force"], standalone_mode=False)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(status, "SECONDS_BETWEEN_LINES", 0.0)
+    app(["calibrate", "--force"], standalone_mode=False)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "measuring: matmul in float32 (69 of 70) (0 s)"
+    assert len(lines) == 70
+
+
 @pytest.mark.slow
 def test_calibrate_measures_this_machine_and_estimates_then_use_it(folder: Path) -> None:
     done = brimful(folder, "calibrate")
     assert done.returncode == 0, done.stderr
-    assert "measuring: matmul in float32" in done.stderr
+    assert len(done.stderr.splitlines()) <= 6  # one every ten seconds, of less than a minute
     assert "kept in" in done.stdout
     assert brimful(folder, "estimate", "mine.py:job", "--device", "cpu").returncode == 0
     assert len(json.loads((folder / "cache" / "brimful" / "cpu.json").read_text())["cpus"]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from brimful.cli.sources import built_in_source
 from brimful.errors import UsageError
+from brimful.job import DEFAULT_NAME
 from brimful.planner import Alternative, JobSource, Plan, PlanStatus
 from brimful.settings import Settings
 from helpers.command_line import brimful
@@ -173,3 +175,11 @@ def test_a_plan_for_another_job_is_told_before_anything_is_predicted(folder: Pat
     done = brimful(folder, "plan", "bert-large", "--check", "p.json")
     assert (done.returncode, done.stdout) == (2, "")
     assert "p.json is a plan for 'tiny', and the model given is 'bert-large'." in done.stderr
+
+
+def test_a_plan_made_in_python_for_a_job_without_a_name_is_for_any_job_of_a_file(folder: Path) -> None:
+    replace(plan(None, device="cpu"), job=DEFAULT_NAME).save(folder / "p.json")
+    done = brimful(folder, "plan", "mine:job", "--check", "p.json", "--device", "cpu")
+    assert (done.returncode, done.stderr) == (0, "")
+    refused = brimful(folder, "plan", "bert-large", "--check", "p.json")
+    assert "p.json is a plan for 'job', and the model given is 'bert-large'." in refused.stderr

@@ -232,6 +232,10 @@ def test_samples_that_do_not_tell_how_many_they_are_are_refused() -> None:
 def test_a_loss_with_other_arguments_is_refused_with_how_it_is_called() -> None:
     with pytest.raises(UsageError, match=r"called as loss\(model, batch\), and takes other arguments"):
         bf.Job(model=lambda: nn.Linear(2, 2), loss=lambda output: output.sum(), batch=lambda n: None)
+    with pytest.raises(UsageError, match=r"of 'tiny' \(.*test_job\.py:\d+\) .* other arguments: \(output\)"):
+        bf.Job(
+            model=lambda: nn.Linear(2, 2), loss=lambda output: output.sum(), batch=lambda n: None, name="tiny"
+        )
     with pytest.raises(UsageError, match=r"called as loss\(embeddings\)"):
         bf.Job(
             model=lambda: nn.Linear(2, 2),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import brimful as bf
-from brimful.options import LoopOptions, PlanKeywords, PlanOptions, field_docstrings
+from brimful.field_docs import field_docstrings
+from brimful.options import LoopOptions, PlanKeywords, PlanOptions
 from brimful.settings import Action, MemoryFormat
 from brimful.trainer.options import TrainKeywords, TrainOptions
 

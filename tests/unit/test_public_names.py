@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import pydoc
 import subprocess
 import sys
+from dataclasses import is_dataclass
 
 import brimful as bf
+from brimful.field_docs import field_docstrings
 
 PUBLIC = {
     "Action",
@@ -86,3 +89,18 @@ def test_a_saved_trace_and_plan_are_read_without_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_help_lists_every_documented_field_of_a_record_with_its_docstring() -> None:
+    records = [value for name in bf.__all__ if is_dataclass(value := getattr(bf, name))]
+    assert {bf.Job, bf.Data, bf.Plan, bf.Settings, bf.Estimate, bf.Measurement, bf.TrainingResult} <= {*records}
+    for record in records:
+        text = words(pydoc.render_doc(record, renderer=pydoc.plaintext))
+        for name, docstring in field_docstrings(record).items():
+            assert words(f"{name}: {docstring}") in text
+    assert (bf.Job.__doc__ or "").startswith("One training job: a model, its loss, a batch and an optimizer.\n")
+
+
+def words(text: str) -> str:
+    """Without the lines that help draws, and the places where it breaks."""
+    return " ".join(text.replace("|", " ").split())

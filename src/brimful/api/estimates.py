@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from brimful.batches import why_not_split
 from brimful.capture import capture_step
@@ -18,7 +19,7 @@ from brimful.devices import Device, cannot_run_torch, known_devices, torch_build
 from brimful.errors import CaptureError, UnknownNameError, UsageError
 from brimful.execution.job_loop import check_loop_decides
 from brimful.execution.setup import choose_device, is_of_this_machine
-from brimful.job import Job
+from brimful.job import DEFAULT_OPTIMIZER, DEFAULT_OPTIMIZER_NOTE, Job
 from brimful.memory import DEFAULT_ALLOCATOR, AllocatorSettings
 from brimful.options import MemoryFormatLike, PrecisionLike
 from brimful.planner import SORTS, GpuSurvey, prices_of, survey_gpus
@@ -49,7 +50,7 @@ def estimate(
     job: Job,
     device: DeviceLike = "auto",
     *,
-    micro_batch_size: int = 1,
+    micro_batch_size: int | None = None,
     gradient_accumulation_steps: int = 1,
     precision: PrecisionLike = Precision.FP32,
     optimizer: str | None = None,
@@ -74,7 +75,7 @@ def estimate(
         job: The job to estimate.
         device: A name from the hardware table ("RTX 3090"), "cuda:0" or "cpu" for this machine, a description
             ("name=…,memory=8GiB,bandwidth=300GB,tflops=9"), or a `Device`.
-        micro_batch_size: Samples in one forward and backward pass.
+        micro_batch_size: Samples in one forward and backward pass. None estimates 1, and a note says so.
         gradient_accumulation_steps: Micro-batches per optimizer step.
         precision: "fp32", "tf32", "fp16" or "bf16".
         optimizer: Name of an optimizer that replaces the job's own: "adamw", "sgd", "adafactor", …
@@ -103,7 +104,14 @@ def estimate(
     target = resolve_device(device)
     capacity_bytes = _capacity_bytes(job, device, target, budget)
     settings = replace(
-        _settings(job, target, micro_batch_size, gradient_accumulation_steps, precision, optimizer),
+        _settings(
+            job,
+            target,
+            1 if micro_batch_size is None else micro_batch_size,
+            gradient_accumulation_steps,
+            precision,
+            optimizer,
+        ),
         optimizer_implementation=parse_implementation(optimizer_implementation),
         optimizer_in_backward=optimizer_in_backward,
         offload_optimizer=offload_optimizer,
@@ -118,7 +126,8 @@ def estimate(
         trace = capture(settings)
     if save_trace is not None:
         trace.save(save_trace)
-    return estimate_trace(
+    return _noted_estimate(
+        _notes(job, micro_batch_size, optimizer, is_size_asked=True),
         trace,
         target,
         extremes=Extremes.of(trace, lambda guess: capture(settings, guess=guess)),
@@ -182,7 +191,8 @@ def estimator(
         target,
         steps=_steps_of(job),
         estimate=partial(
-            estimate_trace,
+            _noted_estimate,
+            _notes(job, None, optimizer, is_size_asked=False),
             capacity_bytes=_capacity_bytes(job, device, target, budget),
             allocator=_parse_allocator(allocator),
         ),
@@ -290,6 +300,27 @@ LOOP_STEPS = 3
 
 _USUAL_SAMPLES = 32
 """Micro-batch for which memory formats are compared before the size is known: a choice."""
+
+
+_SIZE_NOTE = (
+    "The micro-batch is 1 sample, as no size is given: micro_batch_size=… (--micro-batch-size). "
+    "bf.estimator(…).largest() (--largest) finds the largest that fits."
+)
+
+
+def _notes(
+    job: Job, micro_batch_size: int | None, optimizer: str | None, *, is_size_asked: bool
+) -> tuple[str, ...]:
+    """What an estimate says of arguments that were not given."""
+    has_default_optimizer = job.loop is None and optimizer is None and job.optimizer == DEFAULT_OPTIMIZER
+    return (
+        *([_SIZE_NOTE] if is_size_asked and micro_batch_size is None else []),
+        *([DEFAULT_OPTIMIZER_NOTE] if has_default_optimizer else []),
+    )
+
+
+def _noted_estimate(notes: tuple[str, ...], trace: Trace, device: Device, **given: Any) -> Estimate:
+    return replace(estimate_trace(trace, device, **given), notes=notes)
 
 
 def _steps_of(job: Job) -> int:

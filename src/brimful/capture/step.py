@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import Rule, rules_for
+from brimful.capture.loss_signature import signature_hint
 from brimful.capture.recording.lines import raising_line
 from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart
 from brimful.capture.repeats import Shortening
@@ -190,7 +191,7 @@ def _as_capture_error(job: Job, settings: Settings) -> Iterator[None]:
         raise CaptureError(
             f"one step of {job.name!r} cannot be run on fake tensors (micro_batch_size="
             f"{settings.micro_batch_size}): {type(error).__name__}: {error}{f' ({line})' if line else ''}. "
-            f"{_hint(error)}"
+            f"{_hint(job, error)}"
         ) from error
 
 
@@ -204,8 +205,10 @@ _HINTS = {
 """Advice by text of an error: what cannot be captured, and what to use instead."""
 
 
-def _hint(error: Exception) -> str:
+def _hint(job: Job, error: Exception) -> str:
     """Advice for an error in a captured step."""
     known = (hint for said, hint in _HINTS.items() if said in str(error))
-    real = "If a real step fails too, which brimful.measure runs, the error is the job's own."
+    real = signature_hint(job, error) or (
+        "If a real step fails too, which brimful.measure runs, the error is the job's own."
+    )
     return next(known, real)

@@ -31,19 +31,18 @@ from brimful.cli.options import (
 )
 from brimful.cli.output import (
     asked_on_command_line,
-    progress_shown,
     refuse,
     report_bad_usage,
     report_errors,
     show,
     show_warning,
 )
-from brimful.cli.sources import built_in_source, find_job, find_source, job_of
+from brimful.cli.sources import built_in_source, find_job, find_source, job_of, may_be_plan_of
 from brimful.cli.streams import replace_standard_streams
 from brimful.cli.train import train_app
 from brimful.errors import UsageError
 from brimful.options import PlanOptions
-from brimful.status import busy
+from brimful.status import busy, report
 
 if TYPE_CHECKING:
     from brimful.planner import JobSource, PlanCheck
@@ -147,7 +146,7 @@ def estimate(
             result = api.estimate(
                 job,
                 device,
-                micro_batch_size=micro_batch_size or 1,
+                micro_batch_size=micro_batch_size,
                 gradient_accumulation_steps=gradient_accumulation_steps,
                 precision=precision,
                 optimizer=optimizer,
@@ -304,8 +303,8 @@ def calibrate(
         from brimful.profiling import cache_path
         from brimful.report import calibration_document, calibration_text
 
-        with progress_shown() as progress:
-            devices = api.calibrate(remeasure=force, progress=progress)
+        with busy("measuring"):
+            devices = api.calibrate(remeasure=force, progress=report)
         paths = [str(cache_path(device.kind)) for device in devices]
         text = "\n".join(calibration_text(device, path) for device, path in zip(devices, paths, strict=True))
         show(text, lambda: calibration_document(devices, paths), as_json)
@@ -337,7 +336,7 @@ def _check(
 
     job = job_of(given)
     is_same_source = kept.source is not None and kept.source.name == given.name
-    if kept.job != job.name and not is_same_source:
+    if not may_be_plan_of(kept, job) and not is_same_source:
         raise UsageError(f"{file} is a plan for {kept.job!r}, and the model given is {job.name!r}.")
     return api.check_plan(job, kept, None if device == "auto" else device, budget=budget)
 

@@ -17,7 +17,7 @@ import typer
 
 from brimful.cli.streams import check_result_is_written, keep_stdout_for_the_result, print_result
 from brimful.cli.tracebacks import job_exit, traceback_text
-from brimful.display import BestEffortText, make_console
+from brimful.display import BestEffortText
 from brimful.errors import BrimfulError, InterruptedRunError, UsageError
 
 INTERRUPTED = 130
@@ -55,17 +55,6 @@ def asked_on_command_line(context: typer.Context, is_meant: Callable[[str], bool
         p.opts[0]: context.get_parameter_source(p.name) for p in context.command.params if is_meant(p.name)
     }
     return [option for option, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-
-
-@contextmanager
-def progress_shown() -> Iterator[Callable[[str], None]]:
-    """Show the current measurement on standard error: one line on a terminal, else a line for each."""
-    console = make_console()
-    if not console.is_terminal:
-        yield lambda what: say(f"measuring: {what}")
-        return
-    with console.status("measuring …") as status:
-        yield lambda what: status.update(f"measuring: {what}")
 
 
 def show(result: object, document: Callable[[], dict[str, Any]], as_json: bool) -> None:

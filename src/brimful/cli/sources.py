@@ -31,6 +31,14 @@ def job_of(source: JobSource) -> Job:
     return resolve_job(source.name, **source.options)
 
 
+def may_be_plan_of(plan: Plan, job: Job) -> bool:
+    """Whether a plan has a job's name, or that of jobs without one, which only the command line names."""
+    from brimful.job import DEFAULT_NAME
+    from brimful.models import architecture_names
+
+    return plan.job == job.name or (plan.job == DEFAULT_NAME and job.name not in architecture_names())
+
+
 def built_in_source(file: Path, plan: Plan, asked: Sequence[str]) -> JobSource:
     """The built-in architecture that a plan was made for.
 

@@ -25,7 +25,7 @@ from brimful.cli.options import (
     flattened,
 )
 from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, report_errors, show
-from brimful.cli.sources import find_job
+from brimful.cli.sources import find_job, may_be_plan_of
 from brimful.cli.streams import print_result
 from brimful.errors import UsageError
 from brimful.files import write_file
@@ -280,7 +280,7 @@ def _begin(
     if run.plan_file is not None:
         _check_nothing_is_asked_beside_a_plan(context)
         chosen = Plan.load(run.plan_file)
-        if chosen.job != job.name:
+        if not may_be_plan_of(chosen, job):
             raise UsageError(
                 f"{run.plan_file} is a plan for {chosen.job!r}, not for {job.name!r}. Plan this job."
             )

@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 from brimful.errors import UnknownNameError, UsageError
 from brimful.files import is_file
-from brimful.job import Job
+from brimful.job import DEFAULT_NAME, Job
 from brimful.models.text import TEXT_ARCHITECTURES
 from brimful.models.vision import VISION_ARCHITECTURES
 
@@ -65,7 +66,7 @@ def resolve_job(text: str, /, **options: Any) -> Job:
         **options: Arguments for the factory.
 
     Returns:
-        The result of the factory.
+        The result of the factory; a job without a name of its own is named after it.
 
     Raises:
         UnknownNameError: No built-in architecture has the name, or the module has no such factory.
@@ -89,7 +90,8 @@ def resolve_job(text: str, /, **options: Any) -> Job:
     if not target or not attribute:
         raise UsageError(f"{text!r} names no model. {_FORMS}")
     module = _load_file(Path(target)) if target.endswith(".py") else _import_module(target)
-    return _call_factory(text, _find_factory(module, target, attribute), options)
+    job = _call_factory(text, _find_factory(module, target, attribute), options)
+    return replace(job, name=attribute) if job.name == DEFAULT_NAME else job
 
 
 def _factory_in(file: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from brimful.cost import difference_interval
 from brimful.devices import Device, torch_builds_note
+from brimful.job import DEFAULT_OPTIMIZER_NOTE
 from brimful.planner.alternatives import least_device_bytes
 from brimful.planner.candidate_search import CandidateSearch
 from brimful.planner.coupling import what_splitting_changes, why_kept_whole
@@ -83,6 +84,7 @@ def notes_for(
         *_which_torch_has_kernels(request.device),
         *_why_the_batch_is_whole(settings, baseline, request),
         *([_OWN_LOOP_NOTE] if request.job.brings_own_loop else []),
+        *([DEFAULT_OPTIMIZER_NOTE] if request.job.has_default_optimizer and settings.optimizer is None else []),
         *_what_splitting_changes(settings, baseline, request),
         *_what_the_optimizer_changes(settings, request),
         *_what_the_host_gives(best, request),

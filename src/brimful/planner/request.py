@@ -40,6 +40,8 @@ class JobTraits:
     """Whether the job defines what its loss averages over."""
     brings_own_loop: bool = False
     """Whether the job has its own training loop, which a plan does not use."""
+    has_default_optimizer: bool = False
+    """Whether the job has the optimizer of one that does not choose any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,8 @@ class Estimate(PrintedResult):
     own_checkpoints: int = 0
     """Number of forward regions that the model itself recomputes in backward; their time is in
     `step_time.recompute_seconds`."""
+    notes: tuple[str, ...] = ()
+    """What was estimated where it was not given: the micro-batch size, the optimizer."""
 
     @property
     def verdict(self) -> Verdict:

@@ -19,6 +19,7 @@ from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.profiling.measure_loop import measure_loop
 from brimful.profiling.peak import measurement_of, peak_memory
+from brimful.profiling.timing import WaitsForCores
 from brimful.results import Measurement
 from brimful.settings import Settings
 from brimful.transforms import apply_memory_format, apply_units
@@ -73,9 +74,11 @@ def measure_step(
             run()
         with peak_memory(model, optimizer, device, batch=batch) as peak:
             run()
+        waits = WaitsForCores()
         seconds = [_seconds(run, device) for _ in range(steps)]
+        waited = waits.fraction()
         applied.remove()
-    return measurement_of(peak, seconds, device, loss=float(first.loss))
+    return measurement_of(peak, seconds, device, loss=float(first.loss), core_wait_fraction=waited)
 
 
 def repeated_step(executor: StepExecutor, batch: Batch) -> Callable[[], StepOutcome]:

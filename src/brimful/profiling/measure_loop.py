@@ -17,6 +17,7 @@ from brimful.job import Batch, Job
 from brimful.profiling.cpu_memory import record_cpu_memory
 from brimful.profiling.cuda_memory import record_cuda_memory
 from brimful.profiling.peak import PeakMemory, measurement_of, peak_of_cpu, peak_of_cuda
+from brimful.profiling.timing import WaitsForCores
 from brimful.results import Measurement
 
 _WARM_STEPS = 2
@@ -49,7 +50,8 @@ def measure_loop(
     """
     runs = _Runs(job, micro_batch_size, device, seed)
     peak = runs.measured_memory()
-    return measurement_of(peak, runs.seconds(steps), device, loss=None)
+    seconds, waited = runs.seconds(steps)
+    return measurement_of(peak, seconds, device, loss=None, core_wait_fraction=waited)
 
 
 class _Runs:
@@ -73,19 +75,29 @@ class _Runs:
             self._run(batch, _WARM_STEPS + 1, cpu.count_from_here)
         return peak_of_cpu(cpu, {}, batch)
 
-    def seconds(self, steps: int) -> list[float]:
-        """How long each step takes after the warm ones; fewer where the loop ends by itself."""
+    def seconds(self, steps: int) -> tuple[list[float], float | None]:
+        """How long each step takes after the warm ones, and how much of it a thread waited for a processor.
+
+        Args:
+            steps: To time; fewer are where the loop ends by itself.
+
+        Returns:
+            Seconds per step, and what `WaitsForCores` measured from the first of them on.
+        """
         begins: list[float] = []
         ends: list[float] = []
-        made = self._run(
-            self._batch(),
-            _WARM_STEPS + steps,
-            lambda: begins.append(self._now()),
-            lambda: ends.append(self._now()),
-        )
+        waits: list[WaitsForCores] = []
+
+        def begin() -> None:
+            if not waits:
+                waits.append(WaitsForCores())
+            begins.append(self._now())
+
+        made = self._run(self._batch(), _WARM_STEPS + steps, begin, lambda: ends.append(self._now()))
+        waited = waits[0].fraction() if waits else None
         stamps = [*begins, *(ends or [self._now()])]  # a batch may be drawn that no step is made of
         timed = max(made - _WARM_STEPS, 0)
-        return [end - begin for begin, end in pairwise(stamps)][:timed]
+        return [end - begin for begin, end in pairwise(stamps)][:timed], waited
 
     def _run(
         self,

@@ -111,7 +111,12 @@ def peak_of_cuda(cuda: CudaPeak) -> PeakMemory:
 
 
 def measurement_of(
-    peak: PeakMemory, seconds: Sequence[float], device: torch.device, *, loss: float | None
+    peak: PeakMemory,
+    seconds: Sequence[float],
+    device: torch.device,
+    *,
+    loss: float | None,
+    core_wait_fraction: float | None,
 ) -> Measurement:
     """The record of a measured step.
 
@@ -120,9 +125,10 @@ def measurement_of(
         seconds: How long others took.
         device: Where they ran.
         loss: Of the first step; None if it is not known.
+        core_wait_fraction: Of the time of the timed steps, as `WaitsForCores` measures it.
 
     Returns:
-        Peak memory, and the median time.
+        Peak memory, and the median time with its range.
     """
     return Measurement(
         device=device_name(device),
@@ -131,6 +137,9 @@ def measurement_of(
         measured_peak_device_bytes=peak.device_bytes,
         measured_step_seconds=statistics.median(seconds),
         measured_steps=len(seconds),
+        shortest_step_seconds=min(seconds),
+        longest_step_seconds=max(seconds),
+        core_wait_fraction=core_wait_fraction if device.type == "cpu" else None,
         loss=loss,
         temporaries_at_peak=peak.temporaries_at_peak,
     )

@@ -121,6 +121,20 @@ def typical(durations: Sequence[Duration]) -> float:
     return min(duration.seconds for duration in durations)
 
 
+class WaitsForCores:
+    """How much of the time a thread of this process waits for a processor, from when this object is made."""
+
+    def __init__(self) -> None:
+        self._before, self._start = _waited_seconds(), time.perf_counter()
+
+    def fraction(self) -> float | None:
+        """That of the thread that waited longest; None if the system does not report it."""
+        seconds, now = time.perf_counter() - self._start, _waited_seconds()
+        if not now or seconds <= 0:
+            return None
+        return min(max(total - self._before.get(task, 0.0) for task, total in now.items()) / seconds, 1.0)
+
+
 def host_timed(run: Callable[[], Result]) -> tuple[Result, Duration]:
     """One call, and how long the host was busy with it; the device may still be."""
     lost, before = _lost_turns(), _waited_seconds()

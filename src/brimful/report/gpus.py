@@ -9,7 +9,8 @@ from brimful.quantities import format_bytes
 from brimful.settings import Settings
 
 _NAME = 31
-_SIZE = 10
+_SIZE = 11
+_USUAL = 12
 _SPEED = 24
 _COST = 12
 _LISTED_NOTES = 2
@@ -38,16 +39,18 @@ def _lines(fits: GpuSurvey) -> Iterator[str]:
             f"with {fit.change}, or as `brimful plan` may find" if fit.change else "as `brimful plan` may find"
         )
         least = format_bytes(fit.predicted_smallest_peak_device_bytes)
-        yield f"{_first_columns(fit)}{least:>{_SIZE}}{'does not fit':>{_SPEED}}  fits {change}"
+        columns = f"{_first_columns(fit)}{'–':>{_SIZE}}{'does not fit':>{_SPEED}}"
+        yield f"{columns}  smallest peak {least}; fits {change}"
     yield from _notes(fits, has_usual=has_usual, has_prices=has_prices)
 
 
 def _heading(asked: str, *, has_usual: bool, has_prices: bool) -> str:
     cost = f"{'per 1M':>{_COST}}" if has_prices else ""
-    usual = f"{'usual':>8}{'takes':>{_SIZE}}{'samples/s (90 %)':>{_SPEED}}" if has_usual else ""
-    first = f"  {'GPU':<{_NAME}}{'has':>9}{'baseline':>{_SIZE}}{'takes':>{_SIZE}}"
-    speed = f"{asked} samples/s (90 %)" if has_usual else "samples/s (90 %)"
-    return f"{first}{speed:>{_SPEED}}{usual}{cost}  how"
+    speed = "samples/s (90 %)"
+    usual = f"{'usual':>8}{'usual peak':>{_USUAL}}{f'usual {speed}':>{_SPEED}}" if has_usual else ""
+    of_asked = f"{asked} " if has_usual else ""
+    first = f"  {'GPU':<{_NAME}}{'memory':>9}{'baseline':>{_SIZE}}{f'{of_asked}peak':>{_SIZE}}"
+    return f"{first}{of_asked + speed:>{_SPEED}}{usual}{cost}  how"
 
 
 def _first_columns(fit: GpuFit) -> str:
@@ -56,19 +59,19 @@ def _first_columns(fit: GpuFit) -> str:
 
 
 def _row(fit: GpuFit, *, has_usual: bool, has_prices: bool) -> str:
-    row = _first_columns(fit) + _takes_and_speed(fit)
+    row = _first_columns(fit) + _peak_and_speed(fit, _SIZE)
     if has_usual:
-        row += f"{fit.usual.precision if fit.usual else '':>8}{_takes_and_speed(fit.usual or fit)}"
+        row += f"{fit.usual.precision if fit.usual else '':>8}{_peak_and_speed(fit.usual or fit, _USUAL)}"
     if has_prices:
         cost = fit.best.predicted_cost_per_million_samples
         row += f"{'no price' if cost is None else _price(cost):>{_COST}}"
     return f"{row}  {_how(fit)}"
 
 
-def _takes_and_speed(fit: FastestFit) -> str:
+def _peak_and_speed(fit: FastestFit, width: int) -> str:
     if fit.predicted_peak_device_bytes is None:
-        return f"{'–':>{_SIZE}}{'does not fit':>{_SPEED}}"
-    return f"{format_bytes(fit.predicted_peak_device_bytes):>{_SIZE}}{_speed(fit):>{_SPEED}}"
+        return f"{'–':>{width}}{'does not fit':>{_SPEED}}"
+    return f"{format_bytes(fit.predicted_peak_device_bytes):>{width}}{_speed(fit):>{_SPEED}}"
 
 
 def _speed(fit: FastestFit) -> str:
@@ -87,13 +90,16 @@ def _price(cost: float) -> str:
 
 
 def _how(fit: GpuFit) -> str:
-    """How the job runs at the speed that counts; also at the other one if that differs."""
-    best, own = fit.best.settings, fit.settings
-    assert best is not None
-    how = "baseline" if _is_plain(best) else best.describe()
-    if own is None or own is best or _shape(own) == _shape(best):
-        return how
-    return f"{how}; {own.precision}: baseline" if _is_plain(own) else f"{how}; {own.describe()}"
+    """How the job runs in each precision, in the order of the columns: "fp32, bf16: baseline"."""
+    tried = [fit.settings, None if fit.usual is None else fit.usual.settings]
+    precisions: dict[str, list[str]] = {}
+    for settings in tried:
+        if settings is not None:
+            how = "baseline" if _is_plain(settings) else settings.describe()
+            named = precisions.setdefault(how.removeprefix(f"{settings.precision}, "), [])
+            if str(settings.precision) not in named:
+                named.append(str(settings.precision))
+    return "; ".join(f"{', '.join(named)}: {how}" for how, named in precisions.items())
 
 
 def _is_plain(settings: Settings) -> bool:
@@ -101,11 +107,11 @@ def _is_plain(settings: Settings) -> bool:
     return not settings.units and settings.gradient_accumulation_steps == 1
 
 
-def _shape(settings: Settings) -> tuple[object, ...]:
-    return settings.micro_batch_size, settings.gradient_accumulation_steps, settings.units
-
-
 def _notes(fits: Sequence[GpuFit], *, has_usual: bool, has_prices: bool) -> Iterator[str]:
+    yield (
+        "  baseline: peak of the whole batch at once, everything kept. peak: of the fastest way that fits. "
+        "(90 %): the interval that covers the measured speed with that probability."
+    )
     if has_usual:
         yield (
             "  fp32 is strict: TF32 is off for matmuls, as in PyTorch, and for convolutions and recurrent "

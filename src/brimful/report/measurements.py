@@ -8,6 +8,7 @@ from typing import Protocol
 from brimful.planner import PlanCheck
 from brimful.quantities import format_bytes, format_seconds
 from brimful.results import Comparison, EquivalenceReport, Measurement
+from brimful.results.measurement import busy_text
 
 
 class _Compared(Protocol):
@@ -58,8 +59,14 @@ def predicted_beside_measured(compared: _Compared) -> Iterator[str]:
 
 def measurement_text(measurement: Measurement) -> str:
     """One measured step, beside what was predicted for it."""
-    title = f"measured on {measurement.device}, {measurement.measured_steps} steps"
-    return "\n".join([title, *predicted_beside_measured(measurement)])
+    count = measurement.measured_steps
+    shortest = format_seconds(measurement.shortest_step_seconds)
+    longest = format_seconds(measurement.longest_step_seconds)
+    spread = f"{count} steps of {shortest} to {longest}" if count > 1 else "1 step"
+    lines = [f"measured on {measurement.device}, {spread}", *predicted_beside_measured(measurement)]
+    if busy := busy_text(measurement.core_wait_fraction):
+        lines.append(f"  {'busy machine':<20}{busy}")
+    return "\n".join(lines)
 
 
 def comparison_text(comparison: Comparison) -> str:

@@ -88,6 +88,8 @@ def _estimate_lines(estimate: Estimate) -> Iterator[str]:
             yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
     for uncertain in estimate.uncertain:
         yield f"  uncertain: {uncertain}"
+    for note in estimate.notes:
+        yield f"  note: {note}"
 
 
 def _settings(estimate: Estimate) -> str:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from brimful.quantities import format_bytes, format_rate, format_seconds
+from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.report.data_loading import feeding_lines
 from brimful.report.measurements import predicted_beside_measured
 from brimful.results import StopReason, TrainingResult
+from brimful.results.measurement import busy_text
 
 _SPARK_CELLS = 40
 _MUCH_SLOWER = 1.25
@@ -34,7 +35,9 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
 def summary_text(result: TrainingResult) -> str:
     """Steps, losses, and predicted beside measured: what `print(result)` shows."""
     losses = f", loss {result.losses[0]:.4g} to {result.losses[-1]:.4g}" if result.losses else ""
-    return "\n".join([f"{len(result.steps)} steps{losses}", *predicted_beside_measured(result)])
+    return "\n".join(
+        [f"{len(result.steps)} steps{losses}", *predicted_beside_measured(result), *_not_measured(result)]
+    )
 
 
 def training_document(result: TrainingResult, plain: TrainingResult | None = None) -> dict[str, Any]:
@@ -73,6 +76,7 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     if result.certificate is not None:
         yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
     yield from predicted_beside_measured(result)
+    yield from _not_measured(result)
     yield from _slower_cpu(result)
     yield from _budget(result)
     yield from _throughput(result)
@@ -89,10 +93,28 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
         yield f"  run directory       {result.run_dir}{how}"
 
 
+def _not_measured(result: TrainingResult) -> Iterator[str]:
+    """Why the peak or the step time was not measured."""
+    if result.measured_peak_allocated_bytes is None:
+        samples = result.settings.global_batch_size
+        yield (
+            "  peak not measured   it is measured in a step after the first of a launch, with a full batch of "
+            f"{samples} samples; this launch had none"
+        )
+    if result.measured_step_seconds is None:
+        yield (
+            "  time not measured   the first step and the one whose memory is measured are slower and are not "
+            "timed; train for 3 steps or more"
+        )
+
+
 def _slower_cpu(result: TrainingResult) -> Iterator[str]:
     """Why a step on a CPU may have taken much longer than was predicted."""
     predicted, measured = result.predicted_step_seconds, result.measured_step_seconds
-    if result.device == "cpu" and predicted and measured and measured > _MUCH_SLOWER * predicted:
+    found = result.self_correction
+    if found is not None and (busy := busy_text(found.core_wait_fraction)):
+        yield f"  busy machine        {busy}"
+    elif result.device == "cpu" and predicted and measured and measured > _MUCH_SLOWER * predicted:
         yield "                      times on a CPU hold while nothing else, such as workers, computes on it"
 
 
@@ -140,11 +162,9 @@ def _feeding(result: TrainingResult) -> Iterator[str]:
 
 
 def _throughput(result: TrainingResult) -> Iterator[str]:
-    """Samples and terms per second, waiting included, and the part of the device's peak that is."""
-    rates = [(result.samples_per_second, "samples")]
-    if result.loss_unit is not None:
-        rates.append((result.terms_per_second, result.loss_unit))
-    said = [format_rate(rate, what) for rate, what in rates if rate is not None]
+    """Samples and what the job counts per second, waiting included, and the part of the device's peak."""
+    samples, counted = result.samples_per_second, result.terms_per_second
+    said = [] if samples is None or counted is None else format_rates(samples, counted, result.loss_unit)
     if result.measured_mfu is not None:
         predicted = "" if result.predicted_mfu is None else f" ({result.predicted_mfu:.0%} predicted)"
         said.append(f"MFU {result.measured_mfu:.0%}{predicted}")

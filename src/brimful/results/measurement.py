@@ -7,6 +7,18 @@ from dataclasses import dataclass
 from brimful.codec import NonNegativeInt
 from brimful.display import PrintedResult
 
+BUSY_FRACTION = 0.05
+"""Fraction of the time that a thread waits for a processor beyond which the machine is called busy. On two
+cores of a virtual machine (2026-11-25, torch 2.13, steps of 0.1 s in two threads) it was 0.3 % to 1.5 % without
+other work, and 34 % to 61 % beside one, two or four busy processes."""
+
+
+def busy_text(fraction: float | None) -> str:
+    """What other work did to the times, where it took enough of the cores to matter; else ""."""
+    if fraction is None or fraction <= BUSY_FRACTION:
+        return ""
+    return f"other work on this machine used its cores (a thread waited for one {fraction:.0%} of the time)"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpTemporary:
@@ -32,6 +44,13 @@ class Measurement(PrintedResult):
     """Median of the timed steps, which are not those that measure memory."""
     measured_steps: int
     """Number of timed steps."""
+    shortest_step_seconds: float
+    """Of the timed steps."""
+    longest_step_seconds: float
+    core_wait_fraction: float | None
+    """Fraction of the time of the timed steps in which a thread of this process was ready to run and had to
+    wait for a processor, because of other work on the machine or of more threads than cores; of the thread that
+    waited longest. None on a GPU, and where the system does not report it (not Linux)."""
     loss: float | None
     """Loss of the first step's global batch; None for a job's own loop."""
     temporaries_at_peak: tuple[OpTemporary, ...] = ()

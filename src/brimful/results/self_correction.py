@@ -100,6 +100,8 @@ class SelfCorrection:
     """None if it could not be measured."""
     exceeds_budget: bool
     """Whether the measured peak exceeds the budget."""
+    core_wait_fraction: NonNegativeFloat | None = None
+    """As in `Measurement`, of the steps that were measured and what came between them."""
     better: BetterSettings | None = None
     """Settings that are faster by more than the uncertainty, or that fit if these do not; None without any."""
     searched_seconds: NonNegativeFloat | None = None

@@ -70,7 +70,7 @@ class StepRecord:
     memory_measured: bool = False
     """Whether peak memory was measured in this step, which slows it down."""
     terms: UnboundedFloat = 0.0
-    """Number of terms the loss averages over: what `Job.count` counts in the global batch, else its samples."""
+    """Number of what the loss averages over: what `Job.count` counts in the global batch, else its samples."""
     mfu: UnboundedFloat | None = None
     """Model FLOPs utilisation: FLOPs of forward and backward, without recomputation, over the device's peak
     FLOPs in the time of the step and the waiting before it. None if either is not known, or the batch has
@@ -238,7 +238,7 @@ class TrainingResult(PrintedResult):
 
     @property
     def terms_per_second(self) -> float | None:
-        """Throughput over the same steps, in terms of what `Job.count` counts."""
+        """Throughput over the same steps, of what `Job.count` counts, or of samples."""
         return self._per_second("terms")
 
     @property

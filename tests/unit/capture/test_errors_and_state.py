@@ -93,6 +93,56 @@ def test_an_error_in_the_model_says_what_failed_and_for_which_job() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def swapped(batch: dict[str, Tensor], model: nn.Module) -> Tensor:
+    return cross_entropy(model, batch)
+
+
+def of_outputs(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target)
+
+
+class OfOutputs(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (swapped, r"is a function of \(batch, model\) \(.*test_errors_and_state\.py:\d+\)"),
+        (of_outputs, r"is a function of \(output, target\) \("),
+        (nn.CrossEntropyLoss(), "is CrossEntropyLoss of torch"),
+        (OfOutputs(), r"is a function of \(output, target\) \("),
+        (F.mse_loss, "is mse_loss of torch"),
+    ],
+)
+def test_an_error_in_a_loss_of_other_arguments_says_how_a_loss_is_called(
+    loss: Callable[..., Tensor], said: str
+) -> None:
+    called = rf"`loss` is called as loss\(model, batch\), and the loss of 'digits' {said}"
+    with pytest.raises(CaptureError, match=called):
+        capture(job(name="digits", loss=loss))
+
+
+def test_an_error_elsewhere_says_nothing_of_how_a_loss_is_called() -> None:
+    def failing(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        raise RuntimeError("the third gate is stuck")
+
+    def unfortunate_names(x: nn.Module, y: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(x, y)
+
+    def no_optimizer(parameters: object) -> torch.optim.Optimizer:
+        raise RuntimeError("the third gate is stuck")
+
+    class AsModule(nn.Module):
+        forward = staticmethod(failing)
+
+    for stuck in (job(loss=failing), job(loss=AsModule()), job(loss=unfortunate_names, optimizer=no_optimizer)):
+        with pytest.raises(CaptureError, match="third gate") as caught:
+            capture(stuck)
+        assert "is called as" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [

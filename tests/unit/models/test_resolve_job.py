@@ -66,6 +66,14 @@ def test_a_job_itself_can_be_named(directory):
         resolve_job("jobs:JOB", width=5)
 
 
+def test_a_job_without_a_name_has_that_of_its_variable_or_function(directory):
+    unnamed = JOBS.replace(', name=f"width {width}"', "") + "SMALL, LARGE = make(), make(width=9)\n"
+    (directory / "unnamed.py").write_text(unnamed)
+    names = [resolve_job(f"unnamed.py:{name}").name for name in ("SMALL", "LARGE", "make")]
+    assert names == ["SMALL", "LARGE", "make"]
+    assert resolve_job("unnamed:LARGE").name == "LARGE"
+
+
 def test_a_built_in_name_is_a_job_too():
     assert resolve_job("vgg16", image_size=64).batch(2)["images"].shape == (2, 3, 64, 64)
 

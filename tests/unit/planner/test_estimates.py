@@ -125,6 +125,23 @@ def test_evaluation_takes_less_than_training_and_is_told_when_asked_for() -> Non
     assert phases["loading weights"] == pytest.approx(2 * parameters, rel=0.01)
 
 
+def test_an_estimate_says_which_size_and_optimizer_it_counts_where_they_are_not_given() -> None:
+    given = bf.estimate(wide_job(), DEVICE, micro_batch_size=1)
+    assert given.notes == ()
+    without = replace(wide_job(), optimizer=bf.Job.__dataclass_fields__["optimizer"].default)
+    (size, optimizer) = bf.estimate(without, DEVICE).notes
+    assert size.startswith("The micro-batch is 1 sample, as no size is given")
+    assert "--micro-batch-size" in size
+    assert optimizer.startswith("The optimizer is AdamW")
+    assert bf.estimate(without, DEVICE, micro_batch_size=2, optimizer="sgd").notes == ()
+    largest = bf.estimator(without, DEVICE).at(2)
+    assert largest.notes == (optimizer,)
+    assert f"\n  note: {optimizer}" in str(largest)
+    assert optimizer in bf.plan(without, DEVICE, global_batch_size=2).notes
+    assert optimizer not in bf.plan(wide_job(), DEVICE, global_batch_size=2).notes
+    assert optimizer not in bf.plan(without, DEVICE, global_batch_size=2, optimizer="sgd").notes
+
+
 def test_two_captures_tell_any_micro_batch_size_exactly() -> None:
     estimator = bf.estimator(wide_job(), DEVICE)
     for size in (1, 5, 64):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,9 +68,33 @@ def test_an_a100_is_behind_an_l4_in_strict_fp32_alone_and_the_table_says_why(sur
 
 def test_the_table_calls_the_batch_as_a_whole_the_baseline(survey: GpuSurvey) -> None:
     heading, *rows = str(survey).splitlines()[1:]
-    assert heading.split()[:4] == ["GPU", "has", "baseline", "takes"]
-    assert rows[0].endswith("  baseline")
+    assert heading.split()[:3] == ["GPU", "memory", "baseline"]
+    assert rows[0].endswith("  fp32, bf16: baseline")
     assert "plain" not in str(survey)
+
+
+def test_each_column_of_the_table_has_its_own_name_and_how_has_the_precisions_in_their_order() -> None:
+    survey = bf.gpus(products(), global_batch_size=16, devices=["L4"])
+    (fit,) = survey
+    heading, row, legend = str(survey).splitlines()[1:4]
+    names = re.split(r" {2,}", heading.strip())
+    assert names == [
+        "GPU", "memory", "baseline", "fp32 peak", "fp32 samples/s (90 %)", "usual", "usual peak",
+        "usual samples/s (90 %)", "how",
+    ]  # fmt: skip
+    assert row.endswith("  fp32, bf16: baseline")
+    assert legend.startswith("  baseline: peak of the whole batch at once")
+
+    assert fit.settings is not None
+    assert fit.usual is not None
+    halved = replace(fit.settings, micro_batch_size=8, gradient_accumulation_steps=2)
+    for changed, how in (
+        (replace(fit, settings=halved), "fp32: micro-batch 8 × 2, everything kept; bf16: baseline"),
+        (replace(fit, settings=None, predicted_peak_device_bytes=None), "bf16: baseline"),
+        (replace(fit, usual=None), "fp32: baseline"),
+    ):
+        shown = str(GpuSurvey([changed], job="x", global_batch_size=16))
+        assert shown.splitlines()[2].endswith(f"  {how}")
 
 
 def test_the_usual_precision_agrees_with_a_survey_in_it(survey: GpuSurvey) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections.abc import Callable, Iterable
 from threading import Thread
 from typing import Any
 
@@ -16,7 +18,8 @@ from brimful.devices import find_device
 from brimful.errors import LossError, UsageError
 from brimful.job import Job
 from brimful.memory import predict_memory
-from brimful.profiling import measure_step, peak_memory
+from brimful.profiling import PeakMemory, measure_step, peak_memory, timing
+from brimful.profiling.peak import measurement_of
 from brimful.results import OpTemporary
 from brimful.settings import Action, Precision, Settings, UnitAction
 
@@ -236,6 +239,41 @@ def test_as_many_steps_are_timed_as_are_asked_for() -> None:
     assert 0 < measured.measured_step_seconds < 10
     with pytest.raises(UsageError, match="steps is 0"):
         measure_step(mlp_job(), Settings(micro_batch_size=8), steps=0)
+
+
+def test_the_spread_of_the_timed_steps_is_shown() -> None:
+    measured = measurement_of(
+        PeakMemory(), [0.2, 3.77, 0.175], torch.device("cpu"), loss=None, core_wait_fraction=0.01
+    )
+    assert measured.measured_step_seconds == 0.2
+    assert "measured on cpu, 3 steps of 175 ms to 3.77 s" in str(measured)
+    assert "busy" not in str(measured)
+    assert "1 step\n" in str(measure_step(mlp_job(), Settings(micro_batch_size=8), steps=1))
+
+
+def loop_job() -> Job:
+    def loop(model: nn.Module, batches: Iterable[dict[str, Tensor]]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches:
+            model(batch["x"]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return mlp_job(loop=loop)
+
+
+@pytest.mark.parametrize("make", [mlp_job, loop_job])
+def test_a_measurement_beside_other_work_says_so(
+    make: Callable[[], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for the system: the main thread waits for a processor for nearly as long as it can."""
+    start = time.perf_counter()
+    monkeypatch.setattr(timing, "_waited_seconds", lambda: {"1": 0.9 * (time.perf_counter() - start), "2": 5.0})
+    measured = measure_step(make(), Settings(micro_batch_size=8), steps=3)
+    assert measured.core_wait_fraction == pytest.approx(0.9, abs=0.02)
+    assert re.search(r"busy machine +other work .* waited for one [89]\d% of the time", str(measured))
+    monkeypatch.setattr(timing, "_waited_seconds", dict)
+    assert measure_step(make(), Settings(micro_batch_size=8), steps=3).core_wait_fraction is None
 
 
 @pytest.mark.parametrize("precision", [Precision.BF16, Precision.FP16, Precision.TF32])

@@ -74,3 +74,17 @@ def test_a_run_tells_its_utilisation_beside_the_predicted_one(planned, trained):
     (line,) = (line for line in training_text(result).splitlines() if "throughput" in line)
     assert "tokens/s, MFU" in line
     assert "predicted)" in line
+
+
+def test_a_run_shows_samples_per_second_and_what_its_job_counts_if_that_is_another_rate(planned):
+    def shown(**fields):
+        job, plan = planned(**fields)
+        result = bf.Trainer(job, plan, device="cpu", epochs=2, show_progress=False).fit()
+        (line,) = (line for line in training_text(result).splitlines() if "throughput" in line)
+        return line
+
+    twice = shown(count=lambda batch: batch["y"].numel() * 2)
+    assert twice.index(" samples/s, ") < twice.index(" counted/s")
+    same = shown(count=lambda batch: len(batch["y"]))
+    assert " samples/s" in same
+    assert "counted" not in same

@@ -81,13 +81,24 @@ def test_the_step_that_measured_memory_does_not_count_for_the_speed():
     assert shown(2, show) == "step 1/2  loss 1.234\n"
 
 
-def test_a_job_that_counts_tokens_is_told_them_and_what_part_of_the_peak_that_is():
+def test_tokens_per_second_are_shown_beside_samples_per_second_and_the_mfu():
     output = io.StringIO()
     display = make_progress(60, show=True, loss_unit="tokens", console=Console(file=output, width=120))
     display.show_step(step(12, seconds=0.4, data_seconds=0.1, terms=1000.0, mfu=0.38), "")
     display.show_step(step(13, seconds=0.5, terms=1000.0, mfu=0.42), "")
     display.stop()
-    assert output.getvalue().splitlines()[-1] == "step 13/60  loss 1.234  2000 tokens/s  MFU 40%  23.5 s left"
+    assert (
+        output.getvalue().splitlines()[-1]
+        == "step 13/60  loss 1.234  128 samples/s  2000 tokens/s  MFU 40%  23.5 s left"
+    )
+
+
+def test_the_rate_of_what_a_job_counts_is_not_shown_where_it_equals_that_of_samples():
+    output = io.StringIO()
+    display = make_progress(60, show=True, loss_unit="counted", console=Console(file=output, width=120))
+    display.show_step(step(12, seconds=0.5, terms=64.0), "")
+    display.stop()
+    assert output.getvalue().splitlines()[-1] == "step 12/60  loss 1.234  128 samples/s  24 s left"
 
 
 def test_waiting_for_data_is_part_of_the_speed_and_of_the_time_left():

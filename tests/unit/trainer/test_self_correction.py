@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,8 @@ from brimful.cost.uncertainty import STEP_SPREAD
 from brimful.errors import UsageError
 from brimful.planner.plan import BudgetPoint
 from brimful.profiling import device_record
+from brimful.profiling.timing import WaitsForCores
+from brimful.quantities import format_bytes, format_seconds
 from brimful.report import training_text
 from brimful.results import TrainingResult
 from brimful.trainer.step.better import find_better, may_be_better
@@ -128,6 +131,53 @@ def test_without_replan_better_settings_are_reported_and_not_used(capsys: pytest
     assert "replan=True (--replan)" in shown
     assert "better settings" in training_text(result)
     assert TrainingResult.from_json(result.to_json()).self_correction == found
+
+
+@pytest.mark.parametrize(
+    ("faster", "waited", "cause"),
+    [
+        (1e-3, None, "probably other work on this machine slowed the steps"),
+        (1e-3, 0.62, r"other work on this machine used its cores \(a thread waited for one 62% of the time\)"),
+        (
+            1e5,
+            None,
+            "probably the rates of this machine were measured beside other work: brimful calibrate --force",
+        ),
+    ],
+)
+def test_a_time_that_is_not_kept_is_shown_with_the_prediction_and_the_cause(
+    plan: bf.Plan,
+    faster: float,
+    waited: float | None,
+    cause: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(WaitsForCores, "fraction", lambda _self: waited)
+    wrong = replace(plan, predicted_step_seconds=plan.predicted_step_seconds * faster)
+    result, _ = bf.fit(gpt_job(), wrong, steps=10)
+    found = result.self_correction
+    assert found is not None
+    assert found.core_wait_fraction == waited
+    shown = " ".join(capsys.readouterr().err.split())
+    times = rf"{format_seconds(found.predicted_step_seconds)} a step were predicted and [\d.]+ \w?s measured"
+    assert re.search(f"does not correct later plans: {times}, and .* than × 20; {cause}", shown)
+    assert ("busy machine" in training_text(result)) == (waited is not None)
+
+
+def test_a_peak_that_is_not_kept_is_shown_with_the_prediction(
+    plan: bf.Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = plan.predicted_peak_reserved_bytes // 4
+    wrong = replace(
+        plan,
+        predicted_peak_reserved_bytes=tiny,
+        predicted_peak_allocated_bytes=tiny,
+        predicted_peak_device_bytes=tiny,
+    )
+    bf.fit(gpt_job(), wrong, steps=10)
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"does not correct later plans: a peak of {format_bytes(tiny)} was predicted and" in shown
 
 
 def test_replan_is_refused_without_predictions_and_on_several_ranks() -> None:

@@ -587,6 +587,22 @@ def test_waiting_for_data_is_measured_and_told(job_with, trained, samples):
     assert "waited for data" in training_text(result, None)
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "steps", "peak", "times"),
+    [(8, 1, False, False), (8, 2, True, False), (8, 3, True, True), (64, 3, False, True)],
+)
+def test_what_a_short_run_does_not_measure_is_explained(
+    job_with, trained, samples, micro_batch, steps, peak, times
+):
+    """The data have batches of 8 samples; a full batch of 64 never comes."""
+    batches = [{name: tensor[:8] for name, tensor in samples.items()}] * 3
+    _, result = trained(job_with(data=lambda: Data(train=batches)), micro_batch, steps=steps)
+    for text in (training_text(result), str(result)):
+        assert ("peak not measured   it is measured in a step after the first" in text) is not peak
+        assert ("time not measured   the first step and" in text) is not times
+    assert (result.measured_peak_allocated_bytes is not None) is peak
+
+
 def test_the_model_is_gone_with_its_trainer_and_the_data_with_the_run(job_with, trained, samples):
     class Held(dict):  # unlike a dict, it can be referred to weakly
         pass

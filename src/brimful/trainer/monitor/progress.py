@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from brimful.display import make_console
-from brimful.quantities import format_bytes, format_rate, format_seconds
+from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.results import Recovery, StepRecord, ValidationRecord
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -66,7 +66,8 @@ def make_progress(
     Args:
         total_steps: Optimizer steps of the run; None if not known.
         show: False shows nothing.
-        loss_unit: The unit of the records' terms, to show the speed in; None shows samples per second.
+        loss_unit: Name of what the job counts, to show its rate beside samples per second; None if it counts
+            samples.
         console: The console; None means standard error.
 
     Returns:
@@ -139,8 +140,9 @@ class _Pace:
         parts = [f"loss {self._latest.loss:.4g}"]
         seconds = sum(record.total_seconds for record in self._recent)
         if seconds:
-            done = sum(record.terms if self._loss_unit else record.samples for record in self._recent)
-            parts.append(format_rate(done / seconds, self._loss_unit or "samples"))
+            samples = sum(record.samples for record in self._recent) / seconds
+            counted = sum(record.terms for record in self._recent) / seconds
+            parts += format_rates(samples, counted, self._loss_unit)
         if seconds and all(record.mfu is not None for record in self._recent):
             useful_seconds = sum((record.mfu or 0.0) * record.total_seconds for record in self._recent)
             parts.append(f"MFU {useful_seconds / seconds:.0%}")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
 from brimful.results import SelfCorrection
+from brimful.results.measurement import busy_text
 
 
 def factor_line(found: SelfCorrection, plan: Plan) -> str:
@@ -20,9 +21,11 @@ def factor_line(found: SelfCorrection, plan: Plan) -> str:
             f"{format_bytes(found.measured_peak_reserved_bytes)} measured (× {ratio:.2f}){over}"
         )
     ratio = found.measured_step_seconds / found.predicted_step_seconds
+    busy = busy_text(found.core_wait_fraction)
     return (
         f"step {found.step}  step time {format_seconds(found.predicted_step_seconds)} predicted, "
         f"{format_seconds(found.measured_step_seconds)} measured (× {ratio:.2f}); {peak}"
+        f"{f'; {busy}' if busy else ''}"
     )
 
 

@@ -7,7 +7,9 @@ from datetime import date
 from brimful.planner import Plan
 from brimful.profiling import device_record
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration
+from brimful.quantities import format_bytes, format_seconds
 from brimful.results import JobCalibration, SelfCorrection
+from brimful.results.measurement import busy_text
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
@@ -41,10 +43,15 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
     if before is not None:  # the plan's predictions were multiplied by these
         times *= before.time_factor
         peaks = None if peaks is None else peaks * before.factor_of_peak
-    if not _is_plausible(times, LARGEST_TIME_FACTOR) or not _is_plausible(peaks, LARGEST_PEAK_FACTOR):
+    if not _is_plausible(times, LARGEST_TIME_FACTOR):
+        return _refused_times(found, times)
+    if not _is_plausible(peaks, LARGEST_PEAK_FACTOR):
+        assert found.measured_peak_reserved_bytes is not None
         return (
-            f"the factors are not kept for later plans: more than {LARGEST_TIME_FACTOR:g} × in time or "
-            f"{LARGEST_PEAK_FACTOR:g} × in peak memory is not an error of predictions for this job"
+            f"this measurement does not correct later plans: a peak of "
+            f"{format_bytes(found.predicted_peak_reserved_bytes)} was predicted and "
+            f"{format_bytes(found.measured_peak_reserved_bytes)} measured, and predictions are not off by more "
+            f"than × {LARGEST_PEAK_FACTOR:g}; the steps did something else than the planned one"
         )
     calibration = JobCalibration(
         device=kind.device.name,
@@ -59,6 +66,18 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
     )
     keep_job_calibration(kind, calibration)
     return None
+
+
+def _refused_times(found: SelfCorrection, times: float) -> str:
+    """Why a time is not kept, with its most probable cause."""
+    cause = "probably the rates of this machine were measured beside other work: brimful calibrate --force"
+    if times > 1:
+        cause = busy_text(found.core_wait_fraction) or "probably other work on this machine slowed the steps"
+    return (
+        f"this measurement does not correct later plans: {format_seconds(found.predicted_step_seconds)} a step "
+        f"were predicted and {format_seconds(found.measured_step_seconds)} measured, and predictions are not "
+        f"off by more than × {LARGEST_TIME_FACTOR:g}; {cause}"
+    )
 
 
 def _ratio(measured: int | None, predicted: int) -> float | None:

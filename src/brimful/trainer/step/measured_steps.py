@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from brimful.cost.uncertainty import STEP_SPREAD
 from brimful.execution.out_of_memory import make_room
 from brimful.profiling import PeakMemory
+from brimful.profiling.timing import WaitsForCores
 from brimful.results import StepRecord
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.runner import StepRunner
@@ -30,14 +31,22 @@ class MeasuredSteps:
     """Standard error of the median, relative to it."""
     peak_reserved_bytes: int | None
     """None if it could not be measured."""
+    core_wait_fraction: float | None = None
+    """As in `Measurement`."""
 
     @classmethod
-    def of(cls, seconds: Sequence[float], peak_reserved_bytes: int | None) -> MeasuredSteps:
+    def of(
+        cls,
+        seconds: Sequence[float],
+        peak_reserved_bytes: int | None,
+        core_wait_fraction: float | None = None,
+    ) -> MeasuredSteps:
         """What some steps measured.
 
         Args:
             seconds: Of each step; at least one.
             peak_reserved_bytes: Of one of them.
+            core_wait_fraction: Of their time; None if it is not known.
 
         Returns:
             The median, with its standard error from the median absolute deviation, but no less than that by
@@ -51,6 +60,7 @@ class MeasuredSteps:
             step_seconds=middle,
             spread=max(error / middle, STEP_SPREAD) if middle else STEP_SPREAD,
             peak_reserved_bytes=peak_reserved_bytes,
+            core_wait_fraction=core_wait_fraction,
         )
 
 
@@ -76,6 +86,8 @@ class Measuring:
         self._state = state
         self._runner = runner
         self._seconds: list[float] = []
+        self._waits: WaitsForCores | None = None
+        self._waited: float | None = None
         self._is_warm = False
         """Whether a step under these settings has run in this launch."""
         self.since_step = 0
@@ -94,7 +106,11 @@ class Measuring:
         is_timed = is_full and self._is_warm and not record.memory_measured
         if is_timed and len(self._seconds) < MEASURED_STEPS:
             self._seconds.append(record.seconds)
-        self._is_warm = self._is_warm or is_full
+            if self._waits is not None:
+                self._waited = self._waits.fraction()
+        if is_full and not self._is_warm:
+            self._is_warm = True
+            self._waits = WaitsForCores() if self._state.device.type == "cpu" else None
 
     @property
     def has_enough(self) -> bool:
@@ -114,4 +130,4 @@ class Measuring:
 
     def measured(self) -> MeasuredSteps:
         """What the steps measured."""
-        return MeasuredSteps.of(self._seconds, self.peak_bytes)
+        return MeasuredSteps.of(self._seconds, self.peak_bytes, self._waited)

@@ -89,6 +89,7 @@ class SelfCorrecting:
             predicted_peak_reserved_bytes=plan.predicted_peak_reserved_bytes,
             measured_peak_reserved_bytes=measured.peak_reserved_bytes,
             exceeds_budget=exceeds(plan.budget_bytes, measured.peak_reserved_bytes, context_bytes),
+            core_wait_fraction=measured.core_wait_fraction,
         )
         self._state.self_correction = found
         self._show(factor_line(found, plan))
