@@ -90,7 +90,7 @@ def timed(*seconds: float) -> Any:
     return patch.object(
         MeasuredSteps,
         "of",
-        lambda each, peak_bytes: replace(of(each, peak_bytes), step_seconds=next(medians), spread=0.01),
+        lambda *measured: replace(of(*measured), step_seconds=next(medians), spread=0.01),
     )
 
 
