@@ -70,7 +70,7 @@ def search(capture: Capture, request: Request) -> Plan:
     if small := step_over_floor(capture, request, baseline.trace):
         raise nothing_fits(capture, request, small, baseline, notes, is_searched=False)
     candidates = _candidates(capture, with_headroom(request, baseline.estimate), baseline.trace, notes)
-    found = _safely_found(candidates, request, baseline.estimate) or _found(candidates, request)
+    found = _safely_found(candidates, request) or _found(candidates, request)
     if found:
         notes += what_safety_costs(found[0], candidates, request)
         return _plan(request, baseline, candidates, found, notes)
@@ -82,26 +82,23 @@ def search(capture: Capture, request: Request) -> Plan:
     return _plan(request, baseline, candidates, found, notes)
 
 
-def _safely_found(
-    candidates: Sequence[CandidateSearch], request: Request, baseline: Estimate
-) -> list[Estimate]:
+def _safely_found(candidates: Sequence[CandidateSearch], request: Request) -> list[Estimate]:
     """The same among those that exceed what they must not as rarely as is permitted; none if there are none.
 
-    The headroom that a choice needs is known once it is captured, and hardly differs from the baseline's.
+    The headroom that a choice needs is known once it is captured. A simpler one is sought only below a limit at
+    which the fastest has enough.
     """
-    likely_bytes = with_headroom(request, baseline).reserved_budget_bytes
-    for first_bytes in dict.fromkeys((likely_bytes, request.reserved_budget_bytes)):
-        limit_bytes = first_bytes
-        for _ in range(MOST_ROUNDS):
-            found = fastest_within(candidates, limit_bytes)
-            if found and bytes_over(found[0], request, request.permits.exceedance) <= 0:
-                found = _simplest_of(candidates, found, request, limit_bytes)
-            if not found:
-                break
-            over_bytes = bytes_over(found[0], request, request.permits.exceedance)
-            if over_bytes <= 0:
-                return found
-            limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
+    limit_bytes = request.reserved_budget_bytes
+    for _ in range(MOST_ROUNDS):
+        found = fastest_within(candidates, limit_bytes)
+        if found and bytes_over(found[0], request, request.permits.exceedance) <= 0:
+            found = _simplest_of(candidates, found, request, limit_bytes)
+        if not found:
+            return []
+        over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+        if over_bytes <= 0:
+            return found
+        limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
     return []
 
 
