@@ -82,41 +82,42 @@ def search(capture: Capture, request: Request) -> Plan:
     return _plan(request, baseline, candidates, found, notes)
 
 
-def _safely_found(candidates: Sequence[CandidateSearch], request: Request) -> list[Estimate]:
-    """The same among those that exceed what they must not as rarely as is permitted; none if there are none.
+def _found(candidates: Sequence[CandidateSearch], request: Request) -> list[Estimate]:
+    """The choice of the plan and the others captured; none if nothing is within the budget."""
+    limit_bytes = request.reserved_budget_bytes
+    fastest = fastest_within(candidates, limit_bytes)
+    return _simplest_of(candidates, fastest, request, limit_bytes) if fastest else []
 
-    The headroom that a choice needs is known once it is captured. A simpler one is sought only below a limit at
-    which the fastest has enough.
+
+def _safely_found(candidates: Sequence[CandidateSearch], request: Request) -> list[Estimate]:
+    """The same where the plan exceeds what it must not as rarely as is permitted; none if nothing does.
+
+    The headroom that a choice needs is known once it is captured, so the limit is lowered until the choice has
+    enough. A simpler choice is sought only below a limit at which the fastest has enough.
     """
     limit_bytes = request.reserved_budget_bytes
     for _ in range(MOST_ROUNDS):
         found = fastest_within(candidates, limit_bytes)
-        if found and bytes_over(found[0], request, request.permits.exceedance) <= 0:
-            found = _simplest_of(candidates, found, request, limit_bytes)
         if not found:
             return []
         over_bytes = bytes_over(found[0], request, request.permits.exceedance)
         if over_bytes <= 0:
-            return found
+            found = _simplest_of(candidates, found, request, limit_bytes)
+            over_bytes = bytes_over(found[0], request, request.permits.exceedance)
+            if over_bytes <= 0:
+                return found
         limit_bytes = min(limit_bytes, found[0].predicted_peak_reserved_bytes) - over_bytes
     return []
-
-
-def _found(candidates: Sequence[CandidateSearch], request: Request) -> list[Estimate]:
-    """The choice of the plan and the others captured; none if nothing is within the budget."""
-    limit_bytes = request.reserved_budget_bytes
-    found = fastest_within(candidates, limit_bytes)
-    return _simplest_of(candidates, found, request, limit_bytes) if found else []
 
 
 def _simplest_of(
     candidates: Sequence[CandidateSearch], fastest: Sequence[Estimate], request: Request, limit_bytes: int
 ) -> list[Estimate]:
-    """Of the fastest choices and those as fast, the simplest first."""
+    """The fastest choices; the simplest of those that are as fast comes first, unless the fastest should."""
     found = with_less_offloading(candidates, fastest, limit_bytes)
-    return (
-        simplest_first(candidates, found, request, limit_bytes) if request.permits.prefers_simplest else found
-    )
+    if request.permits.prefers_simplest:
+        return simplest_first(candidates, found, request, limit_bytes)
+    return found
 
 
 def _candidates(capture: Capture, request: Request, baseline: Trace, notes: list[str]) -> list[CandidateSearch]:

@@ -88,11 +88,13 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
         optimizer_seconds=per_op(update, Phase.OPTIMIZER),
         region_seconds=region_seconds,
         rng_stash_seconds=rng_stash_seconds / generators,
-        native_loop_seconds=_native_loop_seconds(device) if device.kind == "cpu" else NATIVE_LOOP_SECONDS,
+        native_loop_seconds=(
+            _native_loop_seconds(device, roofline) if device.kind == "cpu" else NATIVE_LOOP_SECONDS
+        ),
     )
 
 
-def _native_loop_seconds(device: Device) -> float:
+def _native_loop_seconds(device: Device, roofline: Roofline) -> float:
     """Per op of a recurrent layer's loop on a CPU, forward and backward, less the ops' work."""
     layer = nn.RNN(_WIDTH, _WIDTH)
     x = torch.randn(_TIME_STEPS, 1, _WIDTH)
@@ -106,7 +108,6 @@ def _native_loop_seconds(device: Device) -> float:
     )
     trace = capture_step(job, Settings(micro_batch_size=1), device)
     ops = _last_ops(trace, Phase.FORWARD) + _last_ops(trace, Phase.BACKWARD)
-    roofline = Roofline.of(trace, device)
     work_seconds = sum(roofline.work_seconds(op) - device.launch_seconds for op in ops)
     with one_thread():
         durations = [host_timed(lambda: layer(x)[0].sum().backward())[1] for _ in range(_ROUNDS)]

@@ -154,9 +154,7 @@ class Splicer:
         return alike
 
     def _casts(self, ops: Sequence[int]) -> list[int]:
-        return [
-            storage for op in ops if op_kind(self._trace.ops[op].name) == CASTS for storage in self._made[op]
-        ]
+        return [storage for op in ops if _is_cast(self._trace.ops[op]) for storage in self._made[op]]
 
     def _keep(self, call: UnitCall, edits: _Edits, action: Action) -> None:
         """Drop the whole recomputation; what it leaves for backward is what the forward made.
@@ -166,6 +164,7 @@ class Splicer:
         """
         last_op = call.again[-1]
         counterpart = {storage: original for original, storage in self._alike(call)}
+        held_until = self._freed_if_kept if action is Action.KEEP else {}
         for op in call.again:
             for storage in (*self._made[op], *self._inside[op]):
                 freed = self._freed.get(storage)
@@ -173,14 +172,10 @@ class Splicer:
                 original = counterpart.get(storage)
                 if self._allocated[storage] in edits.dropped:
                     continue  # offloaded
-                if (
-                    original is not None
-                    and is_left
-                    and action is Action.KEEP
-                    and original in self._freed_if_kept
-                ):
-                    last_user = self._freed_if_kept[original]
-                    edits.merge_until(original, storage, last_user, bisect_right(self._op_of_event, last_user))
+                if original in held_until and is_left:
+                    last_op_alive = held_until[original]
+                    position = bisect_right(self._op_of_event, last_op_alive)
+                    edits.merge_until(original, storage, last_op_alive, position)
                 elif original is not None and is_left:
                     edits.merge(original, storage)
                 elif original is not None or not is_left:
@@ -198,7 +193,7 @@ class Splicer:
                     edits.drop(storage)
 
     def _is_copy(self, op: int) -> bool:
-        """Whether an op copies a buffer for a recomputation: a clone that a step which keeps it does not."""
+        """Whether an op copies a buffer for a recomputation: a clone that a kept unit does not run."""
         return op_kind(self._trace.ops[op].name) == "clone" and op not in self._ops_if_kept
 
     def _save(self, call: UnitCall, saved: Sequence[str], edits: _Edits) -> None:
@@ -319,7 +314,7 @@ def _counterparts(recomputed: Trace, kept: Trace) -> dict[int, int]:
         if index < len(kept.ops) and kept.ops[index].name == op.name:
             found[index] = position
             index += 1
-        elif op_kind(op.name) not in (CASTS, "clone"):
+        elif not _is_cast(op) and op_kind(op.name) != "clone":
             return {}
     return found
 
