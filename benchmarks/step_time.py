@@ -1,6 +1,6 @@
 """Predicted step time against measured, on this machine's CPU.
 
-    python benchmarks/step_time.py
+    python benchmarks/step_time.py [--unprepared]
 
 Small versions of real architectures: built-in ones with few layers or small images, others of `cpu_truth.py`
 and `zoo/`. Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first.
@@ -11,11 +11,14 @@ long.
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -32,7 +35,10 @@ from brimful.quantities import format_seconds
 from brimful.settings import Settings
 from cpu_truth import MODELS
 from machine import keep
+from unprepared import electrocardiogram, speech
 from zoo import ZOO
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 STEPS = 5
 MOMENTS = 3
@@ -92,6 +98,23 @@ ROWS = (
 )
 
 
+def digits() -> Job:
+    """The ResNet of the examples."""
+    sys.path.insert(0, str(EXAMPLES))
+    from digits import job
+
+    return job()
+
+
+UNPREPARED = (
+    Row(name="speech, bidirectional GRU, CTC", job=speech, micro_batch_size=16),
+    Row(name="speech, bidirectional GRU, CTC", job=speech, micro_batch_size=4),
+    Row(name="electrocardiogram, dilated depthwise convolutions", job=electrocardiogram, micro_batch_size=8),
+    Row(name="digits (examples/digits.py)", job=digits, micro_batch_size=128),
+)
+"""Timed with `--unprepared`, into a result of their own."""
+
+
 def predict(row: Row, device: Device) -> dict[str, Any]:
     trace = capture_step(row.job(), Settings(micro_batch_size=row.micro_batch_size), device)
     predicted = step_seconds(trace, device)
@@ -118,6 +141,9 @@ def measure(row: Row) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--unprepared", action="store_true", help="models that nobody prepared for")
+    is_unprepared = parser.parse_args().unprepared
     warnings.simplefilter("ignore")  # of the libraries
     start = time.perf_counter()
     for _ in range(CALIBRATIONS_AT_MOST):
@@ -127,7 +153,7 @@ def main() -> None:
             break
     device = calibration.applied_to(find_device("cpu"))
     rows = []
-    for each in ROWS:
+    for each in UNPREPARED if is_unprepared else ROWS:
         row = predict(each, device)
         rows.append(row)
         moments = [measure(each) for _ in range(MOMENTS)]
@@ -152,7 +178,8 @@ def main() -> None:
     }
     print(summary)
     content = {"steps": STEPS, "moments": MOMENTS, "summary": summary, "rows": rows}
-    keep("step_time.json", "python benchmarks/step_time.py", content, "transformers")
+    name, option = ("step_time_unprepared.json", " --unprepared") if is_unprepared else ("step_time.json", "")
+    keep(name, f"python benchmarks/step_time.py{option}", content, "transformers")
 
 
 if __name__ == "__main__":
