@@ -99,10 +99,12 @@ def accuracy_lines() -> Iterator[str]:
         f"| {steps['median_error']:.1%} | 90 % within {steps['p90_error']:.0%}, families held out; "
         f"ratio of two GPUs {ratios['median_error']:.0%} |"
     )
+    unprepared = load("step_time_unprepared")["summary"]
     yield (
         f"| step time | small models, calibrated CPU | {times['rows']} "
         f"| {times['median_error_fraction']:.1%} | at most {times['largest_error_fraction']:.0%}; "
-        f"{load('step_time_xeon')['summary']['median_error_fraction']:.1%} on a second CPU |"
+        f"{load('step_time_xeon')['summary']['median_error_fraction']:.1%} on a second CPU, "
+        f"{unprepared['median_error_fraction']:.0%} for models nobody prepared for |"
     )
 
 
@@ -355,10 +357,11 @@ def time_lines() -> Iterator[str]:
     """Step times on CPUs."""
     yield "| CPU | models | median error | largest error | calibrated in | run |"
     yield "|---|--:|--:|--:|--:|---|"
-    for result in (load("step_time"), load("step_time_xeon")):
+    for result in (load("step_time"), load("step_time_xeon"), load("step_time_unprepared")):
         summary = result["summary"]
+        of = " steps of models nobody prepared for" if "--unprepared" in result["command"] else ""
         yield (
-            f"| {result['machine']['cpu']} | {summary['rows']} | {summary['median_error_fraction']:.1%} "
+            f"| {result['machine']['cpu']} | {summary['rows']}{of} | {summary['median_error_fraction']:.1%} "
             f"| {summary['largest_error_fraction']:.0%} | {format_seconds(summary['calibration_seconds'])} "
             f"| {stamp(result)} |"
         )
