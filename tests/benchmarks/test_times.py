@@ -89,7 +89,7 @@ def test_kernels_at_peak_have_the_device_s_rates() -> None:
     assert kernel[:2] == ("matmul", "half")
     assert kernel.computing_seconds == pytest.approx(product.flops / RATE, rel=0.05)
     assert kernel.moving_seconds == pytest.approx(2**22 / BANDWIDTH)
-    depthwise = Convolution(8, 64, 64, 64, 9, 1, 1024, 1024, 1, 0)
+    depthwise = Convolution(8, 64, 64, 64, 9, 1, 1024, 1024, 1, 0, 3, 1)
     (scalar,) = kernels_at_peak([op("convolution", depthwise, flops=1)], GPU, Precision.BF16)
     assert scalar.arithmetic == "scalar"
     assert scalar.computing_seconds == pytest.approx(2 * 8 * 64 * 9 * 1024 / GPU.fp32_flops_per_second)

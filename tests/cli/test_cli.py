@@ -350,7 +350,6 @@ CALIBRATED_DEVICE_KEYS = {
     "source",
     "kept_in",
     "launch_seconds",
-    "page_fault_seconds_per_byte",
     "host_link_bytes_per_second",
     "context_bytes",
     "dispatch",

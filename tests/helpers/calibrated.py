@@ -16,7 +16,6 @@ CALIBRATION = Calibration(
     bf16_flops_per_second=2e11,
     memory_bandwidth_bytes_per_second=8e9,
     launch_seconds=2e-6,
-    page_fault_seconds_per_byte=0.0,
     to_device_bytes_per_second=None,
     to_host_bytes_per_second=None,
     dispatch=Dispatch(forward_seconds=5e-6, backward_seconds=6e-6, optimizer_seconds=3e-6),

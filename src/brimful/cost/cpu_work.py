@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from brimful.cost.kinds import OTHER, WEIGHT_GRADIENT, Work, work_of
+from brimful.cost.cpu_convolutions import images_bytes, kernels, layout_copy_bytes
+from brimful.cost.kinds import COPY, DEPTHWISE, IM2COL, OTHER, WEIGHT_GRADIENT, Work, work_of
 from brimful.devices import Device, RateCurve
 from brimful.settings import Precision
 from brimful.trace import Op
+from brimful.trace.extents import Convolution, extents_of
 
-_STANDS_IN = {"attention": "matmul", "recurrent": "matmul", "convolution": "matmul"}
+_STANDS_IN = {
+    "attention": "matmul",
+    "recurrent": "matmul",
+    "convolution": "matmul",
+    DEPTHWISE: "convolution",
+    IM2COL: "convolution",
+}
 """Arithmetic kinds whose curve may be missing for a type, and the kind that is measured for most."""
 
 
@@ -28,7 +36,7 @@ class CpuWork:
     def parts(self, op: Op, flops_per_second: float) -> list[tuple[str, float]]:
         """Seconds by kind of work, at least a bare launch.
 
-        Convolutions copy their operands to another layout first: the two are added.
+        A convolution's copies to and from oneDNN's layout are added to its arithmetic.
 
         Args:
             op: The op.
@@ -42,21 +50,35 @@ class CpuWork:
         if not op.flops:
             moving = moved_bytes * self._seconds_per_byte
             return [(name, max(moving, least) if curve is None else curve.seconds_at(work.amount))]
-        streaming = self._curves.get(OTHER)
-        moving = (
-            moved_bytes * self._seconds_per_byte if streaming is None else streaming.seconds_at(moved_bytes)
-        )
-        computing = op.flops / flops_per_second if curve is None else curve.seconds_at(work.amount)
+        computing = self._arithmetic(work.kind, op.flops, flops_per_second)
         if not op.weight_bytes:
-            return [(name, max(computing, moving, least))]
+            return [(name, max(computing, self._moving(OTHER, moved_bytes), least))]
+        shape = extents_of(op.extents)
+        if isinstance(shape, Convolution):
+            streaming = self._moving(OTHER, images_bytes(shape, op.weight_bytes))
+            computing = sum(
+                max(self._arithmetic(f"{kind}:{op.dtype}", flops, flops_per_second), streaming)
+                for kind, flops in kernels(shape, op.flops)
+            )
+            moved_bytes = layout_copy_bytes(shape, op.weight_bytes)
         gradients = self._curves.get(WEIGHT_GRADIENT) if "backward" in op.name else None
         more = 0.0 if gradients is None else gradients.seconds_at(op.weight_bytes)
-        return [(name, computing + moving + more)]
+        return [(name, computing + self._moving(COPY, moved_bytes) + more)]
+
+    def _arithmetic(self, kind: str, flops: int, flops_per_second: float) -> float:
+        curve = self._curve(Work(kind, flops))
+        return flops / flops_per_second if curve is None else curve.seconds_at(flops)
+
+    def _moving(self, kind: str, moved_bytes: int) -> float:
+        curve = self._curves.get(kind)
+        return moved_bytes * self._seconds_per_byte if curve is None else curve.seconds_at(moved_bytes)
 
     def _curve(self, work: Work) -> RateCurve | None:
         """The curve of a kind, or of the one that stands in for it."""
         curve = self._curves.get(work.kind)
         if curve is None:
             name, colon, dtype = work.kind.partition(":")
-            curve = self._curves.get(f"{_STANDS_IN.get(name, name)}:{dtype}" if colon else OTHER)
+            if not colon:
+                return self._curves.get(OTHER)
+            return self._curve(Work(f"{_STANDS_IN[name]}:{dtype}", work.amount)) if name in _STANDS_IN else None
         return curve

@@ -2,8 +2,9 @@
 
 Names of kinds, and what their amounts count:
 
-    matmul, convolution, attention, recurrent    FLOPs; the arithmetic's type follows after a colon
-    all others                                   bytes read and written
+    matmul, convolution, depthwise, im2col, attention, recurrent
+                  FLOPs; the arithmetic's type follows after a colon
+    all others    bytes read and written
 """
 
 from __future__ import annotations
@@ -58,12 +59,18 @@ _KINDS = {name: kind for kind, names in _OF_NAMES.items() for name in names.spli
 OTHER = "elementwise"
 """Ops named nowhere stream their operands: additions and products, comparisons, the optimizer's."""
 
+COPY = "copy"
+"""To another layout."""
+
 WEIGHT_GRADIENT = "weight_gradient"
 """What a convolution's backward takes beside its arithmetic, by bytes of weights: threads add up what each
 found for all weights, and the layout is changed."""
 
 BYTE_KINDS = (OTHER, *_OF_NAMES, WEIGHT_GRADIENT)
-ARITHMETIC_KINDS = ("matmul", *_ARITHMETIC.values())
+DEPTHWISE, IM2COL = "depthwise", "im2col"
+"""A CPU's convolutions of each channel by itself, and those for which oneDNN has no kernel: it copies patches
+of the input into a matrix, and multiplies that."""
+ARITHMETIC_KINDS = ("matmul", *_ARITHMETIC.values(), DEPTHWISE, IM2COL)
 
 
 def work_of(op: Op, precision: Precision) -> Work:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from brimful.cost.kinds import base_name
-from brimful.cost.page_faults import faulted_bytes
 from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
 from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline
@@ -239,24 +238,18 @@ class _Step:
     @classmethod
     def of(cls, trace: Trace, roofline: Roofline, device: Device) -> _Step:
         last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
-        timed = [
-            (index, op)
-            for index, op in enumerate(trace.ops)
-            if op.step == last_step and op.phase in _PART_OF_PHASE
-        ]
+        timed = [op for op in trace.ops if op.step == last_step and op.phase in _PART_OF_PHASE]
         part = np.array(
-            [_RECOMPUTE if op.recomputed else _PART_OF_PHASE[op.phase] for _, op in timed], dtype=np.int64
+            [_RECOMPUTE if op.recomputed else _PART_OF_PHASE[op.phase] for op in timed], dtype=np.int64
         )
-        micro_batch = np.array([op.micro_batch for _, op in timed], dtype=np.int64)
-        parts = [roofline.work_parts(op) for _, op in timed]
+        micro_batch = np.array([op.micro_batch for op in timed], dtype=np.int64)
+        parts = [roofline.work_parts(op) for op in timed]
         work = np.array([sum(seconds for _, seconds in each) for each in parts], dtype=np.float64)
-        host = np.array([roofline.host_seconds(op) for _, op in timed], dtype=np.float64)
+        host = np.array([roofline.host_seconds(op) for op in timed], dtype=np.float64)
         if device.kind == "cpu":
-            indices = np.array([index for index, _ in timed], dtype=np.int64)
-            work += faulted_bytes(trace)[indices] * device.page_fault_seconds_per_byte
             host -= device.launch_seconds
-        link = np.array([_link_of(op) for _, op in timed], dtype=np.int64)
-        link_seconds = np.array([op.written_bytes for _, op in timed], dtype=np.float64)
+        link = np.array([_link_of(op) for op in timed], dtype=np.int64)
+        link_seconds = np.array([op.written_bytes for op in timed], dtype=np.float64)
         if device.host_link_bytes_per_second is not None:
             link_seconds /= device.host_link_bytes_per_second
         places, shares = _region_places(part, micro_batch)
@@ -266,7 +259,7 @@ class _Step:
         regions_seconds += len(trace.settings.nested) * NESTED_FORWARD_SECONDS
         repeats = max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1)
         class_seconds: dict[str, float] = {}
-        for (_, op), kernels in zip(timed, parts, strict=True):
+        for op, kernels in zip(timed, parts, strict=True):
             is_repeated = op.micro_batch == last_micro_batch and op.phase is not Phase.OPTIMIZER
             for name, seconds in kernels:
                 more = seconds * (repeats if is_repeated else 1)

@@ -159,8 +159,6 @@ class Device:
     """Host overhead per op and per recomputed region."""
     curves: tuple[RateCurve, ...] = ()
     """Measured time by amount of work, for each kind of work; empty for a GPU that was not calibrated."""
-    page_fault_seconds_per_byte: float = 0.0
-    """Time of the first touch of memory on a CPU, if the C library requests it from the system."""
     source: str
     """Source of the row."""
     confidence: str

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from brimful.errors import UsageError
+from brimful.execution.host_allocator import keep_freed_memory
 from brimful.job import Job
 from brimful.settings import Settings
 
@@ -77,18 +78,20 @@ _expands_segments = False
 
 
 def set_up_allocator(settings: Settings, device: torch.device) -> None:
-    """Configure PyTorch's CUDA allocator, for the whole process, as settings require; other options stay.
+    """Configure the device's allocator for the whole process: PyTorch's as settings require, or a CPU's malloc.
 
-    Settings without expandable segments keep the user's own configuration, but revert that of this function.
+    On a CPU, malloc keeps freed memory; `host_allocator` says why. On CUDA other options stay. Settings without expandable segments keep the user's own configuration, but revert that of this function.
     Existing segments do not change, so call it before the model is on the device, to reserve the least.
 
     Args:
         settings: Settings of the step to run.
-        device: Its device; on a CPU this does nothing.
+        device: Its device.
 
     Source: torch.cuda.memory._set_allocator_settings, deprecated for the private call used here (torch 2.13).
     """
     global _expands_segments
+    if device.type == "cpu":
+        keep_freed_memory()
     if device.type != "cuda" or settings.expandable_segments == _expands_segments:
         return
     wanted = f"expandable_segments:{settings.expandable_segments}"

@@ -16,7 +16,7 @@ from brimful.errors import FileFormatError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 
 
 def cache_directory() -> Path:

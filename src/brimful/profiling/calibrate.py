@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from brimful.codec import NonNegativeFloat, PositiveFloat, PositiveInt
 from brimful.devices import MEASURED_BUSY, Device, Dispatch, RateCurve, find_device
+from brimful.execution.host_allocator import keep_freed_memory
 from brimful.profiling.cache import cache_directory, read_kept, write_kept
 from brimful.profiling.dispatch import measure_dispatch
 from brimful.profiling.rates import (
@@ -24,7 +25,6 @@ from brimful.profiling.rates import (
     host_update_bytes_per_second,
     link_bytes_per_second,
     measure_curves,
-    page_fault_seconds_per_byte,
 )
 
 CACHE_FILE = "cpu.json"
@@ -53,8 +53,6 @@ class Calibration:
     memory_bandwidth_bytes_per_second: PositiveFloat
     launch_seconds: PositiveFloat
     """One small elementwise op."""
-    page_fault_seconds_per_byte: NonNegativeFloat
-    """0 on a GPU."""
     to_device_bytes_per_second: PositiveFloat | None
     """From pinned memory; None on a CPU."""
     to_host_bytes_per_second: PositiveFloat | None
@@ -83,7 +81,6 @@ class Calibration:
             launch_seconds=self.launch_seconds,
             dispatch=self.dispatch,
             curves=self.curves,
-            page_fault_seconds_per_byte=self.page_fault_seconds_per_byte,
         )
         if device.kind == "cuda":
             assert self.to_device_bytes_per_second is not None
@@ -202,12 +199,12 @@ def measure_device(
         Typical times, of runs that no other program disturbed where there were any.
     """
     tell = progress or (lambda _what: None)
+    if where.type == "cpu":
+        keep_freed_memory()  # as in the steps whose time is predicted
     start = time.perf_counter()
     curves, disturbed_fraction = measure_curves(where, sweeps=sweeps, progress=tell)
     by_kind = {curve.kind: curve for curve in curves}
     launch_seconds = by_kind["elementwise"].points[0][1]
-    tell("fresh memory")
-    fault_seconds = page_fault_seconds_per_byte() if where.type == "cpu" else 0.0
     tell("Python and autograd")
     curved = replace(device, curves=curves, launch_seconds=launch_seconds)
     dispatch = measure_dispatch(curved, where)
@@ -223,7 +220,6 @@ def measure_device(
         bf16_flops_per_second=_end_rate(by_kind["matmul:bfloat16"]),
         memory_bandwidth_bytes_per_second=_end_rate(by_kind["elementwise"]),
         launch_seconds=launch_seconds,
-        page_fault_seconds_per_byte=fault_seconds,
         to_device_bytes_per_second=to_device,
         to_host_bytes_per_second=to_host,
         host_update_bytes_per_second=on_host,

@@ -1,8 +1,7 @@
 """Small pieces of work of each kind that `cost.kinds` knows, for timing them on a torch device.
 
-Results go to memory that is already there: what fresh memory costs is measured by itself. Each run takes other
-operands than the one before, out of a pool larger than most caches: in a step, weights and saved tensors were
-last touched long ago.
+Results go to memory that is already there, as in a steady step. Each run takes other operands than the one
+before, out of a pool larger than most caches: in a step, weights and saved tensors were last touched long ago.
 
 Checked with torch 2.13.
 """
@@ -115,10 +114,14 @@ def probes(device: torch.device) -> Iterator[Probe]:
         if device.type == "cuda" or dtype is torch.float32:
             yield Probe(kind=f"convolution:{name}", make=_convolution, sizes=_SIDES, dtype=dtype)
             yield Probe(kind=f"attention:{name}", make=_attention, sizes=_ATTENTION_SIZES, dtype=dtype)
+    if device.type == "cpu":
+        yield Probe(kind="matmul:float64", make=_matmul, sizes=products, dtype=torch.float64)
     if device.type == "cuda":
         yield Probe(kind="matmul:tf32", make=_matmul, sizes=products, rounds_to_tf32=True)
     if device.type == "cpu":
         yield Probe(kind="weight_gradient", make=_weight_gradient, sizes=_CHANNELS)
+        yield Probe(kind="depthwise:float32", make=_depthwise, sizes=_SIDES)
+        yield Probe(kind="im2col:float32", make=_im2col, sizes=_SIDES)
         yield Probe(kind="recurrent:float32", make=_lstm, sizes=_RECURRENT_SIZES)
     for kind, make in _BY_BYTES.items():
         sizes = _ELEMENTS if kind in ("elementwise", "copy", "reduction") else _FEW_ELEMENTS
@@ -136,16 +139,43 @@ _CONVOLVED = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
 def _convolution(side: int, pool: Pool) -> tuple[Run, int]:
-    """3 × 3 from 64 channels to 64 on a (B, 64, s, s) image, and its backward: thrice the FLOPs of forward."""
+    """3 × 3 from 64 channels to 64 on a (B, 64, s, s) image, and its backward: thrice the FLOPs of forward.
+
+    On a CPU it is channels_last, which oneDNN computes without copies to and from a layout of its own.
+    """
     samples, channels = (2, 64) if pool.device.type == "cpu" else (32, 128)
-    x, weight = pool.operand(samples, channels, side, side), pool.operand(channels, channels, 3, 3)
-    gradient = pool.operand(samples, channels, side, side)
+    return _convolved(side, pool, samples, channels, 1)
+
+
+def _depthwise(side: int, pool: Pool) -> tuple[Run, int]:
+    """3 × 3 of 64 channels by themselves, channels_last as `_convolution`."""
+    return _convolved(side, pool, 2, 64, 64)
+
+
+def _im2col(side: int, pool: Pool) -> tuple[Run, int]:
+    """The same, dilated, for which oneDNN has no kernel of its own."""
+    return _convolved(side, pool, 2, 64, 64, dilation=2)
+
+
+def _convolved(
+    side: int, pool: Pool, samples: int, channels: int, groups: int, dilation: int = 1
+) -> tuple[Run, int]:
+    layout = torch.channels_last if pool.device.type == "cpu" and dilation == 1 else torch.contiguous_format
+    x, gradient, weight = (
+        pool.operand(*shape).contiguous(memory_format=layout)
+        for shape in (
+            (samples, channels, side, side),
+            (samples, channels, side, side),
+            (channels, channels // groups, 3, 3),
+        )
+    )
+    how = ([1, 1], [dilation] * 2, [dilation] * 2, False, [0, 0], groups)
 
     def run() -> None:
-        aten.convolution(x, weight, None, *_CONVOLVED)
-        aten.convolution_backward(gradient, x, weight, None, *_CONVOLVED, [True, True, False])
+        aten.convolution(x, weight, None, *how)
+        aten.convolution_backward(gradient, x, weight, None, *how, [True, True, False])
 
-    return run, 3 * 2 * samples * side * side * 9 * channels * channels
+    return run, 3 * 2 * samples * side * side * 9 * channels * channels // groups
 
 
 def _weight_gradient(channels: int, pool: Pool) -> tuple[Run, int]:

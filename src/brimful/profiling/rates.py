@@ -1,4 +1,4 @@
-"""Rates of a device of this machine: every kind of work by size, links and fresh memory, each timed.
+"""Rates of a device of this machine: every kind of work by size, and of links, each timed.
 
 Checked with torch 2.13 on a CPU; the few lines for CUDA alone were not run on a GPU.
 """
@@ -42,9 +42,6 @@ _STEADY = 1.5
 """A rate is steady if it differs by less than this factor from that of the previous size. A small op may take a
 time slice of another program, 4 to 8 ms: extrapolating from its rate would predict minutes for a large one. A
 choice; sizes are two to eight times apart in work."""
-_FRESH_BYTES = 64 * MIB
-"""A block that malloc does not keep when it is freed; `cost.page_faults` says why."""
-_FRESH_SECONDS = 0.4
 _LINK_BYTES = 256 * MIB
 _UPDATED_BYTES = 256 * MIB
 """Of parameters: with their gradients and state 1 GiB, beyond nearly all caches."""
@@ -140,15 +137,6 @@ def measure_probe(probe: Probe, pool: Pool) -> dict[int, Typical]:
                 break
             rate_before = rate
     return measured
-
-
-def page_fault_seconds_per_byte() -> float:
-    """What the first touch of memory adds to a product of tensors, per byte of the result."""
-    cpu = torch.device("cpu")
-    x, y, out = (torch.rand(_FRESH_BYTES // 4) for _ in range(3))
-    warm = typical_seconds([partial(torch.mul, x, y, out=out)], cpu, most_seconds=_FRESH_SECONDS).seconds
-    fresh = typical_seconds([partial(torch.mul, x, y)], cpu, most_seconds=_FRESH_SECONDS).seconds
-    return max(fresh - warm, 0.0) / _FRESH_BYTES
 
 
 def link_bytes_per_second(where: torch.device) -> tuple[float, float]:

@@ -25,7 +25,7 @@ def calibration_document(devices: Sequence[Device], paths: Sequence[str]) -> dic
 
 
 def _device_document(device: Device, path: str) -> dict[str, Any]:
-    rates = ("launch_seconds", "page_fault_seconds_per_byte", "host_link_bytes_per_second", "context_bytes")
+    rates = ("launch_seconds", "host_link_bytes_per_second", "context_bytes")
     return {
         "name": device.name,
         "source": device.source,
@@ -72,9 +72,6 @@ def _lines(device: Device, path: str) -> Iterator[str]:
         yield f"  {'host link, slower way':<24}{device.host_link_bytes_per_second / 1e9:.3g} GB/s"
     if device.context_bytes:
         yield f"  {'CUDA context':<24}{format_bytes(device.context_bytes)}"
-    if device.page_fault_seconds_per_byte:
-        seconds = device.page_fault_seconds_per_byte * 2**20
-        yield f"  {'memory never touched':<24}{format_seconds(seconds)} more a MiB"
     yield f"  kept in {path}"
 
 

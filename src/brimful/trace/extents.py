@@ -37,6 +37,10 @@ class Convolution(NamedTuple):
     """1 if input or weight is channels_last, the layout of cuDNN's tensor-core kernels."""
     gradients: int
     """0 in forward; 1 of the input, 2 of the weight, 3 of both."""
+    width: int
+    """Size of the filter's last dimension."""
+    dilation: int
+    """The largest of all dimensions."""
 
 
 class Attention(NamedTuple):
@@ -78,7 +82,7 @@ class Strided(NamedTuple):
 Extents = Product | Convolution | Attention | Rows | Copy | Strided
 
 _KINDS: dict[int, type[Extents]] = {
-    10: Convolution,
+    12: Convolution,
     5: Attention,
     4: Product,
     3: Rows,

@@ -60,7 +60,7 @@ def test_a_convolution_has_channels_kernel_stride_and_layout() -> None:
     def conv() -> nn.Module:
         return nn.Conv2d(8, 16, 3, stride=2, padding=1, groups=4)
 
-    expected = Convolution(SAMPLES, 8, 16, 4, 9, 4, 32 * 32, 16 * 16, 0, 0)
+    expected = Convolution(SAMPLES, 8, 16, 4, 9, 4, 32 * 32, 16 * 16, 0, 0, 3, 1)
     ops = ops_of(conv(), 8, 32, 32)
     assert extents(ops, "convolution") == [expected]
     assert extents(ops, "convolution_backward") == [expected._replace(gradients=3)]
@@ -70,7 +70,7 @@ def test_a_convolution_has_channels_kernel_stride_and_layout() -> None:
 
 def test_a_transposed_convolution_is_described_as_the_one_it_reverses() -> None:
     ops = ops_of(nn.ConvTranspose2d(8, 16, 2, stride=2), 8, 16, 16)
-    assert extents(ops, "convolution") == [Convolution(SAMPLES, 16, 8, 1, 4, 4, 32 * 32, 16 * 16, 0, 0)]
+    assert extents(ops, "convolution") == [Convolution(SAMPLES, 16, 8, 1, 4, 4, 32 * 32, 16 * 16, 0, 0, 2, 1)]
 
 
 def test_a_linear_layer_is_a_product_of_all_tokens() -> None:

@@ -23,6 +23,8 @@ DENSE = Convolution(
     out_positions=1024,
     is_channels_last=1,
     gradients=0,
+    width=3,
+    dilation=1,
 )
 
 

@@ -120,17 +120,3 @@ def test_what_python_takes_depends_on_the_phase_and_a_recomputed_op_is_forward()
     backward = replace(OP, phase=Phase.BACKWARD)
     assert op_seconds(backward, device) == pytest.approx(1.0 + 2.5)
     assert op_seconds(replace(backward, recomputed=True), device) == pytest.approx(1.0 + 4.5)
-
-
-@pytest.mark.parametrize(("size_mib", "faults"), [(32, False), (33, True)])
-def test_only_blocks_that_malloc_gives_back_are_touched_for_the_first_time_each_step(
-    size_mib: int, faults: bool
-) -> None:
-    writer = TraceWriter("cpu")
-    writer.allocate(100 * MIB, "weights", Category.PARAMETERS)
-    writer.op("aten.mul.Tensor")
-    block = writer.allocate(size_mib * MIB, "product")
-    writer.free(block)
-    device = replace(calibrated(flat("elementwise", 1e-6)), page_fault_seconds_per_byte=1.0 / MIB)
-    seconds = step_seconds(writer.trace(), device).total_seconds
-    assert seconds == pytest.approx(size_mib if faults else 0, abs=1e-3)

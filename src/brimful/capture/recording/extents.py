@@ -91,7 +91,7 @@ def _product_and_sum(_summand: Tensor, a: Tensor, b: Tensor, *_: Any) -> Product
 def _convolution(
     input: Tensor, weight: Tensor, _bias: Any, *how: Any, output: Tensor | None = None, gradients: int = 0
 ) -> Convolution:
-    stride, _padding, _dilation, transposed, _output_padding, groups = how
+    stride, _padding, dilation, transposed, _output_padding, groups = how
     kernel = math.prod(weight.shape[2:])
     steps = math.prod(stride) if len(stride) == weight.dim() - 2 else stride[0] ** (weight.dim() - 2)
     in_positions = math.prod(input.shape[2:])
@@ -113,6 +113,8 @@ def _convolution(
         out_positions,
         _is_channels_last(input) or _is_channels_last(weight),
         gradients,
+        weight.shape[-1],
+        max(dilation),
     )
 
 

@@ -1,11 +1,13 @@
 """Floating-point operations of an op, from torch's own table.
 
 `torch.utils.flop_counter.flop_registry` counts matmuls and convolutions, two per multiply-add (checked: torch
-2.13). Fused attention, recurrent layers and products that it lacks are counted here in the same way.
+2.13). What it lacks or counts wrongly is counted here in the same way: fused attention, recurrent layers, some
+products, gradients of grouped convolutions.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,15 @@ def _cudnn_rnn_backward(*args: Any, **kwargs: Any) -> int:
     return 2 * _cudnn_rnn(*args, **kwargs)
 
 
+def _convolution_backward(
+    grad: Any, inputs: Any, weight: Any, _bias_sizes: Any, *rest: Any, **_kwargs: Any
+) -> int:
+    """Each gradient as much as forward; torch's own table counts the weight's once for every group."""
+    _stride, _padding, _dilation, is_transposed, _output_padding, _groups, mask = rest
+    positions = math.prod((inputs if is_transposed else grad).shape[2:])
+    return int(2 * grad.shape[0] * positions * weight.numel() * (mask[0] + mask[1]))
+
+
 def _matrix_vector(matrix: Any, _vector: Any, *_args: Any, **_kwargs: Any) -> int:
     return int(2 * matrix.numel())
 
@@ -75,6 +86,7 @@ _FUSED_ATTENTION = (
 _ADDED: dict[Any, Callable[..., int]] = {
     **{getattr(aten, name): _attention for name in _FUSED_ATTENTION},
     **{getattr(aten, f"{name}_backward"): _attention_backward for name in _FUSED_ATTENTION},
+    aten.convolution_backward: _convolution_backward,
     aten.mv: _matrix_vector,
     aten.dot: _matrix_vector,
     aten.addmv: _add_matrix_vector,
