@@ -1,0 +1,1 @@
+"""brimful inside other training frameworks: plans for their jobs, applied to their loops."""

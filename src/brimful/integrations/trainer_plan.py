@@ -1,0 +1,167 @@
+"""A plan in force on a Transformers `Trainer`, and predicted beside measured at its end.
+
+Checked with transformers 5.23 and accelerate 1.15.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback
+
+from brimful.errors import UsageError
+from brimful.execution.setup import set_up_allocator
+from brimful.integrations.trainer_job import effective_batch_size, precision_of
+from brimful.integrations.trainer_recovery import TrainerRecovery
+from brimful.optimizers import kept_implementation, set_implementation
+from brimful.planner import Plan
+from brimful.quantities import format_bytes, format_seconds
+from brimful.results import Recovery
+from brimful.transforms import apply_memory_format, apply_units
+
+_WARM_STEPS = 2
+"""Steps that are not timed: the allocator and libraries set themselves up in them."""
+
+
+class AppliedPlan:
+    """A plan in force on a trainer; see `integrations.transformers.apply`."""
+
+    def __init__(self, plan: Plan, trainer: Trainer, *, recovers: bool, reports: bool) -> None:
+        _check_for(plan, trainer)
+        self.plan = plan
+        self.step_seconds: list[float] = []
+        """Measured duration of each optimizer step, without loading data."""
+        self.peak_allocated_bytes = 0
+        """Highest measured peak of a step on a GPU; 0 on a CPU, where it is not measured."""
+        self._trainer = trainer
+        self._reports = reports
+        self._recovery = (
+            TrainerRecovery(trainer, plan.settings.micro_batch_size)
+            if recovers and trainer.args.world_size == 1
+            else None
+        )
+        self._callback = _PlanCallback(self)
+        self._changes = ExitStack()
+        self._ends_evaluation = (lambda: None) if self._recovery is None else self._recovery.watch_evaluation()
+        self._before = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
+        self._set_batch(plan.settings.micro_batch_size, plan.settings.gradient_accumulation_steps)
+        set_up_allocator(plan.settings, torch.device(trainer.args.device))
+        trainer.add_callback(self._callback)
+
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """Steps in which memory ran out and that were taken again."""
+        return () if self._recovery is None else tuple(self._recovery.recoveries)
+
+    def begin(self, model: nn.Module, optimizer: Any) -> None:
+        """Put the plan's actions in force on the model and the optimizer that training begins with."""
+        self.end()
+        settings, optimizer = self.plan.settings, getattr(optimizer, "optimizer", optimizer)
+        with ExitStack() as changes:
+            changes.callback(apply_memory_format(model, settings, optimizer).remove)
+            if settings.optimizer_implementation is not None:
+                changes.callback(kept_implementation(optimizer))
+                set_implementation(optimizer, settings.optimizer_implementation)
+            changes.callback(apply_units(model, settings).remove)
+            if self._recovery is not None:
+                changes.callback(self._recovery.begin(model, optimizer))
+            self._changes = changes.pop_all()
+
+    def end(self) -> None:
+        """Undo `begin`."""
+        self._changes.close()
+
+    def remove(self) -> None:
+        """Restore the trainer's own batch size, accumulation and training loop."""
+        self.end()
+        self._ends_evaluation()
+        self._trainer.remove_callback(self._callback)
+        self._set_batch(*self._before)
+
+    def report_text(self) -> str:
+        """Predicted beside measured, in a few lines."""
+        plan, timed = self.plan, self.step_seconds[_WARM_STEPS:]
+        lines = [f"brimful: {plan.settings.describe()}"]
+        peak = format_bytes(self.peak_allocated_bytes) if self.peak_allocated_bytes else "not measured on a CPU"
+        lines.append(f"  peak memory  {format_bytes(plan.predicted_peak_allocated_bytes)} predicted, {peak}")
+        if timed:
+            measured = statistics.median(timed)
+            lines.append(
+                f"  step         {format_seconds(plan.predicted_step_seconds)} predicted, "
+                f"{format_seconds(measured)} measured (median of {len(timed)})"
+            )
+        if self.recoveries:
+            last = self.recoveries[-1]
+            lines.append(
+                f"  memory ran out {len(self.recoveries)} times, and the step was taken again; last in "
+                f"{last.during} {last.step}: {last.before}, then {last.after}"
+            )
+        return "\n".join(lines)
+
+    def print_report(self) -> None:
+        """Print it, if asked for, on the first process."""
+        if self._reports and self._trainer.is_world_process_zero():
+            print(self.report_text())
+
+    def _set_batch(self, micro_batch_size: int, accumulation: int) -> None:
+        args = self._trainer.args
+        args.per_device_train_batch_size = micro_batch_size
+        args.gradient_accumulation_steps = accumulation
+        self._trainer._train_batch_size = args.train_batch_size
+
+
+class _PlanCallback(TrainerCallback):  # type: ignore[misc]
+    """Tells the applied plan when training and its steps begin and end."""
+
+    def __init__(self, applied: AppliedPlan) -> None:
+        self._applied = applied
+        self._began = 0.0
+        self._on_cuda = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._on_cuda = torch.device(args.device).type == "cuda"
+        self._applied.begin(kwargs["model"], kwargs["optimizer"])
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        applied = self._applied
+        if self._on_cuda:
+            torch.cuda.synchronize()
+            applied.peak_allocated_bytes = max(
+                applied.peak_allocated_bytes, torch.cuda.max_memory_allocated()
+            )
+        applied.step_seconds.append(time.perf_counter() - self._began)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._applied.end()
+        self._applied.print_report()
+
+
+def _check_for(plan: Plan, trainer: Trainer) -> None:
+    """Refuse a plan for another job than the trainer's."""
+    settings, wanted = plan.settings, effective_batch_size(trainer)
+    planned = settings.micro_batch_size * settings.gradient_accumulation_steps * settings.world_size
+    if planned != wanted or settings.world_size != trainer.args.world_size:
+        raise UsageError(
+            f"the plan is for {planned} samples a step on {settings.world_size} processes, and the trainer has "
+            f"{wanted} on {trainer.args.world_size}. Plan again: `plan(trainer, …)`."
+        )
+    if settings.precision.value != precision_of(trainer):
+        raise UsageError(
+            f"the plan is for {settings.precision.value}, and the trainer's arguments for "
+            f"{precision_of(trainer)}. Plan again: `plan(trainer, …)`."
+        )
+    if settings.optimizer is not None or settings.offload_optimizer or settings.optimizer_in_backward:
+        raise UsageError(
+            f"a trainer cannot carry out {settings.describe()}: it makes and steps its own optimizer. Plan with "
+            "`plan(trainer, …)`."
+        )

@@ -1,0 +1,257 @@
+"""Out-of-memory recovery in a Transformers `Trainer`: the same step again, then with smaller micro-batches.
+
+The trainer fetches all micro-batches of an optimizer step before it trains on the first. So where memory runs
+out in one of them, the gradients of the step are cleared, random numbers and buffers are restored to those of
+its start, and all micro-batches up to this one are run again.
+
+Checked with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import Trainer
+from transformers.trainer_pt_utils import nested_concat
+
+from brimful.batches import BatchLayout
+from brimful.errors import BatchError
+from brimful.execution.buffers import BufferSnapshot
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries
+from brimful.execution.random_state import RandomState
+from brimful.execution.update import ResumableUpdate
+from brimful.integrations.trainer_job import IGNORED_LABEL
+from brimful.results import Recovery
+
+
+class TrainerRecovery:
+    """Retries a trainer's training, evaluation and optimizer steps in which memory runs out.
+
+    Args:
+        trainer: In one process.
+        micro_batch_size: The plan's.
+    """
+
+    def __init__(self, trainer: Trainer, micro_batch_size: int) -> None:
+        self.recoveries: list[Recovery] = []
+        self._trainer = trainer
+        self._device = torch.device(trainer.args.device)
+        self._size = micro_batch_size
+        self._planned_size = micro_batch_size
+        self._layout = BatchLayout()
+        self._buffers: BufferSnapshot | None = None
+        self._random: RandomState | None = None
+        self._batches: list[Any] = []
+        self._done = 0
+        """Micro-batches of the current step whose gradients are complete."""
+        self._reruns = False
+        self._couples = False
+
+    def begin(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+        """Watch a trainer's steps on a model; returns what ends that."""
+        trainer = self._trainer
+        self._buffers = BufferSnapshot(model)
+        self._couples = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        changes = ExitStack()
+        fetch, train = trainer.get_batch_samples, trainer.training_step
+        changes.callback(_replaced(trainer, "get_batch_samples", partial(self._get_batch_samples, fetch)))
+        changes.callback(_replaced(trainer, "training_step", partial(self._training_step, train)))
+        if trainer.accelerator.scaler is None:  # a scaler cannot step twice
+            changes.callback(_replaced(optimizer, "step", self._resumable_step(optimizer)))
+        return changes.close
+
+    def watch_evaluation(self) -> Callable[[], None]:
+        """Retry evaluation and prediction; returns what ends that."""
+        own = self._trainer.prediction_step
+        return _replaced(self._trainer, "prediction_step", partial(self._prediction_step, own))
+
+    def _resumable_step(self, optimizer: Optimizer) -> Callable[..., None]:
+        """The optimizer's `step`, which is finished where memory runs out in it."""
+        update, own = ResumableUpdate(optimizer, partial(make_room, self._device)), optimizer.step
+
+        @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
+        def step(*args: Any, **kwargs: Any) -> None:
+            update.run(partial(own, *args, **kwargs))
+
+        return step
+
+    def _get_batch_samples(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        self._batches, self._done = found[0], 0
+        return found
+
+    def _training_step(
+        self, own: Callable[..., Tensor], model: nn.Module, inputs: Any, *others: Any, **kwargs: Any
+    ) -> Tensor:
+        assert self._buffers is not None
+        if self._done == 0:
+            if self._random is not None:
+                self._buffers.release()
+            self._random = RandomState.now(self._device)
+            self._buffers.take()
+        self._reruns = False
+        began = time.perf_counter()
+
+        def run(batch: Any) -> Tensor:
+            if self._size >= self._planned_size:
+                return own(model, batch, *others, **kwargs)
+            return self._in_parts(own, model, batch, *others, **kwargs)
+
+        def attempt() -> Tensor:
+            if self._reruns:
+                for earlier in self._batches[: self._done]:
+                    run(earlier)
+            return run(inputs)
+
+        loss = with_retries(attempt, partial(self._recover, model, inputs, began), self._device)
+        self._done += 1
+        return loss
+
+    def _in_parts(
+        self, own: Callable[..., Tensor], model: nn.Module, inputs: Any, *others: Any, **kwargs: Any
+    ) -> Tensor:
+        """A micro-batch in smaller parts, whose losses add up to its own."""
+        trainer = self._trainer
+        parts = self._layout.split(inputs, self._size)
+        items = others[0] if others else kwargs.get("num_items_in_batch")
+        if items is not None:  # each part's loss is a sum divided by the count of the whole step
+            return torch.stack([own(model, part, *others, **kwargs) for part in parts]).sum()
+        weights = _weights(parts, self._layout)
+        steps = trainer.current_gradient_accumulation_steps
+        losses = []
+        try:
+            for part, weight in zip(parts, weights, strict=True):
+                if not weight:
+                    continue
+                trainer.current_gradient_accumulation_steps = steps / weight  # a mean is divided by it
+                losses.append(own(model, part, *others, **kwargs))
+        finally:
+            trainer.current_gradient_accumulation_steps = steps
+        return torch.stack(losses).sum()
+
+    def _recover(
+        self, model: nn.Module, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool
+    ) -> None:
+        """Undo the step so far; from the second time on, halve the micro-batch."""
+        assert self._buffers is not None
+        assert self._random is not None
+        before = self._size
+        model.zero_grad(set_to_none=True)
+        self._buffers.restore()
+        self._buffers.take()
+        self._random.restore(self._device)
+        self._reruns = True
+        if is_retry:
+            self._size = self._smaller(inputs, ran_out)
+            warnings.warn(
+                f"memory ran out again in a step: {ran_out.message}. From now on it takes {self._size} samples at "
+                f"a time in place of {before}.",
+                stacklevel=2,
+            )
+        self.recoveries.append(
+            Recovery(
+                step=self._trainer.state.global_step + 1,
+                during="step",
+                message=ran_out.message,
+                before=f"micro-batch {before}",
+                after=f"micro-batch {self._size}",
+                seconds=time.perf_counter() - began,
+            )
+        )
+
+    def _smaller(self, inputs: Any, ran_out: RanOut) -> int:
+        if self._size == 1:
+            raise self._out_of_memory(ran_out, "its micro-batch is one sample already")
+        if self._couples:
+            raise self._out_of_memory(ran_out, "BatchNorm couples the samples of its micro-batch")
+        if (reason := self._layout.why_whole(inputs)) is not None:
+            raise self._out_of_memory(ran_out, f"its micro-batch cannot be split: {reason}")
+        return self._size // 2
+
+    def _out_of_memory(self, ran_out: RanOut, reason: str) -> StepOutOfMemoryError:
+        return StepOutOfMemoryError(
+            f"memory ran out in a training step of {self._size} samples at a time: {ran_out.message}. It cannot "
+            f"run with less, because {reason}.\n  Model and optimizer are as before the step. Plan for a smaller "
+            "budget."
+        )
+
+    def _prediction_step(
+        self, own: Callable[..., Any], model: nn.Module, inputs: Any, *others: Any, **kwargs: Any
+    ) -> Any:
+        """Evaluation of a batch; in halves where memory runs out, whose results are joined."""
+        began = time.perf_counter()
+        parts = [inputs]
+
+        def attempt() -> list[Any]:
+            return [own(model, part, *others, **kwargs) for part in parts]
+
+        def recover(ran_out: RanOut, *, is_retry: bool) -> None:
+            samples = max(map(self._layout.count, parts))
+            if is_retry:
+                if samples == 1 or self._layout.why_whole(inputs) is not None:
+                    raise self._out_of_memory(ran_out, "it evaluates one sample already")
+                parts[:] = self._layout.split(inputs, -(-samples // 2))
+            self.recoveries.append(
+                Recovery(
+                    step=self._trainer.state.global_step,
+                    during="evaluation",
+                    message=ran_out.message,
+                    before=f"batch {samples}",
+                    after=f"batch {max(map(self._layout.count, parts))}",
+                    seconds=time.perf_counter() - began,
+                )
+            )
+
+        found = with_retries(attempt, recover, self._device)
+        return found[0] if len(found) == 1 else _joined(found, _weights(parts, self._layout))
+
+
+def _weights(parts: list[Any], layout: BatchLayout) -> list[float]:
+    """Each part's share in the mean loss of all: of labels that count if they are of tokens, else of samples."""
+    labels = [part.get("labels") for part in parts]
+    if all(isinstance(each, Tensor) and each.dim() > 1 and not each.is_floating_point() for each in labels):
+        counts = [float(each.ne(IGNORED_LABEL).sum()) for each in labels]
+    else:
+        counts = [float(layout.count(part)) for part in parts]
+    total = sum(counts)
+    if not total:
+        raise BatchError("a micro-batch has no labels that count, so its loss cannot be divided among parts.")
+    return [count / total for count in counts]
+
+
+def _joined(found: list[Any], weights: list[float]) -> tuple[Any, Any, Any]:
+    """(loss, logits, labels) of parts as of one batch."""
+    losses = [loss for loss, _, _ in found]
+    loss = None
+    if all(each is not None for each in losses):
+        loss = sum(each * weight for each, weight in zip(losses, weights, strict=True))
+    joined = []
+    for place in (1, 2):
+        values = [each[place] for each in found]
+        whole = values[0]
+        for value in values[1:]:
+            whole = None if whole is None else nested_concat(whole, value, padding_index=IGNORED_LABEL)
+        joined.append(whole)
+    return loss, joined[0], joined[1]
+
+
+def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of an instance; returns what restores it."""
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    return restore

@@ -1,0 +1,133 @@
+"""A plan for a Transformers `Trainer`, applied to it: two lines beside the ones you have.
+
+    import brimful.integrations.transformers as bft
+
+    plan = bft.plan(trainer, budget="11GiB")
+    bft.apply(plan, trainer)
+    trainer.train()
+
+Checked with transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from transformers import Trainer
+
+from brimful.api import plan as plan_job
+from brimful.errors import UsageError
+from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
+from brimful.integrations.trainer_plan import AppliedPlan
+from brimful.job import Job
+from brimful.options import PlanKeywords, PlanOptions
+from brimful.planner import Plan
+from brimful.profiling.named_device import DeviceLike
+
+__all__ = ["AppliedPlan", "apply", "job", "plan"]
+
+_OF_THE_TRAINER = {
+    "precision": "bf16 or fp16 in TrainingArguments",
+    "optimizer": "optim in TrainingArguments",
+    "allow_optimizers": "optim in TrainingArguments",
+    "parallelism": "torchrun, which starts DDP",
+    "param_dtype": "torchrun, which starts DDP",
+}
+"""Options of a plan that the trainer decides, and where."""
+
+
+def job(trainer: Trainer, *, longest: Any | None = None) -> Job:
+    """The training job of a `Trainer`, for `bf.estimate`, `bf.measure` and `bf.verify`.
+
+    Model, loss (with label smoothing and `compute_loss_func`), collator, optimizer, precision and the count of
+    tokens are the trainer's. A batch is made of the longest samples of the training data, so that what is
+    predicted is the largest step.
+
+    Args:
+        trainer: As it is before `train()`.
+        longest: The sample with the highest memory use, as the dataset returns it. Default: searched for in the
+            dataset, of which at most 10,000 samples are read, evenly spaced.
+
+    Returns:
+        The job; its model is the trainer's, which estimating and planning do not change.
+
+    Raises:
+        UsageError: The trainer has no model yet, no samples, or trains in a way that is not supported.
+    """
+    return job_of_trainer(trainer, longest=longest)
+
+
+def plan(
+    trainer: Trainer,
+    device: DeviceLike = "auto",
+    *,
+    longest: Any | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Plan:
+    """Find the fastest way to run a trainer's steps inside a memory budget.
+
+    The effective batch stays that of the trainer's arguments: `per_device_train_batch_size` ×
+    `gradient_accumulation_steps` × the number of processes. So do precision and optimizer.
+
+    Args:
+        trainer: As it is before `train()`.
+        device: As for `brimful.plan`.
+        longest: As for `job`.
+        **options: As for `brimful.plan`, except those that the trainer decides.
+
+    Returns:
+        The plan, for `apply`.
+
+    Raises:
+        UsageError: An option is the trainer's to decide, or as `job`.
+        InfeasibleError: Nothing permitted fits.
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    for name in options:
+        if name in _OF_THE_TRAINER:
+            raise UsageError(f"{name} is decided by the trainer: set {_OF_THE_TRAINER[name]}.")
+    fixed: PlanKeywords = {
+        "precision": precision_of(trainer),
+        "offload_optimizer": False,
+        "optimizer_in_backward": False,
+        "prefetch_inputs": False,
+    }
+    for name, value in fixed.items():
+        if options.get(name, value) != value:
+            raise UsageError(f"{name}={options[name]!r} is not supported in a Trainer.")  # type: ignore[literal-required]
+    return plan_job(
+        job(trainer, longest=longest),
+        device,
+        global_batch_size=effective_batch_size(trainer),
+        world_size=trainer.args.world_size,
+        **{**options, **fixed, **({"parallelism": "ddp"} if trainer.args.world_size > 1 else {})},
+    )
+
+
+def apply(plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = True) -> AppliedPlan:
+    """Put a plan in force on a trainer.
+
+    It sets the trainer's batch size per device and its accumulation, and from `train()` on the plan's unit
+    actions, memory format, optimizer implementation and allocator settings. The effective batch stays.
+
+    **Out of memory.** A training step in which memory runs out is undone and taken again: once unchanged, then
+    with micro-batches of half the size, which stay in use. Samples, gradients, random numbers and buffers are
+    those of an undisturbed run. So are evaluation and prediction. With several processes nothing is retried.
+
+    Args:
+        plan: Of `plan`, or read with `Plan.load`.
+        trainer: Before `train()`.
+        recover: Whether steps in which memory runs out are retried.
+        report: Print predicted beside measured at the end of training.
+
+    Returns:
+        What was applied: `remove()` undoes it, `recoveries` lists steps in which memory ran out.
+
+    Raises:
+        UsageError: The plan is for another effective batch, number of processes or precision, or has settings
+            that a trainer cannot carry out.
+    """
+    return AppliedPlan(plan, trainer, recovers=recover, reports=report)
+
+
+assert set(_OF_THE_TRAINER) <= set(PlanOptions.__dataclass_fields__)

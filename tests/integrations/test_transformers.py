@@ -1,0 +1,290 @@
+"""A plan in a Transformers Trainer: the same training, inside a budget, that survives out-of-memory errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
+
+import brimful as bf
+import brimful.integrations.transformers as bft
+from brimful.errors import UsageError
+from brimful.settings import Action
+from helpers.faults import OutOfMemoryAt
+from helpers.trainers import LONGEST, During, Texts, gpt2, losses, pad, trainer, weights
+
+
+def assert_same(first: Trainer, second: Trainer, *, exactly: bool) -> None:
+    if exactly:
+        assert losses(first) == losses(second)
+    else:
+        assert losses(first) == pytest.approx(losses(second), rel=1e-4)
+    for name, value in weights(first).items():
+        other = weights(second)[name]
+        assert torch.equal(value, other) if exactly else torch.allclose(value, other, atol=2e-3), name
+
+
+def test_the_job_has_the_longest_sample_the_labels_and_the_optimizer_of_the_trainer(tmp_path: Path) -> None:
+    own = trainer(tmp_path, weight_decay=0.1)
+    job = bft.job(own)
+    batch = job.batch(3)
+    assert batch["input_ids"].shape == (3, LONGEST)
+    assert job.count is not None
+    assert int(job.count(batch)) == 3 * (LONGEST - 1)  # labels are shifted
+    copy = gpt2()
+    made = job.optimizer(copy)
+    assert type(made) is torch.optim.AdamW
+    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]
+    assert {id(p) for group in made.param_groups for p in group["params"]} == {id(p) for p in copy.parameters()}
+    assert own.optimizer is None
+
+
+def test_an_optimizer_that_the_user_passed_is_made_again_with_its_groups(tmp_path: Path) -> None:
+    model = gpt2()
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 0.5}, {"params": others}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    own = trainer(tmp_path, model)
+    own.optimizer = optimizer
+    made = bft.job(own).optimizer(gpt2())
+    assert type(made) is torch.optim.SGD
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.1]
+    assert made.param_groups[0]["momentum"] == 0.9
+    assert own.optimizer is optimizer
+
+
+def test_recomputation_trains_bit_for_bit_like_the_trainer_alone(tmp_path: Path) -> None:
+    alone, planned = trainer(tmp_path), trainer(tmp_path)
+    plan = bft.plan(planned, "cpu", budget="1GiB", recompute="all", micro_batch_size=8)
+    applied = bft.apply(plan, planned, report=False)
+    alone.train()
+    planned.train()
+    assert {unit.action for unit in plan.settings.units} == {Action.RECOMPUTE}
+    assert_same(planned, alone, exactly=True)
+    assert len(applied.step_seconds) == 4
+    assert applied.recoveries == ()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_split_batch_trains_as_the_trainer_s_own_does(tmp_path: Path, accumulation: int) -> None:
+    changes: dict[str, Any] = {
+        "per_device_train_batch_size": 8 // accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+    alone = trainer(tmp_path, gpt2(dropout=0.0), **changes)
+    planned = trainer(tmp_path, gpt2(dropout=0.0), **changes)
+    plan = bft.plan(planned, "cpu", budget="1GiB", micro_batch_size=2)
+    assert plan.settings.gradient_accumulation_steps == 4
+    bft.apply(plan, planned, report=False)
+    assert planned.args.per_device_train_batch_size == 2
+    alone.train()
+    planned.train()
+    assert_same(planned, alone, exactly=False)
+
+
+def test_the_predicted_peak_is_the_measured_one(tmp_path: Path) -> None:
+    own = trainer(tmp_path)
+    plan = bft.plan(own, "cpu", budget="70%")
+    measured = bf.measure(bft.job(own), plan.settings, "cpu")
+    assert plan.predicted_peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.01)
+    assert measured.peak_allocated_bytes <= plan.budget_bytes
+
+
+def test_training_can_be_repeated_and_the_plan_removed(tmp_path: Path) -> None:
+    own = trainer(tmp_path)
+    plan = bft.plan(own, "cpu", budget="1GiB", recompute="all", micro_batch_size=4)
+    applied = bft.apply(plan, own, report=False)
+    own.train()
+    assert "forward" not in vars(own.model.transformer.h[0])
+    own.train()
+    applied.remove()
+    assert own.args.per_device_train_batch_size == 8
+    assert own.args.gradient_accumulation_steps == 1
+    assert not {"training_step", "get_batch_samples", "prediction_step"} & set(vars(own))
+
+
+def test_a_run_is_resumed_as_the_trainer_resumes(tmp_path: Path) -> None:
+    def planned(folder: Path, **changes: Any) -> Trainer:
+        own = trainer(folder, save_strategy="steps", save_steps=2, **changes)
+        bft.apply(bft.plan(own, "cpu", budget="1GiB", recompute="all", micro_batch_size=4), own, report=False)
+        return own
+
+    whole, resumed = planned(tmp_path / "whole"), planned(tmp_path / "resumed")
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert_same(whole, resumed, exactly=True)
+
+
+def ops_of_a_step(tmp_path: Path, **changes: Any) -> int:
+    counting = OutOfMemoryAt()
+    own = trainer(tmp_path, callbacks=[During(2, counting)], **changes)
+    bft.apply(bft.plan(own, "cpu", budget="1GiB", recompute="all", micro_batch_size=4), own, report=False)
+    own.train()
+    return len(counting.ops)
+
+
+@pytest.mark.slow
+def test_memory_may_run_out_at_any_point_of_a_step(tmp_path: Path) -> None:
+    """50 points of the third step of 4, updates among them; it is taken again and ends bit for bit the same."""
+    calm = trainer(tmp_path)
+    plan = bft.plan(calm, "cpu", budget="1GiB", recompute="all", micro_batch_size=4)
+    bft.apply(plan, calm, report=False)
+    calm.train()
+    count = ops_of_a_step(tmp_path)
+    for number in sorted({round(count * place / 50) for place in range(50)}):
+        fault = OutOfMemoryAt(number)
+        own = trainer(tmp_path, callbacks=[During(2, fault)])
+        applied = bft.apply(plan, own, report=False)
+        own.train()
+        assert fault.raised == 1
+        assert_same(own, calm, exactly=True)
+        assert len(applied.recoveries) <= 1  # an update is finished, not taken again
+
+
+def test_a_micro_batch_that_does_not_fit_twice_is_halved(tmp_path: Path) -> None:
+    calm = trainer(tmp_path, gpt2(dropout=0.0))
+    calm.train()
+    first_dim = {"aten.embedding.default"}
+
+    def is_too_large(name: str, args: Any) -> bool:
+        return name in first_dim and args[1].dim() == 2 and args[1].shape[0] > 2
+
+    own = trainer(tmp_path, gpt2(dropout=0.0), callbacks=[During(2, OutOfMemoryAt(fails=is_too_large))])
+    applied = bft.apply(bft.plan(own, "cpu", budget="1GiB", micro_batch_size=8), own, report=False)
+    with pytest.warns(UserWarning, match="2 samples at a time"):
+        own.train()
+    assert [each.after for each in applied.recoveries] == ["micro-batch 8", "micro-batch 4", "micro-batch 2"]
+    assert_same(own, calm, exactly=False)
+
+
+def test_evaluation_survives_too(tmp_path: Path) -> None:
+    own = trainer(tmp_path, per_device_eval_batch_size=5)
+    calm = own.evaluate()
+
+    def is_too_large(name: str, args: Any) -> bool:
+        return name == "aten.embedding.default" and args[1].dim() == 2 and args[1].shape[0] > 3
+
+    applied = bft.apply(bft.plan(own, "cpu", budget="1GiB"), own, report=False)
+    with OutOfMemoryAt(fails=is_too_large):
+        found = own.evaluate()
+        predicted = own.predict(Texts(10))
+    assert found["eval_loss"] == pytest.approx(calm["eval_loss"], rel=1e-5)
+    assert predicted.predictions.shape[0] == 10
+    assert {each.during for each in applied.recoveries} == {"evaluation"}
+
+
+def test_without_recovery_the_error_is_raised(tmp_path: Path) -> None:
+    own = trainer(tmp_path, callbacks=[During(1, fault := OutOfMemoryAt(5))])
+    bft.apply(bft.plan(own, "cpu", budget="1GiB"), own, recover=False, report=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        own.train()
+    fault.__exit__(None, None, None)
+
+
+def test_a_sequence_to_sequence_trainer_with_label_smoothing(tmp_path: Path) -> None:
+    def made() -> Seq2SeqTrainer:
+        torch.manual_seed(0)
+        config = T5Config(
+            vocab_size=97, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
+        args = Seq2SeqTrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=8,
+            max_steps=3,
+            label_smoothing_factor=0.1,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+        )
+        model = T5ForConditionalGeneration(config)
+        return Seq2SeqTrainer(model=model, args=args, train_dataset=Texts(), data_collator=pad_shifted(model))
+
+    alone, planned = made(), made()
+    plan = bft.plan(planned, "cpu", budget="1GiB", recompute="all", micro_batch_size=8)
+    measured = bf.measure(bft.job(planned), plan.settings, "cpu")
+    assert plan.predicted_peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.01)
+    bft.apply(plan, planned, report=False)
+    alone.train()
+    planned.train()
+    assert_same(planned, alone, exactly=True)
+
+
+def pad_shifted(model: Any) -> Any:
+    """As DataCollatorForSeq2Seq: label smoothing needs the decoder's inputs beside the labels."""
+
+    def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = pad(samples)
+        return {**batch, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(labels=batch["labels"])}
+
+    return collate
+
+
+def test_the_model_s_own_checkpointing_is_part_of_the_prediction(tmp_path: Path) -> None:
+    plain = bft.plan(trainer(tmp_path), "cpu", budget="1GiB", micro_batch_size=8)
+    own = trainer(tmp_path, gradient_checkpointing=True)
+    checkpointed = bft.plan(own, "cpu", budget="1GiB", micro_batch_size=8)
+    assert checkpointed.predicted_peak_allocated_bytes < plain.predicted_peak_allocated_bytes
+    bft.apply(checkpointed, own, report=False)
+    own.train()
+
+
+def test_bf16_is_predicted_with_the_outputs_that_accelerate_converts(tmp_path: Path) -> None:
+    own = trainer(tmp_path, bf16=True)
+    plan = bft.plan(own, "cpu", budget="1GiB")
+    assert plan.settings.precision.value == "bf16"
+    measured = bf.measure(bft.job(own), plan.settings, "cpu")
+    assert plan.predicted_peak_allocated_bytes == pytest.approx(measured.peak_allocated_bytes, rel=0.01)
+    alone = trainer(tmp_path, bf16=True)
+    bft.apply(plan, own, report=False)
+    alone.train()
+    own.train()
+    assert_same(own, alone, exactly=plan.settings.micro_batch_size == 8)
+
+
+def test_predicted_and_measured_are_printed_at_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = trainer(tmp_path)
+    bft.apply(bft.plan(own, "cpu", budget="1GiB"), own)
+    own.train()
+    printed = capsys.readouterr().out
+    assert "peak memory" in printed
+    assert "measured (median of 2)" in printed
+
+
+def test_what_the_trainer_decides_is_not_an_option_of_the_plan(tmp_path: Path) -> None:
+    own = trainer(tmp_path)
+    with pytest.raises(UsageError, match="bf16 or fp16 in TrainingArguments"):
+        bft.plan(own, "cpu", precision="bf16")
+    with pytest.raises(UsageError, match="offload_optimizer=True is not supported"):
+        bft.plan(own, "cpu", offload_optimizer=True)
+
+
+def test_a_plan_for_another_batch_is_refused(tmp_path: Path) -> None:
+    plan = bft.plan(trainer(tmp_path), "cpu", budget="1GiB")
+    with pytest.raises(UsageError, match=r"8 samples a step .* has 16"):
+        bft.apply(plan, trainer(tmp_path, gradient_accumulation_steps=2))
+    with pytest.raises(UsageError, match="for fp32, and the trainer's arguments for bf16"):
+        bft.apply(plan, trainer(tmp_path, bf16=True))
+
+
+def test_a_trainer_without_a_model_or_samples_is_refused(tmp_path: Path) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    lazy = Trainer(model_init=gpt2, args=args, train_dataset=Texts(), data_collator=pad)
+    lazy.model = None
+    with pytest.raises(UsageError, match="model_init"):
+        bft.job(lazy)
+    with pytest.raises(UsageError, match="no train_dataset"):
+        bft.job(Trainer(model=gpt2(), args=args, data_collator=pad))
