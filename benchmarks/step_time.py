@@ -3,13 +3,15 @@
     python benchmarks/step_time.py [--unprepared]
 
 Small versions of real architectures: built-in ones with few layers or small images, others of `cpu_truth.py`
-and `zoo/`. With `--unprepared`: what users wrote who followed the documentation, and the jobs of `job_zoo/` that
-train in brimful's loop without `torch.compile`, as one micro-batch. Of those, the kinds in `DEVELOPED_ON` were
-looked at when the CPU's cost model was last changed; the others are held out. Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first.
-Measured: the median of some steps of `measure_step`, made several times in a process of the row's own: in a
-process that trained other models before, memory is fragmented and the same step takes up to 1.4 times as long.
-The lowest median counts, as other work on the machine only adds time. All medians are kept. Before each, other
-work is waited for, though not for long.
+and `zoo/`. With `--unprepared`: what users wrote who followed the documentation, and the jobs of `job_zoo/`
+that train in brimful's loop without `torch.compile`, as one micro-batch. Of those, the kinds in `DEVELOPED_ON`
+were looked at when the CPU's cost model was last changed; the others are held out.
+
+Predicted: `capture_step`, then `step_seconds` for the CPU, which is calibrated anew first. Measured: the median
+of some steps of `measure_step`, made several times in a process of the row's own: in a process that trained
+other models before, memory is fragmented and the same step takes up to 1.4 times as long. The lowest median
+counts, as other work on the machine only adds time. All medians are kept. Before each, other work is waited
+for, though not for long.
 """
 
 from __future__ import annotations

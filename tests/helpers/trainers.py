@@ -74,7 +74,9 @@ def arguments(folder: Path, **changes: Any) -> dict[str, Any]:
     }
 
 
-def trainer(folder: Path, model: nn.Module | None = None, *, kind: type[Trainer] = Trainer, **changes: Any) -> Trainer:
+def trainer(
+    folder: Path, model: nn.Module | None = None, *, kind: type[Trainer] = Trainer, **changes: Any
+) -> Trainer:
     more = {name: changes.pop(name) for name in ("callbacks", "compute_loss_func") if name in changes}
     return kind(
         model=gpt2() if model is None else model,
@@ -84,6 +86,12 @@ def trainer(folder: Path, model: nn.Module | None = None, *, kind: type[Trainer]
         data_collator=pad,
         **more,
     )
+
+
+def train(own: Trainer) -> None:
+    """Train with the same random numbers each time."""
+    torch.manual_seed(0)
+    own.train()
 
 
 def losses(trained: Trainer) -> list[float]:

@@ -70,7 +70,7 @@ class CpuWork:
         return flops / flops_per_second if curve is None else curve.seconds_at(flops)
 
     def _moving(self, kind: str, moved_bytes: int) -> float:
-        curve = self._curves.get(kind)
+        curve = self._curves.get(kind) or self._curves.get(OTHER)
         return moved_bytes * self._seconds_per_byte if curve is None else curve.seconds_at(moved_bytes)
 
     def _curve(self, work: Work) -> RateCurve | None:

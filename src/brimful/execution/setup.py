@@ -80,7 +80,8 @@ _expands_segments = False
 def set_up_allocator(settings: Settings, device: torch.device) -> None:
     """Configure the device's allocator for the whole process: PyTorch's as settings require, or a CPU's malloc.
 
-    On a CPU, malloc keeps freed memory; `host_allocator` says why. On CUDA other options stay. Settings without expandable segments keep the user's own configuration, but revert that of this function.
+    On a CPU, malloc keeps freed memory; `host_allocator` says why. On CUDA other options stay: settings without
+    expandable segments keep the user's own configuration, but revert that of this function.
     Existing segments do not change, so call it before the model is on the device, to reserve the least.
 
     Args:

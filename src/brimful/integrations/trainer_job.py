@@ -22,7 +22,7 @@ from brimful.job import Batch, Job
 MOST_SAMPLES_READ = 10_000
 """Of a dataset, to find the longest: a choice."""
 _ALIKE_SAMPLES = 64
-"""So many of one size in a row, such as images after a transform, are taken to be all of that size: a choice."""
+"""So many of one size in a row, such as images after a transform, stand for all samples: a choice."""
 
 IGNORED_LABEL = -100
 """Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""
@@ -68,14 +68,10 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
 
 
 def _check_supported(trainer: Trainer) -> None:
-    if trainer.model is None:
-        raise UsageError(
-            "the trainer has a `model_init` and no model yet. Pass Trainer(model=…): a plan is for one model."
-        )
     if trainer.args.n_gpu > 1:
         raise UsageError(
-            f"the trainer would use torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in one process. Start one "
-            "process per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
+            f"the trainer would use torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in one process. Start "
+            "one process per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
     kind = trainer.accelerator.distributed_type
     if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):

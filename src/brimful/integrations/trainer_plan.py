@@ -62,6 +62,7 @@ class AppliedPlan:
         """Put the plan's actions in force on the model and the optimizer that training begins with."""
         self.end()
         settings, optimizer = self.plan.settings, getattr(optimizer, "optimizer", optimizer)
+        _disable_cache(model, self._trainer)
         with ExitStack() as changes:
             changes.callback(apply_memory_format(model, settings, optimizer).remove)
             if settings.optimizer_implementation is not None:
@@ -115,7 +116,7 @@ class AppliedPlan:
         self._trainer._train_batch_size = args.train_batch_size
 
 
-class _PlanCallback(TrainerCallback):  # type: ignore[misc]
+class _PlanCallback(TrainerCallback):
     """Tells the applied plan when training and its steps begin and end."""
 
     def __init__(self, applied: AppliedPlan) -> None:
@@ -136,14 +137,22 @@ class _PlanCallback(TrainerCallback):  # type: ignore[misc]
         applied = self._applied
         if self._on_cuda:
             torch.cuda.synchronize()
-            applied.peak_allocated_bytes = max(
-                applied.peak_allocated_bytes, torch.cuda.max_memory_allocated()
-            )
+            applied.peak_allocated_bytes = max(applied.peak_allocated_bytes, torch.cuda.max_memory_allocated())
         applied.step_seconds.append(time.perf_counter() - self._began)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._applied.end()
         self._applied.print_report()
+
+
+def _disable_cache(model: nn.Module, trainer: Trainer) -> None:
+    """Set the model's `use_cache` to that of the arguments, as the trainer does for all but `model_init`.
+
+    A cache of keys and values would be filled a second time by a recomputation.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "use_cache", False):
+        config.use_cache = trainer.args.use_cache
 
 
 def _check_for(plan: Plan, trainer: Trainer) -> None:
@@ -162,6 +171,6 @@ def _check_for(plan: Plan, trainer: Trainer) -> None:
         )
     if settings.optimizer is not None or settings.offload_optimizer or settings.optimizer_in_backward:
         raise UsageError(
-            f"a trainer cannot carry out {settings.describe()}: it makes and steps its own optimizer. Plan with "
-            "`plan(trainer, …)`."
+            f"a trainer cannot carry out {settings.describe()}: it makes and steps its own optimizer. Plan "
+            "with `plan(trainer, …)`."
         )

@@ -137,9 +137,7 @@ class TrainerRecovery:
             trainer.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 
-    def _recover(
-        self, model: nn.Module, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool
-    ) -> None:
+    def _recover(self, model: nn.Module, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool) -> None:
         """Undo the step so far; from the second time on, halve the micro-batch."""
         assert self._buffers is not None
         assert self._random is not None
@@ -152,8 +150,8 @@ class TrainerRecovery:
         if is_retry:
             self._size = self._smaller(inputs, ran_out)
             warnings.warn(
-                f"memory ran out again in a step: {ran_out.message}. From now on it takes {self._size} samples at "
-                f"a time in place of {before}.",
+                f"memory ran out again in a step: {ran_out.message}. From now on it takes {self._size} samples "
+                f"at a time in place of {before}.",
                 stacklevel=2,
             )
         self.recoveries.append(
@@ -178,9 +176,9 @@ class TrainerRecovery:
 
     def _out_of_memory(self, ran_out: RanOut, reason: str) -> StepOutOfMemoryError:
         return StepOutOfMemoryError(
-            f"memory ran out in a training step of {self._size} samples at a time: {ran_out.message}. It cannot "
-            f"run with less, because {reason}.\n  Model and optimizer are as before the step. Plan for a smaller "
-            "budget."
+            f"memory ran out in a training step of {self._size} samples at a time: {ran_out.message}. It "
+            f"cannot run with less, because {reason}.\n  Model and optimizer are as before the step. Plan for "
+            "a smaller budget."
         )
 
     def _prediction_step(
@@ -215,7 +213,7 @@ class TrainerRecovery:
 
 
 def _weights(parts: list[Any], layout: BatchLayout) -> list[float]:
-    """Each part's share in the mean loss of all: of labels that count if they are of tokens, else of samples."""
+    """Each part's share in the mean loss of all: of labels that count, of tokens, else of samples."""
     labels = [part.get("labels") for part in parts]
     if all(isinstance(each, Tensor) and each.dim() > 1 and not each.is_floating_point() for each in labels):
         counts = [float(each.ne(IGNORED_LABEL).sum()) for each in labels]

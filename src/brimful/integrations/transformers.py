@@ -20,7 +20,7 @@ from brimful.errors import UsageError
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.job import Job
-from brimful.options import PlanKeywords, PlanOptions
+from brimful.options import PlanKeywords
 from brimful.planner import Plan
 from brimful.profiling.named_device import DeviceLike
 
@@ -86,21 +86,18 @@ def plan(
     for name in options:
         if name in _OF_THE_TRAINER:
             raise UsageError(f"{name} is decided by the trainer: set {_OF_THE_TRAINER[name]}.")
-    fixed: PlanKeywords = {
-        "precision": precision_of(trainer),
-        "offload_optimizer": False,
-        "optimizer_in_backward": False,
-        "prefetch_inputs": False,
-    }
-    for name, value in fixed.items():
-        if options.get(name, value) != value:
+    for name in ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs"):
+        if options.get(name):
             raise UsageError(f"{name}={options[name]!r} is not supported in a Trainer.")  # type: ignore[literal-required]
+    asked: PlanKeywords = {**options, "precision": precision_of(trainer), "offload_optimizer": False}
+    if trainer.args.world_size > 1:
+        asked["parallelism"] = "ddp"
     return plan_job(
         job(trainer, longest=longest),
         device,
         global_batch_size=effective_batch_size(trainer),
         world_size=trainer.args.world_size,
-        **{**options, **fixed, **({"parallelism": "ddp"} if trainer.args.world_size > 1 else {})},
+        **asked,
     )
 
 
@@ -128,6 +125,3 @@ def apply(plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = 
             that a trainer cannot carry out.
     """
     return AppliedPlan(plan, trainer, recovers=recover, reports=report)
-
-
-assert set(_OF_THE_TRAINER) <= set(PlanOptions.__dataclass_fields__)

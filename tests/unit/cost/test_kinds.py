@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from brimful.cost import Roofline, op_seconds, step_seconds
+from brimful.cost import Roofline, op_seconds
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS, WEIGHT_GRADIENT, work_of
 from brimful.devices import Device, Dispatch, RateCurve, find_device
 from brimful.settings import Precision
-from brimful.trace import Category, Op, Phase
-from helpers.traces import TraceWriter
+from brimful.trace import Op, Phase
 
 OP = Op(
     name="aten.mul.Tensor",

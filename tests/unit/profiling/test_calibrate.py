@@ -174,7 +174,7 @@ def test_the_key_names_cpu_torch_and_threads() -> None:
 
 
 RATES_OF_AN_OLDER_VERSION = (
-    '{"version": 3, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
+    '{"version": 4, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
     '"bf16_flops_per_second": 2e11, "memory_bandwidth_bytes_per_second": 8e9, "launch_seconds": 2e-6}}}'
 )
 
@@ -185,14 +185,14 @@ RATES_OF_AN_OLDER_VERSION = (
         "",
         "{",
         "[]",
-        '{"version": 3}',
-        '{"version": 3, "cpus": {"x": {"fp32": 1}}}',
-        '{"version": 3, "cpus": {"x": []}}',
-        '{"version": 3, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
+        '{"version": 4}',
+        '{"version": 4, "cpus": {"x": {"fp32": 1}}}',
+        '{"version": 4, "cpus": {"x": []}}',
+        '{"version": 4, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
         RATES_OF_AN_OLDER_VERSION,
         "\x00",
         "[" * 100_000,
-        '{"version": 3, "cpus": {"x": NaN}}',
+        '{"version": 4, "cpus": {"x": NaN}}',
     ],
 )
 def test_a_damaged_cache_is_named_in_a_warning_and_rewritten(

@@ -106,7 +106,7 @@ def test_an_implausible_entry_is_a_warning_that_names_the_file_and_is_not_used(
         assert kept_job_calibration(other) == measured(job="other")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": 3, "jobs": 7}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": 4, "jobs": 7}'])
 def test_a_damaged_file_is_a_warning_and_is_replaced(content: bytes) -> None:
     file().write_bytes(content)
     with pytest.warns(UserWarning, match=str(file())):
