@@ -22,7 +22,7 @@ from brimful.job import Batch, Job
 MOST_SAMPLES_READ = 10_000
 """Of a dataset, to find the longest: a choice."""
 _ALIKE_SAMPLES = 64
-"""So many of one size in a row, such as images after a transform, stand for all samples: a choice."""
+"""This number of samples of one size in a row, such as images after a transform, stands for all: a choice."""
 
 IGNORED_LABEL = -100
 """Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""

@@ -117,7 +117,7 @@ class AppliedPlan:
 
 
 class _PlanCallback(TrainerCallback):
-    """Tells the applied plan when training and its steps begin and end."""
+    """Calls the applied plan when training and its steps begin and end."""
 
     def __init__(self, applied: AppliedPlan) -> None:
         self._applied = applied

@@ -64,6 +64,8 @@ class TrainerRecovery:
         fetch, train = trainer.get_batch_samples, trainer.training_step
         changes.callback(_replaced(trainer, "get_batch_samples", partial(self._get_batch_samples, fetch)))
         changes.callback(_replaced(trainer, "training_step", partial(self._training_step, train)))
+        clip = trainer._clip_grad_norm
+        changes.callback(_replaced(trainer, "_clip_grad_norm", partial(self._clip_grad_norm, clip)))
         if trainer.accelerator.scaler is None:  # a scaler cannot step twice
             changes.callback(_replaced(optimizer, "step", self._resumable_step(optimizer)))
         return changes.close
@@ -137,6 +139,19 @@ class TrainerRecovery:
             trainer.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 
+    def _clip_grad_norm(self, own: Callable[..., Any], model: nn.Module) -> Any:
+        """Clip once more where memory runs out before a gradient was scaled."""
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        versions = [gradient._version for gradient in gradients]
+        began = time.perf_counter()
+
+        def recover(ran_out: RanOut, *, is_retry: bool) -> None:
+            if is_retry or versions != [gradient._version for gradient in gradients]:
+                raise self._out_of_memory(ran_out, "it ran out while gradients are clipped")
+            self._record(ran_out, began, before=self._size)
+
+        return with_retries(partial(own, model), recover, self._device)
+
     def _recover(self, model: nn.Module, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool) -> None:
         """Undo the step so far; from the second time on, halve the micro-batch."""
         assert self._buffers is not None
@@ -154,6 +169,9 @@ class TrainerRecovery:
                 f"at a time in place of {before}.",
                 stacklevel=2,
             )
+        self._record(ran_out, began, before=before)
+
+    def _record(self, ran_out: RanOut, began: float, *, before: int) -> None:
         self.recoveries.append(
             Recovery(
                 step=self._trainer.state.global_step + 1,
