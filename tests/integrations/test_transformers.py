@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +309,73 @@ def test_a_trainer_without_samples_is_refused(tmp_path: Path) -> None:
     args = TrainingArguments(**arguments(tmp_path))
     with pytest.raises(UsageError, match="no train_dataset"):
         bft.job(Trainer(model=gpt2(), args=args, data_collator=pad))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft 0.21
+def test_a_lora_adapter_trains_as_without_a_plan(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        model = gpt2()
+        model.enable_input_require_grads()
+        return peft.get_peft_model(model, config)
+
+    alone, planned = trainer(tmp_path, adapted()), trainer(tmp_path, adapted())
+    plan = bft.plan(planned, "cpu", budget="1GiB", recompute="all", micro_batch_size=8)
+    assert_predicted(plan, bf.measure(bft.job(planned), plan.settings, "cpu"))
+    bft.apply(plan, planned, report=False)
+    train(alone)
+    train(planned)
+    assert plan.settings.units
+    assert_same(planned, alone, exactly=True)
+
+
+RANK = """
+import json
+import sys
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import brimful.integrations.transformers as bft
+from helpers.trainers import gpt2, losses, train, trainer
+
+own = trainer(Path(sys.argv[1]), gpt2(dropout=0.0), per_device_train_batch_size=4)
+plan = bft.plan(own, "cpu", budget="1GiB", recompute="all", micro_batch_size=int(sys.argv[2]))
+assert plan.settings.world_size == 2
+if sys.argv[3] == "planned":
+    bft.apply(plan, own, report=False)
+train(own)
+if own.is_world_process_zero():
+    print("LOSSES", json.dumps(losses(own)))
+torch.distributed.destroy_process_group()
+"""
+
+
+def losses_of_two_ranks(tmp_path: Path, size: int, kind: str) -> list[float]:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    command = (str(script), str(tmp_path), str(size), kind)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
+    return json.loads(line.removeprefix("LOSSES "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_processes_train_the_same_batch(tmp_path: Path, size: int) -> None:
+    alone = losses_of_two_ranks(tmp_path, size, "alone")
+    planned = losses_of_two_ranks(tmp_path, size, "planned")
+    assert planned == pytest.approx(alone, rel=1e-4)
