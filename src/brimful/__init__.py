@@ -29,6 +29,7 @@ __all__ = [
     "Plan",
     "PlannedStep",
     "Precision",
+    "Prepared",
     "ResumeError",
     "Samples",
     "Schedule",
@@ -56,6 +57,7 @@ __all__ = [
     "measure",
     "named_optimizer",
     "plan",
+    "prepare",
     "verify",
 ]
 
@@ -77,6 +79,7 @@ _HOMES = {
     "PartialUpdateError": "errors",
     "Plan": "planner",
     "PlannedStep": "execution.planned_step",
+    "Prepared": "execution.in_force",
     "Precision": "settings",
     "ResumeError": "errors",
     "Samples": "job",
@@ -104,6 +107,7 @@ _HOMES = {
     "measure": "api",
     "named_optimizer": "optimizers",
     "plan": "api",
+    "prepare": "api",
     "verify": "api",
 }
 
@@ -119,6 +123,7 @@ if TYPE_CHECKING:
         gpus,
         measure,
         plan,
+        prepare,
         verify,
     )
     from brimful.devices import Device, find_device
@@ -133,6 +138,7 @@ if TYPE_CHECKING:
         UnknownNameError,
         UsageError,
     )
+    from brimful.execution.in_force import Prepared
     from brimful.execution.planned_step import PlannedStep
     from brimful.execution.step import StepOutcome
     from brimful.job import Data, Job, Samples

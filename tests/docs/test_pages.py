@@ -48,6 +48,8 @@ def _in_a_directory_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with few processors
+@pytest.mark.filterwarnings("ignore::FutureWarning:lightning.*")  # of torch 2.13's names
+@pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning")  # Lightning's advice
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run_and_print_what_is_shown(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}

@@ -9,7 +9,7 @@ to the next. Start reading at `plans.plan`.
 
 from brimful.api.estimates import capture_trace, estimate, estimator, gpus
 from brimful.api.plans import check_plan, plan
-from brimful.api.runs import apply, fit, measure, verify
+from brimful.api.runs import apply, fit, measure, prepare, verify
 from brimful.profiling.named_device import calibrate
 
 __all__ = [
@@ -23,5 +23,6 @@ __all__ = [
     "gpus",
     "measure",
     "plan",
+    "prepare",
     "verify",
 ]

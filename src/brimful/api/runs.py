@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from brimful import profiling
 from brimful.distributed.ranks import current_rank
 from brimful.errors import InterruptedRunError, UsageError
+from brimful.execution.in_force import Prepared
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.setup import choose_device
 from brimful.job import Job
@@ -115,6 +116,32 @@ def apply(
         check_split=partial(check_may_split, job, model, permits_layers=permits_layers),
         recover=recover,
     )
+
+
+def prepare(plan: Plan | Settings, model: nn.Module, optimizer: Optimizer | None = None) -> Prepared:
+    """Put a plan in force on a model, for a training loop that runs the steps itself.
+
+    It applies what concerns the model and the optimizer: recomputed and offloaded units, chunked loss, memory
+    format, the optimizer's implementation, allocator settings. The loop does the rest: micro-batches of
+    `plan.settings.micro_batch_size`, `plan.settings.gradient_accumulation_steps` of them in a step, each loss
+    weighted by its share, and `plan.settings.precision`. `brimful.apply` does all of that, and survives
+    out-of-memory errors.
+
+    Args:
+        plan: A plan, or settings.
+        model: Changed in place until `remove()`; before or after Accelerate, Lightning, DDP or FSDP2 wrap it.
+        optimizer: Over its parameters, also as wrapped by Accelerate or Lightning. None keeps its
+            implementation.
+
+    Returns:
+        What is in force: `remove()` undoes it.
+
+    Raises:
+        UsageError: The plan has an optimizer on the host or in backward, prefetched inputs, parameters on the
+            host, or ZeRO, which only `apply` or `fit` carry out.
+        UnknownNameError: The plan names a unit that the model does not have.
+    """
+    return Prepared(settings_of(plan, order="prepare(plan, model, optimizer)"), model, optimizer)
 
 
 @busy("measuring")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from brimful.batches import layout_of
 from brimful.errors import BrimfulError, UsageError
 from brimful.execution.executor import StepExecutor
+from brimful.execution.in_force import put_in_force
 from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.precision import device_of
@@ -25,15 +26,11 @@ from brimful.execution.transaction import StepTransaction
 from brimful.job import Batch, Job
 from brimful.optimizers import (
     check_dense_gradients,
-    check_gaps,
     check_needs_no_closure,
     check_parameters,
-    kept_implementation,
-    set_implementation,
 )
 from brimful.results import Recovery
 from brimful.settings import Settings
-from brimful.transforms import apply_memory_format, apply_units
 
 CheckBatch = Callable[[Settings, Batch], None]
 """Checks a real batch before training on it under some settings; raises an error to refuse it."""
@@ -121,14 +118,7 @@ class PlannedStep:
         """Start of the latest attempt."""
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
-        with ExitStack() as changes:
-            changes.callback(apply_memory_format(model, settings, optimizer).remove)
-            if settings.optimizer_implementation is not None:
-                changes.callback(kept_implementation(optimizer))
-                set_implementation(optimizer, settings.optimizer_implementation)
-            check_gaps(optimizer)
-            changes.callback(apply_units(model, settings).remove)
-            self._changes = changes.pop_all()
+        self._changes = put_in_force(settings, model, optimizer)
 
     def __repr__(self) -> str:
         return f"PlannedStep({self._settings.describe()})"

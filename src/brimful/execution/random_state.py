@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -56,6 +58,17 @@ class RandomState:
         torch.set_rng_state(self.host_tensor)
         if self.cuda is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda, device)
+
+    @classmethod
+    @contextmanager
+    def kept(cls) -> Iterator[None]:
+        """Within, what is drawn on the host does not change what is drawn after it."""
+        cpu = torch.device("cpu")
+        before = cls.now(cpu)
+        try:
+            yield
+        finally:
+            before.restore(cpu)
 
     def to_save(self) -> dict[str, Any]:
         """The state in plain numbers, lists and tensors, as a file may hold that runs no code when loaded."""

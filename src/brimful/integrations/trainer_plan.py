@@ -15,14 +15,12 @@ from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from brimful.errors import UsageError
-from brimful.execution.setup import set_up_allocator
+from brimful.execution.in_force import Prepared, unwrapped
 from brimful.integrations.trainer_job import effective_batch_size, precision_of
 from brimful.integrations.trainer_recovery import TrainerRecovery
-from brimful.optimizers import kept_implementation, set_implementation
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
 from brimful.results import Recovery
-from brimful.transforms import apply_memory_format, apply_units
 
 _WARM_STEPS = 2
 """Steps that are not timed: the allocator and libraries set themselves up in them."""
@@ -50,7 +48,6 @@ class AppliedPlan:
         self._ends_evaluation = (lambda: None) if self._recovery is None else self._recovery.watch_evaluation()
         self._before = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
         self._set_batch(plan.settings.micro_batch_size, plan.settings.gradient_accumulation_steps)
-        set_up_allocator(plan.settings, torch.device(trainer.args.device))
         trainer.add_callback(self._callback)
 
     @property
@@ -61,14 +58,10 @@ class AppliedPlan:
     def begin(self, model: nn.Module, optimizer: Any) -> None:
         """Put the plan's actions in force on the model and the optimizer that training begins with."""
         self.end()
-        settings, optimizer = self.plan.settings, getattr(optimizer, "optimizer", optimizer)
+        settings, optimizer = self.plan.settings, unwrapped(optimizer)
         _disable_cache(model, self._trainer)
         with ExitStack() as changes:
-            changes.callback(apply_memory_format(model, settings, optimizer).remove)
-            if settings.optimizer_implementation is not None:
-                changes.callback(kept_implementation(optimizer))
-                set_implementation(optimizer, settings.optimizer_implementation)
-            changes.callback(apply_units(model, settings).remove)
+            changes.callback(Prepared(settings, model, optimizer).remove)
             if self._recovery is not None:
                 changes.callback(self._recovery.begin(model, optimizer))
             self._changes = changes.pop_all()

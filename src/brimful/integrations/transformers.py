@@ -17,6 +17,7 @@ from transformers import Trainer
 
 from brimful.api import plan as plan_job
 from brimful.errors import UsageError
+from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.job import Job
@@ -92,13 +93,14 @@ def plan(
     asked: PlanKeywords = {**options, "precision": precision_of(trainer), "offload_optimizer": False}
     if trainer.args.world_size > 1:
         asked["parallelism"] = "ddp"
-    return plan_job(
-        job(trainer, longest=longest),
-        device,
-        global_batch_size=effective_batch_size(trainer),
-        world_size=trainer.args.world_size,
-        **asked,
-    )
+    with RandomState.kept():  # the trainer was seeded when it was made
+        return plan_job(
+            job(trainer, longest=longest),
+            device,
+            global_batch_size=effective_batch_size(trainer),
+            world_size=trainer.args.world_size,
+            **asked,
+        )
 
 
 def apply(plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = True) -> AppliedPlan:

@@ -1,0 +1,205 @@
+"""A plan for a Lightning module, carried out by Lightning's `Trainer`.
+
+    import brimful.integrations.lightning as bfl
+
+    plan = bfl.plan(module, loader, budget="11GiB")
+    trainer = lightning.Trainer(**bfl.trainer_options(plan), callbacks=[bfl.PlanCallback(plan)])
+    trainer.fit(module, bfl.loader(plan, loader))
+
+Checked with lightning 2.6.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Unpack
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, DataLoader
+
+from brimful.api import plan as plan_job
+from brimful.errors import UsageError
+from brimful.execution.in_force import Prepared
+from brimful.execution.random_state import RandomState
+from brimful.job import Batch, Job
+from brimful.options import PlanKeywords
+from brimful.planner import Plan
+from brimful.profiling.named_device import DeviceLike
+
+__all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
+
+_PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+"""Lightning's names. TF32 is a setting of torch: `torch.set_float32_matmul_precision("high")`."""
+
+
+def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
+    """The training job of a module with automatic optimization.
+
+    Args:
+        module: Its `training_step` gives the loss, its `configure_optimizers` the optimizer.
+        loader: Its first batch, of samples with the largest shapes, is what is predicted.
+
+    Returns:
+        The job, for `bf.estimate`, `bf.measure` and `bf.verify`.
+
+    Raises:
+        UsageError: The module optimizes manually, or has several optimizers.
+    """
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"{type(module).__name__} optimizes manually. Use `bf.prepare` in its own loop, and `Job(loop=…)` "
+            "to estimate it."
+        )
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        found = model.training_step(batch, 0)  # type: ignore[operator]
+        return found["loss"] if isinstance(found, dict) else found
+
+    return Job(
+        model=module,
+        loss=loss,
+        batch=_first_batch(loader),
+        optimizer=lambda model: _one_optimizer(model.configure_optimizers(), type(module).__name__),
+        name=type(module).__name__,
+    )
+
+
+def plan(
+    module: LightningModule,
+    loader: DataLoader[Any],
+    device: DeviceLike = "auto",
+    *,
+    global_batch_size: int | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Plan:
+    """Find the fastest way to run a module's steps inside a memory budget.
+
+    Args:
+        module: As for `job`.
+        loader: As for `job`.
+        device: As for `brimful.plan`.
+        global_batch_size: Samples per optimizer step. Default: those of a batch of the loader.
+        **options: As for `brimful.plan`.
+
+    Returns:
+        The plan, for `trainer_options`, `loader` and `PlanCallback`.
+
+    Raises:
+        UsageError: As `job`, or an option is not supported in Lightning.
+        InfeasibleError: Nothing permitted fits.
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    for name in ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs"):
+        if options.get(name):
+            raise UsageError(f"{name}={options[name]!r} is not supported in Lightning.")
+    size = global_batch_size or loader.batch_size
+    if size is None:
+        raise UsageError("the loader has no batch_size of its own. Pass global_batch_size=….")
+    asked: PlanKeywords = {**options, "offload_optimizer": False}
+    return plan_job(job(module, loader), device, global_batch_size=size, **asked)
+
+
+def trainer_options(plan: Plan) -> dict[str, Any]:
+    """Keyword arguments of `lightning.Trainer` that carry out a plan: accumulation and precision."""
+    settings = plan.settings
+    return {
+        "accumulate_grad_batches": settings.gradient_accumulation_steps,
+        "precision": _PRECISIONS[settings.precision.value],
+    }
+
+
+def loader(plan: Plan, loader: DataLoader[Any]) -> DataLoader[Any]:
+    """A loader of the same samples in the same order, in the plan's micro-batches.
+
+    Args:
+        plan: The plan.
+        loader: A loader with a batch size.
+
+    Returns:
+        A new loader with the sampler, the collate function and the workers of the given one.
+    """
+    if not isinstance(loader.batch_sampler, BatchSampler):
+        raise UsageError("the loader has no batch_size of its own: make its micro-batches yourself.")
+    return DataLoader(
+        loader.dataset,
+        batch_size=plan.settings.micro_batch_size,
+        sampler=loader.sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+class PlanCallback(Callback):
+    """Puts a plan's unit actions, memory format and optimizer implementation in force while Lightning trains.
+
+    Args:
+        plan: The plan.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._prepared: Prepared | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check the trainer, and apply the plan."""
+        wanted = self.plan.settings.gradient_accumulation_steps
+        if trainer.accumulate_grad_batches != wanted:
+            raise UsageError(
+                f"the plan accumulates {wanted} micro-batches, and the trainer "
+                f"{trainer.accumulate_grad_batches}. Pass lightning.Trainer(**trainer_options(plan))."
+            )
+        optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
+        self._prepared = Prepared(self.plan.settings, pl_module, optimizer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore module and optimizer."""
+        self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore module and optimizer."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._prepared is not None:
+            self._prepared.remove()
+            self._prepared = None
+
+
+def _first_batch(loader: DataLoader[Any]) -> Batch:
+    """The first batch; the next iteration has the same order as without this."""
+    generator = loader.generator
+    state = None if generator is None else generator.get_state()
+    try:
+        with RandomState.kept():
+            return next(iter(loader))
+    finally:
+        if generator is not None and state is not None:
+            generator.set_state(state)
+
+
+def _one_optimizer(configured: Any, module: str) -> Optimizer:
+    """The optimizer of what `configure_optimizers` may return."""
+    found = configured
+    if isinstance(found, dict):
+        found = found["optimizer"]
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
+        found = found[0]  # optimizers and schedulers
+    if isinstance(found, list | tuple):
+        if len(found) != 1:
+            raise UsageError(
+                f"{module} has {len(found)} optimizers; a plan is for one. Plan each part as a job of its own, "
+                "or use `Job(loop=…)` to estimate the whole."
+            )
+        (found,) = found
+    if not isinstance(found, Optimizer):
+        raise UsageError(f"configure_optimizers of {module} returned {type(found).__name__}, not an optimizer.")
+    return found
