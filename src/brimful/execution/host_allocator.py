@@ -2,8 +2,8 @@
 
 By default, the GNU C library's malloc, from which torch allocates CPU tensors, returns large freed blocks to
 the operating system: those above a threshold of at most 32 MiB, and the end of its heap. The next step then
-pays a page fault for every 4 KiB of them, in which the kernel clears the page: a third of the time of GPT-2's
-step on two cores (benchmarks/results/host_allocator.json).
+pays a page fault for every 4 KiB of them, in which the kernel clears the page: a fifth of the time of a step of
+BERT's layers on two cores (benchmarks/results/host_allocator.json).
 
 Source: mallopt(3) of the Linux manual, and malloc/malloc.c of glibc 2.36.
 """
