@@ -2,8 +2,8 @@
 
     python benchmarks/host_allocator.py
 
-Every third row of `step_time.py` and `unprepared.py`, each way in a process of its own, in turns. Beside the median
-of some steps: memory that the kernel had to clear in a step (page faults of 4 KiB), and the process's peak.
+Every third row of `step_time.py` and `unprepared.py`, each way in a process of its own, in turns. Beside the
+median of some steps: memory that the kernel cleared in a step (page faults of 4 KiB), and the process's peak.
 """
 
 from __future__ import annotations

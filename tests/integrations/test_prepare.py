@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.errors import UsageError
+from brimful.execution.in_force import Prepared
 from brimful.settings import Action, Settings, UnitAction
 
 SAMPLES, MICRO = 16, 4
@@ -55,6 +56,7 @@ def test_a_loop_of_one_s_own() -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     prepared = bf.prepare(settings(optimizer_implementation="fused"), model, optimizer)
+    assert isinstance(prepared, Prepared)
     assert optimizer.param_groups[0]["fused"]
     for x, y in batches():
         for part_x, part_y in zip(x.split(MICRO), y.split(MICRO), strict=True):

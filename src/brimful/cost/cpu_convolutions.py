@@ -23,6 +23,9 @@ def kernels(shape: Convolution, flops: int) -> list[tuple[str, int]]:
     Args:
         shape: The call's.
         flops: Of all of it: forward, or the gradients that it computes.
+
+    Returns:
+        One pair for each kernel.
     """
     kinds = _kinds(shape)
     return [(kind, flops // len(kinds)) for kind in kinds]
@@ -38,6 +41,9 @@ def layout_copy_bytes(shape: Convolution, weight_bytes: int) -> int:
     Args:
         shape: The call's.
         weight_bytes: Of the filter, from which follow those of a number.
+
+    Returns:
+        Bytes, of all kernels.
     """
     copies = 0 if shape.is_channels_last else sum(kind != IM2COL for kind in _kinds(shape))
     copied = _images(shape, with_input=shape.in_channels >= _BLOCK)
