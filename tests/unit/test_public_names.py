@@ -30,6 +30,7 @@ PUBLIC = {
     "PartialUpdateError",
     "Plan",
     "PlannedStep",
+    "Prepared",
     "Precision",
     "ResumeError",
     "Samples",
@@ -58,6 +59,7 @@ PUBLIC = {
     "measure",
     "named_optimizer",
     "plan",
+    "prepare",
     "verify",
 }
 
