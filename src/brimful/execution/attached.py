@@ -65,6 +65,28 @@ def attached_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_of(public_attributes(module).items(), prefix, seen)
 
 
+def share_attached(original: nn.Module, copied: nn.Module) -> None:
+    """Let a copy of a model share attached objects between parameter and module as the original does.
+
+    bitsandbytes' parameters copy what is attached to them by themselves, so that modules have a second one.
+
+    Args:
+        original: A model.
+        copied: Its copy by `copy.deepcopy`; changed.
+    """
+    for module, twin in zip(original.modules(), copied.modules(), strict=True):
+        for name, parameter in module._parameters.items():
+            if not is_of_library(parameter):
+                continue
+            attributes = vars(twin._parameters[name])
+            for key, value in vars(parameter).items():
+                if value is module:
+                    attributes[key] = twin
+                for own, attribute in public_attributes(module).items():
+                    if attribute is value:
+                        vars(twin)[own] = attributes[key]
+
+
 def public_attributes(module: nn.Module) -> dict[str, Any]:
     """What a module holds beside parameters, buffers, modules and hooks."""
     return {name: value for name, value in vars(module).items() if not name.startswith("_")}

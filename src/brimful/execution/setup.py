@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from brimful.errors import UsageError
+from brimful.execution.attached import share_attached
 from brimful.execution.host_allocator import keep_freed_memory
 from brimful.job import Job
 from brimful.settings import Settings
@@ -137,7 +138,11 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
                 "compiled in place without that: it runs eagerly. Give a function that builds and compiles it.",
                 stacklevel=4,
             )
-        return copy.deepcopy(job.model) if is_copied else job.model
+        if not is_copied:
+            return job.model
+        copied = copy.deepcopy(job.model)
+        share_attached(job.model, copied)
+        return copied
     model = job.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
