@@ -22,7 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("CAUSAL_LM", _SHAPE | _FEW_KEYS),
     "gemma": ("CAUSAL_LM", _SHAPE | _FEW_KEYS | {"head_dim": 32}),
     "phi": ("CAUSAL_LM", _SHAPE),
-    "stablelm": ("CAUSAL_LM", _SHAPE),
+    "stablelm": ("CAUSAL_LM", _SHAPE | {"num_key_value_heads": 4}),
     "gpt_neox": ("CAUSAL_LM", _SHAPE),
     "falcon": ("CAUSAL_LM", _SHAPE),
     "opt": (
@@ -85,8 +85,9 @@ def quantise(model: nn.Module, weights: Weights) -> nn.Module:
     """Linear layers but the last become bitsandbytes' quantised ones, as `from_pretrained` makes them."""
     from transformers.pytorch_utils import Conv1D
 
+    kept = ("lm_head", "classifier", *(model._keep_in_fp32_modules or ()))  # T5's "wo"
     for name, layer in list(model.named_modules()):
-        if type(layer) not in (nn.Linear, Conv1D) or name.rpartition(".")[2] in ("lm_head", "classifier"):
+        if type(layer) not in (nn.Linear, Conv1D) or name.rpartition(".")[2] in kept:
             continue
         weight = layer.weight.detach() if type(layer) is nn.Linear else layer.weight.detach().T.contiguous()
         parent, _, own = name.rpartition(".")
@@ -127,14 +128,13 @@ def adapted_model(family: str, weights: Weights, adapter: str = "lora") -> nn.Mo
     if weights.quantised is not None:
         model = quantise(model, weights)
     if weights.is_prepared:
-        model = prepare_model_for_kbit_training(
-            model, gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     task = FAMILIES[family][0]
+    targets = ["query", "key", "value", "dense"] if task == "TOKEN_CLS" else "all-linear"
     config = (
         IA3Config(task_type=task)
         if adapter == "ia3"
-        else LoraConfig(r=8, target_modules="all-linear", task_type=task, use_dora=adapter == "dora")
+        else LoraConfig(r=8, target_modules=targets, task_type=task, use_dora=adapter == "dora")
     )
     adapted: nn.Module = get_peft_model(model, config)
     return adapted

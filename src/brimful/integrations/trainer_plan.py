@@ -136,9 +136,7 @@ class _PlanCallback(TrainerCallback):  # type: ignore[misc]
         applied = self._applied
         if self._on_cuda:
             torch.cuda.synchronize()
-            applied.peak_allocated_bytes = max(
-                applied.peak_allocated_bytes, torch.cuda.max_memory_allocated()
-            )
+            applied.peak_allocated_bytes = max(applied.peak_allocated_bytes, torch.cuda.max_memory_allocated())
         applied.step_seconds.append(time.perf_counter() - self._began)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

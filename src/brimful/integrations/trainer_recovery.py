@@ -137,9 +137,7 @@ class TrainerRecovery:
             trainer.current_gradient_accumulation_steps = steps
         return torch.stack(losses).sum()
 
-    def _recover(
-        self, model: nn.Module, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool
-    ) -> None:
+    def _recover(self, model: nn.Module, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool) -> None:
         """Undo the step so far; from the second time on, halve the micro-batch."""
         assert self._buffers is not None
         assert self._random is not None

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brimful.capture.fakes.wrapper import Wrapper
+from brimful.capture.replaced import replaced
 from brimful.execution.attached import ATTRIBUTES, attached_views, is_of_library, public_attributes
 
 
@@ -84,6 +87,23 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
             light = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     light.__dict__.update(parameter.__dict__)
     return light  # type: ignore[return-value]
+
+
+@contextmanager
+def copied_on_meta(kind: type[nn.Parameter]) -> Iterator[None]:
+    """Let `copy.deepcopy` copy parameters of a library's class on `meta` while the context is open."""
+    copied_elsewhere: Any = kind.__deepcopy__
+
+    def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+        if parameter.device.type != "meta":
+            return copied_elsewhere(parameter, memo)  # type: ignore[no-any-return]
+        twin = on_meta(parameter)
+        memo[id(parameter)] = twin
+        vars(twin).update(copy.deepcopy(vars(parameter), memo))
+        return twin
+
+    with replaced(kind, "__deepcopy__", copied):
+        yield
 
 
 def quantise(model: nn.Module, device: str) -> None:

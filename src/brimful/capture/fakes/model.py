@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from brimful.capture.fakes.attached import (
     add_attached,
     attach_in_place,
     attach_to_parameters,
+    copied_on_meta,
     on_meta,
     quantise,
 )
@@ -32,6 +33,7 @@ from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.replaced import replaced
 from brimful.capture.values.known import KnownValues
 from brimful.errors import CaptureError, UsageError
+from brimful.execution.attached import is_of_library
 from brimful.job import Job
 from brimful.trace import Guess
 
@@ -94,13 +96,18 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
+    kinds: set[type] = set()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
+        if param is not None and is_of_library(param) and type(param) not in kinds:
+            kinds.add(type(param))
+            stack.enter_context(copied_on_meta(type(param)))
         if param is not None and not _is_lazy(param) and param.device.type != "meta":
             module._parameters[name] = on_meta(param)
 
     with (
+        ExitStack() as stack,
         replaced(nn.Module, "register_parameter", register_on_meta),
         replaced(Tensor, "normal_", _drawn_if_real(Tensor.normal_)),
         replaced(Tensor, "uniform_", _drawn_if_real(Tensor.uniform_)),

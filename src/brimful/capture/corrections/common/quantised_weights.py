@@ -22,6 +22,7 @@ from brimful.capture.replaced import replaced
 _LARGEST_FUSED_ROWS = 1536
 _ALWAYS_FUSED_ROWS = 4
 """Rows of inputs: for more, CUDA always dequantises the weights first; for so few it never does."""
+_1_OF_127 = 7.874015718698502e-3
 
 
 class QuantisedWeights(Rule):
@@ -45,7 +46,10 @@ class QuantisedWeights(Rule):
         if "bitsandbytes" not in sys.modules:
             return {}
         ops = torch.ops.bitsandbytes
-        stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {ops.gemm_4bit.default: self._gemm_4bit}
+        stand_ins: dict[Callable[..., Any], Callable[..., Any]] = {
+            ops.gemm_4bit.default: self._gemm_4bit,
+            ops.int8_vectorwise_dequant.default: self._int8_vectorwise_dequant,
+        }
         if self.target.kind == "cuda":
             stand_ins |= {
                 ops.int8_scaled_mm.default: self._int8_scaled_mm,
@@ -99,7 +103,16 @@ class QuantisedWeights(Rule):
         is_cuda = self.target.kind == "cuda"
         if is_cuda and rows <= _ALWAYS_FUSED_ROWS and columns % blocksize == 0:
             return ops.gemm_4bit.default(
-                inputs, packed, shape, absmax, blocksize, quant_type, bias, absmax_8bit, absmax_code, absmax_offset
+                inputs,
+                packed,
+                shape,
+                absmax,
+                blocksize,
+                quant_type,
+                bias,
+                absmax_8bit,
+                absmax_code,
+                absmax_offset,
             )  # type: ignore[no-any-return]
         if is_cuda and rows <= _LARGEST_FUSED_ROWS:
             self.recorder.facts.note(
@@ -111,6 +124,11 @@ class QuantisedWeights(Rule):
         weight = ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
         self.count(weight.nbytes)
         return F.linear(inputs, weight, bias)
+
+    def _int8_vectorwise_dequant(self, weight: Tensor, stats: Tensor) -> Tensor:
+        """Rows of integers times their scales, in float32."""
+        self.count(0)
+        return weight * stats.view(-1, 1) * _1_OF_127
 
     def _int8_scaled_mm(
         self,
