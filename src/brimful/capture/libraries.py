@@ -33,15 +33,16 @@ def answers_of_a_real_step() -> Iterator[None]:
 
 @contextmanager
 def quantised_weights_known() -> Iterator[None]:
-    """Let peft dequantise fake weights, as DoRA does, while the context is open: it asks for the name of their class.
+    """Let peft dequantise fake weights, as DoRA does, while the context is open.
+
+    It knows quantised weights by the name of their class.
 
     Source: peft.utils.integrations, `dequantize_module_weight` (checked: 0.21).
     """
     name = "dequantize_module_weight"
     library: Any = sys.modules.get("bitsandbytes")
-    users = [
-        module for path, module in [*sys.modules.items()] if path.startswith("peft.") and name in vars(module)
-    ]
+    loaded = [module for path, module in [*sys.modules.items()] if path.startswith("peft.")]
+    users = [module for module in loaded if name in vars(module)]
     if library is None or not users:
         yield
         return

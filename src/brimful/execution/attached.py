@@ -1,7 +1,7 @@
 """Tensors that libraries attach to their own classes of parameters, such as the scales of quantised weights.
 
-They are neither parameters nor buffers, yet on the device as long as the model is. In bitsandbytes 0.50 these are
-`Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward on, `Linear8bitLt.state`.
+They are neither parameters nor buffers, but are on the device as long as the model is. In bitsandbytes 0.50,
+these are `Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward on, `Linear8bitLt.state`.
 """
 
 from __future__ import annotations

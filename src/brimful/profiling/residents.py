@@ -14,7 +14,10 @@ from brimful.job import Batch
 
 
 def resident_storages(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
-    """Bytes of parameters and what is attached to them, gradients, buffers, optimizer state, by the address of their storage."""
+    """Bytes of what a training loop holds between steps, by the address of their storage.
+
+    These are parameters and what is attached to them, gradients, buffers and optimizer state.
+    """
     return {
         storage.data_ptr(): storage.nbytes()
         for tensor in _residents(model, optimizer)

@@ -66,7 +66,12 @@ def attach_to_parameters(model: nn.Module, memo: dict[int, Any]) -> None:
 
 
 def attach_in_place(model: nn.Module, fakes: dict[int, Any]) -> None:
-    """Give parameters and modules of a model the fakes of attached tensors, before fakes replace its parameters."""
+    """Give parameters and modules of a model the fakes of attached tensors.
+
+    Args:
+        model: Not yet with fake parameters; changed.
+        fakes: Those of parameters and attached tensors, by the id of the original.
+    """
     owners = [module for module in model.modules() if any(map(is_of_library, module._parameters.values()))]
     if not owners:
         return
@@ -86,7 +91,7 @@ def on_meta(parameter: nn.Parameter) -> nn.Parameter:
         else:
             light = nn.Parameter(meta, requires_grad=parameter.requires_grad)
     light.__dict__.update(parameter.__dict__)
-    return light  # type: ignore[return-value]
+    return light
 
 
 @contextmanager
@@ -96,7 +101,7 @@ def copied_on_meta(kind: type[nn.Parameter]) -> Iterator[None]:
 
     def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
         if parameter.device.type != "meta":
-            return copied_elsewhere(parameter, memo)  # type: ignore[no-any-return]
+            return copied_elsewhere(parameter, memo)
         twin = on_meta(parameter)
         memo[id(parameter)] = twin
         vars(twin).update(copy.deepcopy(vars(parameter), memo))

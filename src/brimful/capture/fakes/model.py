@@ -158,9 +158,9 @@ def _replace_tensors(model: nn.Module, mode: FakeTensorMode, known: KnownValues)
     """Put fakes in the place of all parameters and buffers; what was shared stays shared."""
     fakes: dict[int, Any] = {}
     wrapper = Wrapper()
-    for tensor in _tensors(model):
-        fakes[id(tensor)] = to_fake(tensor, mode, wrapper=wrapper)
-        known.remember(fakes[id(tensor)], tensor)
+    for original in _tensors(model):
+        fakes[id(original)] = to_fake(original, mode, wrapper=wrapper)
+        known.remember(fakes[id(original)], original)
     add_attached(model, fakes, mode, wrapper)
     attach_in_place(model, fakes)
     for module in list(model.modules()):

@@ -28,16 +28,16 @@ _1_OF_127 = 7.874015718698502e-3
 class QuantisedWeights(Rule):
     """Let bitsandbytes' ops run their parts, and choose the target's ops.
 
-    Between 5 and 1536 rows of inputs the GPU decides by its generation whether it dequantises the weights: taken
-    is that it does, which needs more memory. In backward it always does. Of 8-bit products with a threshold the
-    number of outlier columns is not known: taken is that there are none.
+    Between 5 and 1536 rows of inputs, whether CUDA dequantises the weights depends on the GPU. It is assumed
+    to, which needs more memory. In backward it always does. How many outlier columns an 8-bit product with a
+    threshold has is not known; none are assumed.
     """
 
     name = "quantised_weights"
     source = (
         "bitsandbytes/backends/default/ops.py, _gemm_4bit_default_impl, int8_scaled_mm, int8_mixed_scaled_mm; "
-        "backends/cuda/ops.py, gemm_4bit, int8_mm_dequant, int8_vectorwise_quant; autograd/_functions.py, matmul "
-        "(checked: 0.50.2)"
+        "backends/cuda/ops.py, gemm_4bit, int8_mm_dequant, int8_vectorwise_quant; "
+        "autograd/_functions.py, matmul (checked: 0.50.2)"
     )
     device_kinds = ("cuda", "cpu")
 
@@ -102,23 +102,14 @@ class QuantisedWeights(Rule):
         rows = inputs.numel() // columns
         is_cuda = self.target.kind == "cuda"
         if is_cuda and rows <= _ALWAYS_FUSED_ROWS and columns % blocksize == 0:
-            return ops.gemm_4bit.default(
-                inputs,
-                packed,
-                shape,
-                absmax,
-                blocksize,
-                quant_type,
-                bias,
-                absmax_8bit,
-                absmax_code,
-                absmax_offset,
-            )  # type: ignore[no-any-return]
+            scales = (absmax_8bit, absmax_code, absmax_offset)
+            return ops.gemm_4bit.default(inputs, packed, shape, absmax, blocksize, quant_type, bias, *scales)
         if is_cuda and rows <= _LARGEST_FUSED_ROWS:
             self.recorder.facts.note(
-                "bitsandbytes.gemm_4bit: the GPU may multiply by packed weights; taken is that it dequantises them"
+                "bitsandbytes.gemm_4bit: assumed to dequantise its weights; a fused kernel needs less memory"
             )
         if absmax_8bit is not None:
+            assert absmax_offset is not None
             absmax = ops.dequantize_blockwise.default(absmax_8bit, absmax, absmax_code, 256, torch.float32)
             absmax = absmax + absmax_offset
         weight = ops.dequantize_4bit.default(packed, absmax, blocksize, quant_type, shape, inputs.dtype)
@@ -169,8 +160,8 @@ class QuantisedWeights(Rule):
         """Each row becomes integers in 8 bits, with one scale."""
         quantise = torch.ops.bitsandbytes.int8_vectorwise_quant.default
         if threshold == 0.0:
-            return quantise(inputs)  # type: ignore[no-any-return]
-        self.recorder.facts.note("bitsandbytes: how many columns have outliers; taken is that none has")
+            return quantise(inputs)
+        self.recorder.facts.note("bitsandbytes: the number of outlier columns is not known; none are assumed")
         outliers = inputs.abs() >= threshold
         columns = torch.empty(0, device=inputs.device, dtype=torch.int64)
         result, row_stats, _none = quantise(inputs)

@@ -22,12 +22,13 @@ _KNOWN_OF_LIBRARIES = frozenset(
     {
         "bitsandbytes::dequantize_4bit",
         "bitsandbytes::dequantize_blockwise",
+        "bitsandbytes::gemm_4bit",
         "bitsandbytes::int8_linear_matmul",
         "bitsandbytes::int8_mm_dequant",
         "bitsandbytes::int8_vectorwise_quant",
     }
 )
-"""Kernels that allocate what they return and nothing else: `QuantisedWeights` runs their parts so."""
+"""Kernels that allocate what they return and nothing else; `QuantisedWeights` runs the parts of the others."""
 _NOT_MODELLED = frozenset(
     {
         aten._ctc_loss.default,
