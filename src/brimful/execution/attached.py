@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from brimful.errors import UsageError
+
 ATTRIBUTES = "_brimful_attributes"
 """Attribute of a fake parameter: names of those that it has from the real one."""
 
@@ -85,6 +87,31 @@ def share_attached(original: nn.Module, copied: nn.Module) -> None:
                 for own, attribute in public_attributes(module).items():
                     if attribute is value:
                         vars(twin)[own] = attributes[key]
+
+
+def stay_trainable(model: nn.Module) -> None:
+    """Let layers with 4-bit weights train after they were evaluated on a CPU.
+
+    On CPUs with AVX512-BF16, an evaluation in bitsandbytes packs their weights for a kernel without a gradient,
+    and leaves them so. Then training has no gradients, without an error. Here they are not packed.
+
+    Args:
+        model: Its layers are changed.
+
+    Raises:
+        UsageError: Weights are packed already.
+
+    Source: bitsandbytes/nn/modules.py, Linear4bit.forward; autograd/_functions.py, matmul_4bit (0.50.2).
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            state = getattr(module, "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                raise UsageError(
+                    f"{name}: bitsandbytes packed its 4-bit weights in an evaluation on this CPU, and "
+                    "packed weights have no gradient. Load the model again and train it before you evaluate it."
+                )
+            vars(module)["support_avx512bf16_for_cpu"] = False
 
 
 def public_attributes(module: nn.Module) -> dict[str, Any]:

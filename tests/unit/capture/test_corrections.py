@@ -369,6 +369,7 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
         "norm_parts",
         "packed_sequences",
         "reduction_staging",
+        "quantised_weights",
         "sort",
         "unknown_ops",
     }

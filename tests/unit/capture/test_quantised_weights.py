@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.capture import capture_step
 from brimful.execution.attached import attached_tensors
+from brimful.execution.setup import build_model
 from brimful.prediction import estimate_trace
 from brimful.settings import Action, UnitAction
 from brimful.trace import Category, Trace
@@ -139,6 +140,26 @@ def test_recomputed_layers_have_the_same_gradients_and_the_predicted_peak() -> N
     predicted = estimate_trace(capture_step(job, settings, CPU), CPU).predicted_peak_allocated_bytes
     measured = bf.measure(job, settings, device="cpu").measured_peak_allocated_bytes
     assert predicted == pytest.approx(measured, rel=1e-3)
+
+
+def test_4_bit_weights_have_gradients_after_an_evaluation() -> None:
+    job = adapted_job("llama", WEIGHTS["nf4"])
+    model, batch = build_model(job), job.batch(SAMPLES)
+    with torch.no_grad():
+        job.loss(model.eval(), batch)
+    job.loss(model.train(), batch).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+
+
+def test_4_bit_weights_that_an_evaluation_packed_are_refused() -> None:
+    job = adapted_job("llama", WEIGHTS["nf4"], is_built=True)
+    assert isinstance(job.model, nn.Module)
+    if not any(getattr(module, "support_avx512bf16_for_cpu", False) for module in job.model.modules()):
+        pytest.skip("this processor's kernels need no packed weights")
+    with torch.no_grad():
+        job.loss(job.model.eval(), job.batch(SAMPLES))
+    with pytest.raises(bf.UsageError, match="packed weights have no gradient"):
+        build_model(job)
 
 
 def test_a_gpu_multiplies_8_bit_weights_as_integers_and_a_cpu_does_not() -> None:

@@ -33,7 +33,7 @@ from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.replaced import replaced
 from brimful.capture.values.known import KnownValues
 from brimful.errors import CaptureError, UsageError
-from brimful.execution.attached import is_of_library
+from brimful.execution.attached import is_of_library, stay_trainable
 from brimful.job import Job
 from brimful.trace import Guess
 
@@ -75,6 +75,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         for original, copied in zip(job.model.modules(), model.modules(), strict=True):
             if original._compiled_call_impl is not None:  # a copy forgets it; here it only is noted
                 copied.compile(backend="eager")
+        stay_trainable(model)
         return model.train()
     try:
         with _parameters_on_meta():
@@ -90,6 +91,7 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
     quantise(model, "meta")
     _replace_tensors(model, mode, known)
+    stay_trainable(model)
     return model.train()
 
 
