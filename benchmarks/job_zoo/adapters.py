@@ -84,7 +84,7 @@ def peft_prompt_tuning() -> bf.Job:
     )
 
 
-@job_case(32, needs=("peft", "bitsandbytes"), refused="4-bit weights")
+@job_case(32, needs=("peft", "bitsandbytes"))
 def peft_qlora_4bit() -> bf.Job:
     """The model is there already, as `from_pretrained` gives it."""
     from bitsandbytes.nn import Linear4bit

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from brimful.capture.replaced import replaced
+from brimful.execution.attached import ATTRIBUTES
 
 
 @contextmanager
@@ -27,6 +28,38 @@ def answers_of_a_real_step() -> Iterator[None]:
         yield
         return
     with replaced(module, "is_fake_tensor", lambda _tensor: False):
+        yield
+
+
+@contextmanager
+def quantised_weights_known() -> Iterator[None]:
+    """Let peft dequantise fake weights, as DoRA does, while the context is open.
+
+    It knows quantised weights by the name of their class.
+
+    Source: peft.utils.integrations, `dequantize_module_weight` (checked: 0.21).
+    """
+    name = "dequantize_module_weight"
+    library: Any = sys.modules.get("bitsandbytes")
+    loaded = [module for path, module in [*sys.modules.items()] if path.startswith("peft.")]
+    users = [module for module in loaded if name in vars(module)]
+    if library is None or not users:
+        yield
+        return
+    dequantise = vars(users[0])[name]
+
+    def dequantised(module: Any) -> Any:
+        weight = module.weight
+        if hasattr(weight, ATTRIBUTES) and getattr(weight, "quant_state", None) is not None:
+            return library.functional.dequantize_4bit(weight.data, weight.quant_state)
+        if hasattr(weight, ATTRIBUTES) and weight.dtype is torch.int8:
+            scales = weight.SCB if module.state.SCB is None else module.state.SCB
+            return library.functional.int8_vectorwise_dequant(weight.data, scales)
+        return dequantise(module)
+
+    with ExitStack() as stack:
+        for user in users:
+            stack.enter_context(replaced(user, name, dequantised))
         yield
 
 

@@ -7,16 +7,20 @@ from torch.optim import Optimizer
 
 from brimful.batches import InputMover, named_tensors
 from brimful.capture.recording.recorder import Recorder
+from brimful.execution.attached import attached_tensors
 from brimful.job import Batch
 from brimful.module_names import plain_namer
 from brimful.trace import Category
 
 
 def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = True) -> None:
-    """Parameters, unless they are in another memory, and buffers, as there before the first step."""
+    """Parameters, unless they are in another memory, and buffers, as there before the first step.
+
+    So is what libraries attach to parameters.
+    """
     plain_name = plain_namer(model)
     parameters = dict(model.named_parameters()) if with_parameters else {}
-    for tensors in (parameters, dict(model.named_buffers())):
+    for tensors in (parameters, dict(model.named_buffers()), attached_tensors(model)):
         recorder.mark(tensors.values(), Category.PARAMETERS, map(plain_name, tensors))
 
 

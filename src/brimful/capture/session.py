@@ -24,7 +24,7 @@ from brimful.capture.fakes.model import (
     no_gradient_overflows,
 )
 from brimful.capture.fakes.outside import OutsideTensors
-from brimful.capture.libraries import answers_of_a_real_step, nothing_is_saved
+from brimful.capture.libraries import answers_of_a_real_step, nothing_is_saved, quantised_weights_known
 from brimful.capture.loop import run_loop
 from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
@@ -173,6 +173,7 @@ class CaptureSession:
                 rule.recorder = recorder
                 stack.enter_context(rule.context())
             stack.enter_context(answers_of_a_real_step())
+            stack.enter_context(quantised_weights_known())
             stack.enter_context(nothing_is_saved())
             stack.enter_context(fakes_behave())
             stack.enter_context(no_gradient_overflows())

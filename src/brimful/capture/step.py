@@ -197,7 +197,6 @@ def _as_capture_error(job: Job, settings: Settings) -> Iterator[None]:
 
 _JAGGED = "Jagged nested tensors cannot be captured. Pad the samples and mask them."
 _HINTS = {
-    "Params4bit": "4-bit weights of bitsandbytes cannot be captured. Plan with bf16 weights and LoRA.",
     "FlexAttention": "flex_attention cannot be captured. Take F.scaled_dot_product_attention with a mask.",
     "shape_env must not be None": _JAGGED,
     "nested_view_from_jagged": _JAGGED,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from brimful.errors import UsageError
+from brimful.execution.attached import share_attached, stay_trainable
 from brimful.execution.host_allocator import keep_freed_memory
 from brimful.job import Job
 from brimful.settings import Settings
@@ -124,7 +125,8 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
         The model, where it was built.
 
     Raises:
-        UsageError: The function builds something else, or leaves tensors on the meta device.
+        UsageError: The function builds something else, or leaves tensors on the meta device; or quantised weights
+            are packed so that they cannot be trained.
     """
     if isinstance(job.model, nn.Module):
         if job.weights is not None:
@@ -138,10 +140,15 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
                 "compiled in place without that: it runs eagerly. Give a function that builds and compiles it.",
                 stacklevel=4,
             )
-        return copy.deepcopy(job.model) if is_copied else job.model
+        chosen = copy.deepcopy(job.model) if is_copied else job.model
+        if is_copied:
+            share_attached(job.model, chosen)
+        stay_trainable(chosen)
+        return chosen
     model = job.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    stay_trainable(model)
     if job.weights is not None:
         job.weights(model)
     without_values = [name for name, tensor in model.state_dict().items() if getattr(tensor, "is_meta", False)]

@@ -9,11 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from brimful.batches import named_tensors, own_part
+from brimful.execution.attached import attached_tensors
 from brimful.job import Batch
 
 
 def resident_storages(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
-    """Bytes of parameters, gradients, buffers and optimizer state, by the address of their storage."""
+    """Bytes of what a training loop holds between steps, by the address of their storage.
+
+    These are parameters and what is attached to them, gradients, buffers and optimizer state.
+    """
     return {
         storage.data_ptr(): storage.nbytes()
         for tensor in _residents(model, optimizer)
@@ -44,5 +48,6 @@ def _residents(model: nn.Module, optimizer: Optimizer) -> Iterator[Tensor]:
         if parameter.grad is not None:
             yield parameter.grad
     yield from model.buffers()
+    yield from attached_tensors(model).values()
     for state in optimizer.state.values():
         yield from (tensor for _name, tensor in named_tensors(state))

@@ -343,7 +343,7 @@ def test_what_the_backward_of_an_lstm_holds_inside_is_what_the_profiler_sees(
 
 
 def test_the_rules_of_one_device_are_not_those_of_another() -> None:
-    everywhere = {"fake_forms", "host_arrays", "in_place_backward", "unknown_ops"}
+    everywhere = {"fake_forms", "host_arrays", "in_place_backward", "quantised_weights", "unknown_ops"}
     kernels = {"contiguous_copies", "kernel_temporaries", "lstm_memory", "reduced_losses"}
     on_cpu = everywhere | kernels | {"padded_sequences", "random_state"}
     assert names(capture(job(mlp))) == on_cpu | ({"blocked_convolution"} if ONE_DNN else set())
@@ -369,6 +369,7 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
         "norm_parts",
         "packed_sequences",
         "reduction_staging",
+        "quantised_weights",
         "sort",
         "unknown_ops",
     }

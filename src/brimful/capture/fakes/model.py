@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -20,11 +20,20 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils import _foreach_utils
 
+from brimful.capture.fakes.attached import (
+    add_attached,
+    attach_in_place,
+    attach_to_parameters,
+    copied_on_meta,
+    on_meta,
+    quantise,
+)
 from brimful.capture.fakes.cache import spanned_bytes
 from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.replaced import replaced
 from brimful.capture.values.known import KnownValues
 from brimful.errors import CaptureError, UsageError
+from brimful.execution.attached import is_of_library, stay_trainable
 from brimful.job import Job
 from brimful.trace import Guess
 
@@ -58,10 +67,15 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         fakes = {id(tensor): to_fake(tensor, mode, wrapper=wrapper) for tensor in _tensors(job.model)}
         for tensor in job.model.buffers():
             known.remember(fakes[id(tensor)], tensor)
+        add_attached(job.model, fakes, mode, wrapper)
         model = copy.deepcopy(job.model, fakes)
+        attach_to_parameters(job.model, fakes)
+        with mode:
+            quantise(model, "cpu")
         for original, copied in zip(job.model.modules(), model.modules(), strict=True):
             if original._compiled_call_impl is not None:  # a copy forgets it; here it only is noted
                 copied.compile(backend="eager")
+        stay_trainable(model)
         return model.train()
     try:
         with _parameters_on_meta():
@@ -75,29 +89,40 @@ def build_fake_model(job: Job, mode: FakeTensorMode, known: KnownValues) -> nn.M
         ) from error
     if not isinstance(model, nn.Module):
         raise UsageError(f"the model of {job.name!r} is built as a {type(model).__name__}, not an nn.Module.")
+    quantise(model, "meta")
     _replace_tensors(model, mode, known)
+    stay_trainable(model)
     return model.train()
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     register = nn.Module.register_parameter
+    kinds: set[type] = set()
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
+        if param is not None and is_of_library(param) and type(param) not in kinds:
+            kinds.add(type(param))
+            stack.enter_context(copied_on_meta(type(param)))
         if param is not None and not _is_lazy(param) and param.device.type != "meta":
-            light = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-            light.__dict__.update(param.__dict__)
-            module._parameters[name] = light
+            module._parameters[name] = on_meta(param)
 
     with (
+        ExitStack() as stack,
         replaced(nn.Module, "register_parameter", register_on_meta),
         replaced(Tensor, "normal_", _drawn_if_real(Tensor.normal_)),
         replaced(Tensor, "uniform_", _drawn_if_real(Tensor.uniform_)),
         replaced(nn.Module, "to", _without_device(nn.Module.to)),
-        replaced(nn.Module, "cuda", lambda module, *_device, **_named: module),
+        replaced(nn.Module, "cuda", _quantised),
     ):
         yield
+
+
+def _quantised(module: nn.Module, *_device: Any, **_named: Any) -> nn.Module:
+    """What moving a module to a device makes of it, without moving it."""
+    quantise(module, "meta")
+    return module
 
 
 def _drawn_if_real(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -115,8 +140,9 @@ def _without_device(to: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     """`Module.to` without the device, which need not be there."""
 
     def moved(module: nn.Module, *args: Any, **options: Any) -> nn.Module:
-        _device, dtype, _non_blocking, memory_format = torch._C._nn._parse_to(*args, **options)
-        return to(module, dtype=dtype, memory_format=memory_format)
+        device, dtype, _non_blocking, memory_format = torch._C._nn._parse_to(*args, **options)
+        to(module, dtype=dtype, memory_format=memory_format)
+        return module if device is None or device.type == "meta" else _quantised(module)
 
     return moved
 
@@ -134,12 +160,14 @@ def _replace_tensors(model: nn.Module, mode: FakeTensorMode, known: KnownValues)
     """Put fakes in the place of all parameters and buffers; what was shared stays shared."""
     fakes: dict[int, Any] = {}
     wrapper = Wrapper()
+    for original in _tensors(model):
+        fakes[id(original)] = to_fake(original, mode, wrapper=wrapper)
+        known.remember(fakes[id(original)], original)
+    add_attached(model, fakes, mode, wrapper)
+    attach_in_place(model, fakes)
     for module in list(model.modules()):
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                if id(tensor) not in fakes:
-                    fakes[id(tensor)] = to_fake(tensor, mode, wrapper=wrapper)
-                    known.remember(fakes[id(tensor)], tensor)
                 # By setattr, not through `_parameters`: an RNN keeps a second list of its weights.
                 setattr(module, name, fakes[id(tensor)])
 

@@ -98,8 +98,27 @@ _ADDED: dict[Any, Callable[..., int]] = {
 }
 
 
+def _by_rows(inputs: Any, weight: Any, *_args: Any, **_kwargs: Any) -> int:
+    """(…, K) by weights of (N, K)."""
+    return int(2 * inputs.numel() * weight.shape[0])
+
+
+def _by_packed_rows(inputs: Any, _packed: Any, shape: Any, *_args: Any, **_kwargs: Any) -> int:
+    """(…, K) by packed weights of `shape` (N, K)."""
+    return int(2 * inputs.numel() * shape[0])
+
+
+_OF_LIBRARIES: dict[str, Callable[..., int]] = {
+    "bitsandbytes::int8_linear_matmul": _by_rows,
+    "bitsandbytes::gemm_4bit": _by_packed_rows,
+}
+"""By name, as these libraries need not be there."""
+
+
 def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """FLOPs of one call; 0 for ops that are bound by memory, not arithmetic."""
+    if func.namespace != "aten" and func._schema.name in _OF_LIBRARIES:
+        return _OF_LIBRARIES[func._schema.name](*args, **kwargs)
     packet = func.overloadpacket
     if packet in _ADDED:
         return _ADDED[packet](*args, **kwargs)

@@ -18,6 +18,17 @@ _KNOWN_ON_CUDA = frozenset(
     {"bitsandbytes::optimizer_update_8bit_blockwise", "bitsandbytes::optimizer_update_32bit"}
 )
 """Kernels that work in place and are handed nothing else to write to (bitsandbytes 0.50, backends/cuda)."""
+_KNOWN_OF_LIBRARIES = frozenset(
+    {
+        "bitsandbytes::dequantize_4bit",
+        "bitsandbytes::dequantize_blockwise",
+        "bitsandbytes::gemm_4bit",
+        "bitsandbytes::int8_linear_matmul",
+        "bitsandbytes::int8_mm_dequant",
+        "bitsandbytes::int8_vectorwise_quant",
+    }
+)
+"""Kernels that allocate what they return and nothing else; `QuantisedWeights` runs the parts of the others."""
 _NOT_MODELLED = frozenset(
     {
         aten._ctc_loss.default,
@@ -70,7 +81,8 @@ class UnknownOps(Rule):
         """Those it knows nothing of."""
         if func.namespace in _KNOWN_NAMESPACES:
             return func in (_NOT_MODELLED_ON_CPU if self.target.kind == "cpu" else _NOT_MODELLED)
-        return self.target.kind != "cuda" or func._schema.name not in _KNOWN_ON_CUDA
+        known = _KNOWN_OF_LIBRARIES | (_KNOWN_ON_CUDA if self.target.kind == "cuda" else frozenset())
+        return func._schema.name not in known
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
         """Add a block of no likely size."""

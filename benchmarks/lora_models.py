@@ -1,0 +1,160 @@
+"""Small language models with adapters over frozen, possibly quantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import brimful as bf
+
+VOCABULARY = 512
+_SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
+_FEW_KEYS = {"num_key_value_heads": 2}
+_IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("CAUSAL_LM", _SHAPE | _FEW_KEYS),
+    "mistral": ("CAUSAL_LM", _SHAPE | _FEW_KEYS),
+    "qwen2": ("CAUSAL_LM", _SHAPE | _FEW_KEYS),
+    "gemma": ("CAUSAL_LM", _SHAPE | _FEW_KEYS | {"head_dim": 32}),
+    "phi": ("CAUSAL_LM", _SHAPE),
+    "stablelm": ("CAUSAL_LM", _SHAPE | {"num_key_value_heads": 4}),
+    "gpt_neox": ("CAUSAL_LM", _SHAPE),
+    "falcon": ("CAUSAL_LM", _SHAPE),
+    "opt": (
+        "CAUSAL_LM",
+        {"hidden_size": 128, "word_embed_proj_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "ffn_dim": 256},
+    ),
+    "bloom": ("CAUSAL_LM", {"hidden_size": 128, "n_layer": 2, "n_head": 4}),
+    "gpt2": ("CAUSAL_LM", {"n_embd": 128, "n_layer": 2, "n_head": 4}),
+    "bert": ("TOKEN_CLS", _SHAPE),
+    "t5": ("SEQ_2_SEQ_LM", {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_layers": 2, "num_heads": 4}),
+}  # fmt: skip
+"""By the name that transformers has for a family: peft's task, and what makes its configuration small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """How the frozen weights are kept."""
+
+    dtype: torch.dtype = torch.float32
+    quantised: str | None = None
+    """nf4, fp4 or int8; None as they are."""
+    is_double: bool = False
+    """Whether the scales of 4-bit weights are quantised too."""
+    is_prepared: bool = False
+    """By `peft.prepare_model_for_kbit_training`, with gradient checkpointing."""
+    compute_dtype: torch.dtype = torch.float32
+
+
+WEIGHTS = {
+    "fp32": Weights(),
+    "fp32, inputs require gradients, checkpointed": Weights(is_prepared=True),
+    "bf16": Weights(dtype=torch.bfloat16),
+    "nf4": Weights(quantised="nf4"),
+    "nf4, double": Weights(quantised="nf4", is_double=True),
+    "nf4, double, checkpointed": Weights(quantised="nf4", is_double=True, is_prepared=True),
+    "nf4, double, bf16": Weights(
+        dtype=torch.bfloat16, quantised="nf4", is_double=True, compute_dtype=torch.bfloat16
+    ),
+    "fp4": Weights(quantised="fp4"),
+    "int8": Weights(quantised="int8"),
+    "int8, checkpointed": Weights(quantised="int8", is_prepared=True),
+}
+
+
+def base_model(family: str) -> nn.Module:
+    """Random weights, without dropout."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+    from transformers import AutoModelForTokenClassification as AutoModelForTokens
+
+    task, options = FAMILIES[family]
+    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, use_cache=False, **_IDS, **options)
+    config.decoder_start_token_id = 2
+    kinds = {"CAUSAL_LM": AutoModelForCausalLM, "TOKEN_CLS": AutoModelForTokens}
+    model: nn.Module = kinds.get(task, AutoModelForSeq2SeqLM).from_config(config)
+    return model
+
+
+def quantise(model: nn.Module, weights: Weights) -> nn.Module:
+    """Linear layers but the last become bitsandbytes' quantised ones, as `from_pretrained` makes them."""
+    from transformers.pytorch_utils import Conv1D
+
+    kept = ("lm_head", "classifier", *(model._keep_in_fp32_modules or ()))  # T5's "wo"
+    for name, layer in list(model.named_modules()):
+        if type(layer) not in (nn.Linear, Conv1D) or name.rpartition(".")[2] in kept:
+            continue
+        weight = layer.weight.detach() if type(layer) is nn.Linear else layer.weight.detach().T.contiguous()
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, _quantised(weight, layer.bias, weights))
+    setattr(model, "is_loaded_in_8bit" if weights.quantised == "int8" else "is_loaded_in_4bit", True)
+    return model
+
+
+def _quantised(weight: Tensor, bias: Tensor | None, weights: Weights) -> nn.Module:
+    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
+
+    rows, columns = weight.shape
+    made: Any
+    if weights.quantised == "int8":
+        made = Linear8bitLt(columns, rows, bias=bias is not None, has_fp16_weights=False)
+        made.weight = Int8Params(weight, has_fp16_weights=False, requires_grad=False)
+    else:
+        made = Linear4bit(columns, rows, bias=bias is not None, compute_dtype=weights.compute_dtype)
+        made.weight = Params4bit(
+            weight,
+            requires_grad=False,
+            compress_statistics=weights.is_double,
+            quant_type=weights.quantised or "nf4",
+            module=made,
+        )
+    if bias is not None:
+        made.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    quantised: nn.Module = made.to("cpu")
+    return quantised
+
+
+def adapted_model(family: str, weights: Weights, adapter: str = "lora") -> nn.Module:
+    """A model with the adapter, whose weights alone are trained."""
+    from peft import IA3Config, LoraConfig, get_peft_model, prepare_model_for_kbit_training
+
+    torch.manual_seed(0)
+    model = base_model(family).to(weights.dtype)
+    if weights.quantised is not None:
+        model = quantise(model, weights)
+    if weights.is_prepared:
+        model = prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+    task = FAMILIES[family][0]
+    targets = ["query", "key", "value", "dense"] if task == "TOKEN_CLS" else "all-linear"
+    config = (
+        IA3Config(task_type=task)
+        if adapter == "ia3"
+        else LoraConfig(r=8, target_modules=targets, task_type=task, use_dora=adapter == "dora")
+    )
+    adapted: nn.Module = get_peft_model(model, config)
+    return adapted
+
+
+def tokens(count: int) -> Tensor:
+    """(B, T) token ids."""
+    return torch.randint(3, VOCABULARY, (count, 32))
+
+
+def adapted_job(family: str, weights: Weights, adapter: str = "lora", *, is_built: bool = False) -> bf.Job:
+    """A job that trains the adapter; the model is there already, or made by a function."""
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        labels = batch % 2 if FAMILIES[family][0] == "TOKEN_CLS" else batch
+        result: Tensor = model(input_ids=batch, labels=labels).loss
+        return result
+
+    def build() -> nn.Module:
+        return adapted_model(family, weights, adapter)
+
+    model: nn.Module | Callable[[], nn.Module] = build() if is_built else build
+    return bf.Job(model=model, loss=loss, batch=tokens, name=f"{family} {adapter}")

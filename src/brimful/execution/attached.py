@@ -1,0 +1,143 @@
+"""Tensors that libraries attach to their own classes of parameters, such as the scales of quantised weights.
+
+They are neither parameters nor buffers, but are on the device as long as the model is. In bitsandbytes 0.50,
+these are `Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward on, `Linear8bitLt.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from brimful.errors import UsageError
+
+ATTRIBUTES = "_brimful_attributes"
+"""Attribute of a fake parameter: names of those that it has from the real one."""
+
+
+def is_of_library(parameter: Tensor | None) -> bool:
+    """Whether a parameter is of a class that a library derives from `nn.Parameter`."""
+    kind = type(parameter)
+    return (
+        kind is not nn.Parameter
+        and issubclass(kind, nn.Parameter)
+        and not issubclass(kind, UninitializedTensorMixin)
+    )
+
+
+def attached_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The attached tensors of a model, real or fake.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        By the name of parameter or module and the path from there; each storage once, none that is a
+        parameter's or a buffer's.
+    """
+    known = {
+        tensor.untyped_storage()._cdata
+        for tensor in (*model.parameters(), *model.buffers())
+        if _attributes_of(tensor) is not None
+    }
+    found: dict[str, Tensor] = {}
+    for name, tensor in attached_views(model):
+        address = tensor.untyped_storage()._cdata
+        if address not in known:
+            known.add(address)
+            found[name] = tensor
+    return found
+
+
+def attached_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As `attached_tensors`, and those that share a storage too."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        owned = {
+            name: attributes
+            for name, parameter in module._parameters.items()
+            if parameter is not None and (attributes := _attributes_of(parameter)) is not None
+        }
+        for name, attributes in owned.items():
+            yield from _tensors_of(attributes.items(), f"{prefix}.{name}".lstrip("."), seen)
+        if owned:
+            yield from _tensors_of(public_attributes(module).items(), prefix, seen)
+
+
+def share_attached(original: nn.Module, copied: nn.Module) -> None:
+    """Let a copy of a model share attached objects between parameter and module as the original does.
+
+    bitsandbytes' parameters copy what is attached to them by themselves, so that modules have a second one.
+
+    Args:
+        original: A model.
+        copied: Its copy by `copy.deepcopy`; changed.
+    """
+    for module, twin in zip(original.modules(), copied.modules(), strict=True):
+        for name, parameter in module._parameters.items():
+            if not is_of_library(parameter):
+                continue
+            attributes = vars(twin._parameters[name])
+            for key, value in vars(parameter).items():
+                if value is module:
+                    attributes[key] = twin
+                for own, attribute in public_attributes(module).items():
+                    if attribute is value:
+                        vars(twin)[own] = attributes[key]
+
+
+def stay_trainable(model: nn.Module) -> None:
+    """Let layers with 4-bit weights train after they were evaluated on a CPU.
+
+    On CPUs with AVX512-BF16, an evaluation in bitsandbytes packs their weights for a kernel without a gradient,
+    and leaves them so. Then training has no gradients, without an error. Here they are not packed.
+
+    Args:
+        model: Its layers are changed.
+
+    Raises:
+        UsageError: Weights are packed already.
+
+    Source: bitsandbytes/nn/modules.py, Linear4bit.forward; autograd/_functions.py, matmul_4bit (0.50.2).
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            state = getattr(module, "quant_state", None)
+            if getattr(state, "packing_format_for_cpu", False):
+                raise UsageError(
+                    f"{name}: bitsandbytes packed its 4-bit weights in an evaluation on this CPU, and "
+                    "packed weights have no gradient. Load the model again and train it before you evaluate it."
+                )
+            vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def public_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module holds beside parameters, buffers, modules and hooks."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_")}
+
+
+def _attributes_of(parameter: Tensor) -> dict[str, Any] | None:
+    """What a library attached to a parameter; None for one of torch's own."""
+    if is_of_library(parameter):
+        return vars(parameter)
+    names = getattr(parameter, ATTRIBUTES, None)
+    return None if names is None else {name: getattr(parameter, name) for name in names}
+
+
+def _tensors_of(items: Iterable[tuple[Any, Any]], path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    for name, value in items:
+        if id(value) in seen or isinstance(value, (type, nn.Module, nn.Parameter)):
+            continue
+        inner = f"{path} {name}" if " " not in path else f"{path}.{name}"
+        if isinstance(value, Tensor):
+            seen.add(id(value))
+            yield inner, value
+        elif isinstance(value, (dict, list, tuple)):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from _tensors_of(pairs, inner, seen)
+        elif hasattr(value, "__dict__") and not callable(value):
+            seen.add(id(value))
+            yield from _tensors_of(vars(value).items(), inner, seen)
