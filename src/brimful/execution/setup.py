@@ -125,8 +125,8 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
         The model, where it was built.
 
     Raises:
-        UsageError: The function builds something else, or leaves tensors on the meta device; or quantised weights
-            are packed so that they cannot be trained.
+        UsageError: The function builds something else or leaves tensors on the meta device; or quantised
+            weights are packed so that they cannot be trained.
     """
     if isinstance(job.model, nn.Module):
         if job.weights is not None:
