@@ -19,6 +19,7 @@ __all__ = [
     "EquivalenceError",
     "Estimate",
     "Estimator",
+    "Export",
     "InfeasibleError",
     "Job",
     "Measurement",
@@ -48,6 +49,7 @@ __all__ = [
     "check_plan",
     "estimate",
     "estimator",
+    "export",
     "find_architecture",
     "find_device",
     "fit",
@@ -68,6 +70,7 @@ _HOMES = {
     "EquivalenceError": "errors",
     "Estimate": "prediction",
     "Estimator": "prediction",
+    "Export": "exports",
     "InfeasibleError": "errors",
     "Job": "job",
     "Measurement": "results",
@@ -96,6 +99,7 @@ _HOMES = {
     "check_plan": "api",
     "estimate": "api",
     "estimator": "api",
+    "export": "api",
     "find_architecture": "models",
     "find_device": "devices",
     "fit": "api",
@@ -115,6 +119,7 @@ if TYPE_CHECKING:
         check_plan,
         estimate,
         estimator,
+        export,
         fit,
         gpus,
         measure,
@@ -135,6 +140,7 @@ if TYPE_CHECKING:
     )
     from brimful.execution.planned_step import PlannedStep
     from brimful.execution.step import StepOutcome
+    from brimful.exports import Export
     from brimful.job import Data, Job, Samples
     from brimful.models import find_architecture
     from brimful.optimizers import named_optimizer
