@@ -286,7 +286,7 @@ def _fsdp(exported: Exported) -> Export:
     if not settings.divides_model:
         raise UsageError(
             f"fully_shard is FSDP2, and the plan has world_size={settings.world_size} and "
-            f"parallelism={str(settings.parallelism)!r}. Plan with world_size of at least 2 and parallelism='fsdp2'."
+            f"parallelism={str(settings.parallelism)!r}. Plan with parallelism='fsdp2' and two ranks or more."
         )
     gathered = settings.param_dtype
     document = {
