@@ -1,6 +1,6 @@
 """A small language model, two steps of it by brimful, and by other tools that read a plan's export.
 
-Run as a script, it trains under `accelerate launch`.
+Run as a script, it trains under a launcher.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
 
 import brimful as bf
 
@@ -163,5 +163,70 @@ def by_accelerate(micro_batch_size: int) -> list[float]:
     return found
 
 
+class InOrder(Trainer):
+    """Takes samples in their order."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+def by_transformers(file: str) -> tuple[TrainingArguments, list[float]]:
+    """Arguments as they are read, and the loss of each step, with few digits."""
+    (args,) = HfArgumentParser(TrainingArguments).parse_json_file(file)
+    args.output_dir = str(Path(file).parent)
+    args.report_to, args.save_strategy, args.disable_tqdm = [], "no", True
+    args.learning_rate, args.lr_scheduler_type, args.max_grad_norm = LEARNING_RATE, "constant", 0.0
+    args.max_steps, args.logging_steps = STEPS, 1
+    labels = texts().index_fill(1, torch.tensor([0]), -100)  # not predicted; the Trainer divides by the others
+    samples = [{"input_ids": text, "labels": label} for text, label in zip(texts(), labels, strict=True)]
+    trainer = InOrder(model=gpt2(), args=args, train_dataset=samples)
+    trainer.train()
+    return args, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def by_lightning(file: str) -> list[float]:
+    """The loss of each step, on these ranks."""
+    import lightning
+    import yaml
+
+    options = yaml.safe_load(Path(file).read_text())
+    losses: list[Tensor] = []
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            losses.append(loss_of(self.model, batch))
+            return losses[-1]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return adamw(self.model)
+
+        def train_dataloader(self) -> DataLoader:
+            """In order; Lightning's own sampler for ranks shuffles."""
+            sampler = DistributedSampler(texts(), shuffle=False) if dist.is_initialized() else None
+            return DataLoader(texts(), batch_size=options["data"]["batch_size"], sampler=sampler)
+
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys(names, False)
+    folder = Path(file).parent
+    trainer = lightning.Trainer(**options["trainer"], max_steps=STEPS, default_root_dir=folder, **quiet)
+    trainer.fit(Module())
+    accumulation = options["trainer"]["accumulate_grad_batches"]
+    return [mean_of_ranks(losses[i : i + accumulation]) for i in range(0, len(losses), accumulation)]
+
+
+def main(tool: str, argument: str) -> None:
+    """Train by a tool, and print the losses on the first rank."""
+    if tool == "accelerate":
+        losses = by_accelerate(int(argument))
+    else:
+        losses = by_lightning(argument) if tool == "lightning" else by_transformers(argument)[1]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(losses))
+
+
 if __name__ == "__main__":
-    print(json.dumps(by_accelerate(int(sys.argv[1]))))
+    main(*sys.argv[1:])

@@ -11,22 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import yaml
-from torch.utils.data import DataLoader, SequentialSampler
-from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import brimful as bf
 from helpers import exported
 from helpers.command_line import brimful
 from helpers.exported import (
     LEARNING_RATE,
-    STEPS,
     by_brimful,
     by_deepspeed,
     by_fully_shard,
+    by_lightning,
+    by_transformers,
     gpt2,
-    loss_of,
     texts,
 )
 from helpers.ranks import on_ranks
@@ -37,6 +33,7 @@ ROUNDING = 1e-5
 """Relative: sums in another order."""
 ROUNDING_BF16 = 2e-3
 """Relative; bfloat16 has 8 bits."""
+SCRIPT = exported.__file__
 needs_deepspeed = pytest.mark.skipif(
     find_spec("deepspeed") is None, reason="DeepSpeed is not installed: brimful[deepspeed]"
 )
@@ -71,27 +68,9 @@ def losses() -> list[float]:
     return by_brimful(bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4))
 
 
-class InOrder(Trainer):
-    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)
-
-
-def by_transformers(file: Path, folder: Path) -> tuple[TrainingArguments, list[float]]:
-    (args,) = HfArgumentParser(TrainingArguments).parse_json_file(file)
-    args.output_dir = str(folder)
-    args.report_to, args.save_strategy, args.disable_tqdm = [], "no", True
-    args.learning_rate, args.lr_scheduler_type, args.max_grad_norm = LEARNING_RATE, "constant", 0.0
-    args.max_steps, args.logging_steps = STEPS, 1
-    labels = texts().index_fill(1, torch.tensor([0]), -100)  # not predicted; the Trainer divides by the others
-    samples = [{"input_ids": text, "labels": label} for text, label in zip(texts(), labels, strict=True)]
-    trainer = InOrder(model=gpt2(), args=args, train_dataset=samples)
-    trainer.train()
-    return args, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 @pytest.mark.filterwarnings("ignore:.*pin_memory")
-def test_transformers_trains_by_its_export(folder: Path, losses: list[float], tmp_path: Path) -> None:
-    args, found = by_transformers(folder / "brimful-transformers.json", tmp_path)
+def test_transformers_trains_by_its_export(folder: Path, losses: list[float]) -> None:
+    args, found = by_transformers(str(folder / "brimful-transformers.json"))
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (2, 4)
     assert args.optim == "adamw_torch_fused"
     assert args.activation_checkpointing
@@ -104,7 +83,7 @@ def test_transformers_makes_the_optimizer_of_the_job(optimizer: str, tmp_path: P
     settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=2)
     plan = bf.plan(exported.job(optimizer), "cpu", global_batch_size=8, micro_batch_size=4)
     bf.export(exported.job(optimizer), plan, "transformers").save(tmp_path / "args.json")
-    _args, found = by_transformers(tmp_path / "args.json", tmp_path)
+    _args, found = by_transformers(str(tmp_path / "args.json"))
     model = gpt2()
     made = bf.named_optimizer(optimizer, learning_rate=LEARNING_RATE)(model)
     step = bf.apply(settings, exported.job(optimizer), model, made)
@@ -112,15 +91,10 @@ def test_transformers_makes_the_optimizer_of_the_job(optimizer: str, tmp_path: P
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_accelerate_launches_by_its_export(folder: Path, losses: list[float]) -> None:
-    text = (folder / "brimful-accelerate.yaml").read_text()
-    comment = "# environment: "
-    said = [line.removeprefix(comment) for line in text.splitlines() if line.startswith(comment)]
-    variables = dict(line.split("=") for line in said)
-    assert variables == {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+def launched(*command: str, **variables: str) -> list[float]:
+    """The losses that a script prints under a launcher, a module with its arguments."""
     done = subprocess.run(
-        [*launch, str(folder / "brimful-accelerate.yaml"), exported.__file__, "2"],
+        [sys.executable, *command],
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -128,36 +102,31 @@ def test_accelerate_launches_by_its_export(folder: Path, losses: list[float]) ->
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(losses, rel=ROUNDING)
+    return json.loads(next(line for line in done.stdout.splitlines()[::-1] if line.startswith("[")))
+
+
+def test_accelerate_launches_by_its_export(folder: Path, losses: list[float]) -> None:
+    file = folder / "brimful-accelerate.yaml"
+    comment = "# environment: "
+    said = [line for line in file.read_text().splitlines() if line.startswith(comment)]
+    variables = dict(line.removeprefix(comment).split("=") for line in said)
+    assert variables == {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", str(file))
+    assert launched(*launcher, SCRIPT, "accelerate", "2", **variables) == pytest.approx(losses, rel=ROUNDING)
 
 
 @pytest.mark.filterwarnings("ignore")  # Lightning's own
-def test_lightning_trains_by_its_export(folder: Path, losses: list[float], tmp_path: Path) -> None:
-    import lightning
+def test_lightning_trains_by_its_export(folder: Path, losses: list[float]) -> None:
+    assert by_lightning(str(folder / "mine.yaml")) == pytest.approx(losses, rel=ROUNDING)
 
-    options = yaml.safe_load((folder / "mine.yaml").read_text())
-    found: list[float] = []
 
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = gpt2()
-
-        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(self.model, batch)
-            found.append(float(loss))
-            return loss
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return exported.adamw(self.model)
-
-    quiet = dict.fromkeys(
-        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-    )
-    trainer = lightning.Trainer(**options["trainer"], max_steps=STEPS, default_root_dir=tmp_path, **quiet)
-    trainer.fit(Module(), DataLoader(texts(), batch_size=options["data"]["batch_size"]))
-    means = [sum(found[step : step + 4]) / 4 for step in (0, 4)]
-    assert means == pytest.approx(losses, rel=ROUNDING)
+def test_two_ranks_train_by_exports_for_transformers_and_lightning(tmp_path: Path, losses: list[float]) -> None:
+    tools = ("transformers=t.json", "lightning=l.yaml")
+    exports(tmp_path, *tools, world_size=2, parallelism="ddp", micro_batch_size=2)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2")
+    found = launched(*torchrun, SCRIPT, "transformers", str(tmp_path / "t.json"))
+    assert found == pytest.approx(losses, rel=1e-3)  # its log rounds
+    assert launched(SCRIPT, "lightning", str(tmp_path / "l.yaml")) == pytest.approx(losses, rel=ROUNDING)
 
 
 def test_a_plan_that_is_checked_is_exported(folder: Path) -> None:
@@ -210,8 +179,20 @@ def test_accelerate_reads_the_plugin_of_fsdp2(tmp_path: Path, monkeypatch: pytes
     exports(tmp_path, "accelerate=a.yaml", device="RTX 3090", world_size=2, parallelism="fsdp2")
     parser = launch_command_parser()
     args, *_others = read(parser.parse_args(["--config_file", str(tmp_path / "a.yaml"), "script.py"]))
+    assert (args.use_fsdp, args.num_processes) == (True, 2)
     for name, value in prepare_multi_gpu_env(args).items():
         monkeypatch.setenv(name, value)
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
     assert plugin.transformer_cls_names_to_wrap == ["GPT2Block"]
+
+
+def test_accelerate_reads_the_ranks_of_ddp(tmp_path: Path) -> None:
+    """Read alone: it starts several ranks on GPUs only."""
+    from accelerate.commands.launch import _validate_launch_command as read
+    from accelerate.commands.launch import launch_command_parser
+
+    exports(tmp_path, "accelerate=a.yaml", device="RTX 3090", world_size=2, parallelism="ddp")
+    parser = launch_command_parser()
+    args, *_others = read(parser.parse_args(["--config_file", str(tmp_path / "a.yaml"), "script.py"]))
+    assert (args.multi_gpu, args.num_processes, args.use_cpu) == (True, 2, False)

@@ -150,6 +150,18 @@ def test_ranks_and_precisions_that_a_tool_trains_otherwise_are_refused(
         write_export(exported(settings), tool)
 
 
+def test_accelerate_is_refused_for_several_ranks_on_a_cpu() -> None:
+    with pytest.raises(UsageError, match="mpirun"):
+        write_export(exported(replace(SETTINGS, world_size=2), device_kind="cpu"), ExportTool.ACCELERATE)
+
+
+def test_fully_shard_has_the_policies_of_the_plan() -> None:
+    settings = replace(FSDP2, precision=Precision.BF16, param_dtype="bfloat16", offload_parameters=True)
+    made = json.loads(write_export(exported(settings), ExportTool.FSDP).text)
+    assert made["mp_policy"] == {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    assert (made["autocast"], made["cpu_offload"], made["reshard_after_forward"]) == ("bfloat16", True, True)
+
+
 def test_ranks_of_one_model_are_launched_by_each_tool() -> None:
     settings = replace(SETTINGS, world_size=4, num_nodes=2)
     trainer = yaml.safe_load(write_export(exported(settings), ExportTool.LIGHTNING).text)["trainer"]

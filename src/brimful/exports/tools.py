@@ -176,22 +176,25 @@ def _accelerate(exported: Exported) -> Export:
     if settings.world_size > 1 and settings.parallelism.is_zero:
         way_out = "Export it for deepspeed; Accelerate reads that file by DeepSpeedPlugin(hf_ds_config=…)."
         _refuse_parallelism(exported, tool, "DDP and FSDP2", way_out)
-    autocast = settings.precision.autocast_dtype
-    if settings.divides_model and (autocast or exported.device_kind == "cpu"):
-        why = (
-            f"Accelerate casts parameters and averages gradients in {autocast}, which rounds more than the plan"
-            if autocast
-            else "Accelerate has no FSDP on a CPU"
+    if settings.world_size > 1 and exported.device_kind == "cpu":
+        raise UsageError(
+            "accelerate launch starts one process on a CPU, whatever num_processes is, unless by mpirun. "
+            "Export it for transformers, lightning, deepspeed or fsdp, or plan for world_size=1."
         )
-        raise UsageError(f"{why}. Export it for fsdp, which is torch's fully_shard.")
-    on_cpu = exported.device_kind == "cpu"
+    autocast = settings.precision.autocast_dtype
+    if settings.divides_model and autocast:
+        raise UsageError(
+            f"under FSDP2 Accelerate casts parameters and averages gradients in {autocast}, which rounds more "
+            "than the plan. Export it for fsdp, which is torch's fully_shard."
+        )
+    distributed = "MULTI_GPU" if settings.world_size > 1 else "NO"
     document: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if settings.divides_model else _distributed_type(exported),
+        "distributed_type": "FSDP" if settings.divides_model else distributed,
         "mixed_precision": {Precision.BF16: "bf16", Precision.FP16: "fp16"}.get(settings.precision, "no"),
         "num_machines": settings.num_nodes,
         "num_processes": settings.world_size,
-        "use_cpu": on_cpu,
+        "use_cpu": exported.device_kind == "cpu",
     }
     expressed = _BY_HAND
     remarks = [
@@ -218,12 +221,6 @@ def _accelerate(exported: Exported) -> Export:
                 "GradientAccumulationPlugin(sync_each_batch=True) shards them after each."
             )
     return _export(exported, tool, document, expressed=expressed, remarks=tuple(remarks), variables=variables)
-
-
-def _distributed_type(exported: Exported) -> str:
-    if exported.settings.world_size == 1:
-        return "NO"
-    return "MULTI_GPU" if exported.device_kind == "cuda" else "MULTI_CPU"
 
 
 def _fsdp_of_accelerate(exported: Exported) -> dict[str, Any]:
