@@ -225,7 +225,10 @@ def main(tool: str, argument: str) -> None:
     else:
         losses = by_lightning(argument) if tool == "lightning" else by_transformers(argument)[1]
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(losses))
+        print(json.dumps(losses), flush=True)
+    if dist.is_initialized():
+        dist.barrier()  # gloo aborts a rank whose partner has ended
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
