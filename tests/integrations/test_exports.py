@@ -151,9 +151,13 @@ def test_deepspeed_trains_by_its_export(folder: Path, losses: list[float]) -> No
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("stage", "precision"), [("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp32")])
-def test_deepspeed_shards_by_its_export(stage: str, precision: str, tmp_path: Path) -> None:
-    exports(tmp_path, "deepspeed", world_size=2, parallelism=stage, precision=precision, micro_batch_size=2)
+@pytest.mark.parametrize(
+    ("parallelism", "precision"), [("ddp", "bf16"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp32")]
+)
+def test_deepspeed_divides_by_its_export(parallelism: str, precision: str, tmp_path: Path) -> None:
+    exports(
+        tmp_path, "deepspeed", world_size=2, parallelism=parallelism, precision=precision, micro_batch_size=2
+    )
     alone = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4, precision=precision)
     expected = by_brimful(alone)
     for found in on_ranks(by_deepspeed, str(tmp_path / "brimful-deepspeed.json")):
@@ -161,7 +165,7 @@ def test_deepspeed_shards_by_its_export(stage: str, precision: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_fully_shard_shards_by_its_export(precision: str, tmp_path: Path) -> None:
+def test_fully_shard_divides_by_its_export(precision: str, tmp_path: Path) -> None:
     exports(tmp_path, "fsdp=f.json", world_size=2, parallelism="fsdp2", precision=precision, micro_batch_size=2)
     alone = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4, precision=precision)
     expected = by_brimful(alone)

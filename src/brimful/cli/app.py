@@ -270,8 +270,9 @@ def plan(
         files = export_files(export or ())
         if check is not None:
             _check_nothing_is_asked_beside_a_check(context)
+            given = find_source(model, options)
             kept = Plan.load(check)
-            job = _job_of_checked(context, check, kept, find_source(model, options), device, planning.budget)
+            job = _job_of_checked(context, check, kept, given, device, planning.budget)
             checked = api.check_plan(job, kept, None if device == "auto" else device, budget=planning.budget)
             write_exports(job, kept, files)
             show(checked, checked.to_json, as_json)
