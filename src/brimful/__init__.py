@@ -19,6 +19,7 @@ __all__ = [
     "EquivalenceError",
     "Estimate",
     "Estimator",
+    "Export",
     "InfeasibleError",
     "Job",
     "Measurement",
@@ -49,6 +50,7 @@ __all__ = [
     "check_plan",
     "estimate",
     "estimator",
+    "export",
     "find_architecture",
     "find_device",
     "fit",
@@ -70,6 +72,7 @@ _HOMES = {
     "EquivalenceError": "errors",
     "Estimate": "prediction",
     "Estimator": "prediction",
+    "Export": "exports",
     "InfeasibleError": "errors",
     "Job": "job",
     "Measurement": "results",
@@ -99,6 +102,7 @@ _HOMES = {
     "check_plan": "api",
     "estimate": "api",
     "estimator": "api",
+    "export": "api",
     "find_architecture": "models",
     "find_device": "devices",
     "fit": "api",
@@ -119,6 +123,7 @@ if TYPE_CHECKING:
         check_plan,
         estimate,
         estimator,
+        export,
         fit,
         gpus,
         measure,
@@ -141,6 +146,7 @@ if TYPE_CHECKING:
     from brimful.execution.in_force import Prepared
     from brimful.execution.planned_step import PlannedStep
     from brimful.execution.step import StepOutcome
+    from brimful.exports import Export
     from brimful.job import Data, Job, Samples
     from brimful.models import find_architecture
     from brimful.optimizers import named_optimizer

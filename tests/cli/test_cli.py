@@ -440,7 +440,7 @@ OPTIONS = {
         "--world-size", "--num-nodes", "--network", "--parallelism", "--reshard", "--param-dtype",
         "--offload-parameters", "--job-calibration",
         "--seq-len",
-        "--image-size", "--set", "--output", "--check", "--verify", "--json",
+        "--image-size", "--set", "--output", "--check", "--export", "--verify", "--json",
     ],
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set"],
     "train images": [

@@ -98,7 +98,7 @@ GUIDES = [
     DOCS.parent / "README.md",
     *(path for path in sorted(DOCS.rglob("*.md")) if not {"_build", "decisions"} & set(path.parts)),
 ]
-OF_OTHERS = {"--nproc-per-node", "--max-restarts", "--cpu"}
+OF_OTHERS = {"--nproc-per-node", "--max-restarts", "--cpu", "--config_file"}
 """Options of torchrun and accelerate."""
 
 

@@ -8,6 +8,7 @@ to the next. Start reading at `plans.plan`.
 """
 
 from brimful.api.estimates import capture_trace, estimate, estimator, gpus
+from brimful.api.exports import export
 from brimful.api.plans import check_plan, plan
 from brimful.api.runs import apply, fit, measure, prepare, verify
 from brimful.profiling.named_device import calibrate
@@ -19,6 +20,7 @@ __all__ = [
     "check_plan",
     "estimate",
     "estimator",
+    "export",
     "fit",
     "gpus",
     "measure",

@@ -45,7 +45,8 @@ from brimful.options import PlanOptions
 from brimful.status import busy, report
 
 if TYPE_CHECKING:
-    from brimful.planner import JobSource, PlanCheck
+    from brimful.job import Job
+    from brimful.planner import JobSource, Plan
 
 app = typer.Typer(
     name="brimful",
@@ -244,6 +245,15 @@ def plan(
             "that is not built in must be named too."
         ),
     ] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOOL[=FILE]",
+            help="Also write the plan as the file that another tool reads: transformers, accelerate, "
+            "deepspeed, fsdp or lightning; may be repeated. With --check, of the plan that is checked. "
+            "Standard error lists what the tool cannot express. FILE defaults to brimful-TOOL.json or .yaml.",
+        ),
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option("--verify", help="Also compute a batch with and without the plan, and compare."),
@@ -252,17 +262,23 @@ def plan(
 ) -> None:
     """Find the fastest way to train a global batch inside a memory budget."""
     with report_errors(as_json):
+        from brimful import api
+        from brimful.api.plans import plan_once
+        from brimful.cli.exports import export_files, write_exports
+        from brimful.planner import Plan
+
+        files = export_files(export or ())
         if check is not None:
             _check_nothing_is_asked_beside_a_check(context)
             given = find_source(model, options)
-            checked = _check(context, check, given, device, planning.budget)
+            kept = Plan.load(check)
+            job = _job_of_checked(context, check, kept, given, device, planning.budget)
+            checked = api.check_plan(job, kept, None if device == "auto" else device, budget=planning.budget)
+            write_exports(job, kept, files)
             show(checked, checked.to_json, as_json)
             if not checked.fits:
                 raise typer.Exit(1)
             return
-        from brimful import api
-        from brimful.api.plans import plan_once
-
         source = find_source(model, options)
         if source is None:
             raise UsageError("a plan needs a model; only --check FILE of a built-in one does without.")
@@ -282,6 +298,7 @@ def plan(
         result = replace(result, source=source)
         if output is not None:
             result.save(output)
+        write_exports(job, result, files)
         if not verify:
             show(result, result.to_json, as_json)
             return
@@ -312,7 +329,7 @@ def calibrate(
 
 def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
     """Refuse options other than what to check a plan against, because its file has the planning options."""
-    against = {"model", "options", "seq_len", "image_size", "device", "budget", "check", "as_json"}
+    against = {"model", "options", "seq_len", "image_size", "device", "budget", "check", "export", "as_json"}
     asked = asked_on_command_line(context, lambda name: name not in against)
     if asked:
         raise UsageError(
@@ -320,25 +337,20 @@ def _check_nothing_is_asked_beside_a_check(context: typer.Context) -> None:
         )
 
 
-def _check(
-    context: typer.Context, file: Path, given: JobSource | None, device: str, budget: str | None
-) -> PlanCheck:
-    """Check a plan in a file against the given job, or else the built-in one that it was made for."""
-    from brimful.planner import Plan
-
-    kept = Plan.load(file)
+def _job_of_checked(
+    context: typer.Context, file: Path, kept: Plan, given: JobSource | None, device: str, budget: str | None
+) -> Job:
+    """The given job, or else the built-in one that a plan in a file was made for."""
     if given is None:
         asked = {"--device": device, "--budget": budget}
         on_command_line = asked_on_command_line(context, lambda name: name in ("device", "budget", "as_json"))
         repeated = [f"{option}={asked[option]}" if option in asked else option for option in on_command_line]
         given = built_in_source(file, kept, repeated)
-    from brimful import api
-
     job = job_of(given)
     is_same_source = kept.source is not None and kept.source.name == given.name
     if not may_be_plan_of(kept, job) and not is_same_source:
         raise UsageError(f"{file} is a plan for {kept.job!r}, and the model given is {job.name!r}.")
-    return api.check_plan(job, kept, None if device == "auto" else device, budget=budget)
+    return job
 
 
 _PREDICTING = ("estimate", "plan", "gpus")

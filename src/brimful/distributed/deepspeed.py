@@ -33,11 +33,9 @@ from brimful.distributed.fsdp import Around
 from brimful.errors import UsageError
 from brimful.module_names import plain_namer, plain_state
 from brimful.settings import Parallelism
-from brimful.trace.zero import PREFETCHED_PART, bucket_elements
+from brimful.trace.zero import STAGES, zero_options
 
 T = TypeVar("T")
-
-STAGES = {Parallelism.ZERO1: 1, Parallelism.ZERO2: 2, Parallelism.ZERO3: 3}
 
 ELEMENTWISE = (
     torch.optim.AdamW,
@@ -59,16 +57,18 @@ class ZeroEngine:
     Args:
         model: The same on each rank, on its device, with float32 parameters.
         optimizer: Over parameters of the model, without state.
-        stage: 1, 2 or 3.
+        parallelism: ZeRO of stage 1, 2 or 3.
         device: This rank's own.
 
     Raises:
         UsageError: DeepSpeed is not installed, or cannot divide these.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, stage: int, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, parallelism: Parallelism, device: torch.device
+    ) -> None:
         _check_divisible(model, optimizer)
-        self.stage = stage
+        self.stage = STAGES[parallelism]
         self._deepspeed = _deepspeed(device)
         self._trainable = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self._with_gradient: set[int] = set()
@@ -79,9 +79,9 @@ class ZeroEngine:
         ]
         self.optimizer = ZeroOptimizer(self, optimizer)
         self.engine, *_others = self._deepspeed.initialize(
-            model=Around(model), optimizer=optimizer, config=_config(model, stage)
+            model=Around(model), optimizer=optimizer, config=_config(model, parallelism)
         )
-        self._saving = _SavedByName(model) if stage == 3 else nullcontext()
+        self._saving = _SavedByName(model) if self.stage == 3 else nullcontext()
 
     @property
     def zero(self) -> Any:
@@ -406,26 +406,11 @@ def _deepspeed(device: torch.device) -> ModuleType:
     return deepspeed
 
 
-def _config(model: nn.Module, stage: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: shard as the stage requires, and nothing else.
-
-    Parameters of every size are sharded and freed after use, because the predicted memory of a stage assumes
-    it.
-    """
-    bucket = bucket_elements(sum(parameter.numel() for parameter in model.parameters()))
+def _config(model: nn.Module, parallelism: Parallelism) -> dict[str, Any]:
+    """DeepSpeed's configuration: shard as the stage requires, and nothing else."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-            # it rounds otherwise under autocast, and replaces F.linear for good; `_SavedByName` spares the same
-            "memory_efficient_linear": False,
-            "stage3_prefetch_bucket_size": bucket // PREFETCHED_PART,
-            "stage3_param_persistence_threshold": 0,
-            "stage3_max_live_parameters": 0,
-            "stage3_max_reuse_distance": 0,
-        },
+        "zero_optimization": zero_options(parallelism, sum(p.numel() for p in model.parameters())),
     }

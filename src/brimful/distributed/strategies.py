@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from brimful.distributed.deepspeed import STAGES, WholeZeroModel, ZeroEngine
+from brimful.distributed.deepspeed import WholeZeroModel, ZeroEngine
 from brimful.distributed.fsdp import Around, Sharded, check_optimizer
 from brimful.distributed.gather import WholeModel
 from brimful.distributed.ranks import Ranks
@@ -155,7 +155,7 @@ class _Zero(DataParallel):
         self._engine: ZeroEngine | None = None
 
     def divided(self, optimizer: Optimizer) -> Optimizer:
-        self._engine = ZeroEngine(self._model, optimizer, STAGES[self._settings.parallelism], self._device)
+        self._engine = ZeroEngine(self._model, optimizer, self._settings.parallelism, self._device)
         return self._engine.optimizer
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import singledispatch
 
+from brimful.exports import Export
 from brimful.planner import GpuSurvey, Plan, PlanCheck
 from brimful.prediction import Estimate
+from brimful.report.exports import export_text
 from brimful.report.gpus import gpus_text
 from brimful.report.measurements import check_text, comparison_text, equivalence_text, measurement_text
 from brimful.report.plans import estimate_text, plan_text
@@ -22,6 +24,7 @@ def text_of(result: object) -> str:
 text_of.register(Estimate, estimate_text)
 text_of.register(Plan, plan_text)
 text_of.register(PlanCheck, check_text)
+text_of.register(Export, export_text)
 text_of.register(GpuSurvey, gpus_text)
 text_of.register(Measurement, measurement_text)
 text_of.register(Comparison, comparison_text)

@@ -22,10 +22,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from brimful.settings import OptimizerImplementation, Parallelism
 from brimful.trace.edit import AFTER, BEFORE, TraceEdit
 from brimful.trace.records import Category, Phase, Trace
+
+STAGES = {Parallelism.ZERO1: 1, Parallelism.ZERO2: 2, Parallelism.ZERO3: 3}
 
 BUCKET_ELEMENTS = 13_107_200
 """Elements that are reduced or gathered together: 50 MiB of float32. DeepSpeed's own 500 million are 2 GB. A
@@ -46,6 +49,33 @@ _BYTES = 4
 def bucket_elements(elements: int) -> int:
     """Bucket size for a model with `elements` parameters; DeepSpeed needs an even number."""
     return min(BUCKET_ELEMENTS, elements + elements % 2)
+
+
+def zero_options(parallelism: Parallelism, parameter_count: int) -> dict[str, Any]:
+    """Section `zero_optimization` of DeepSpeed's configuration: shard as the stage requires, and nothing else.
+
+    Parameters of every size are sharded and freed after use, because the predicted memory of a stage assumes
+    it.
+
+    Args:
+        parallelism: ZeRO of stage 1, 2 or 3.
+        parameter_count: Of the whole model.
+
+    Returns:
+        The section.
+    """
+    bucket = bucket_elements(parameter_count)
+    return {
+        "stage": STAGES[parallelism],
+        "reduce_bucket_size": bucket,
+        "allgather_bucket_size": bucket,
+        # it rounds otherwise under autocast, and replaces F.linear for good
+        "memory_efficient_linear": False,
+        "stage3_prefetch_bucket_size": bucket // PREFETCHED_PART,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    }
 
 
 def of_one_zero_rank(trace: Trace) -> Trace:
@@ -82,9 +112,7 @@ class _Division:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._ranks = trace.settings.world_size
-        self._stage = {Parallelism.ZERO1: 1, Parallelism.ZERO2: 2, Parallelism.ZERO3: 3}[
-            trace.settings.parallelism
-        ]
+        self._stage = STAGES[trace.settings.parallelism]
         self.edit = TraceEdit(trace, "DeepSpeed's")
         self._copies = 2 if trace.device_kind == "cpu" else 1
         """Gloo works on a flat copy of what it gathers and of what it is to scatter."""
