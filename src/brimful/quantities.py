@@ -59,7 +59,10 @@ def _parsed(text: str, *, is_budget: bool) -> int:
     """Bytes; more than `_LARGEST_SIZE` for any size beyond it."""
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise SizeError(f"{_shown(text)} is not a size. Write a number and a unit, such as 11GiB or 800MiB.")
+        share = ", or as a budget a share of the baseline, such as 60%" if is_budget else ""
+        raise SizeError(
+            f"{_shown(text)} is not a size. Write a number and a unit, such as 11GiB or 800MiB{share}."
+        )
     number, unit = match.group(1), match.group(2)
     if unit.lower() not in _UNIT_BYTES:
         found = f"the unit {_shown(unit)}" if unit else "no unit"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -61,6 +62,21 @@ def quantised_weights_known() -> Iterator[None]:
         for user in users:
             stack.enter_context(replaced(user, name, dequantised))
         yield
+
+
+@contextmanager
+def meta_errors_unlogged() -> Iterator[None]:
+    """Let torch log no traceback of an op that fails while the context is open: the error itself is raised.
+
+    Source: torch._subclasses.fake_tensor, `log.exception` (checked: 2.13).
+    """
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import Rule, rules_for
+from brimful.capture.libraries import meta_errors_unlogged
 from brimful.capture.loss_signature import signature_hint
 from brimful.capture.recording.lines import raising_line
 from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart
@@ -176,7 +177,12 @@ def _whole(trace: Trace, settings: Settings, shortening: Shortening, rules: list
 def _capturing(job: Job, settings: Settings) -> Iterator[CompiledCode]:
     """What is in force while a step is captured."""
     compiled = CompiledCode()
-    with _as_capture_error(job, settings), without_garbage_collection(), compiled.runs_eagerly():
+    with (
+        _as_capture_error(job, settings),
+        without_garbage_collection(),
+        compiled.runs_eagerly(),
+        meta_errors_unlogged(),
+    ):
         yield compiled
 
 

@@ -388,7 +388,7 @@ def _deepspeed(device: torch.device) -> ModuleType:
     except ImportError as error:
         raise UsageError(
             f"ZeRO is DeepSpeed's, which cannot be imported: {error}. Install it: pip install "
-            "'brimful[deepspeed]'. Without it, parallelism='fsdp2' divides parameters, gradients and optimizer "
+            "deepspeed. Without it, parallelism='fsdp2' divides parameters, gradients and optimizer "
             "state too."
         ) from error
     found = get_accelerator().device_name()

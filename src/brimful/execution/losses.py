@@ -114,8 +114,8 @@ def check_loss(value: Any) -> None:
     """
     if not isinstance(value, Tensor):
         raise LossError(
-            f"the loss is a {type(value).__name__}, not a tensor. Return the scalar itself: for a "
-            "Transformers model, `model(**batch).loss`."
+            f"the loss is a {type(value).__name__}, not a tensor. Return the scalar tensor itself, without "
+            "`.item()`; of a Transformers model that is `model(**batch).loss`."
         )
     if value.numel() != 1:
         raise LossError(

@@ -44,7 +44,7 @@ def build_model(name: str, published: Published, *, without: tuple[str, ...] = (
         import transformers
     except ImportError as error:
         raise UsageError(
-            f'{name} is built with transformers, which is not installed: pip install "brimful[hf]".'
+            f"{name} is built with transformers, which is not installed: pip install transformers."
         ) from error
 
     changed = {option: value for option, value in changes.items() if value is not None}

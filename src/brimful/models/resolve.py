@@ -238,4 +238,4 @@ def _remedy(value: Any) -> str:
             "Say how it is trained: return brimful.Job(model=model, loss=lambda model, batch: …, "
             "batch=lambda samples: …)."
         )
-    return "It must be a function that returns a brimful.Job."
+    return "It must be a brimful.Job, or a function that returns one."

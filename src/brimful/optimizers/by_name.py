@@ -224,7 +224,7 @@ def _make_adamw8bit(parameters: list[nn.Parameter], _model: nn.Module | None) ->
     except ImportError as error:
         raise UsageError(
             f"the optimizer 'adamw8bit' is that of bitsandbytes, which cannot be imported: {error}. "
-            "Install it: pip install 'brimful[bitsandbytes]'. Without it, 'adafactor' "
+            "Install it: pip install bitsandbytes. Without it, 'adafactor' "
             "takes less than 'adamw', too."
         ) from error
     optimizer: Optimizer = AdamW8bit(parameters)

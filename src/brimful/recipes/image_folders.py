@@ -227,6 +227,4 @@ def check_pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError as error:
-        raise UsageError(
-            'images are read with Pillow, which is not installed: pip install "brimful[vision]".'
-        ) from error
+        raise UsageError("images are read with Pillow, which is not installed: pip install pillow.") from error

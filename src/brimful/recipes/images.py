@@ -175,8 +175,7 @@ def _find_timm(name: str) -> _Found:
         import timm
     except Exception as error:  # of torchvision too, which timm imports
         raise UsageError(
-            f"{TIMM}{name} is built with timm, which cannot be imported: {error}. "
-            'pip install "brimful[vision]".'
+            f"{TIMM}{name} is built with timm, which cannot be imported: {error}. pip install timm."
         ) from error
     if not timm.is_model(name):
         raise UnknownNameError("model of timm", name, timm.list_models())

@@ -178,8 +178,13 @@ def _plain_rows(result: TrainingResult, plain: TrainingResult | None) -> Iterato
     line = f"  the baseline took {format_bytes(plain.measured_peak_allocated_bytes)}"
     if plain.measured_step_seconds is not None and result.measured_step_seconds is not None:
         ratio = result.measured_step_seconds / plain.measured_step_seconds
+        line += f" and {format_seconds(plain.measured_step_seconds)} a step; "
+        compared = [run.self_correction for run in (result, plain) if run.self_correction is not None]
+        is_busy = any(busy_text(each.core_wait_fraction) for each in compared)
         line += (
-            f" and {format_seconds(plain.measured_step_seconds)} a step; the plan took {ratio:.2f} × that time"
+            "the times are of a busy machine, so their ratio is not shown"
+            if is_busy
+            else f"the plan took {ratio:.2f} × that time"
         )
     yield line
 

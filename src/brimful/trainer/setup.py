@@ -17,6 +17,7 @@ from brimful.trainer.data.batches import (
     find_data,
     refuse_single_samples,
 )
+from brimful.trainer.data.rng import seed_all
 from brimful.trainer.data.stream import BatchStream
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.monitor.mfu import Utilisation
@@ -56,8 +57,8 @@ class RunContext:
 def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
     """Set up a new run, or resume one: its data, model and optimizer.
 
-    The seed determines the weights, then the random numbers of the data: both are the same on every rank. From
-    then on each rank draws its own random numbers.
+    The seed determines the data that the job makes, the weights and the random numbers of the batches: all are
+    the same on every rank. From then on each rank draws its own random numbers.
 
     Args:
         config: The configuration of the run.
@@ -73,6 +74,7 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
         EquivalenceError: The plan does not compute what the baseline does.
     """
     start = find_start(config, ranks)
+    seed_all(config.options.seed)  # a resumed run has the same data, even if the job draws them at random
     data = find_data(config.job, config.options.data)
     if config.options.patience is not None and data.validation is None:
         raise UsageError("patience needs validation data: Data(validation=…).")

@@ -11,6 +11,7 @@ import brimful as bf
 from brimful.api import kept_plans, plans
 from brimful.planner import Plan
 from brimful.profiling import job_calibrations
+from brimful.profiling.timing import WaitsForCores
 from brimful.results import JobCalibration
 from helpers.wrong_plans import SAMPLES, gpt_job
 
@@ -110,6 +111,13 @@ def test_a_plan_is_checked_with_the_factors_that_it_was_made_with() -> None:
     assert check.predicted_step_seconds == pytest.approx(check.planned_step_seconds)
 
 
+@pytest.fixture
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread waits for a core."""
+    monkeypatch.setattr(WaitsForCores, "fraction", lambda _self: 0.0)
+
+
+@pytest.mark.usefixtures("idle")
 def test_training_keeps_what_it_measured_for_the_next_plan() -> None:
     plan = planned()
     assert plan.job_calibration is None
@@ -121,6 +129,34 @@ def test_training_keeps_what_it_measured_for_the_next_plan() -> None:
     assert after.job_calibration.peak_factor == 1.0  # predicted to the byte on a CPU
 
 
+@pytest.mark.parametrize("before", [None, 3.0])
+def test_times_of_a_busy_machine_are_not_kept(before: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WaitsForCores, "fraction", lambda _self: 0.66)
+    if before is not None:
+        keep_factors(before, 1.25)
+    bf.fit(gpt_job(), planned(), steps=8, show_progress=False)
+    after = planned().job_calibration
+    assert after is not None
+    assert after.time_factor == (before or 1.0)
+    assert after.peak_factor == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("plans_longest", [False, True])
+def test_a_peak_of_shorter_batches_does_not_lower_later_predictions(plans_longest: bool) -> None:
+    """A run whose batches take less than its plan is for."""
+    plan = planned()
+    peak_bytes = round(plan.predicted_peak_reserved_bytes * 1.5)
+    larger = replace(plan, predicted_peak_reserved_bytes=peak_bytes, predicted_peak_device_bytes=peak_bytes)
+    job = gpt_job()
+    assert job.data is not None
+    longest = job.batch if plans_longest else None
+    bf.fit(job, larger, steps=8, data=replace(job.data(), longest=longest), show_progress=False)
+    after = planned().job_calibration
+    assert after is not None
+    assert after.peak_factor == pytest.approx(1.0 if plans_longest else 1 / 1.5, rel=1e-3)
+
+
+@pytest.mark.usefixtures("idle")
 def test_a_later_run_multiplies_the_factors_that_its_plan_has() -> None:
     plain = keep_factors(3.0, 1.25)
     result, _ = bf.fit(gpt_job(), planned(), steps=8, show_progress=False)

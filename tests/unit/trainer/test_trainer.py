@@ -140,6 +140,18 @@ def test_a_short_run_measures_its_second_step_or_nothing(job_with, trained, step
     assert (result.measured_peak_allocated_bytes is None) == (not measured)
 
 
+def test_a_resumed_run_has_the_data_that_its_job_draws_at_random(job_with, trained, tmp_path, samples):
+    def draw():
+        return Data(train=samples | {"x": torch.randn_like(samples["x"])})
+
+    job = job_with(data=draw)
+    _, whole = trained(job, epochs=2)
+    trained(job, epochs=1, run_dir=tmp_path / "run")
+    torch.manual_seed(99)  # as another process
+    _, resumed = trained(job, epochs=2, run_dir=tmp_path / "run", resume=True)
+    assert resumed.losses == whole.losses
+
+
 def test_a_resumed_run_measures_a_steady_step_too(job_with, trained, tmp_path):
     """Not one of its first two, which hold copies of parameters and state on the host: a CPU's own memory."""
     run = {"run_dir": tmp_path / "run", "save_every": 4}

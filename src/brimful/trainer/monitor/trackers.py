@@ -179,5 +179,5 @@ def _find(module: str, package: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise UsageError(
-            f"{package} cannot be imported ({error}). Install it: pip install 'brimful[{package}]'."
+            f"{package} cannot be imported ({error}). Install it: pip install {package}."
         ) from error

@@ -53,7 +53,13 @@ class Run:
         self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
         self._memory = MemoryMeter(run.config, run.state, run.start, self._runner, total_steps=run.total_steps)
         self._epoch_length = EpochLengthCheck(run, self._logger)
-        self._self_correction = SelfCorrecting(run.config, run.state, self._runner, self._logger)
+        self._self_correction = SelfCorrecting(
+            run.config,
+            run.state,
+            self._runner,
+            self._logger,
+            plans_longest=run.data.longest is not None,
+        )
 
     def train(self) -> TrainingResult:
         """Train to the end; afterwards the model has its own forward again, even after an error.

@@ -39,7 +39,7 @@ def may_be_better(plan: Plan, measured: MeasuredSteps) -> bool:
         return False
     if exceeds(plan.budget_bytes, measured.peak_reserved_bytes, context_bytes):
         return True
-    factor = measured.peak_reserved_bytes / plan.predicted_peak_reserved_bytes
+    factor = measured.peak_factor(plan.predicted_peak_reserved_bytes)
     if factor >= 1 or complexity_of(plan.settings) is Complexity.NOTHING:
         return False
     permitted_bytes = context_bytes + reserved_within(
@@ -75,7 +75,7 @@ def find_better(
     with CachedCapture(replace(job, loop=None), device) as capture:
         ours = estimate_of(settings, capture, device)
         peak_bytes = measured.peak_reserved_bytes
-        peak_factor = 1.0 if peak_bytes is None else peak_bytes / ours.predicted_peak_reserved_bytes
+        peak_factor = measured.peak_factor(ours.predicted_peak_reserved_bytes)
         request = _request(job, plan, settings, device, peak_factor)
         coupled = capture(request.baseline_settings()).batch_coupled_modules
         if coupled:  # other micro-batches would have other statistics

@@ -15,17 +15,23 @@ from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
 
 
-def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCorrection) -> str | None:
+def keep_factors(
+    config: RunConfig, state: TrainState, plan: Plan, found: SelfCorrection, *, plans_longest: bool
+) -> str | None:
     """Keep the factors, where the predictions are of this device and these versions.
+
+    The time of steps that waited for cores is not kept. Where memory is planned for the longest batch, the
+    measured steps may have had shorter ones: then a peak below the prediction is not kept either.
 
     Args:
         config: Has the job.
         state: Has the model and the device.
         plan: Whose predictions were compared.
         found: What was predicted and measured.
+        plans_longest: Whether memory is planned for the longest batch of the data.
 
     Returns:
-        Why they are not kept, if they are implausible; else None.
+        Why a factor is not kept: it is implausible, or the machine was busy; else None.
     """
     if plan.job_kind is None:
         return None
@@ -43,6 +49,8 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
     if before is not None:  # the plan's predictions were multiplied by these
         times *= before.time_factor
         peaks = None if peaks is None else peaks * before.factor_of_peak
+    if peaks is not None and plans_longest:
+        peaks = max(peaks, 1.0 if before is None else before.factor_of_peak)
     if not _is_plausible(times, LARGEST_TIME_FACTOR):
         return _refused_times(found, times)
     if not _is_plausible(peaks, LARGEST_PEAK_FACTOR):
@@ -53,6 +61,9 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
             f"{format_bytes(found.measured_peak_reserved_bytes)} measured, and predictions are not off by more "
             f"than × {LARGEST_PEAK_FACTOR:g}; the steps did something else than the planned one"
         )
+    busy = busy_text(found.core_wait_fraction)
+    if busy:
+        times = 1.0 if before is None else before.time_factor
     calibration = JobCalibration(
         device=kind.device.name,
         job=kind.job,
@@ -65,7 +76,7 @@ def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCo
         measured_on=date.today().isoformat(),
     )
     keep_job_calibration(kind, calibration)
-    return None
+    return f"these step times do not correct later plans: {busy}" if busy else None
 
 
 def _refused_times(found: SelfCorrection, times: float) -> str:

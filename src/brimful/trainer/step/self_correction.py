@@ -37,14 +37,24 @@ class SelfCorrecting:
         state: The state of the run; gets the record.
         runner: Measures the peak of a step, and changes settings.
         logger: Shows and writes what is found.
+        plans_longest: Whether memory is planned for the longest batch of the data.
     """
 
-    def __init__(self, config: RunConfig, state: TrainState, runner: StepRunner, logger: RunLogger) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        state: TrainState,
+        runner: StepRunner,
+        logger: RunLogger,
+        *,
+        plans_longest: bool,
+    ) -> None:
         self._config = config
         self._state = state
         self._recovery = runner.recovery
         self._logger = logger
-        self._measuring = Measuring(state, runner)
+        self._plans_longest = plans_longest
+        self._measuring = Measuring(state, runner, plans_longest=plans_longest)
         plan = config.plan
         self._change = None if plan is None else SettingsChange(state, runner.recovery, self._measuring, plan)
 
@@ -93,7 +103,8 @@ class SelfCorrecting:
         )
         self._state.self_correction = found
         self._show(factor_line(found, plan))
-        if (refusal := keep_factors(self._config, self._state, plan, found)) is not None:
+        refusal = keep_factors(self._config, self._state, plan, found, plans_longest=self._plans_longest)
+        if refusal is not None:
             self._show(refusal)
         if may_be_better(plan, measured):
             found = self._with_better(plan, found, measured)
