@@ -163,3 +163,30 @@ def test_images_are_trained_in_the_faster_format_unless_told_otherwise(tmp_path:
         assert done.returncode == 0, done.stderr
         formats.append(json.loads(done.stdout)["settings"].get("memory_format"))
     assert formats == ["channels_last", None]
+
+
+def test_adapters_over_quantised_weights_are_trained_and_merged(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=264, hidden_size=64, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    (tmp_path / "one.txt").write_text("to be or not to be " * 40)
+    command = (
+        "train", "language-model", "one.txt", "--model", "llama", "--tokenizer", "bytes", "--seq-len", "32",
+        "--device", "cpu", "--steps", "2", "--global-batch-size", "4",
+    )  # fmt: skip
+    done = brimful(
+        tmp_path, *command, "--lora", "r=4", "--quantize", "nf4", "--merge-adapters", "--run-dir", "run"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "LoRA r=4,alpha=8,dropout=0 over nf4" in done.stdout
+    assert peft.PeftConfig.from_pretrained(tmp_path / "run" / "pretrained").r == 4
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "merged")
+    assert all(parameter.isfinite().all() for parameter in merged.parameters())
+    whole = brimful(tmp_path, *command, "--merge-adapters")
+    assert whole.returncode == 2
+    assert "--merge-adapters needs --lora" in whole.stderr

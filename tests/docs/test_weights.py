@@ -101,11 +101,10 @@ def test_texts(capsys: pytest.CaptureFixture[str]) -> None:
         train(text_classification("reviews.csv", model="bert", sequence_length=16), "runs/reviews")
     names: dict[str, Any] = {}
     exec(snippet("Text classification"), names)
-    printed = capsys.readouterr().out
-    exported = transformers.AutoModelForSequenceClassification.from_pretrained("exported").eval()
-    with torch.no_grad():
-        torch.testing.assert_close(exported(**names["inputs"]).logits, names["logits"])
-    assert str([exported.config.id2label[int(names["logits"].argmax())]]) in printed
+    assert str(names["classify"]("a very good film")) in capsys.readouterr().out
+    saved = read_tensors("runs/reviews/best.safetensors")
+    assert torch.equal(names["classify"].model.classifier.weight, saved["classifier.weight"])
+    assert names["classify"].model.config.id2label == {0: "bad", 1: "good"}
 
 
 def test_language_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,5 +116,22 @@ def test_language_models(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
     exec(snippet("Language models"), names)
     assert "a very" in capsys.readouterr().out
-    exported = transformers.AutoModelForCausalLM.from_pretrained("exported")
-    assert all(map(torch.equal, exported.parameters(), names["model"].parameters()))
+    saved = read_tensors("runs/book/best.safetensors")
+    assert saved.keys() == names["model"].state_dict().keys()
+    assert all(torch.equal(value, saved[name]) for name, value in names["model"].state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")  # of peft's calls
+def test_adapters() -> None:
+    pytest.importorskip("peft")
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=32, max_position_embeddings=64)
+    save_pretrained("llama", config, transformers.LlamaForCausalLM)
+    Path("book.txt").write_text("a very good film a very bad film " * 40)
+    train(language_model("book.txt", model="llama", sequence_length=8, lora="r=2"), "runs/adapted")
+    names: dict[str, Any] = {}
+    exec(snippet("Adapters"), names)
+    tokens = torch.tensor([[4, 6, 7, 8]])
+    with torch.no_grad():
+        adapted, merged = (names[name].eval()(tokens).logits for name in ("adapted", "merged"))
+    torch.testing.assert_close(adapted, merged)

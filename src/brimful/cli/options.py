@@ -295,6 +295,27 @@ class ImageOptions:
     ] = None
 
 
+LoraOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="OPTIONS",
+        help="Train LoRA adapters over frozen weights: r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj, each "
+        "part optional. Default targets: all linear layers. AdamW at 2e-4 unless --learning-rate.",
+    ),
+]
+QuantizeOption = Annotated[
+    str | None,
+    typer.Option(help="Quantise the frozen weights, with --lora: nf4, nf4-dq, fp4, fp4-dq or int8."),
+]
+
+MergeAdapters = Annotated[
+    bool,
+    typer.Option(
+        "--merge-adapters", help="Also write the model with the adapters merged into its weights, as merged/."
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextClassificationOptions:
     """Options of `recipes.text_classification`, under the same names."""
@@ -315,6 +336,8 @@ class TextClassificationOptions:
     ] = 512
     balance_classes: BalanceClasses = False
     validation_fraction: ValidationFraction = 0.1
+    lora: LoraOption = None
+    quantize: QuantizeOption = None
     bad_samples: BadSamplesOption = "refuse"
 
 
@@ -330,6 +353,8 @@ class LanguageModelOptions:
     encoding: Encoding = "utf-8"
     sequence_length: Annotated[int, typer.Option("--seq-len", help="Tokens of each row.", min=2)] = 1024
     validation_fraction: ValidationFraction = 0.05
+    lora: LoraOption = None
+    quantize: QuantizeOption = None
     bad_samples: BadSamplesOption = "refuse"
 
 

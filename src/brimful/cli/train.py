@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from datetime import datetime
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from brimful.cli.options import (
     AsJson,
     ImageOptions,
     LanguageModelOptions,
+    MergeAdapters,
     Model,
     ModelOptions,
     RunOptions,
@@ -24,7 +26,7 @@ from brimful.cli.options import (
     arguments,
     flattened,
 )
-from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, report_errors, show
+from brimful.cli.output import INTERRUPTED, TERMINATED, asked_on_command_line, report_errors, say, show
 from brimful.cli.sources import find_job, may_be_plan_of
 from brimful.cli.streams import print_result
 from brimful.errors import UsageError
@@ -86,7 +88,7 @@ def own_job(
         job = find_job(model, options)
         if job.data is None:
             raise UsageError(
-                f"{job.name} has no data to train on; built-in architectures have none. Write a job with "
+                f"{job.name} has no data to train on. Write a job with "
                 "data=lambda: bf.Data(train=…) in a file, as examples/digits.py does, and train FILE.py:job. "
                 "For files of your own there are recipes: brimful train --help."
             )
@@ -126,6 +128,7 @@ def text_classification(
     run: RunOptions,
     planning: PlanOptions,
     training: TrainFlags,
+    merge_adapters: MergeAdapters = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a text classifier on a table; --global-batch-size defaults to 32."""
@@ -134,7 +137,18 @@ def text_classification(
 
         with busy("reading the texts"):
             job = recipes.text_classification(file, seed=training.seed, **arguments(options))
-        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
+        if merge_adapters and options.lora is None:
+            raise UsageError("--merge-adapters needs --lora; otherwise the trained model is whole.")
+        _train(
+            job,
+            context,
+            run,
+            planning,
+            training,
+            as_json,
+            usual_batch_size=_TASK_BATCH,
+            finish=partial(_save_pretrained, has_adapters=options.lora is not None, merge=merge_adapters),
+        )
 
 
 @train_app.command("language-model")
@@ -148,6 +162,7 @@ def language_model(
     run: RunOptions,
     planning: PlanOptions,
     training: TrainFlags,
+    merge_adapters: MergeAdapters = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a language model on texts; --global-batch-size defaults to 32 sequences."""
@@ -156,7 +171,18 @@ def language_model(
 
         with busy("reading the texts"):
             job = recipes.language_model(*files, **arguments(options))
-        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH)
+        if merge_adapters and options.lora is None:
+            raise UsageError("--merge-adapters needs --lora; otherwise the trained model is whole.")
+        _train(
+            job,
+            context,
+            run,
+            planning,
+            training,
+            as_json,
+            usual_batch_size=_TASK_BATCH,
+            finish=partial(_save_pretrained, has_adapters=options.lora is not None, merge=merge_adapters),
+        )
 
 
 def _train(
@@ -168,6 +194,7 @@ def _train(
     as_json: bool,
     *,
     usual_batch_size: int | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Plan a job unless a plan is given, train it, and report the result."""
     from brimful import api
@@ -228,6 +255,22 @@ def _train(
     status = {StopReason.INTERRUPTED: INTERRUPTED, StopReason.TERMINATED: TERMINATED}
     if result.stopped_because in status:
         raise typer.Exit(status[result.stopped_because])
+    if ranks.is_first and finish is not None:
+        finish(where)
+
+
+def _save_pretrained(run: Path, *, has_adapters: bool, merge: bool) -> None:
+    """Write the model for transformers and peft, and say where."""
+    from brimful import recipes
+
+    with busy("writing the model for from_pretrained"):
+        made = recipes.save_pretrained(run)
+    library = "peft's AutoPeftModel classes" if has_adapters else "transformers"
+    say(f"{made} is for from_pretrained of {library}")
+    if merge:
+        with busy("merging the adapters"):
+            merged = recipes.save_pretrained(run, run / "merged", merge=True)
+        say(f"{merged} has the adapters merged into the weights, for from_pretrained of transformers")
 
 
 def _recipe_summary(job: Job) -> str:
@@ -240,7 +283,9 @@ def _recipe_summary(job: Job) -> str:
     ]
     if "classes" in about:
         counts.append(f"{len(about['classes'])} classes")
-    return f"{job.name}: {', '.join(counts)}; {about['model']} from {about['starts_from']}"
+    adapters = f", LoRA {about['lora']}" if "lora" in about else ""
+    frozen = f" over {about['quantization']}" if "quantization" in about else ""
+    return f"{job.name}: {', '.join(counts)}; {about['model']} from {about['starts_from']}{adapters}{frozen}"
 
 
 def _trackers(run: RunOptions, where: Path) -> list[Callback]:

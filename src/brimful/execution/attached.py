@@ -6,7 +6,7 @@ these are `Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,6 +112,40 @@ def stay_trainable(model: nn.Module) -> None:
                     "packed weights have no gradient. Load the model again and train it before you evaluate it."
                 )
             vars(module)["support_avx512bf16_for_cpu"] = False
+
+
+def is_quantization_metadata(name: str) -> bool:
+    """Whether an entry of `state_dict` is JSON of 4-bit weights, whose length depends on its numbers."""
+    return ".quant_state.bitsandbytes__" in name
+
+
+def load_state(model: nn.Module, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """`model.load_state_dict(state, strict=False)`, which loads the scales of 4-bit weights too.
+
+    bitsandbytes' `Linear4bit` writes them into `state_dict` and does not read them (0.50.2).
+
+    Args:
+        model: Its 4-bit weights are quantised already.
+        state: By the names of `model.state_dict`.
+
+    Returns:
+        The missing names and the unexpected ones.
+    """
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    loaded = set[str]()
+    for prefix, module in model.named_modules():
+        weight: Any = module._parameters.get("weight")
+        quant_state = getattr(weight, "quant_state", None)
+        start = f"{prefix}.weight.".lstrip(".")
+        of_weight = [name for name in unexpected if name.startswith(start)]
+        if quant_state is None or not of_weight:
+            continue
+        parts = {name.removeprefix(start): state[name] for name in of_weight}
+        read = type(quant_state).from_dict(parts, weight.device)
+        weight.quant_state = read
+        vars(module)["quant_state"] = read
+        loaded.update(of_weight)
+    return missing, [name for name in unexpected if name not in loaded]
 
 
 def public_attributes(module: nn.Module) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from brimful.errors import DataError, UsageError
 from brimful.job import Batch, Data, Job
+from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
 from brimful.recipes.rows import TABLES, Row, read_rows, read_text, undecoded
@@ -29,6 +30,8 @@ def language_model(
     encoding: str = "utf-8",
     sequence_length: int = 1024,
     validation_fraction: float = 0.05,
+    lora: str | None = None,
+    quantize: str | None = None,
     bad_samples: str = "refuse",
 ) -> Job:
     """Create a job that trains a language model to predict the next token.
@@ -47,6 +50,10 @@ def language_model(
         encoding: Encoding of the files.
         sequence_length: Tokens per sequence.
         validation_fraction: Fraction of each file's tokens for validation.
+        lora: Train LoRA adapters of peft over frozen weights, such as "r=16,alpha=32,targets=q_proj+v_proj";
+            see `adapters.LoraOptions`. None trains all weights. Frozen weights of a directory keep their type.
+        quantize: Quantise the frozen weights by bitsandbytes: "nf4" or "fp4", "nf4-dq" or "fp4-dq" with
+            quantised scales, or "int8".
         bad_samples: "refuse" files and rows that are not text, or "skip" them with a warning.
 
     Returns:
@@ -60,7 +67,13 @@ def language_model(
         raise UsageError("a language model is trained on files, and none is given.")
     check_fraction(validation_fraction)
     paths = [Path(file) for file in files]
-    found = find_text_model(model, tokenizer, sequence_length=sequence_length)
+    found = find_text_model(
+        model,
+        tokenizer,
+        sequence_length=sequence_length,
+        lora=None if lora is None else LoraOptions.parse(lora),
+        quantization=quantize,
+    )
     if found.end is None:
         raise UsageError(
             f"the tokenizer {found.about['tokenizer']} names no end-of-text token. Give a directory whose "

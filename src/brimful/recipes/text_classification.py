@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.models.checks import check_multiple
+from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
 from brimful.recipes.classes import (
@@ -106,6 +107,8 @@ def text_classification(
     sequence_length: int = 512,
     validation_fraction: float = 0.1,
     balance_classes: bool = False,
+    lora: str | None = None,
+    quantize: str | None = None,
     bad_samples: str = "refuse",
     seed: int = 0,
 ) -> Job:
@@ -128,6 +131,10 @@ def text_classification(
         sequence_length: Maximum tokens per text, a multiple of 8; longer texts are truncated at the end.
         validation_fraction: Fraction of each class's texts for validation, without a `validation_file`.
         balance_classes: Weight each text by the inverse frequency of its class.
+        lora: Train LoRA adapters of peft over frozen weights, such as "r=16,alpha=32,targets=q_proj+v_proj";
+            see `adapters.LoraOptions`. None trains all weights. Frozen weights of a directory keep their type.
+        quantize: Quantise the frozen weights by bitsandbytes: "nf4" or "fp4", "nf4-dq" or "fp4-dq" with
+            quantised scales, or "int8".
         bad_samples: "refuse" rows without text or label, or "skip" them with a warning.
         seed: Seed of the choice of validation texts.
 
@@ -144,7 +151,14 @@ def text_classification(
     columns = (text_column, label_column, *(() if pair_column is None else (pair_column,)))
     rows = _good_rows(Path(file), columns, encoding, bad)
     classes = _classes([_label(row) for row in rows], file)
-    found = find_text_model(model, tokenizer, sequence_length=sequence_length, num_labels=len(classes))
+    found = find_text_model(
+        model,
+        tokenizer,
+        sequence_length=sequence_length,
+        num_labels=len(classes),
+        lora=None if lora is None else LoraOptions.parse(lora),
+        quantization=quantize,
+    )
     encode = partial(_encode, model=found, classes=classes, most_tokens=sequence_length)
     training = encode(rows)
     of_validation: list[Row] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from brimful.models import find_architecture
 from brimful.models.huggingface import attention
 from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
 from brimful.optimizers import NamedOptimizer, named_optimizer
+from brimful.recipes.adapters import LEARNING_RATE as ADAPTER_RATE
+from brimful.recipes.adapters import LoraOptions, adapted, check_quantization, load_base
 from brimful.recipes.tokens import Tokenizer, find_tokenizer
 from brimful.recipes.weights import check_most_is_loaded, unreadable, warn_new
 
@@ -40,15 +42,18 @@ class TextModel:
     """The token that ends a text."""
     about: dict[str, str]
     """Metadata of the model, for `Job.about`."""
+    has_adapters: bool = False
+    """Whether adapters are trained, over frozen weights."""
 
     @property
     def optimizer(self) -> NamedOptimizer:
         """AdamW at the usual learning rate of text models.
 
         Source: of pretrained weights 5e-5, the largest in Devlin et al. 2018, BERT, appendix A.3; from random
-        ones 3e-4, as Brown et al. 2020, GPT-3, table 2.1, for 350 million parameters.
+        ones 3e-4, as Brown et al. 2020, GPT-3, table 2.1, for 350 million parameters; of adapters see there.
         """
-        return named_optimizer("adamw", learning_rate=3e-4 if self.weights is None else 5e-5)
+        of_all = 3e-4 if self.weights is None else 5e-5
+        return named_optimizer("adamw", learning_rate=ADAPTER_RATE if self.has_adapters else of_all)
 
 
 def find_text_model(
@@ -57,6 +62,8 @@ def find_text_model(
     *,
     sequence_length: int,
     num_labels: int | None = None,
+    lora: LoraOptions | None = None,
+    quantization: str | None = None,
 ) -> TextModel:
     """Find a model and its tokenizer.
 
@@ -66,14 +73,17 @@ def find_text_model(
             bytes for a built-in model.
         sequence_length: Maximum tokens per sample.
         num_labels: Number of classes of a classifier; None means a language model.
+        lora: Adapters to train over frozen weights; None trains all weights.
+        quantization: One of `adapters.QUANTIZATIONS`, for the frozen weights.
 
     Returns:
         The model, not yet built.
 
     Raises:
         UnknownNameError: `name` is neither.
-        UsageError: The directory has no such model, or it cannot take the tokenizer or the length.
+        UsageError: The directory has no such model, or it cannot take the tokenizer, the length or adapters.
     """
+    check_quantization(quantization, has_adapters=lora is not None)
     known = LANGUAGE_MODELS if num_labels is None else TEXT_CLASSIFIERS
     has_directory, is_built_in = is_directory(Path(name)), str(name) in known
     if has_directory and is_built_in:
@@ -88,8 +98,21 @@ def find_text_model(
     found = find_tokenizer(read_from)
     about = {"model": str(name), "tokenizer": "bytes" if read_from is None else str(read_from)}
     if is_built_in:
-        return _built_in(str(name), found, about, sequence_length, num_labels)
-    return _of_directory(Path(name), found, about, sequence_length, num_labels)
+        model = _built_in(str(name), found, about, sequence_length, num_labels)
+    else:
+        keeps_dtype = lora is not None  # frozen weights need no float32
+        model = _of_directory(Path(name), found, about, sequence_length, num_labels, keeps_dtype=keeps_dtype)
+    if lora is None:
+        return model
+    return _with_adapters(model, lora, quantization, task="CAUSAL_LM" if num_labels is None else "SEQ_CLS")
+
+
+def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, task: str) -> TextModel:
+    def build() -> nn.Module:
+        return adapted(model.build(), lora, quantization, task=task)
+
+    added = {"lora": str(lora)} | ({} if quantization is None else {"quantization": quantization})
+    return replace(model, build=build, about=model.about | added, has_adapters=True)
 
 
 def _built_in(
@@ -112,13 +135,19 @@ def _built_in(
 
 
 def _of_directory(
-    directory: Path, tokenizer: Tokenizer, about: dict[str, str], sequence_length: int, num_labels: int | None
+    directory: Path,
+    tokenizer: Tokenizer,
+    about: dict[str, str],
+    sequence_length: int,
+    num_labels: int | None,
+    *,
+    keeps_dtype: bool,
 ) -> TextModel:
     try:
         import transformers
     except ImportError as error:
         raise UsageError(
-            f'{directory} is read with transformers, which is not installed: pip install "brimful[hf]".'
+            f"{directory} is read with transformers, which is not installed: pip install transformers."
         ) from error
     make: Any = transformers.AutoModelForCausalLM
     if num_labels is not None:
@@ -136,7 +165,8 @@ def _of_directory(
     if getattr(config, "pad_token_id", None) is None:  # a classifier finds the last token of a text by it
         config.pad_token_id = tokenizer.end if tokenizer.padding is None else tokenizer.padding
     _check_sizes(directory, config, tokenizer, sequence_length)
-    build = _builder(directory, make, config, sequence_length)
+    dtype = (getattr(config, "dtype", None) if keeps_dtype else None) or torch.float32
+    build = _builder(directory, make, config, sequence_length, dtype)
     if num_labels is None:
         _check_causal(directory, build)
     has_weights = any((directory / f"{name}{end}").exists() for name in _WEIGHTS for end in ("", ".index.json"))
@@ -146,7 +176,7 @@ def _of_directory(
     own_end = getattr(config, "eos_token_id", None)
     if end is None and isinstance(own_end, int) and own_end < tokenizer.vocab_size:
         end = own_end
-    load = partial(_load_pretrained, make=make, directory=directory, config=config)
+    load = partial(_load_pretrained, make=make, directory=directory, config=config, dtype=dtype)
     return TextModel(
         build=build,
         weights=load if has_weights else None,
@@ -173,7 +203,9 @@ def _check_sizes(directory: Path, config: Any, tokenizer: Tokenizer, sequence_le
         )
 
 
-def _builder(directory: Path, make: Any, config: Any, sequence_length: int) -> Callable[[], nn.Module]:
+def _builder(
+    directory: Path, make: Any, config: Any, sequence_length: int, dtype: torch.dtype
+) -> Callable[[], nn.Module]:
     """Builds the model with the first attention implementation it supports; each is tried on meta tensors."""
     is_language_model = make.__name__ == "AutoModelForCausalLM"
     kinds = ["sdpa", "eager"]
@@ -183,8 +215,8 @@ def _builder(directory: Path, make: Any, config: Any, sequence_length: int) -> C
     for kind in kinds:
 
         def build(kind: str = kind) -> nn.Module:
-            model: Any = make.from_config(config, attn_implementation=kind)
-            return model.float()
+            model: Any = make.from_config(config, attn_implementation=kind, dtype=dtype)
+            return model.to(dtype)
 
         try:
             with torch.device("meta"):
@@ -217,30 +249,33 @@ def _check_causal(directory: Path, build: Callable[[], nn.Module]) -> None:
         )
 
 
-def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: Any) -> None:
+def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: Any, dtype: torch.dtype) -> None:
     """Load through transformers, which maps old names of tensors; a new head keeps its random weights."""
     try:
-        with _silent_transformers():
+        with silent_transformers():
             pretrained, found = make.from_pretrained(
                 str(directory),
                 config=config,
                 local_files_only=True,
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
-                dtype=torch.float32,
+                dtype=dtype,
                 output_loading_info=True,
             )
     except Exception as error:  # transformers raises whatever its files lead to
         raise unreadable(directory, error) from error
     new = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
-    check_most_is_loaded(model, directory, [name for name in model.state_dict() if name not in new])
-    model.load_state_dict(pretrained.state_dict())
+    check_most_is_loaded(pretrained, directory, [name for name in pretrained.state_dict() if name not in new])
+    if hasattr(model, "get_base_model"):
+        load_base(model, pretrained)
+    else:
+        model.load_state_dict(pretrained.state_dict())
     if new:
         warn_new(directory, sorted(new))
 
 
 @contextmanager
-def _silent_transformers() -> Iterator[None]:
+def silent_transformers() -> Iterator[None]:
     """Within, transformers shows no progress bars and no report of missing weights, which we give ourselves."""
     from transformers.utils import logging
 

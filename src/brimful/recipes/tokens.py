@@ -110,7 +110,7 @@ class Pretrained:
         except ImportError as error:
             raise UsageError(
                 f"the tokenizer {path} is read with transformers, which is not installed: "
-                'pip install "brimful[hf]".'
+                "pip install transformers."
             ) from error
         self._tokenizer: Any
         try:
@@ -167,6 +167,14 @@ class Pretrained:
             {name: np.asarray(part, dtype=np.int32) for name, part in zip(columns, row, strict=True)}
             for row in zip(*columns.values(), strict=True)
         ]
+
+    def save(self, directory: Path) -> None:
+        """Write the tokenizer for `from_pretrained`.
+
+        Args:
+            directory: Files there are overwritten.
+        """
+        self._tokenizer.save_pretrained(str(directory))
 
     def encode_plain(self, texts: Sequence[str]) -> list[Tokens]:
         """Tokenize texts without special tokens; see `Tokenizer`."""

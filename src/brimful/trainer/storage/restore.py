@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from brimful.codec import read_regular_file
 from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, OutOfMemoryError, ResumeError
+from brimful.execution.attached import is_quantization_metadata, load_state
 from brimful.execution.out_of_memory import with_room
 from brimful.module_names import plain_state, wrapped_state
 from brimful.trainer.storage.checkpoint import Checkpoint
@@ -215,5 +216,6 @@ def _load_whole(model: nn.Module, path: Path) -> None:
             f"and the model has no {sorted(tensors.keys() - own.keys())}."
         )
     for name, value in own.items():
-        check_alike(name, value, tensors[name].shape, tensors[name].dtype)
-    model.load_state_dict(wrapped_state(model, tensors), strict=False)
+        if not is_quantization_metadata(name):
+            check_alike(name, value, tensors[name].shape, tensors[name].dtype)
+    load_state(model, wrapped_state(model, tensors))

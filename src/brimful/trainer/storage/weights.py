@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from brimful.codec import decode_json
 from brimful.errors import FileFormatError, UsageError
+from brimful.execution.attached import load_state
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.module_names import wrapped_state
 
@@ -42,9 +43,9 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
     Raises:
         UsageError: The directory has no weights, or the file is damaged or of another model.
     """
-    file = _weights_of_run(Path(path)) if Path(path).is_dir() else Path(path)
+    file = weights_of_run(Path(path)) if Path(path).is_dir() else Path(path)
     try:
-        missing, unexpected = model.load_state_dict(wrapped_state(model, read_tensors(file)), strict=False)
+        missing, unexpected = load_state(model, wrapped_state(model, read_tensors(file)))
         # extra state is not a tensor, and was not saved
         missing = [name for name in missing if not name.endswith("_extra_state")]
         if missing or unexpected:
@@ -56,7 +57,18 @@ def load_weights(model: nn.Module, path: Path | str) -> Path:
     return file
 
 
-def _weights_of_run(directory: Path) -> Path:
+def weights_of_run(directory: Path) -> Path:
+    """The best weights in a run directory; see `load_weights`.
+
+    Args:
+        directory: The run directory.
+
+    Returns:
+        The file.
+
+    Raises:
+        UsageError: It has none.
+    """
     names = (BEST, AVERAGE, WEIGHTS)
     for name in names:
         if (directory / name).exists():

@@ -1,0 +1,289 @@
+"""LoRA adapters over the frozen, possibly quantised weights of a text model."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from brimful.errors import UnknownNameError, UsageError
+
+QUANTIZATIONS: Mapping[str, tuple[str, bool]] = {
+    "nf4": ("nf4", False),
+    "nf4-dq": ("nf4", True),
+    "fp4": ("fp4", False),
+    "fp4-dq": ("fp4", True),
+    "int8": ("int8", False),
+}
+"""By name: the data type of frozen weights in bitsandbytes, and whether their scales are quantised too
+(Dettmers et al. 2023, QLoRA, section 3)."""
+
+LEARNING_RATE = 2e-4
+"""Of AdamW over adapters. Source: Dettmers et al. 2023, QLoRA, appendix B, up to 13 billion parameters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraOptions:
+    """What peft's `LoraConfig` is made with; defaults are peft's, except that all linear layers are adapted.
+
+    Source of the targets: Dettmers et al. 2023, QLoRA, section 4, figure 2.
+    """
+
+    r: int = 8
+    """Rank of the adapters."""
+    alpha: float = 8
+    """Adapters are scaled by alpha / r."""
+    dropout: float = 0.0
+    """Dropout probability of the adapters' inputs."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers to adapt, such as q_proj; empty for all linear layers but the output layer."""
+
+    @classmethod
+    def parse(cls, text: str) -> LoraOptions:
+        """Read options from text.
+
+        Args:
+            text: Such as "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"; each part is optional.
+
+        Returns:
+            The options.
+
+        Raises:
+            UsageError: A name is unknown or repeated, or a value is out of range.
+        """
+        given: dict[str, str] = {}
+        for part in filter(None, text.split(",")):
+            name, equals, value = (word.strip() for word in part.partition("="))
+            if name not in (field.name for field in fields(cls)) or not equals or name in given:
+                raise UsageError(
+                    f"--lora {text!r}: {part!r} is not an option, or repeats one. Write "
+                    "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj, or any of these parts."
+                )
+            given[name] = value
+        return cls(
+            r=int(_number(text, given.get("r", "8"), least=1, is_whole=True)),
+            alpha=_number(text, given.get("alpha", "8"), least=0),
+            dropout=_number(text, given.get("dropout", "0"), least=0, below=1),
+            targets=tuple(filter(None, given.get("targets", "").split("+"))),
+        )
+
+    def __str__(self) -> str:
+        parts = [f"r={self.r}", f"alpha={self.alpha:g}", f"dropout={self.dropout:g}"]
+        return ",".join([*parts, *([f"targets={'+'.join(self.targets)}"] if self.targets else [])])
+
+
+def _number(
+    text: str, value: str, *, least: float, below: float | None = None, is_whole: bool = False
+) -> float:
+    try:
+        number = int(value) if is_whole else float(value)
+    except ValueError:
+        number = float("nan")
+    if not (number >= least and (below is None or number < below)) or number == float("inf"):
+        kind = "a whole number" if is_whole else "a number"
+        limit = "" if below is None else f" and below {below:g}"
+        raise UsageError(f"--lora {text!r}: {value!r} is not {kind} of at least {least:g}{limit}.")
+    return number
+
+
+def check_quantization(name: str | None, *, has_adapters: bool) -> None:
+    """Check the name of a quantization, and that something can be trained beside it.
+
+    Args:
+        name: One of `QUANTIZATIONS`; None for none.
+        has_adapters: Whether adapters are trained.
+
+    Raises:
+        UsageError: The name is unknown, bitsandbytes is missing, or quantised weights would be trained.
+    """
+    if name is None:
+        return
+    if name not in QUANTIZATIONS:
+        raise UnknownNameError("quantization", name, QUANTIZATIONS)
+    if not has_adapters:
+        raise UsageError(
+            f"quantised weights are frozen, and --quantize {name} leaves nothing to train. Add --lora r=16."
+        )
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise UsageError(f"--quantize {name} needs bitsandbytes: pip install bitsandbytes.") from error
+
+
+def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, task: str) -> nn.Module:
+    """A model with frozen weights and trainable adapters.
+
+    Args:
+        model: A model of transformers; changed.
+        lora: The adapters.
+        quantization: One of `QUANTIZATIONS`; None keeps the weights as they are.
+        task: peft's name of the task: "CAUSAL_LM", or "SEQ_CLS", which trains the new head too.
+
+    Returns:
+        A `PeftModel`.
+
+    Raises:
+        UsageError: peft is not installed, or finds no layer with such a name.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise UsageError("--lora needs peft: pip install peft.") from error
+    if quantization is not None:
+        quantise_linear_layers(model, quantization)
+    heads = [name for name, layer in _outside(model) if any(True for _ in layer.parameters())]
+    config = LoraConfig(
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets) or "all-linear",
+        exclude_modules=rf"({'|'.join(map(re.escape, heads))})(\..*)?" if heads else None,
+        modules_to_save=heads if task == "SEQ_CLS" else None,
+        task_type=task,
+    )
+    try:
+        with warnings.catch_warnings():  # of transformers, about a name that peft reads
+            warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6")
+            made: nn.Module = get_peft_model(model, config)
+    except ValueError as error:
+        names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if _is_linear(layer)})
+        raise UsageError(
+            f"--lora {lora}: {str(error).splitlines()[0]} The linear layers are {', '.join(names)}."
+        ) from error
+    return made
+
+
+def quantise_linear_layers(model: nn.Module, quantization: str) -> None:
+    """Replace linear layers by quantised ones of bitsandbytes, as transformers' `from_pretrained` does.
+
+    Args:
+        model: A model of transformers; changed. What is outside of its `base_model` stays, such as the head.
+        quantization: One of `QUANTIZATIONS`.
+    """
+    heads = {head for _name, layer in _outside(model) for head in layer.modules()}
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    for name, layer in list(model.named_modules()):
+        if _is_linear(layer) and layer not in heads and name.rpartition(".")[2] not in kept:
+            model.set_submodule(name, _quantised(layer, quantization))
+    setattr(model, "is_loaded_in_8bit" if quantization == "int8" else "is_loaded_in_4bit", True)
+
+
+def _outside(model: Any) -> list[tuple[str, nn.Module]]:
+    """The parts of a model of transformers beside its `base_model`: the head."""
+    return [(name, part) for name, part in model.named_children() if part is not model.base_model]
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    from transformers.pytorch_utils import Conv1D
+
+    return type(layer) in (nn.Linear, Conv1D)
+
+
+def _quantised(layer: nn.Module, quantization: str) -> nn.Module:
+    """A frozen layer with the quantised weights of another."""
+    import bitsandbytes
+
+    assert isinstance(layer.weight, Tensor)
+    weight = _by_rows(layer)
+    kind, is_nested = QUANTIZATIONS[quantization]
+    rows, columns = weight.shape
+    made: Any
+    library: Any = bitsandbytes.nn
+    with torch.device("meta"):  # the new layer's own weights are replaced at once
+        if kind == "int8":
+            made = library.Linear8bitLt(columns, rows, bias=layer.bias is not None, has_fp16_weights=False)
+        else:
+            made = library.Linear4bit(
+                columns,
+                rows,
+                bias=layer.bias is not None,
+                compute_dtype=weight.dtype,
+                compress_statistics=is_nested,
+                quant_type=kind,
+            )
+    made.weight = quantised_like(made, weight)
+    if isinstance(layer.bias, Tensor):
+        made.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
+    quantised: nn.Module = made.to(weight.device)
+    return quantised
+
+
+def _by_rows(layer: nn.Module) -> Tensor:
+    """Weights, (outputs, inputs), of which a `Conv1D` has the transpose."""
+    assert isinstance(layer.weight, Tensor)
+    weight = layer.weight.detach()
+    return weight if type(layer) is nn.Linear else weight.T.contiguous()
+
+
+def quantised_like(layer: Any, weight: Tensor) -> nn.Parameter:
+    """Weights for a quantised layer, which moving the layer to a device quantises.
+
+    Args:
+        layer: A `Linear4bit` or `Linear8bitLt`.
+        weight: (outputs, inputs), of a floating-point type.
+
+    Returns:
+        The parameter.
+    """
+    import bitsandbytes
+
+    made: Any
+    library: Any = bitsandbytes.nn
+    if isinstance(layer, library.Linear4bit):
+        own: Any = layer.weight
+        made = library.Params4bit(
+            weight,
+            requires_grad=False,
+            compress_statistics=own.compress_statistics,
+            quant_type=own.quant_type,
+            quant_storage=own.quant_storage,
+            module=layer,
+        )
+    else:
+        made = library.Int8Params(weight, has_fp16_weights=False, requires_grad=False)
+    parameter: nn.Parameter = made
+    return parameter
+
+
+def load_base(model: nn.Module, pretrained: nn.Module) -> None:
+    """Load the weights of a model into the frozen layers beneath adapters, quantised as these are.
+
+    Args:
+        model: A `PeftModel` by `adapted`; changed.
+        pretrained: The same model without adapters, not quantised.
+    """
+    adapted_model: Any = model
+    base = adapted_model.get_base_model()
+    with torch.no_grad():
+        for path, layer in pretrained.named_modules():
+            for twin in _twins(base.get_submodule(path)):
+                _load_layer(twin, layer)
+
+
+def _twins(layer: nn.Module) -> list[nn.Module]:
+    """The layers beneath peft's wrappers; of one that is trained as a whole, the frozen and the trained."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(layer, ModulesToSaveWrapper):
+        return [layer.original_module, *layer.modules_to_save.values()]
+    return [layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer]
+
+
+def _load_layer(twin: Any, layer: nn.Module) -> None:
+    """Copy what a layer itself holds."""
+    is_quantised = type(twin).__module__.startswith("bitsandbytes.")
+    for name, value in (*layer._parameters.items(), *layer._buffers.items()):
+        if value is None:
+            continue
+        if is_quantised and name == "weight":
+            device = twin.weight.device
+            twin.weight = quantised_like(twin, _by_rows(layer))
+            twin.to(device)
+        else:
+            getattr(twin, name).copy_(value)
