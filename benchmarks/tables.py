@@ -161,6 +161,38 @@ def published_lines() -> Iterator[str]:
             )
 
 
+def litgpt_lines() -> Iterator[str]:
+    """LitGPT's table of LoRA and adapters, predicted."""
+    result = load("litgpt")
+    summary = result["summary"]
+    memory, times, floats = (
+        summary["memory"],
+        summary["time"],
+        summary["memory_of_variants"]["norms in float32"],
+    )
+    yield (
+        f"*{summary['rows']} rows. Memory: median error {memory['median_error_fraction']:.1%}, at most "
+        f"{memory['largest_error_fraction']:.1%} ({floats['rows']} rows of Llama 2; with norms in float32 at most "
+        f"{floats['largest_error_fraction']:.1%}). Verdicts: {summary['verdicts_that_agree']} of "
+        f"{summary['rows']} right. Time: median error {times['median_error_fraction']:.0%}. {stamp(result)}*"
+    )
+    yield ""
+    yield "| model, method, weights, micro-batch | published | predicted | error | published | predicted | error |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        weights = "bf16" if row["quantization"] == "None" else row["quantization"].removeprefix("bnb.")
+        name = f"{row['model']}, {row['method']}, {weights}, {row['micro_batch_size']}"
+        if row["published_gb"] is None:
+            verdict = row["predicted_verdict"]
+            yield f"| {name} | OOM | {row['predicted_gb']:.2f} GB | {verdict} | – | – | – |"
+            continue
+        yield (
+            f"| {name} | {row['published_gb']:.2f} GB | {row['predicted_gb']:.2f} GB "
+            f"| {row['error_fraction']:+.1%} | {row['published_minutes']:.2f} min "
+            f"| {row['predicted_minutes']:.2f} min | {row['time_error_fraction']:+.0%} |"
+        )
+
+
 def attack_lines() -> Iterator[str]:
     """Attacks by area, beside those on the code before."""
     result, before = load("attack"), load("attack_before")
@@ -663,6 +695,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "accuracy": accuracy_lines,
     "gpu_truth": gpu_lines,
     "published": published_lines,
+    "litgpt": litgpt_lines,
     "cpu_zoo": zoo_lines,
     "cpu_truth": cpu_lines,
     "job_zoo": job_lines,
