@@ -165,19 +165,16 @@ def litgpt_lines() -> Iterator[str]:
     """LitGPT's table of LoRA and adapters, predicted."""
     result = load("litgpt")
     summary = result["summary"]
-    memory, times, floats = (
-        summary["memory"],
-        summary["time"],
-        summary["memory_of_variants"]["norms in float32"],
-    )
+    memory, times = summary["memory"], summary["time"]
+    other = summary["memory_of_variants"]["norms in float32"]
     yield (
         f"*{summary['rows']} rows. Memory: median error {memory['median_error_fraction']:.1%}, at most "
-        f"{memory['largest_error_fraction']:.1%} ({floats['rows']} rows of Llama 2; with norms in float32 at most "
-        f"{floats['largest_error_fraction']:.1%}). Verdicts: {summary['verdicts_that_agree']} of "
+        f"{memory['largest_error_fraction']:.1%} (Llama 2; with norms in float32 at most "
+        f"{other['largest_error_fraction']:.1%}). Verdicts: {summary['verdicts_that_agree']} of "
         f"{summary['rows']} right. Time: median error {times['median_error_fraction']:.0%}. {stamp(result)}*"
     )
     yield ""
-    yield "| model, method, weights, micro-batch | published | predicted | error | published | predicted | error |"
+    yield "| model, method, weights, samples | published | predicted | error | published | predicted | error |"
     yield "|---|--:|--:|--:|--:|--:|--:|"
     for row in result["rows"]:
         weights = "bf16" if row["quantization"] == "None" else row["quantization"].removeprefix("bnb.")
