@@ -81,8 +81,8 @@ histogram of Alpaca with Llama's tokenizer (tutorials/images/prepare_dataset/alp
 Lengths with other tokenizers are not published; the same are taken."""
 
 BUSY_OP_SECONDS = 41e-6
-"""For a diagnosis of times, not for predictions: what the published time of the adapter with bfloat16 weights, which
-makes no lists, comes to per op of forward and backward, rounded."""
+"""For a diagnosis of times, not for predictions: per op of forward and backward, what the adapter with bfloat16
+weights takes by its published time. It makes no tensors of lists."""
 LIST_ELEMENTS = 8192
 """Of the list that is timed."""
 

@@ -77,6 +77,13 @@ def accuracy_lines() -> Iterator[str]:
         f"| 90 % within {gpu['brimful']['percentile_90_error_fraction']:.1%}; next best estimator "
         f"{gpu['xMem']['median_error_fraction']:.1%} |"
     )
+    lora = load("litgpt")["summary"]
+    yield (
+        f"| peak memory | LoRA and adapters on an A100, bf16 and 4-bit, by LitGPT | {lora['memory']['rows']} "
+        f"| {lora['memory']['median_error_fraction']:.1%} | at most "
+        f"{lora['memory']['largest_error_fraction']:.1%}; {lora['verdicts_that_agree']} of {lora['rows']} "
+        "verdicts right |"
+    )
     yield (
         f"| peak memory | one step of {zoo['families']} kinds of models, CPU | {zoo['rows']} "
         f"| {percent(zoo['median_error_fraction'])} | {zoo['rows_within_1_percent']} within 1 % |"
@@ -171,7 +178,8 @@ def litgpt_lines() -> Iterator[str]:
         f"*{summary['rows']} rows. Memory: median error {memory['median_error_fraction']:.1%}, at most "
         f"{memory['largest_error_fraction']:.1%} (Llama 2; with norms in float32 at most "
         f"{other['largest_error_fraction']:.1%}). Verdicts: {summary['verdicts_that_agree']} of "
-        f"{summary['rows']} right. Time: median error {times['median_error_fraction']:.0%}. {stamp(result)}*"
+        f"{summary['rows']} right. Time: median error {times['median_error_fraction']:.0%}. "
+        f"{stamp(result)}*"
     )
     yield ""
     yield "| model, method, weights, samples | published | predicted | error | published | predicted | error |"
