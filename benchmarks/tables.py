@@ -77,6 +77,13 @@ def accuracy_lines() -> Iterator[str]:
         f"| 90 % within {gpu['brimful']['percentile_90_error_fraction']:.1%}; next best estimator "
         f"{gpu['xMem']['median_error_fraction']:.1%} |"
     )
+    lora = load("litgpt")["summary"]
+    yield (
+        f"| peak memory | LoRA and adapters on an A100, bf16 and 4-bit, by LitGPT | {lora['memory']['rows']} "
+        f"| {lora['memory']['median_error_fraction']:.1%} | at most "
+        f"{lora['memory']['largest_error_fraction']:.1%}; {lora['verdicts_that_agree']} of {lora['rows']} "
+        "verdicts right |"
+    )
     yield (
         f"| peak memory | one step of {zoo['families']} kinds of models, CPU | {zoo['rows']} "
         f"| {percent(zoo['median_error_fraction'])} | {zoo['rows_within_1_percent']} within 1 % |"
@@ -159,6 +166,36 @@ def published_lines() -> Iterator[str]:
                 f"| {row['predicted_verdict'] if published is None else format(row['error_fraction'], '+.1%')} "
                 f"| {format_bytes(low)} to {format_bytes(high)} |"
             )
+
+
+def litgpt_lines() -> Iterator[str]:
+    """LitGPT's table of LoRA and adapters, predicted."""
+    result = load("litgpt")
+    summary = result["summary"]
+    memory, times = summary["memory"], summary["time"]
+    other = summary["memory_of_variants"]["norms in float32"]
+    yield (
+        f"*{summary['rows']} rows. Memory: median error {memory['median_error_fraction']:.1%}, at most "
+        f"{memory['largest_error_fraction']:.1%} (Llama 2; with norms in float32 at most "
+        f"{other['largest_error_fraction']:.1%}). Verdicts: {summary['verdicts_that_agree']} of "
+        f"{summary['rows']} right. Time: median error {times['median_error_fraction']:.0%}. "
+        f"{stamp(result)}*"
+    )
+    yield ""
+    yield "| model, method, weights, samples | published | predicted | error | published | predicted | error |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        weights = "bf16" if row["quantization"] == "None" else row["quantization"].removeprefix("bnb.")
+        name = f"{row['model']}, {row['method']}, {weights}, {row['micro_batch_size']}"
+        if row["published_gb"] is None:
+            verdict = row["predicted_verdict"]
+            yield f"| {name} | OOM | {row['predicted_gb']:.2f} GB | {verdict} | – | – | – |"
+            continue
+        yield (
+            f"| {name} | {row['published_gb']:.2f} GB | {row['predicted_gb']:.2f} GB "
+            f"| {row['error_fraction']:+.1%} | {row['published_minutes']:.2f} min "
+            f"| {row['predicted_minutes']:.2f} min | {row['time_error_fraction']:+.0%} |"
+        )
 
 
 def attack_lines() -> Iterator[str]:
@@ -663,6 +700,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "accuracy": accuracy_lines,
     "gpu_truth": gpu_lines,
     "published": published_lines,
+    "litgpt": litgpt_lines,
     "cpu_zoo": zoo_lines,
     "cpu_truth": cpu_lines,
     "job_zoo": job_lines,

@@ -180,3 +180,22 @@ def test_arrays_that_go_to_a_gpu_are_copied_there() -> None:
         for loss in (moved, without)
     )
     assert moved_bytes - without_bytes == 2 * weights_bytes
+
+
+def test_a_list_goes_to_the_device_of_another_tensor() -> None:
+    """There the device of a tensor is the GPU; in the capture it is the CPU, where the fakes are."""
+
+    def indexed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        logits = model(batch["x"])
+        columns = torch.tensor([*range(CLASSES)], device=logits.device)
+        return logits.index_select(-1, columns).mean()
+
+    def on_host(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        torch.tensor([*range(CLASSES)], device="cpu")
+        return model(batch["x"]).mean()
+
+    def listed_bytes(loss: Callable[..., Any], device: Any) -> set[int]:
+        return {storage.size_bytes for storage in traced(loss, device).storages if storage.label == "tensor"}
+
+    assert listed_bytes(indexed, A100) == {CLASSES * 8}
+    assert listed_bytes(on_host, A100) == set()

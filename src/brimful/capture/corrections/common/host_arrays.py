@@ -23,7 +23,8 @@ class HostArrays(Rule):
 
     Unknown ones are 1 where they are whole, true where they are conditions, and else lie about 1 and differ, so
     that a matrix of them can be inverted. A single one is 1, as where one number is read. What is made of lists
-    or arrays is on the host, unless a device is asked for.
+    or arrays is on the host, unless a device is asked for: "cuda", or a `torch.device`, such as that of another
+    tensor, which is a fake's on the CPU.
     """
 
     name = "host_arrays"
@@ -52,7 +53,8 @@ class HostArrays(Rule):
         """A function that makes tensors of what the host has, which counts what is in the device's memory."""
 
         def made(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-            is_moved = is_cuda(kwargs.get("device"))
+            device = kwargs.get("device")
+            is_moved = is_cuda(device) or (self.target.kind == "cuda" and isinstance(device, torch.device))
             tensor = make(data, *args, **kwargs | ({"device": "cpu"} if is_moved else {}))
             if isinstance(data, Tensor) or tensor.dim() == 0 or not isinstance(tensor, FakeTensor):
                 return tensor
