@@ -69,7 +69,7 @@ def accuracy_lines() -> Iterator[str]:
     gpu = load("gpu_truth")["summary"]
     zoo, jobs = load("cpu_zoo")["summary"], load("job_zoo")["summary"]
     plans, times = load("plan_measured")["summary"], load("step_time")["summary"]
-    yield "| predicted | measured | cases | median error | and |"
+    yield "| predicted | measured | cases | median error | spread |"
     yield "|---|---|--:|--:|---|"
     yield (
         f"| peak memory | public runs on RTX 3060, RTX 4060 and A100 | {gpu['brimful']['rows']} "
