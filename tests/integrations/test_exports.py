@@ -151,9 +151,7 @@ def test_deepspeed_trains_by_its_export(folder: Path, losses: list[float]) -> No
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(
-    ("parallelism", "precision"), [("ddp", "bf16"), ("zero1", "fp32"), ("zero2", "bf16"), ("zero3", "fp32")]
-)
+@pytest.mark.parametrize(("parallelism", "precision"), [("zero2", "bf16"), ("zero3", "fp32")])
 def test_deepspeed_divides_by_its_export(parallelism: str, precision: str, tmp_path: Path) -> None:
     exports(
         tmp_path, "deepspeed", world_size=2, parallelism=parallelism, precision=precision, micro_batch_size=2
@@ -164,7 +162,7 @@ def test_deepspeed_divides_by_its_export(parallelism: str, precision: str, tmp_p
         assert found == pytest.approx(expected, rel=ROUNDING_BF16 if precision == "bf16" else ROUNDING)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16"])
 def test_fully_shard_divides_by_its_export(precision: str, tmp_path: Path) -> None:
     exports(tmp_path, "fsdp=f.json", world_size=2, parallelism="fsdp2", precision=precision, micro_batch_size=2)
     alone = bf.Settings(micro_batch_size=2, gradient_accumulation_steps=4, precision=precision)
