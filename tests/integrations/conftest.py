@@ -1,4 +1,4 @@
-"""Each test begins without the state that Accelerate keeps for the whole process, such as its mixed precision."""
+"""Each test begins without the state that Accelerate keeps for the process, such as its mixed precision."""
 
 from __future__ import annotations
 
