@@ -34,6 +34,7 @@ from brimful.capture.recording.update import Recorded, RecordedPart, with_update
 from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
 from brimful.capture.step_part import ALL_OF_STEP, StepPart, join_counts, recorded_by
+from brimful.capture.triton_kernels import triton_launches_recorded
 from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
 from brimful.distributed.fsdp import Sharded
@@ -174,6 +175,7 @@ class CaptureSession:
                 stack.enter_context(rule.context())
             stack.enter_context(answers_of_a_real_step())
             stack.enter_context(quantised_weights_known())
+            stack.enter_context(triton_launches_recorded(recorder.facts.note))
             stack.enter_context(nothing_is_saved())
             stack.enter_context(fakes_behave())
             stack.enter_context(no_gradient_overflows())

@@ -10,6 +10,7 @@ from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import Rule, rules_for
 from brimful.capture.libraries import meta_errors_unlogged
 from brimful.capture.loss_signature import signature_hint
+from brimful.capture.missing_kernels import kernel_hint
 from brimful.capture.recording.lines import raising_line
 from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart
 from brimful.capture.repeats import Shortening
@@ -212,6 +213,9 @@ _HINTS = {
 
 def _hint(job: Job, error: Exception) -> str:
     """Advice for an error in a captured step."""
+    missing = kernel_hint(error)
+    if missing is not None:
+        return missing
     known = (hint for said, hint in _HINTS.items() if said in str(error))
     real = signature_hint(job, error) or (
         "If a real step fails too, which brimful.measure runs, the error is the job's own."

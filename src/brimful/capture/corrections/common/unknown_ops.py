@@ -12,7 +12,7 @@ from brimful.capture.corrections.rule import Rule
 aten = torch.ops.aten
 
 _KNOWN_NAMESPACES = frozenset(
-    {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp"}
+    {"aten", "prims", "prim", "profiler", "brimful", "c10d", "_c10d_functional", "fsdp", "triton_kernels"}
 )
 _KNOWN_ON_CUDA = frozenset(
     {"bitsandbytes::optimizer_update_8bit_blockwise", "bitsandbytes::optimizer_update_32bit"}
