@@ -44,7 +44,7 @@ def save_bert(folder: Path, dropout: float) -> None:
     config = BertConfig(
         vocab_size=len(names),
         hidden_size=32,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
