@@ -10,8 +10,13 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from helpers.trainers import arguments
 
@@ -21,9 +26,7 @@ WORDS, LONGEST = 90, 24
 
 def tokenizer() -> PreTrainedTokenizerFast:
     names = ["<pad>", "<eos>", "<unk>", *(f"w{index}" for index in range(WORDS))]
-    words = Tokenizer(
-        models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>")
-    )
+    words = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
@@ -84,6 +87,22 @@ def preferences(samples: int = 40) -> Dataset:
             "chosen": [" " + words(generator, length) for length in lengths],
             "rejected": [" " + words(generator, max(length - 2, 1)) for length in lengths],
         }
+    )
+
+
+def reward(folder: Path, dropout: float = 0.1, **changes: Any) -> RewardTrainer:
+    torch.manual_seed(0)
+    config = llama(dropout).config
+    config.num_labels = 1
+    model = LlamaForSequenceClassification(config)
+    settings = {"bf16": False, "gradient_checkpointing": False, "max_length": 64, **changes}
+    more = {name: settings.pop(name) for name in ("callbacks",) if name in settings}
+    return RewardTrainer(
+        model=model,
+        args=RewardConfig(**arguments(folder, **settings)),
+        train_dataset=preferences(),
+        processing_class=tokenizer(),
+        **more,
     )
 
 

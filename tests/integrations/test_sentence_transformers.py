@@ -1,4 +1,4 @@
-"""A plan in the trainer of sentence-transformers: the same training, and in-batch negatives stay in the batch."""
+"""A plan in the trainer of sentence-transformers: the same training; in-batch negatives stay in the batch."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_in_batch_negatives_keep_the_batch_and_its_accumulation(tmp_path: Path) 
     plan = bft.plan(own, "cpu", budget="1GiB")
     assert (plan.settings.micro_batch_size, plan.settings.gradient_accumulation_steps) == (4, 2)
     assert any("CachedMultipleNegativesRankingLoss(model, mini_batch_size=…)" in note for note in plan.notes)
-    with pytest.raises(UsageError, match="micro_batch_size=2 would change what is trained.*Cached"):
+    with pytest.raises(UsageError, match=r"micro_batch_size=2 would change what is trained.*Cached"):
         bft.plan(own, "cpu", budget="1GiB", micro_batch_size=2)
     divided = replace(plan, settings=replace(plan.settings, micro_batch_size=2, gradient_accumulation_steps=4))
     with pytest.raises(UsageError, match="which must stay: MultipleNegativesRankingLoss"):
@@ -141,7 +141,7 @@ def test_in_batch_negatives_keep_the_batch_and_its_accumulation(tmp_path: Path) 
 
 
 def test_a_budget_that_is_too_small_names_the_cached_loss(tmp_path: Path) -> None:
-    with pytest.raises(InfeasibleError, match="not divided: MultipleNegativesRankingLoss.*CachedMultiple"):
+    with pytest.raises(InfeasibleError, match=r"not divided: MultipleNegativesRankingLoss.*CachedMultiple"):
         bft.plan(KINDS["negatives"](tmp_path), "cpu", budget="64KiB")
     reason = why_not_divided(KINDS["cached"](tmp_path))
     assert reason is not None
@@ -156,9 +156,7 @@ def test_other_reasons_to_keep_the_batch(tmp_path: Path) -> None:
     assert "one of several datasets" in reason_of(trainer(tmp_path, losses.CosineSimilarityLoss, several))
     unique = KINDS["cosine"](tmp_path, batch_sampler="no_duplicates")
     assert "batch sampler (no_duplicates)" in reason_of(unique)
-    added = trainer(
-        tmp_path, lambda model: losses.ContrastiveLoss(model, size_average=False), classes(2)
-    )
+    added = trainer(tmp_path, lambda model: losses.ContrastiveLoss(model, size_average=False), classes(2))
     assert "is a sum over the samples" in reason_of(added)
     weights = torch.nn.CrossEntropyLoss(weight=torch.ones(3))
     weighted = trainer(tmp_path, lambda model: losses.SoftmaxLoss(model, 32, 3, loss_fct=weights), classes(3))

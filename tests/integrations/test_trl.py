@@ -25,7 +25,7 @@ from helpers.trained_beside import (
     recomputing_plan,
 )
 from helpers.trainers import During, train
-from helpers.trl_trainers import LONGEST, dpo, llama, questions, sft
+from helpers.trl_trainers import LONGEST, dpo, llama, questions, reward, sft
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
@@ -48,8 +48,9 @@ KINDS = {
     "dpo": lambda folder, **changes: dpo(folder, ref_model=llama(), **changes),
     "dpo, lora": lambda folder, **changes: dpo(folder, peft_config=lora(), **changes),
     "dpo, precomputed": partial(dpo, precompute_ref_log_probs=True),
+    "reward": reward,
 }
-QUICK = ("lora", "completions", "dpo", "dpo, lora")
+QUICK = ("lora", "completions", "dpo", "dpo, lora", "reward")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +91,11 @@ def test_pairs_are_divided_as_pairs(tmp_path: Path) -> None:
     assert half["ref_chosen_logps"].tolist() == [2.0, 3.0]
 
 
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
 def test_a_divided_batch_trains_the_same_within_rounding(tmp_path: Path, kind: str) -> None:
     def made() -> Any:
+        if kind == "reward":
+            return reward(tmp_path, dropout=0.0, max_steps=2)
         if kind == "sft":
             return sft(tmp_path, llama(dropout=0.0), questions())
         return dpo(tmp_path, llama(dropout=0.0), llama(dropout=0.0))
@@ -153,7 +156,7 @@ def test_samples_in_one_row_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_preference_loss_that_compares_samples_keeps_the_batch(tmp_path: Path) -> None:
-    own = dpo(tmp_path, peft_config=lora(), loss_type="aot")
+    own = dpo(tmp_path, peft_config=lora(), loss_type=["aot"])
     plan = bft.plan(own, "cpu", budget="1GiB")
     assert plan.settings.micro_batch_size == 8
     assert any("the batch is not divided: loss_type='aot'" in note for note in plan.notes)

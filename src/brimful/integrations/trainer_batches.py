@@ -122,6 +122,12 @@ def _longest(samples: Any, collate: _Collate, *, collates_all: bool) -> list[Any
         samples: A dataset.
         collate: Its collator.
         collates_all: Whether the length of a batch is not that of any field.
+
+    Returns:
+        At least one sample.
+
+    Raises:
+        UsageError: The dataset is empty.
     """
     first = next(iter(_some_of(samples)), None)
     if first is None:

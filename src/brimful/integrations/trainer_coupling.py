@@ -18,12 +18,13 @@ from transformers import Trainer
 from brimful.integrations.trainer_kinds import is_of_sentence_transformers, is_of_trl
 
 _MEANS = ("CosineSimilarityLoss", "ContrastiveLoss", "MarginMSELoss", "SoftmaxLoss", "TripletLoss")
-"""Losses of sentence-transformers that are means over the samples of a batch, if what computes them is. A test
-compares each with the mean of its parts (tests/integrations/test_sentence_transformers.py)."""
+"""Losses of sentence-transformers that are means over the samples of a batch, if what computes them is.
+
+A test compares each with the mean of its parts, tests/integrations/test_sentence_transformers.py."""
 _OF_ONE_LOSS = ("MatryoshkaLoss",)
 """Losses that are sums of another one, of embeddings cut to several sizes."""
 _COUPLED_PREFERENCES = ("aot", "aot_unpaired", "bco_pair", "sft")
-"""Losses of `DPOConfig` that sort the samples of a batch, compare them with their mean, or average over tokens."""
+"""Losses of `DPOConfig` that sort the samples of a batch, compare them with a mean, or average over tokens."""
 
 
 def why_not_divided(trainer: Trainer) -> str | None:
@@ -47,7 +48,10 @@ def _of_trl(trainer: Trainer) -> str | None:
     if kinds:
         return f"loss_type={kinds[0]!r} is not a mean over the samples of a batch."
     if getattr(trainer, "aux_loss_enabled", False):
-        return "the load-balancing loss of the experts is of all samples of a batch. router_aux_loss_coef=0 omits it."
+        return (
+            "the load-balancing loss of the experts is of all samples of a batch. router_aux_loss_coef=0 "
+            "omits it."
+        )
     if getattr(trainer, "_is_vision_dataset", False):
         return "its batches have images, whose rows are not those of samples."
     return None
@@ -61,9 +65,8 @@ def _of_losses(trainer: Any) -> Iterator[str]:
             loss = loss.loss
         name = type(loss).__name__
         if name not in _MEANS or not _is_of_the_library(loss):
-            known = _is_of_the_library(loss)
-            reason = "compares the samples of a batch, or is" if known else "may compare the samples of a batch, or be"
-            yield f"{name} {reason} no mean over them.{_way_out(loss)}"
+            compares = "compares" if _is_of_the_library(loss) else "may compare"
+            yield f"{name} {compares} samples of a batch, or is no mean over them.{_way_out(loss)}"
         elif not getattr(loss, "size_average", True):
             yield f"{name}(size_average=False) is a sum over the samples of a batch."
         else:
@@ -81,7 +84,10 @@ def _averages(part: nn.Module) -> bool:
 
 def _way_out(loss: Any) -> str:
     if getattr(loss, "uses_gradient_cache", False):
-        return " Its own mini_batch_size divides the batch without changing the loss: set it smaller for less memory."
+        return (
+            " Its own mini_batch_size divides the batch without changing the loss: set it smaller for less "
+            "memory."
+        )
     package = type(loss).__module__.rpartition(".")[0]
     cached = f"Cached{type(loss).__name__}"
     if _is_of_the_library(loss) and hasattr(importlib.import_module(package), cached):

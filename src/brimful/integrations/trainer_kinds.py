@@ -12,7 +12,7 @@ from transformers import Trainer
 from brimful.errors import UsageError
 
 _PAIRS = ("DPOTrainer", "RewardTrainer")
-"""Trainers of TRL whose batches have the chosen texts in their first half, the rejected ones in their second."""
+"""Trainers of TRL whose batches have the chosen texts in their first half, and then the rejected ones."""
 _OTHERS_OF_TRL = "SFTTrainer"
 
 
@@ -22,6 +22,9 @@ def is_of_trl(trainer: Trainer, *names: str) -> bool:
     Args:
         trainer: Any.
         *names: Classes of TRL; none stands for all of them.
+
+    Returns:
+        Whether it does.
     """
     return _derives(trainer, "trl", names)
 
@@ -52,13 +55,12 @@ def check_kind(trainer: Trainer) -> None:
         )
     if getattr(trainer, "padding_free", False):
         raise UsageError(
-            "padding_free=True and packing with the strategy 'bfd' put all samples of a batch in one row, which "
-            "a plan cannot divide. Set padding_free=False, and packing=False or packing_strategy='wrapped'."
+            "padding_free=True and packing with the strategy 'bfd' put all samples of a batch in one row, "
+            "which a plan cannot divide. Set padding_free=False, and packing=False or packing_strategy='wrapped'."
         )
 
 
 def _derives(trainer: Trainer, package: str, names: tuple[str, ...]) -> bool:
     kinds: tuple[type[Any], ...] = type(trainer).__mro__
-    return any(
-        kind.__module__.partition(".")[0] == package and (not names or kind.__name__ in names) for kind in kinds
-    )
+    of_package = [kind for kind in kinds if kind.__module__.partition(".")[0] == package]
+    return any(not names or kind.__name__ in names for kind in of_package)

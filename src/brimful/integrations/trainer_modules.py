@@ -4,7 +4,7 @@ A loss module of sentence-transformers holds the model and may have parameters o
 has both, in which copies stay connected. And `compute_loss` reads the trainer's model, loss module and metrics
 from the trainer itself, so a capture calls it on a copy of the trainer that has the captured ones.
 
-Private API of transformers 5.23 and accelerate 1.15: none. Checked with trl 1.16 and sentence-transformers 6.2.
+Checked with transformers 5.23, trl 1.16 and sentence-transformers 6.2.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ def trained_module(trainer: Trainer, model: nn.Module | None = None) -> nn.Modul
     """
     model = trainer.model if model is None else model
     losses = _losses(trainer)
-    matters = any(
-        any(True for _ in (*each.parameters(), *each.buffers())) for each in losses.values()
-    )
+    matters = any(any(True for _ in (*each.parameters(), *each.buffers())) for each in losses.values())
     return ModelAndLosses(model, losses) if matters else model
 
 
@@ -141,7 +139,7 @@ class _OfOneRank:
 
 def _losses(trainer: Trainer) -> dict[str, nn.Module]:
     losses = getattr(trainer, "loss", None)
-    found = losses if isinstance(losses, dict) else {"loss": losses}
+    found: dict[str, Any] = losses if isinstance(losses, dict) else {"loss": losses}
     return dict(found) if all(isinstance(each, nn.Module) for each in found.values()) else {}
 
 
@@ -151,17 +149,12 @@ def _is_state(value: Any) -> bool:
 
 def _copied(value: Any, *, with_tensors: bool = False) -> Any:
     """A copy of nested containers; what they hold stays the same, except numbers in tensors if asked for."""
-    if isinstance(value, dict):
+    if isinstance(value, dict | list | deque):
         copy = value.copy()  # of a defaultdict, with its factory
-        for key, each in copy.items():
-            copy[key] = _copied(each, with_tensors=with_tensors)
+        for key in copy if isinstance(copy, dict) else range(len(copy)):
+            copy[key] = _copied(copy[key], with_tensors=with_tensors)
         return copy
-    if isinstance(value, list | set | deque):
-        copy = value.copy()
-        if not isinstance(copy, set):
-            for index, each in enumerate(copy):
-                if isinstance(each, (*_CONTAINERS, Tensor)):
-                    copy[index] = _copied(each, with_tensors=with_tensors)
-        return copy
+    if isinstance(value, set):
+        return value.copy()
     is_number = isinstance(value, Tensor) and value.dim() == 0
     return value.detach().clone() if with_tensors and is_number else value

@@ -120,7 +120,9 @@ def plan(
                 budget_bytes=error.budget_bytes,
                 smallest_peak_bytes=error.smallest_peak_bytes,
             ) from None
-    return found if reason is None else replace(found, notes=(*found.notes, f"the batch is not divided: {reason}"))
+    return (
+        found if reason is None else replace(found, notes=(*found.notes, f"the batch is not divided: {reason}"))
+    )
 
 
 def _undivided(trainer: Trainer, asked: int | None, reason: str) -> int:
