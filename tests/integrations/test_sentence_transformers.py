@@ -141,8 +141,11 @@ def test_in_batch_negatives_keep_the_batch_and_its_accumulation(tmp_path: Path) 
 
 
 def test_a_budget_that_is_too_small_names_the_cached_loss(tmp_path: Path) -> None:
-    with pytest.raises(InfeasibleError, match=r"not divided: MultipleNegativesRankingLoss.*CachedMultiple"):
+    with pytest.raises(
+        InfeasibleError, match=r"not divided: MultipleNegativesRankingLoss.*CachedMultiple"
+    ) as raised:
         bft.plan(KINDS["negatives"](tmp_path), "cpu", budget="64KiB")
+    assert "you asked for" not in str(raised.value)  # the loss did
     reason = why_not_divided(KINDS["cached"](tmp_path))
     assert reason is not None
     assert "Its own mini_batch_size divides the batch" in reason

@@ -56,7 +56,8 @@ def check_kind(trainer: Trainer) -> None:
     if getattr(trainer, "padding_free", False):
         raise UsageError(
             "padding_free=True and packing with the strategy 'bfd' put all samples of a batch in one row, "
-            "which a plan cannot divide. Set padding_free=False, and packing=False or packing_strategy='wrapped'."
+            "which a plan cannot divide. Set padding_free=False, and packing=False or "
+            "packing_strategy='wrapped'."
         )
 
 

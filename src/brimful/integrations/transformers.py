@@ -14,6 +14,7 @@ Checked with transformers 5.23, trl 1.16 and sentence-transformers 6.2.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -116,13 +117,21 @@ def plan(
             if reason is None:
                 raise
             raise InfeasibleError(
-                f"{error}\n  the batch is not divided: {reason}",
+                f"{_without_asked_size(str(error), options)}\n  the batch is not divided: {reason}",
                 budget_bytes=error.budget_bytes,
                 smallest_peak_bytes=error.smallest_peak_bytes,
             ) from None
     return (
         found if reason is None else replace(found, notes=(*found.notes, f"the batch is not divided: {reason}"))
     )
+
+
+def _without_asked_size(message: str, options: PlanKeywords) -> str:
+    """The message of an `InfeasibleError` without the micro-batch size that the loss decided, not the user."""
+    if options.get("micro_batch_size") is not None:
+        return message
+    whole = re.sub(r"\n  you asked for: micro-batches of \d+;[^\n]*", "", message)
+    return re.sub(r"(you asked for: [^\n]*?)(, )?micro-batches of \d+(?(2)|, )", r"\1", whole)
 
 
 def _undivided(trainer: Trainer, asked: int | None, reason: str) -> int:
