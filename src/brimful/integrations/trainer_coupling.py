@@ -66,18 +66,18 @@ def _of_losses(trainer: Any) -> Iterator[str]:
         name = type(loss).__name__
         if name not in _MEANS or not _is_of_the_library(loss):
             compares = "compares" if _is_of_the_library(loss) else "may compare"
-            yield f"{name} {compares} samples of a batch, or is no mean over them.{_way_out(loss)}"
+            yield f"{name} {compares} samples of a batch, or is not a mean over them.{_way_out(loss)}"
         elif not getattr(loss, "size_average", True):
             yield f"{name}(size_average=False) is a sum over the samples of a batch."
         else:
             parts = (part for part in loss.modules() if id(part) not in own)
             others = [part for part in parts if not _averages(part)]
             if others:
-                yield f"{name} computes with {others[0]}, which is no mean over the samples of a batch."
+                yield f"{name} computes with {others[0]}, which is not a mean over the samples of a batch."
 
 
 def _averages(part: nn.Module) -> bool:
-    """Whether a part of a loss module is no loss of torch, or a mean over all samples with equal weights."""
+    """Whether a part of a loss module is a mean over samples with equal weights, or not a loss of torch."""
     reduction = getattr(part, "reduction", None)
     return reduction is None or (reduction == "mean" and getattr(part, "weight", None) is None)
 

@@ -59,7 +59,7 @@ class TrainerState:
     """The numbers and containers of a trainer, such as the metrics that `compute_loss` collects in it.
 
     Args:
-        trainer: Its datasets are left out.
+        trainer: Its datasets are not kept.
     """
 
     def __init__(self, trainer: Trainer) -> None:
