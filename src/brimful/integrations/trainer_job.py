@@ -1,14 +1,14 @@
 """A Transformers `Trainer`, as its user wrote it, read as a job.
 
-Private API of transformers 5.23 used here: `_remove_unused_columns`, `_get_collator_with_removed_columns`,
-`_signature_columns` through both, and `_loss_shifts_labels`.
+Private API of transformers 5.23 used here: `_loss_shifts_labels`. Checked with trl 1.16 and
+sentence-transformers 6.2.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from itertools import islice
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate.utils import DistributedType, convert_outputs_to_fp32
@@ -17,12 +17,10 @@ from torch.optim import Optimizer
 from transformers import Trainer
 
 from brimful.errors import UsageError
+from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
+from brimful.integrations.trainer_kinds import check_kind
+from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
 from brimful.job import Batch, Job
-
-MOST_SAMPLES_READ = 10_000
-"""Of a dataset, to find the longest: a choice."""
-_ALIKE_SAMPLES = 64
-"""This number of samples of one size in a row, such as images after a transform, stands for all: a choice."""
 
 IGNORED_LABEL = -100
 """Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""
@@ -46,21 +44,26 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
     """See `integrations.transformers.job`."""
     _check_supported(trainer)
     _checkpoint_as_asked(trainer)
-    batch = _batches_of_longest(trainer, longest)
+    batch = batches_of_longest(trainer, longest)
     counts = _counts_labels(trainer, batch(1))
     count = _label_counter(trainer) if counts else None
+    stand_ins, layout = StandIns(trainer), layout_of_trainer(trainer)
 
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
+    def loss(module: nn.Module, batch: Batch) -> Tensor:
         inputs = dict(batch)  # the trainer takes the labels out
         items = None if count is None else count(inputs)
-        found: Tensor = trainer.compute_loss(_as_prepared(trainer, model), inputs, **_items(trainer, items))
+        own = stand_ins.with_module(module)
+        with _as_prepared(own):
+            found: Tensor = own.compute_loss(own.model, inputs, **_items(own, items))
         return found
 
     return Job(
-        model=trainer.model,
+        model=trained_module(trainer),
         loss=loss,
         batch=batch,
-        optimizer=lambda model: _make_optimizer(trainer, model),
+        split=layout.to_samples,
+        collate=layout.collate,
+        optimizer=lambda model: _make_optimizer(trainer, stand_ins, model),
         count=count,
         counted="tokens" if counts else "counted",
         name=type(trainer.model).__name__,
@@ -68,6 +71,7 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
 
 
 def _check_supported(trainer: Trainer) -> None:
+    check_kind(trainer)
     if trainer.args.n_gpu > 1:
         raise UsageError(
             f"the trainer would use torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in one process. Start "
@@ -92,23 +96,22 @@ def _checkpoint_as_asked(trainer: Trainer) -> None:
             return
 
 
-def _as_prepared(trainer: Trainer, model: nn.Module) -> Any:
-    """The model as Accelerate prepares it: under mixed precision its outputs are float32 copies."""
-    return _Float32Outputs(model) if trainer.args.bf16 or trainer.args.fp16 else model
-
-
-class _Float32Outputs:
-    """Calls a model and converts its outputs; all else is the model's."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._call = convert_outputs_to_fp32(model.__call__)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+@contextmanager
+def _as_prepared(trainer: Trainer) -> Iterator[None]:
+    """Have the model as Accelerate prepares it: under mixed precision its outputs are float32 copies."""
+    model: Any = trainer.model
+    if not (trainer.args.bf16 or trainer.args.fp16):
+        yield
+        return
+    has_own, before = "forward" in vars(model), model.forward
+    model.forward = convert_outputs_to_fp32(before)
+    try:
+        yield
+    finally:
+        if has_own:
+            model.forward = before
+        else:
+            del model.forward
 
 
 def _items(trainer: Trainer, items: Tensor | None) -> dict[str, Tensor]:
@@ -135,17 +138,13 @@ def _label_counter(trainer: Trainer) -> Callable[[Batch], Tensor]:
     return count
 
 
-def _make_optimizer(trainer: Trainer, model: nn.Module) -> Optimizer:
-    """The trainer's optimizer over another copy of its model; the trainer keeps its own."""
-    own = trainer.optimizer
-    if own is not None:
-        return _rebuilt(own, trainer.model, model)
-    own_model = trainer.model
-    try:
-        trainer.model = model  # for overrides that take no model
-        made = trainer.create_optimizer()
-    finally:
-        trainer.optimizer, trainer.model = own, own_model
+def _make_optimizer(trainer: Trainer, stand_ins: StandIns, module: nn.Module) -> Optimizer:
+    """The trainer's optimizer over another copy of what it trains; the trainer keeps its own."""
+    if trainer.optimizer is not None:
+        return _rebuilt(trainer.optimizer, trained_module(trainer), module)
+    own = stand_ins.with_module(module)
+    own.model = model_of(module)  # for overrides that take no model
+    made: Optimizer = own.create_optimizer()
     return made
 
 
@@ -161,71 +160,3 @@ def _rebuilt(optimizer: Optimizer, own_model: nn.Module, model: nn.Module) -> Op
     taken = inspect.signature(type(optimizer)).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in taken}
     return type(optimizer)(groups, **options)
-
-
-def _batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int], Batch]:
-    """Makes batches of the longest samples, with the trainer's collator."""
-    samples, collate = _samples_and_collator(trainer)
-    chosen = [longest] if longest is not None else _longest(samples)
-
-    def batch(n: int) -> Batch:
-        return dict(collate([chosen[index % len(chosen)] for index in range(n)]))
-
-    return batch
-
-
-def _samples_and_collator(trainer: Trainer) -> tuple[Any, Callable[[list[Any]], Mapping[str, Any]]]:
-    dataset, collate = trainer.train_dataset, trainer.data_collator
-    if dataset is None:
-        raise UsageError("the trainer has no train_dataset, from which a plan takes its longest sample.")
-    if type(dataset).__module__.startswith("datasets."):
-        return trainer._remove_unused_columns(dataset, description="training"), collate
-    return dataset, trainer._get_collator_with_removed_columns(collate, description="training")
-
-
-def _longest(samples: Any) -> list[Any]:
-    """The samples that are longest in some field, the one that is longest in all first."""
-    total, best = (-1, None), {}  # type: tuple[int, Any], dict[str, tuple[int, Any]]
-    alike = 0
-    seen: dict[str, int] | None = None
-    for sample in _some_of(samples):
-        lengths = _lengths(sample)
-        if sum(lengths.values()) > total[0]:
-            total = sum(lengths.values()), sample
-        for name, length in lengths.items():
-            if length > best.get(name, (-1, None))[0]:
-                best[name] = length, sample
-        alike = alike + 1 if lengths == seen else 0
-        seen = lengths
-        if alike >= _ALIKE_SAMPLES:
-            break
-    if seen is None:
-        raise UsageError("the train_dataset of the trainer is empty.")
-    first, first_lengths = total[1], _lengths(total[1])
-    others = [sample for name, (length, sample) in best.items() if length > first_lengths.get(name, 0)]
-    return [first, *others]
-
-
-def _some_of(samples: Any) -> Iterator[Any]:
-    if isinstance(samples, Sized) and hasattr(samples, "__getitem__"):
-        step = max(len(samples) // MOST_SAMPLES_READ, 1)
-        return (samples[index] for index in range(0, len(samples), step))
-    return islice(iter(samples), MOST_SAMPLES_READ)
-
-
-def _lengths(sample: Any) -> dict[str, int]:
-    """The number of elements of each field of a sample."""
-    fields = sample.items() if isinstance(sample, Mapping) else [("", sample)]
-    return {str(name): _size(value) for name, value in fields}
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.numel()
-    if isinstance(value, str | bytes):
-        return len(value)
-    if hasattr(value, "size") and not callable(value.size) and not isinstance(value.size, tuple):
-        return int(value.size)  # NumPy
-    if isinstance(value, Sequence):
-        return sum(map(_size, value)) if value and isinstance(value[0], Sequence) else len(value)
-    return 1

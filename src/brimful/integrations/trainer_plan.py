@@ -16,7 +16,9 @@ from transformers import Trainer, TrainerCallback
 
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared, unwrapped
+from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, precision_of
+from brimful.integrations.trainer_modules import trained_module
 from brimful.integrations.trainer_recovery import TrainerRecovery
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
@@ -60,10 +62,11 @@ class AppliedPlan:
         self.end()
         settings, optimizer = self.plan.settings, unwrapped(optimizer)
         _disable_cache(model, self._trainer)
+        module = trained_module(self._trainer, model)
         with ExitStack() as changes:
-            changes.callback(Prepared(settings, model, optimizer).remove)
+            changes.callback(Prepared(settings, module, optimizer).remove)
             if self._recovery is not None:
-                changes.callback(self._recovery.begin(model, optimizer))
+                changes.callback(self._recovery.begin(module, optimizer))
             self._changes = changes.pop_all()
 
     def end(self) -> None:
@@ -156,6 +159,12 @@ def _check_for(plan: Plan, trainer: Trainer) -> None:
         raise UsageError(
             f"the plan is for {planned} samples a step on {settings.world_size} processes, and the trainer has "
             f"{wanted} on {trainer.args.world_size}. Plan again: `plan(trainer, …)`."
+        )
+    reason, size = why_not_divided(trainer), trainer.args.train_batch_size
+    if reason is not None and settings.micro_batch_size != size:
+        raise UsageError(
+            f"the plan runs {settings.micro_batch_size} samples at a time, and the trainer has "
+            f"per_device_train_batch_size={size}, which must stay: {reason} Plan again: `plan(trainer, …)`."
         )
     if settings.precision.value != precision_of(trainer):
         raise UsageError(

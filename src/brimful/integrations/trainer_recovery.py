@@ -28,7 +28,10 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries
 from brimful.execution.random_state import RandomState
 from brimful.execution.update import ResumableUpdate
+from brimful.integrations.trainer_batches import layout_of_trainer
+from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import IGNORED_LABEL
+from brimful.integrations.trainer_modules import TrainerState
 from brimful.results import Recovery
 
 
@@ -46,7 +49,9 @@ class TrainerRecovery:
         self._device = torch.device(trainer.args.device)
         self._size = micro_batch_size
         self._planned_size = micro_batch_size
-        self._layout = BatchLayout()
+        self._layout = layout_of_trainer(trainer)
+        self._module: nn.Module = trainer.model
+        self._undivided = why_not_divided(trainer)
         self._buffers: BufferSnapshot | None = None
         self._random: RandomState | None = None
         self._batches: list[Any] = []
@@ -55,11 +60,12 @@ class TrainerRecovery:
         self._reruns = False
         self._couples = False
 
-    def begin(self, model: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-        """Watch a trainer's steps on a model; returns what ends that."""
+    def begin(self, module: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
+        """Watch a trainer's steps on what it trains; returns what ends that."""
         trainer = self._trainer
-        self._buffers = BufferSnapshot(model)
-        self._couples = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+        self._module = module
+        self._buffers = BufferSnapshot(module)
+        self._couples = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
         changes = ExitStack()
         fetch, train = trainer.get_batch_samples, trainer.training_step
         changes.callback(_replaced(trainer, "get_batch_samples", partial(self._get_batch_samples, fetch)))
@@ -101,6 +107,7 @@ class TrainerRecovery:
             self._buffers.take()
         self._reruns = False
         began = time.perf_counter()
+        state = TrainerState(self._trainer)
 
         def run(batch: Any) -> Tensor:
             if self._size >= self._planned_size:
@@ -111,9 +118,10 @@ class TrainerRecovery:
             if self._reruns:
                 for earlier in self._batches[: self._done]:
                     run(earlier)
+                state.restore()  # metrics that were collected in the attempt before and in these again
             return run(inputs)
 
-        loss = with_retries(attempt, partial(self._recover, model, inputs, began), self._device)
+        loss = with_retries(attempt, partial(self._recover, inputs, began), self._device)
         self._done += 1
         return loss
 
@@ -124,7 +132,7 @@ class TrainerRecovery:
         trainer = self._trainer
         parts = self._layout.split(inputs, self._size)
         items = others[0] if others else kwargs.get("num_items_in_batch")
-        if items is not None:  # each part's loss is a sum divided by the count of the whole step
+        if _is_scaled(trainer, items):  # each part's loss is a sum divided by the count of the whole step
             return torch.stack([own(model, part, *others, **kwargs) for part in parts]).sum()
         weights = _weights(parts, self._layout)
         steps = trainer.current_gradient_accumulation_steps
@@ -152,12 +160,12 @@ class TrainerRecovery:
 
         return with_retries(partial(own, model), recover, self._device)
 
-    def _recover(self, model: nn.Module, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool) -> None:
+    def _recover(self, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool) -> None:
         """Undo the step so far; from the second time on, halve the micro-batch."""
         assert self._buffers is not None
         assert self._random is not None
         before = self._size
-        model.zero_grad(set_to_none=True)
+        self._module.zero_grad(set_to_none=True)
         self._buffers.restore()
         self._buffers.take()
         self._random.restore(self._device)
@@ -186,6 +194,8 @@ class TrainerRecovery:
     def _smaller(self, inputs: Any, ran_out: RanOut) -> int:
         if self._size == 1:
             raise self._out_of_memory(ran_out, "its micro-batch is one sample already")
+        if self._undivided is not None:
+            raise self._out_of_memory(ran_out, f"its micro-batch is not divided: {self._undivided}")
         if self._couples:
             raise self._out_of_memory(ran_out, "BatchNorm couples the samples of its micro-batch")
         if (reason := self._layout.why_whole(inputs)) is not None:
@@ -212,6 +222,8 @@ class TrainerRecovery:
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
             samples = max(map(self._layout.count, parts))
             if is_retry:
+                if self._undivided is not None:
+                    raise self._out_of_memory(ran_out, f"its batch is not divided: {self._undivided}")
                 if samples == 1 or self._layout.why_whole(inputs) is not None:
                     raise self._out_of_memory(ran_out, "it evaluates one sample already")
                 parts[:] = self._layout.split(inputs, -(-samples // 2))
@@ -228,6 +240,13 @@ class TrainerRecovery:
 
         found = with_retries(attempt, recover, self._device)
         return found[0] if len(found) == 1 else _joined(found, _weights(parts, self._layout))
+
+
+def _is_scaled(trainer: Trainer, items: Any) -> bool:
+    """Whether `compute_loss` divides by the count of labels of the whole step, as `training_step` asks."""
+    if trainer.loss_is_scaled_for_ga is not None:
+        return bool(trainer.loss_is_scaled_for_ga)
+    return items is not None
 
 
 def _weights(parts: list[Any], layout: BatchLayout) -> list[float]:

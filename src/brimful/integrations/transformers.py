@@ -1,23 +1,29 @@
 """A plan for a Transformers `Trainer`, applied to it: two lines beside the ones you have.
 
+So for what derives from it: TRL's `SFTTrainer`, `DPOTrainer` and `RewardTrainer`, and the trainers of
+sentence-transformers.
+
     import brimful.integrations.transformers as bft
 
     plan = bft.plan(trainer, budget="11GiB")
     bft.apply(plan, trainer)
     trainer.train()
 
-Checked with transformers 5.23.
+Checked with transformers 5.23, trl 1.16 and sentence-transformers 6.2.
 """
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any, Unpack
 
 from transformers import Trainer
 
 from brimful.api import plan as plan_job
-from brimful.errors import UsageError
+from brimful.errors import InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
+from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.job import Job
@@ -68,7 +74,8 @@ def plan(
     """Find the fastest way to run a trainer's steps inside a memory budget.
 
     The effective batch stays that of the trainer's arguments: `per_device_train_batch_size` ×
-    `gradient_accumulation_steps` × the number of processes. So do precision and optimizer.
+    `gradient_accumulation_steps` × the number of processes. So do precision and optimizer. Where the loss
+    compares the samples of a batch, as with in-batch negatives, the batch size per device stays too.
 
     Args:
         trainer: As it is before `train()`.
@@ -80,7 +87,8 @@ def plan(
         The plan, for `apply`.
 
     Raises:
-        UsageError: An option is the trainer's to decide, or as `job`.
+        UsageError: An option is the trainer's to decide, `micro_batch_size` would divide a batch whose samples
+            the loss compares, or as `job`.
         InfeasibleError: Nothing permitted fits.
         CaptureError: The step cannot be run on fake tensors.
     """
@@ -93,14 +101,48 @@ def plan(
     asked: PlanKeywords = {**options, "precision": precision_of(trainer), "offload_optimizer": False}
     if trainer.args.world_size > 1:
         asked["parallelism"] = "ddp"
+    reason = why_not_divided(trainer)
+    if reason is not None:
+        asked["micro_batch_size"] = _undivided(trainer, options.get("micro_batch_size"), reason)
     with RandomState.kept():  # the trainer was seeded when it was made
-        return plan_job(
-            job(trainer, longest=longest),
-            device,
-            global_batch_size=effective_batch_size(trainer),
-            world_size=trainer.args.world_size,
-            **asked,
+        try:
+            found = plan_job(
+                job(trainer, longest=longest),
+                device,
+                global_batch_size=effective_batch_size(trainer),
+                world_size=trainer.args.world_size,
+                **asked,
+            )
+        except InfeasibleError as error:
+            if reason is None:
+                raise
+            raise InfeasibleError(
+                f"{_without_asked_size(str(error), options)}\n  the batch is not divided: {reason}",
+                budget_bytes=error.budget_bytes,
+                smallest_peak_bytes=error.smallest_peak_bytes,
+            ) from None
+    return (
+        found if reason is None else replace(found, notes=(*found.notes, f"the batch is not divided: {reason}"))
+    )
+
+
+def _without_asked_size(message: str, options: PlanKeywords) -> str:
+    """The message of an `InfeasibleError` without the micro-batch size that the loss decided, not the user."""
+    if options.get("micro_batch_size") is not None:
+        return message
+    whole = re.sub(r"\n  you asked for: micro-batches of \d+;[^\n]*", "", message)
+    return re.sub(r"(you asked for: [^\n]*?)(, )?micro-batches of \d+(?(2)|, )", r"\1", whole)
+
+
+def _undivided(trainer: Trainer, asked: int | None, reason: str) -> int:
+    """The micro-batch size of a trainer whose batch is not divided."""
+    size = int(trainer.args.train_batch_size)
+    if asked not in (None, size):
+        raise UsageError(
+            f"micro_batch_size={asked} would change what is trained; the trainer has "
+            f"per_device_train_batch_size={size}. {reason[0].upper()}{reason[1:]}"
         )
+    return size
 
 
 def apply(plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = True) -> AppliedPlan:

@@ -361,6 +361,7 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
         "fake_forms",
         "foreach_norm",
         "foreach_optimizer",
+        "fused_lm_head",
         "fused_rms_norm",
         "hidden_copies",
         "host_arrays",

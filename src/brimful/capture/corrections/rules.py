@@ -29,6 +29,7 @@ from brimful.capture.corrections.cuda.dropout_mask import DropoutMask
 from brimful.capture.corrections.cuda.embedding_backward import EmbeddingBackward
 from brimful.capture.corrections.cuda.foreach_norm import ForeachNorm
 from brimful.capture.corrections.cuda.foreach_optimizer import ForeachOptimizer
+from brimful.capture.corrections.cuda.fused_lm_head import FusedLmHead
 from brimful.capture.corrections.cuda.fused_rms_norm import FusedRmsNorm
 from brimful.capture.corrections.cuda.hidden_copies import HiddenCopies
 from brimful.capture.corrections.cuda.index_backward import IndexBackward
@@ -57,6 +58,7 @@ RULES: tuple[type[Rule], ...] = (
     IndexBackward,
     Sort,
     FusedRmsNorm,
+    FusedLmHead,
     NormParts,
     HiddenCopies,
     ForeachNorm,

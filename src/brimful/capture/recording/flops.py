@@ -123,4 +123,7 @@ def count_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict
     if packet in _ADDED:
         return _ADDED[packet](*args, **kwargs)
     formula: Any = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+    if formula is None:
+        return 0
+    given = [each for each in args if not isinstance(each, torch.dtype)]  # `out_dtype` of mm, addmm, bmm
+    return int(formula(*given, **kwargs, out_val=out))

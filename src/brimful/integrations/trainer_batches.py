@@ -1,0 +1,202 @@
+"""The largest batches of a trainer, made of its longest samples, and how they are taken apart.
+
+Private API of transformers 5.23 used here: `_remove_unused_columns`, `_get_collator_with_removed_columns`,
+`_signature_columns` through both. Checked with trl 1.16 and sentence-transformers 6.2.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from brimful.batches import BatchLayout
+from brimful.errors import BatchError, UsageError
+from brimful.integrations.trainer_kinds import has_pairs, is_of_sentence_transformers
+from brimful.job import Batch
+
+MOST_SAMPLES_READ = 10_000
+"""Of a dataset, to find the longest: a choice."""
+_ALIKE_SAMPLES = 64
+"""This number of samples of one size in a row, such as images after a transform, stands for all: a choice."""
+_MOST_COLLATED = 64
+"""Texts with the most characters, of which the one with the most tokens is taken: a choice."""
+
+_Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int], Batch]:
+    """Makes batches of the longest samples, with the trainer's collator.
+
+    Args:
+        trainer: With a `train_dataset`, of which at most `MOST_SAMPLES_READ` samples are read, evenly spaced.
+        longest: The sample to take instead.
+
+    Returns:
+        A function that makes a batch of a number of samples.
+
+    Raises:
+        UsageError: The trainer has no samples.
+    """
+    sources, collate = _sources_and_collator(trainer)
+    if longest is not None:
+        chosen = [longest]
+    else:
+        found = [_longest(samples, collate, collates_all=has_pairs(trainer)) for samples in sources]
+        chosen = found[0] if len(found) == 1 else max(found, key=lambda samples: _elements(collate, samples))
+
+    def batch(n: int) -> Batch:
+        return dict(collate([chosen[index % len(chosen)] for index in range(n)]))
+
+    return batch
+
+
+def layout_of_trainer(trainer: Trainer) -> BatchLayout:
+    """How a trainer's batches are counted and divided."""
+    return BatchLayout(to_samples=split_pairs, collate=join_pairs) if has_pairs(trainer) else BatchLayout()
+
+
+def split_pairs(batch: Batch) -> list[dict[str, Any]]:
+    """Samples of a batch whose first half of rows is the chosen texts, and whose second half the rejected ones.
+
+    Args:
+        batch: Tensors by name; `input_ids` has two rows for each sample, and others have two or one.
+
+    Returns:
+        For each sample, its rows by name, one or two in a tuple; what belongs to the whole batch as it is.
+
+    Raises:
+        BatchError: A tensor has another number of rows.
+    """
+    rows = batch["input_ids"].shape[0]
+    samples: list[dict[str, Any]] = [{} for _ in range(rows // 2)]
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] not in (rows, len(samples)):
+            raise BatchError(
+                f"{name} has {value.shape[0]} rows in a batch of {len(samples)} pairs, so it cannot be divided."
+            )
+        for index, sample in enumerate(samples):
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                sample[name] = value
+            else:
+                sample[name] = tuple(value[index :: len(samples)])
+    return samples
+
+
+def join_pairs(samples: list[dict[str, Any]]) -> Batch:
+    """The batch of samples that `split_pairs` returned."""
+    batch: dict[str, Any] = {}
+    for name, value in samples[0].items():
+        if isinstance(value, tuple):
+            rows = [sample[name][half] for half in range(len(value)) for sample in samples]
+            batch[name] = torch.stack(rows)
+        else:
+            batch[name] = value
+    return batch
+
+
+def _sources_and_collator(trainer: Trainer) -> tuple[list[Any], _Collate]:
+    """Datasets, of one of which each batch is, and the collator of their samples."""
+    dataset, collate = trainer.train_dataset, trainer.data_collator
+    if dataset is None:
+        raise UsageError("the trainer has no train_dataset, from which a plan takes its longest sample.")
+    if is_of_sentence_transformers(trainer):  # its loader keeps all columns
+        return (list(dataset.values()) if isinstance(dataset, dict) else [dataset]), collate
+    if type(dataset).__module__.startswith("datasets."):
+        return [trainer._remove_unused_columns(dataset, description="training")], collate
+    return [dataset], trainer._get_collator_with_removed_columns(collate, description="training")
+
+
+def _longest(samples: Any, collate: _Collate, *, collates_all: bool) -> list[Any]:
+    """The samples that are longest in some field, the one that is longest in all first.
+
+    Where the collator makes the tensors' sizes, of texts or of pairs, they are measured in its batches.
+
+    Args:
+        samples: A dataset.
+        collate: Its collator.
+        collates_all: Whether the length of a batch is not that of any field.
+
+    Returns:
+        At least one sample.
+
+    Raises:
+        UsageError: The dataset is empty.
+    """
+    first = next(iter(_some_of(samples)), None)
+    if first is None:
+        raise UsageError("the train_dataset of the trainer is empty.")
+    if collates_all:
+        return _longest_by(_some_of(samples), lambda sample: _lengths(collate([sample])), stops=False)
+    if isinstance(first, Mapping) and any(isinstance(value, str) for value in first.values()):
+        texts = list(_some_of(samples))
+        most = [
+            each
+            for name in first
+            for each in heapq.nlargest(_MOST_COLLATED, texts, key=partial(_size_of, name))
+        ]
+        return _longest_by(most, lambda sample: _lengths(collate([sample])), stops=False)
+    return _longest_by(_some_of(samples), _lengths)
+
+
+def _size_of(name: str, sample: Mapping[str, Any]) -> int:
+    return _size(sample.get(name))
+
+
+def _longest_by(
+    samples: Iterable[Any], lengths_of: Callable[[Any], dict[str, int]], *, stops: bool = True
+) -> list[Any]:
+    total, best = (-1, None), {}  # type: tuple[int, Any], dict[str, tuple[int, Any]]
+    alike = 0
+    seen: dict[str, int] | None = None
+    for sample in samples:
+        lengths = lengths_of(sample)
+        if sum(lengths.values()) > total[0]:
+            total = sum(lengths.values()), sample
+        for name, length in lengths.items():
+            if length > best.get(name, (-1, None))[0]:
+                best[name] = length, sample
+        alike = alike + 1 if lengths == seen else 0
+        seen = lengths
+        if stops and alike >= _ALIKE_SAMPLES:
+            break
+    first, first_lengths = total[1], lengths_of(total[1])
+    others = [sample for name, (length, sample) in best.items() if length > first_lengths.get(name, 0)]
+    unique = {id(sample): sample for sample in others}
+    return [first, *unique.values()]
+
+
+def _elements(collate: _Collate, samples: list[Any]) -> float:
+    """Elements per sample of a batch."""
+    return sum(_lengths(collate(samples)).values()) / len(samples)
+
+
+def _some_of(samples: Any) -> Iterator[Any]:
+    if isinstance(samples, Sized) and hasattr(samples, "__getitem__"):
+        step = max(len(samples) // MOST_SAMPLES_READ, 1)
+        return (samples[index] for index in range(0, len(samples), step))
+    return islice(iter(samples), MOST_SAMPLES_READ)
+
+
+def _lengths(sample: Any) -> dict[str, int]:
+    """The number of elements of each field of a sample."""
+    fields = sample.items() if isinstance(sample, Mapping) else [("", sample)]
+    return {str(name): _size(value) for name, value in fields}
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel()
+    if isinstance(value, str | bytes):
+        return len(value)
+    if hasattr(value, "size") and not callable(value.size) and not isinstance(value.size, tuple):
+        return int(value.size)  # NumPy
+    if isinstance(value, Sequence):
+        return sum(map(_size, value)) if value and isinstance(value[0], Sequence) else len(value)
+    return 1

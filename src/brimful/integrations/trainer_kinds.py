@@ -1,0 +1,67 @@
+"""Which library's trainer a `Trainer` is, without importing that library.
+
+Checked with trl 1.16 and sentence-transformers 6.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer
+
+from brimful.errors import UsageError
+
+_PAIRS = ("DPOTrainer", "RewardTrainer")
+"""Trainers of TRL whose batches have the chosen texts in their first half, and then the rejected ones."""
+_OTHERS_OF_TRL = "SFTTrainer"
+
+
+def is_of_trl(trainer: Trainer, *names: str) -> bool:
+    """Whether a trainer is one of TRL's, or derives from one.
+
+    Args:
+        trainer: Any.
+        *names: Classes of TRL; none stands for all of them.
+
+    Returns:
+        Whether it does.
+    """
+    return _derives(trainer, "trl", names)
+
+
+def is_of_sentence_transformers(trainer: Trainer) -> bool:
+    """Whether a trainer is one of sentence-transformers', or derives from one."""
+    return _derives(trainer, "sentence_transformers", ())
+
+
+def has_pairs(trainer: Trainer) -> bool:
+    """Whether a batch has two rows for each sample: all chosen texts, then all rejected ones."""
+    return is_of_trl(trainer, *_PAIRS)
+
+
+def check_kind(trainer: Trainer) -> None:
+    """Refuse trainers whose steps cannot be read as a job.
+
+    Args:
+        trainer: Any.
+
+    Raises:
+        UsageError: The trainer is another one of TRL's, or its batches have all samples in one row.
+    """
+    if is_of_trl(trainer) and not is_of_trl(trainer, *_PAIRS, _OTHERS_OF_TRL):
+        raise UsageError(
+            f"{type(trainer).__name__} is not supported. Of TRL, plans are made for SFTTrainer, DPOTrainer and "
+            "RewardTrainer: the steps of the others generate samples, or compare those of a batch."
+        )
+    if getattr(trainer, "padding_free", False):
+        raise UsageError(
+            "padding_free=True and packing with the strategy 'bfd' put all samples of a batch in one row, "
+            "which a plan cannot divide. Set padding_free=False, and packing=False or "
+            "packing_strategy='wrapped'."
+        )
+
+
+def _derives(trainer: Trainer, package: str, names: tuple[str, ...]) -> bool:
+    kinds: tuple[type[Any], ...] = type(trainer).__mro__
+    of_package = [kind for kind in kinds if kind.__module__.partition(".")[0] == package]
+    return any(not names or kind.__name__ in names for kind in of_package)
