@@ -178,6 +178,8 @@ class LoopOptions:
     micro-batch. They remain those of micro-batches."""
     patience: PositiveInt | None = None
     """Early stopping: end after this many validations in a row without a lower loss. Needs validation data."""
+    validate_every: PositiveInt | None = None
+    """Validate every N steps, besides the end of each epoch. Needs validation data."""
     save_every: PositiveInt | None = None
     """Save a checkpoint every N steps, besides the end of each epoch and of the run. A run that is killed loses
     the steps since the last one."""

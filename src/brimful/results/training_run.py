@@ -96,7 +96,7 @@ class ValidationRecord:
     step: NonNegativeInt
     """Number of optimizer steps before this validation."""
     epoch: NonNegativeInt
-    """The epoch that it ends, from 1."""
+    """The epoch in which it is, or which it ends, from 1."""
     loss: UnboundedFloat
     """Mean over all validation data, of what `Job.count` counts."""
     metrics: Mapping[str, UnboundedFloat]

@@ -50,7 +50,9 @@ class TrainOptions(LoopOptions):
 
     def __post_init__(self) -> None:
         asked = [
-            name for name in ("epochs", "steps", "save_every", "patience") if getattr(self, name) is not None
+            name
+            for name in ("epochs", "steps", "save_every", "validate_every", "patience")
+            if getattr(self, name) is not None
         ]
         check_counts(self, "keep_saves", *asked)
         check_count("seed", self.seed, least=0)
@@ -77,6 +79,7 @@ class TrainKeywords(TypedDict, total=False):
     ema_decay: float | None
     correct_batch_norm: bool
     patience: int | None
+    validate_every: int | None
     save_every: int | None
     keep_saves: int
     replan: bool

@@ -76,8 +76,9 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
     start = find_start(config, ranks)
     seed_all(config.options.seed)  # a resumed run has the same data, even if the job draws them at random
     data = find_data(config.job, config.options.data)
-    if config.options.patience is not None and data.validation is None:
-        raise UsageError("patience needs validation data: Data(validation=…).")
+    for name in ("patience", "validate_every"):
+        if getattr(config.options, name) is not None and data.validation is None:
+            raise UsageError(f"{name} needs validation data: Data(validation=…).")
     layout = layout_of(config.job, whole=start.settings.global_batch_size)
     batches = Batches(
         data.train,

@@ -238,6 +238,48 @@ def test_the_validation_loss_is_averaged_by_what_the_job_counts(job_with, traine
     assert result.validations[0].loss == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("every", "at"), [(1, [*range(1, 9)]), (3, [3, 4, 6, 8]), (4, [4, 8]), (9, [4, 8])])
+def test_validations_come_every_n_steps_and_at_the_end_of_epochs(job_with, trained, samples, every, at):
+    job = job_with(data=lambda: Data(train=samples, validation=samples))
+    _, result = trained(job, 16, epochs=2, validate_every=every)
+    _, without = trained(job, 16, epochs=2)
+    assert [record.step for record in result.validations] == at
+    assert result.losses == without.losses
+    assert [record.loss for record in result.validations if record.step in (4, 8)] == [
+        record.loss for record in without.validations
+    ]
+
+
+@pytest.mark.parametrize("stopped_after", [1, 2, 3, 4, 5])
+def test_a_resumed_run_has_the_validations_of_an_uninterrupted_one(
+    job_with, trained, samples, tmp_path, stopped_after
+):
+    job = job_with(data=lambda: Data(train=samples, validation=samples))
+    options = {"epochs": 2, "validate_every": 2, "save_every": 1, "run_dir": tmp_path / "run"}
+    _, whole = trained(job, 16, epochs=2, validate_every=2)
+
+    class Stop(Callback):
+        def on_step(self, _trainer, record):
+            if record.step == stopped_after:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trained(job, 16, callbacks=[Stop()], **options)
+    _, resumed = trained(job, 16, resume=True, **options)
+    assert resumed.losses == whole.losses
+    assert [(each.step, each.loss) for each in resumed.validations] == [
+        (each.step, each.loss) for each in whole.validations
+    ]
+
+
+def test_patience_counts_the_validations_between_epochs(job_with, trained, samples):
+    job = job_with(data=lambda: Data(train=samples, validation=samples))
+    flat = replace(job, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0))
+    _, result = trained(flat, 16, epochs=9, validate_every=1, patience=2)
+    assert result.stopped_because is StopReason.NOT_IMPROVING
+    assert [record.step for record in result.validations] == [1, 2, 3]
+
+
 def test_validation_leaves_batch_norm_and_the_modes_of_modules_alone(job_with, trained, samples):
     def frozen_norm():
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))

@@ -137,35 +137,47 @@ class Run:
             if stopped_because is not None:
                 break
             self._checkpointer.save_weights()
-            if length.is_out_of_patience(self._logger.history.validations_without_improvement):
-                stopped_because = StopReason.NOT_IMPROVING
-                break
             stream.begin_next_epoch()
         self._checkpointer.save_weights()
         return stopped_because or StopReason.FINISHED
 
     def _run_epoch(self, validator: Validator | None) -> StopReason | None:
-        """Train on the rest of an epoch, save the run and validate; return why the run stops, if it does."""
+        """Train on the rest of an epoch, save and validate when due; return why the run stops, if it does."""
         ranks, stop = self._state.ranks, self._stop
-        has_ended = False
+        has_ended, stopped_because = False, None
         on_out_of_memory = self._runner.recovery.record_reading
         for batch, data_seconds in self._state.stream.rest_of_epoch(stop.is_requested, on_out_of_memory):
             self._take_step(batch, data_seconds)
             stopped_because = stop.synced(ranks)
+            if stopped_because is None and self._is_validation_due():
+                stopped_because = self._validate(validator)  # before a save, which has its result
             self._checkpointer.save_if_due()
             if stopped_because is not None or self._config.length.has_enough(self._state.step):
                 break
         else:
             has_ended = True
-        stopped_because = stop.synced(ranks)
+        stopped_because = stopped_because or stop.synced(ranks)
         if has_ended and stopped_because is None:
             self._epoch_length.check()
         self._checkpointer.save()
-        if stopped_because is None and validator is not None:
-            record = validator.run(is_stopped=stop.is_requested)
-            if record is not None:
-                self._callbacks.on_validation(record)
-            stopped_because = stop.synced(ranks)
+        return stopped_because or self._validate(validator)
+
+    def _is_validation_due(self) -> bool:
+        every = self._config.options.validate_every
+        return every is not None and self._state.step % every == 0
+
+    def _validate(self, validator: Validator | None) -> StopReason | None:
+        """Validate unless this step was; return why the run stops, if it does."""
+        validations = self._logger.history.validations
+        if validator is None or (validations and validations[-1].step == self._state.step):
+            return None
+        record = validator.run(is_stopped=self._stop.is_requested)
+        if record is not None:
+            self._callbacks.on_validation(record)
+        stopped_because = self._stop.synced(self._state.ranks)
+        without = self._logger.history.validations_without_improvement
+        if stopped_because is None and self._config.length.is_out_of_patience(without):
+            return StopReason.NOT_IMPROVING
         return stopped_because
 
     def _take_step(self, batch: Batch, data_seconds: float) -> None:
