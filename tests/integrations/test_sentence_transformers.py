@@ -180,10 +180,11 @@ def test_memory_may_run_out_in_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["softmax", "negatives", "cached"])
-def test_memory_may_run_out_at_any_point_of_a_step(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "points"), [("softmax", 50), ("negatives", 10), ("cached", 10)])
+def test_memory_may_run_out_at_any_point_of_a_step(tmp_path: Path, kind: str, points: int) -> None:
+    """50 points of the last two take four minutes; they passed on 2026-11-25."""
     size = 4 if kind == "softmax" else 8
-    check_out_of_memory(partial(KINDS[kind], tmp_path, max_steps=4), 50, micro_batch_size=size)
+    check_out_of_memory(partial(KINDS[kind], tmp_path, max_steps=4), points, micro_batch_size=size)
 
 
 def test_a_micro_batch_that_does_not_fit_twice_is_halved(tmp_path: Path) -> None:
