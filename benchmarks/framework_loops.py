@@ -88,6 +88,11 @@ def fabric_alone(run: Run) -> None:
 def fabric_planned(run: Run) -> None:
     import brimful as bf
 
+    def forward_backward(batch: dict[str, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        fabric.backward(loss / plan.settings.gradient_accumulation_steps)
+        return loss
+
     fabric = Fabric(accelerator="cpu", devices=1)
     plan = bf.plan(
         bf.Job(model=run.model, loss=loss_of, batch=run.batch), **run.options, global_batch_size=BATCH
@@ -99,10 +104,9 @@ def fabric_planned(run: Run) -> None:
     model, optimizer = fabric.setup(model, optimizer)
     for number, batch in enumerate(loader, 1):
         run.begin(model, optimizer)
-        loss = loss_of(model, batch)
-        fabric.backward(loss / plan.settings.gradient_accumulation_steps)
+        loss = prepared.retry(forward_backward, batch)
         if number % plan.settings.gradient_accumulation_steps == 0:
-            fabric.clip_gradients(model, optimizer, max_norm=NORM)
+            prepared.retry(lambda: fabric.clip_gradients(model, optimizer, max_norm=NORM))
             optimizer.step()
             optimizer.zero_grad()
         run.end(loss, batch)
@@ -130,6 +134,11 @@ def accelerate_alone(run: Run) -> None:
 def accelerate_planned(run: Run) -> None:
     import brimful as bf
 
+    def forward_backward(batch: dict[str, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        accelerator.backward(loss)
+        return loss
+
     plan = bf.plan(
         bf.Job(model=run.model, loss=loss_of, batch=run.batch), **run.options, global_batch_size=BATCH
     )
@@ -142,10 +151,9 @@ def accelerate_planned(run: Run) -> None:
     for batch in loader:
         run.begin(model, optimizer)
         with accelerator.accumulate(model):
-            loss = loss_of(model, batch)
-            accelerator.backward(loss)
+            loss = prepared.retry(forward_backward, batch)
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), NORM)
+                prepared.retry(lambda: accelerator.clip_grad_norm_(model.parameters(), NORM))
             optimizer.step()
             optimizer.zero_grad()
         run.end(loss, batch)
@@ -168,6 +176,11 @@ def pytorch_alone(run: Run) -> None:
 def pytorch_prepared(run: Run) -> None:
     import brimful as bf
 
+    def forward_backward(batch: dict[str, Tensor]) -> Tensor:
+        loss = loss_of(model, batch)
+        (loss / plan.settings.gradient_accumulation_steps).backward()
+        return loss
+
     plan = bf.plan(
         bf.Job(model=run.model, loss=loss_of, batch=run.batch), **run.options, global_batch_size=BATCH
     )
@@ -176,10 +189,9 @@ def pytorch_prepared(run: Run) -> None:
     prepared = bf.prepare(plan, model, optimizer)
     for number, batch in enumerate(DataLoader(run.texts, batch_size=plan.settings.micro_batch_size), 1):
         run.begin(model, optimizer)
-        loss = loss_of(model, batch)
-        (loss / plan.settings.gradient_accumulation_steps).backward()
+        loss = prepared.retry(forward_backward, batch)
         if number % plan.settings.gradient_accumulation_steps == 0:
-            clip_grad_norm_(model.parameters(), NORM)
+            prepared.retry(lambda: clip_grad_norm_(model.parameters(), NORM))
             optimizer.step()
             optimizer.zero_grad()
         run.end(loss, batch)
@@ -254,4 +266,4 @@ class Module(lightning.LightningModule):
         self._run.begin(self, self.trainer.optimizers[0])
 
     def on_train_batch_end(self, outputs: dict[str, Tensor], batch: Any, _index: int) -> None:
-        self._run.end(outputs["loss"] * self.trainer.accumulate_grad_batches, batch)
+        self._run.end(outputs["loss"], batch, scale=self.trainer.accumulate_grad_batches)

@@ -49,7 +49,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import brimful as bf
-from brimful.errors import PartialUpdateError
+from brimful.execution.host_allocator import keep_freed_memory
 from brimful.execution.in_force import unwrapped
 from brimful.profiling.peak import PeakMemory, peak_memory
 from framework_loops import BATCH, FRAMEWORKS, NORM, RATE
@@ -61,16 +61,17 @@ STEPS = 6
 WATCHED = 2
 """The step, from 0, whose peak is measured and in which memory runs out."""
 POINTS = 50
-ROUNDS, TURNS, SKIPPED = 5, 40, 6
+ROUNDS, TURNS, SKIPPED = 5, 24, 4
 DRAWN = 2000
-KEEPS_FREED = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-"""Of glibc, see `train/overhead.py`: what is freed stays in the process, with brimful and without."""
 PLANS = {
     "keeps all": ({"recompute": "none", "micro_batch_size": BATCH}, 0.1),
     "recomputes all": ({"recompute": "all", "micro_batch_size": BATCH}, 0.1),
     "four micro-batches": ({"recompute": "none", "micro_batch_size": BATCH // 4}, 0.0),
 }
 """Options of a plan, and the model's dropout."""
+SAME = "the same losses and weights"
+NO_MEMORY = ("profiler.",)
+"""Ops that only name a range for the profiler."""
 OWN_OPS = {"Transformers Trainer": ("aten.isnan", "aten.isinf", "aten._local_scalar_dense", "aten.add_.Tensor")}
 """Ops of one number each that a framework makes between the functions of a step, to report the loss."""
 
@@ -155,14 +156,14 @@ class Run:
         if self._samples == 0 and self._step == WATCHED and self._watched is not None:
             self._context.enter_context(self._watched(model, unwrapped(optimizer)))
 
-    def end(self, loss: Any, batch: dict[str, Tensor]) -> None:
-        """A micro-batch ends; its loss is a mean, and None if the loop reports it otherwise."""
+    def end(self, loss: Any, batch: dict[str, Tensor], *, scale: int = 1) -> None:
+        """A micro-batch ends; its loss × `scale` is a mean, and None if the loop reports it otherwise."""
         samples = len(batch["labels"])
         self._samples += samples
         if self._samples == BATCH:
             self._context.close()
         if loss is not None:
-            self._parts.append(float(loss) * samples / BATCH)
+            self._parts.append(float(loss) * scale * samples / BATCH)
         if self._samples == BATCH:
             if self._parts:
                 self.losses.append(sum(self._parts))
@@ -253,37 +254,53 @@ def compared(framework: str, plan: str) -> dict[str, Any]:
 
 
 def faults(framework: str) -> dict[str, Any]:
-    """Memory runs out at ops spread over a step, one a run."""
+    """Memory runs out at ops spread over a step, each in a process that is forked where the step begins."""
     loop, (options, dropout) = FRAMEWORKS[framework].planned, PLANS["recomputes all"]
 
-    def run_with(fault: OutOfMemoryAt) -> Run:
+    def run_with(watched: Callable[[], AbstractContextManager[Any]]) -> Run:
         return trained(
-            loop, options, dropout=dropout, steps=WATCHED + 2, watched=lambda _model, _optimizer: fault
+            loop, options, dropout=dropout, steps=WATCHED + 2, watched=lambda _model, _optimizer: watched()
         )
 
-    calm, counted = trained(loop, options, dropout=dropout, steps=WATCHED + 2), OutOfMemoryAt()
-    assert run_with(counted).is_same(calm)
-    own = OWN_OPS.get(framework, ())
-    places = [place for place, op in enumerate(counted.ops) if not op.startswith(own or ("none",))]
+    calm, counted = run_with(contextlib.nullcontext), OutOfMemoryAt()
+    assert run_with(lambda: counted).is_same(calm)
+    others = (*NO_MEMORY, *OWN_OPS.get(framework, ()))
+    places = [place for place, op in enumerate(counted.ops) if not op.startswith(others)]
     chosen = [places[round((len(places) - 1) * each / (POINTS - 1))] for each in range(POINTS)]
     outcomes: Counter[str] = Counter()
-    recoveries = 0
-    for place in chosen:
-        fault = OutOfMemoryAt(place)
-        try:
-            ended = run_with(fault)
-        except (torch.OutOfMemoryError, PartialUpdateError) as error:
-            outcomes[type(error).__name__] += 1
-        else:
-            assert fault.raised == 1
-            outcomes["same" if ended.is_same(calm) else "other losses or weights"] += 1
-            recoveries += len(ended.recoveries)
+    mine: list[tuple[OutOfMemoryAt, Any]] = []  # of a forked process, its fault and where its outcome goes
+
+    def fork_each() -> AbstractContextManager[Any]:
+        for place in chosen:
+            reading, writing = os.pipe()
+            if (process := os.fork()) == 0:
+                mine.append((OutOfMemoryAt(place), writing))
+                return mine[0][0]
+            os.close(writing)
+            with os.fdopen(reading) as pipe:
+                outcomes[pipe.read() or "the process died"] += 1
+            os.waitpid(process, 0)
+        return contextlib.nullcontext()
+
+    outcome = ""
+    try:
+        ended = run_with(fork_each)
+        outcome = SAME if ended.is_same(calm) else "other losses or weights"
+        if mine:
+            outcome = outcome if mine[0][0].raised == 1 else "memory did not run out"
+    except Exception as error:
+        if not mine:
+            raise
+        outcome = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    finally:
+        if mine:
+            os.write(mine[0][1], outcome.encode())
+            os._exit(0)
     return {
         "ops": len(counted.ops),
         "points": POINTS,
-        "survived_the_same": outcomes["same"],
+        "survived_the_same": outcomes[SAME],
         "outcomes": dict(outcomes),
-        "steps_taken_again": recoveries,
     }
 
 
@@ -292,9 +309,6 @@ WAYS = ("alone", "alone again", "planned")
 
 def take_turns(framework: str, way: str, connection: Connection) -> None:
     """Train in a process of its own, a step each time that it is its turn."""
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     began = [0.0, 0.0]
 
     def ended() -> None:
@@ -310,12 +324,12 @@ def take_turns(framework: str, way: str, connection: Connection) -> None:
 def round_of(framework: str, seed: int) -> dict[str, list[tuple[float, float]]]:
     """Of each way, its steps turn by turn, the first ones left out: time of the processor and of the clock."""
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    order, spawning = random.Random(seed), multiprocessing.get_context("spawn")
+    order, forking = random.Random(seed), multiprocessing.get_context("fork")
     with ExitStack() as stack:
         connections: dict[str, Connection] = {}
         for way in WAYS:
-            connections[way], theirs = spawning.Pipe()
-            process = spawning.Process(target=take_turns, args=(framework, way, theirs), daemon=True)
+            connections[way], theirs = forking.Pipe()
+            process = forking.Process(target=take_turns, args=(framework, way, theirs), daemon=True)
             process.start()
             theirs.close()  # so that its end is noticed here
             stack.callback(process.kill)
@@ -375,8 +389,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    os.environ.update(KEEPS_FREED)
     torch.set_num_threads(1)
+    keep_freed_memory()  # with brimful and without
     packages = ("transformers", "lightning", "accelerate")
     rows = Rows("frameworks.json", "python benchmarks/frameworks.py", *packages)
     for framework in FRAMEWORKS:
