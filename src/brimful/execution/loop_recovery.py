@@ -136,7 +136,7 @@ class LoopRecovery:
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's `step`, which ends a step, and is completed where memory runs out in it."""
-        update, own = ResumableUpdate(optimizer, partial(make_room, self._device)), optimizer.step
+        update, own = completed_update(optimizer, self._device), optimizer.step
 
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
         def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -144,7 +144,7 @@ class LoopRecovery:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            update.run(own)
+            update(own)
             if self._random is not None:
                 self._buffers.release()
             self._random, self._done = None, []
@@ -152,6 +152,29 @@ class LoopRecovery:
             return loss
 
         return step
+
+
+def completed_update(optimizer: Optimizer, device: torch.device) -> Callable[[Callable[[], object]], None]:
+    """Runs updates of an optimizer, and completes those in which memory runs out.
+
+    Args:
+        optimizer: The optimizer.
+        device: Where room is made.
+
+    Returns:
+        Takes what calls the optimizer's `step`. It raises `PartialUpdateError` if an update can neither be
+        completed nor undone.
+    """
+    update = ResumableUpdate(optimizer, partial(make_room, device))
+
+    def recover(ran_out: RanOut, *, is_retry: bool) -> None:  # parameters and state are as before the update
+        if is_retry:
+            raise StepOutOfMemoryError(
+                f"memory ran out twice in an optimizer's update: {ran_out.message}. Parameters and optimizer "
+                "are as before it. Plan for a smaller budget."
+            )
+
+    return lambda step: with_retries(partial(update.run, step), recover, device)
 
 
 @dataclass(frozen=True, slots=True)

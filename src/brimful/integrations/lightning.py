@@ -76,6 +76,7 @@ def plan(
     device: DeviceLike = "auto",
     *,
     global_batch_size: int | None = None,
+    world_size: int = 1,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Find the fastest way to run a module's steps inside a memory budget.
@@ -84,7 +85,8 @@ def plan(
         module: As for `job`.
         loader: As for `job`.
         device: As for `brimful.plan`.
-        global_batch_size: Samples per optimizer step. Default: those of a batch of the loader.
+        global_batch_size: Samples per optimizer step. Default: those of a batch of the loader in each process.
+        world_size: Processes that train together with DDP: the trainer's devices × nodes.
         **options: As for `brimful.plan`.
 
     Returns:
@@ -98,11 +100,14 @@ def plan(
     for name in ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs"):
         if options.get(name):
             raise UsageError(f"{name}={options[name]!r} is not supported in Lightning.")
-    size = global_batch_size or loader.batch_size
-    if size is None:
+    if loader.batch_size is None and global_batch_size is None:
         raise UsageError("the loader has no batch_size of its own. Pass global_batch_size=….")
+    size = global_batch_size or (loader.batch_size or 0) * world_size
     asked: PlanKeywords = {**options, "offload_optimizer": False}
-    return plan_job(job(module, loader), device, global_batch_size=size, **asked)
+    if world_size > 1:
+        asked["parallelism"] = "ddp"
+    with RandomState.kept():
+        return plan_job(job(module, loader), device, global_batch_size=size, world_size=world_size, **asked)
 
 
 def trainer_options(plan: Plan) -> dict[str, Any]:
@@ -172,6 +177,11 @@ class PlanCallback(Callback):
             raise UsageError(
                 f"the plan accumulates {wanted} micro-batches, and the trainer "
                 f"{trainer.accumulate_grad_batches}. Pass lightning.Trainer(**trainer_options(plan))."
+            )
+        if trainer.world_size != self.plan.settings.world_size:
+            raise UsageError(
+                f"the plan is for {self.plan.settings.world_size} processes, and the trainer has "
+                f"{trainer.world_size}. Pass world_size={trainer.world_size} to plan()."
             )
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
         self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)

@@ -25,10 +25,9 @@ from transformers.trainer_pt_utils import nested_concat
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError
 from brimful.execution.buffers import BufferSnapshot
-from brimful.execution.loop_recovery import replaced
-from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries
+from brimful.execution.loop_recovery import completed_update, replaced
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.random_state import RandomState
-from brimful.execution.update import ResumableUpdate
 from brimful.integrations.trainer_job import IGNORED_LABEL
 from brimful.results import Recovery
 
@@ -78,11 +77,11 @@ class TrainerRecovery:
 
     def _resumable_step(self, optimizer: Optimizer) -> Callable[..., None]:
         """The optimizer's `step`, which is finished where memory runs out in it."""
-        update, own = ResumableUpdate(optimizer, partial(make_room, self._device)), optimizer.step
+        update, own = completed_update(optimizer, self._device), optimizer.step
 
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
         def step(*args: Any, **kwargs: Any) -> None:
-            update.run(partial(own, *args, **kwargs))
+            update(partial(own, *args, **kwargs))
 
         return step
 
