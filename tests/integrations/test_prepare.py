@@ -224,6 +224,39 @@ def test_an_action_that_reads_the_loop_s_variable_is_not_run_again_on_another_ba
     assert loop.gradients() == [None] * 10
 
 
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+def test_a_step_that_the_loop_skipped_is_not_run_again(clears: str) -> None:
+    loop = Loop()
+    loop.prepared.retry(loop.failing(0))
+    (loop.model if clears == "model" else loop.optimizer).zero_grad()
+    loop.calls = 0
+    loop.prepared.retry(loop.failing(1))
+    assert loop.calls == 2
+
+
+def test_an_optimizer_that_calls_its_closure_several_times_is_not_retried() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    prepared = bf.prepare(settings(), model, optimizer)
+    x, y = batches()[0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    prepared.retry(closure)  # from its first call on, steps are watched
+    optimizer.step(lambda: prepared.retry(closure))
+    assert prepared.recoveries == ()
+
+    def fails() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"memory\.$"):
+        optimizer.step(lambda: prepared.retry(fails))
+
+
 def test_with_fp16_nothing_is_retried() -> None:
     loop = Loop(precision=Precision.FP16)
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\."):

@@ -83,7 +83,7 @@ class Prepared:
 
         brimful clears the step's gradients, restores random numbers and buffers, and runs all parts of the step
         again, once. An `optimizer.step` in which memory runs out is completed. The next call after
-        `optimizer.step` begins the next step.
+        `optimizer.step` or `optimizer.zero_grad` begins the next step.
 
         With fp16, and with several processes, which would wait for each other, nothing is retried.
 

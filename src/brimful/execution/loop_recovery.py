@@ -9,8 +9,8 @@ out is completed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -28,6 +28,9 @@ from brimful.execution.update import ResumableUpdate
 from brimful.results import Recovery
 
 Result = TypeVar("Result")
+
+_OF_TORCH = ("torch.optim", "brimful.optimizers")
+"""Modules of optimizers whose `step` runs a closure once, before its update; LBFGS is an exception."""
 
 
 class LoopRecovery:
@@ -49,10 +52,16 @@ class LoopRecovery:
         self._done: list[_Action] = []
         self._steps = 0
         self._has_gradients = False
+        self._is_within = False
+        """Whether an action or an update is running."""
+        self._runs_closures = type(optimizer).step.__module__.startswith(_OF_TORCH) and not isinstance(
+            optimizer, torch.optim.LBFGS
+        )
         of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
         self._parameters = tuple({id(p): p for p in (*model.parameters(), *of_optimizer)}.values())
         self._changes = ExitStack()
         self._changes.callback(replaced(optimizer, "step", self._step_of(optimizer)))
+        self._changes.callback(replaced(optimizer, "zero_grad", self._zero_grad_of(optimizer)))
 
     def remove(self) -> None:
         """Restore the optimizer's `step`; calling it again does nothing."""
@@ -71,7 +80,10 @@ class LoopRecovery:
         Raises:
             StepOutOfMemoryError: Memory ran out twice in a row.
         """
-        if self._random is None:
+        if self._is_within:  # of an update that calls it
+            return function(*arguments)
+        if self._random is None or not self._has_any_gradient():  # they were cleared without an update
+            self._end()
             with_room(self._begin, during="a training step begins")
         action = _Action.of(function, arguments)
         began, reruns = time.perf_counter(), False
@@ -98,12 +110,30 @@ class LoopRecovery:
                 )
             )
 
-        found = with_retries(attempt, recover, self._device)
+        with self._within():
+            found = with_retries(attempt, recover, self._device)
         self._done.append(action)
         return found
 
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
+
+    def _has_any_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def _end(self) -> None:
+        """Forget the step."""
+        if self._random is not None:
+            self._buffers.release()
+        self._random, self._done = None, []
+
     def _begin(self) -> None:
-        self._has_gradients = any(parameter.grad is not None for parameter in self._parameters)
+        self._has_gradients = self._has_any_gradient()
         self._buffers.take()
         self._random = RandomState.now(self._device)
 
@@ -139,19 +169,34 @@ class LoopRecovery:
         update, own = completed_update(optimizer, self._device), optimizer.step
 
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
-        def step(closure: Callable[[], Any] | None = None) -> Any:
+        def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
             loss = None
-            if closure is not None:
+            if closure is None:
+                update(partial(own, **options))
+            elif self._runs_closures:
                 with torch.enable_grad():
                     loss = closure()
-            update(own)
-            if self._random is not None:
-                self._buffers.release()
-            self._random, self._done = None, []
+                update(partial(own, **options))
+            else:  # it may run the closure several times, or at other parameters
+                with self._within():
+                    loss = own(closure, **options)
+            self._end()
             self._steps += 1
             return loss
 
         return step
+
+    def _zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
+        """The optimizer's `zero_grad`, which ends a step too: a loop may skip its update."""
+        own = optimizer.zero_grad
+
+        @wraps(own)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            if not self._is_within:
+                self._end()
+
+        return zero_grad
 
 
 def completed_update(optimizer: Optimizer, device: torch.device) -> Callable[[Callable[[], object]], None]:

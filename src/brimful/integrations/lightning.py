@@ -154,8 +154,9 @@ class PlanCallback(Callback):
     Gradients are cleared before forward. Lightning clears them after it, when they would add to the peak.
 
     **Out of memory.** A step in which memory runs out is undone and taken again, once: with the same samples,
-    random numbers and buffers. `training_step` runs again for its micro-batches, and logs again. With fp16 and
-    with several processes nothing is retried.
+    random numbers and buffers. `training_step` runs again for its micro-batches, and logs again. Nothing is
+    retried with fp16, with several processes, and in the update of LBFGS or of another library's optimizer,
+    which may call Lightning's closure several times.
 
     Args:
         plan: The plan.
