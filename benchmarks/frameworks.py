@@ -163,7 +163,7 @@ class Run:
         if self._samples == BATCH:
             self._context.close()
         if loss is not None:
-            self._parts.append(float(loss) * scale * samples / BATCH)
+            self._parts.append(float(torch.as_tensor(loss).detach()) * scale * samples / BATCH)
         if self._samples == BATCH:
             if self._parts:
                 self.losses.append(sum(self._parts))
