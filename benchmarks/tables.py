@@ -28,7 +28,7 @@ from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/benchmarks.md", "docs/reference/jobs.md")
+PAGES = ("README.md", "docs/benchmarks.md", "docs/howto/frameworks.md", "docs/reference/jobs.md")
 BLOCK = re.compile(r"<!-- benchmarks/tables\.py: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -632,6 +632,36 @@ def trainer_lines() -> Iterator[str]:
         )
 
 
+def framework_lines() -> Iterator[str]:
+    """The same job in each framework, with and without brimful."""
+    result = load("frameworks")
+    rows, summary = result["rows"], result["summary"]
+    divided = summary["largest_relative_loss_difference_divided"]
+    steps = rows[0]["runs"][0]["steps"]
+    yield (
+        f"*A GPT-2 of four layers, {steps} steps. Losses and weights are bit-identical in "
+        f"{summary['bitwise']} of {summary['bitwise_of']} runs with everything kept or recomputed. In four "
+        f"micro-batches, losses differ by at most {divided:.0e}. {stamp(result)}*"
+    )
+    yield ""
+    yield (
+        "| framework | lines added, changed | largest error of the peak | step | overhead of a step: median, "
+        "rounds | a loop against itself | out of memory survived |"
+    )
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    for row in rows:
+        peak = max((run["peak_error_fraction"] for run in row["runs"]), key=abs)
+        rounds = [each["processor"] for each in row["overhead_by_round"]]
+        noise = [each["processor"] for each in row["noise_by_round"]]
+        memory = row["out_of_memory"]
+        yield (
+            f"| {row['framework']} | {row['lines_added']}, {row['lines_changed']} | {percent(peak)} "
+            f"| {format_seconds(row['step_seconds'])} | {row['overhead_fraction']:+.1%}, {min(rounds):+.1%} to "
+            f"{max(rounds):+.1%} | {min(noise):+.1%} to {max(noise):+.1%} "
+            f"| {memory['survived_the_same']} of {memory['points']} |"
+        )
+
+
 def plan_time_lines() -> Iterator[str]:
     """How long planning takes."""
     result = load("plan_speed")
@@ -726,6 +756,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "ranks": rank_lines,
     "zero": zero_lines,
     "trainer": trainer_lines,
+    "frameworks": framework_lines,
     "self_correction": self_correction_lines,
     "faults": fault_lines,
     "attack": attack_lines,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import brimful as bf
 from brimful.errors import UsageError
+from brimful.profiling.peak import peak_memory
+from helpers.faults import OutOfMemoryAt
+from helpers.torchrun import result_of_two_ranks
 
 L = pytest.importorskip("lightning.pytorch")
 bfl = pytest.importorskip("brimful.integrations.lightning")
@@ -54,13 +58,12 @@ def fitted(module: Any, loader: Any, folder: Path, **options: Any) -> dict[str, 
     trainer = L.Trainer(
         max_epochs=2,
         accelerator="cpu",
-        devices=1,
         default_root_dir=str(folder),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **options,
+        **{"devices": 1, **options},
     )
     trainer.fit(module, loader)
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
@@ -93,6 +96,118 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
     plan = planned(module, loader)
     measured = bf.measure(bfl.job(module, loader), plan.settings, "cpu").measured_peak_allocated_bytes
     assert plan.predicted_peak_allocated_bytes == pytest.approx(measured, rel=0.01)
+
+
+def test_the_peak_of_lightning_s_own_step_is_the_predicted_one(tmp_path: Path) -> None:
+    """Its gradients would be held in the next forward."""
+    measured = []
+
+    class Profiled(Classifier):
+        def on_train_batch_start(self, batch: Any, index: int) -> None:
+            self.peak = peak_memory(self, self.trainer.optimizers[0], "cpu") if index == 2 else nullcontext()
+            measured.append(self.peak.__enter__())
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            self.peak.__exit__(None, None, None)
+
+    module, loader = Profiled(), samples()
+    plan = planned(module, loader, micro_batch_size=64)
+    fitted(module, loader, tmp_path, callbacks=[bfl.PlanCallback(plan)])
+    assert plan.predicted_peak_allocated_bytes == pytest.approx(measured[2].allocated_bytes, rel=0.01)
+
+
+class Faulty(Classifier):
+    """With dropout and BatchNorm; a context is in force in the second step of two micro-batches."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        for block in list(self.net)[:-1]:
+            block[2].p = 0.2
+            block.append(nn.BatchNorm1d(64))
+        self.context = context
+
+    def on_train_batch_start(self, batch: Any, index: int) -> None:
+        if index in (2, 3) and self.current_epoch == 0:
+            self.context.__enter__()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if index in (2, 3) and self.current_epoch == 0:  # the loader is not in it
+            self.context.__exit__(None, None, None)
+
+
+def fitted_with(fault: OutOfMemoryAt, folder: Path, **options: Any) -> tuple[dict[str, Tensor], Any]:
+    module = Faulty(fault)
+    loader = samples()
+    plan = planned(Classifier(), loader, recompute="all", micro_batch_size=32)
+    callback = bfl.PlanCallback(plan, **options)
+    options = {**bfl.trainer_options(plan), "gradient_clip_val": 0.1}
+    return fitted(module, bfl.loader(plan, loader), folder, callbacks=[callback], **options), callback
+
+
+MADE_BETWEEN = ("profiler.", "aten.detach", "aten._local_scalar_dense", "aten.lift_fresh", "aten.fill_")
+"""Ops of one number each that Lightning makes between the functions of a step, to report the loss."""
+
+
+@pytest.mark.slow
+def test_memory_may_run_out_at_any_point_of_a_step(tmp_path: Path) -> None:
+    counting = OutOfMemoryAt()
+    expected, _ = fitted_with(counting, tmp_path)
+    for number in range(0, len(counting.ops), len(counting.ops) // 50):
+        if counting.ops[number].startswith(MADE_BETWEEN):
+            continue
+        fault = OutOfMemoryAt(number)
+        found, callback = fitted_with(fault, tmp_path)
+        assert fault.raised == 1
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), counting.ops[number]
+        assert len(callback.recoveries) <= 1
+
+
+def test_without_recovery_the_error_is_raised(tmp_path: Path) -> None:
+    fault = OutOfMemoryAt(30)
+    with pytest.raises(torch.OutOfMemoryError):
+        fitted_with(fault, tmp_path, recover=False)
+    fault.__exit__(None, None, None)
+
+
+def test_a_plan_for_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    module, loader = Classifier(), samples()
+    plan = planned(module, loader, world_size=2, micro_batch_size=64)
+    assert plan.settings.global_batch_size == 128
+    with pytest.raises(UsageError, match=r"for 2 processes, and the trainer has 1"):
+        fitted(module, bfl.loader(plan, loader), tmp_path, callbacks=[bfl.PlanCallback(plan)])
+
+
+RANK = """
+import sys
+from pathlib import Path
+
+import torch
+
+import brimful.integrations.lightning as bfl
+from integrations.test_lightning import Classifier, fitted, planned, samples
+
+module, loader, options = Classifier(), samples(), {}
+if sys.argv[1] == "planned":
+    size = int(sys.argv[3])
+    plan = planned(
+        module, loader, world_size=2, recompute="all", micro_batch_size=size,
+        optimizer_implementation="for-loop",
+    )
+    options = {**bfl.trainer_options(plan), "callbacks": [bfl.PlanCallback(plan)]}
+    loader = bfl.loader(plan, loader)
+weights = fitted(module, loader, Path(sys.argv[2]), devices=2, strategy="ddp", **options)
+report({name: value.tolist() for name, value in weights.items()})
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_batch(tmp_path: Path) -> None:
+    alone = result_of_two_ranks(tmp_path, RANK, "alone", str(tmp_path))
+    planned = result_of_two_ranks(tmp_path, RANK, "planned", str(tmp_path), "64")
+    divided = result_of_two_ranks(tmp_path, RANK, "planned", str(tmp_path), "32")
+    assert planned == alone
+    for name, value in alone.items():
+        assert torch.allclose(torch.tensor(divided[name]), torch.tensor(value), atol=1e-4), name
 
 
 def test_a_trainer_without_the_plan_s_accumulation_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor, nn
 import brimful as bf
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared
-from brimful.settings import Action, Settings, UnitAction
+from brimful.settings import Action, Precision, Settings, UnitAction
+from helpers.faults import OutOfMemoryAt
+from helpers.torchrun import result_of_two_ranks
 
 SAMPLES, MICRO = 16, 4
 
@@ -109,3 +113,229 @@ def test_a_loop_of_fabric() -> None:
 def test_what_only_the_step_carries_out_is_refused(what: str) -> None:
     with pytest.raises(UsageError, match=f"{what} is carried out by the step of `bf.apply`"):
         bf.prepare(settings(**{what: True}), net())
+
+
+def noisy() -> nn.Module:
+    """With dropout, and a buffer that each forward writes."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.2)) for _ in range(4))
+    return nn.Sequential(*blocks, nn.Linear(32, 5))
+
+
+def trained_with_retries(fault: OutOfMemoryAt, *, at: int = 2) -> tuple[dict[str, Tensor], Prepared]:
+    """Train three steps; the fault is in force from the first micro-batch of one to the end of its update."""
+    model = noisy()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared = bf.prepare(settings(), model, optimizer)
+
+    def forward_backward(part: tuple[Tensor, Tensor]) -> None:
+        (loss_of(model, *part) / (SAMPLES // MICRO)).backward()
+
+    for number, (x, y) in enumerate(batches()):
+        parts = list(zip(x.split(MICRO), y.split(MICRO), strict=True))
+        if number == at:
+            fault.__enter__()
+        for part in parts:
+            prepared.retry(forward_backward, part)
+        prepared.retry(lambda: nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        if number == at:
+            fault.__exit__(None, None, None)
+        optimizer.zero_grad()
+    prepared.remove()
+    assert "step" not in vars(optimizer)
+    return model.state_dict(), prepared
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_memory_may_run_out_at_any_point_of_a_step_that_is_retried(at: int) -> None:
+    counting = OutOfMemoryAt()
+    expected, _ = trained_with_retries(counting, at=at)
+    assert len(counting.ops) > 200
+    for number in range(0, len(counting.ops), len(counting.ops) // 50):
+        if counting.ops[number].startswith("profiler."):
+            continue
+        fault = OutOfMemoryAt(number)
+        found, prepared = trained_with_retries(fault, at=at)
+        assert fault.raised == 1
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), counting.ops[number]
+        assert len(prepared.recoveries) <= 1  # an update is completed, not taken again
+
+
+class Loop:
+    """A model, its optimizer and a plan in force."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.model = net()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.prepared = bf.prepare(settings(**changes), self.model, self.optimizer)
+        self.x, self.y = batches()[0]
+        self.calls = 0
+
+    def failing(self, times: int) -> Callable[[], None]:
+        """Forward and backward in which memory runs out some times, at the end."""
+
+        def forward_backward() -> None:
+            loss_of(self.model, self.x, self.y).backward()
+            self.calls += 1
+            if self.calls <= times:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        return forward_backward
+
+    def gradients(self) -> list[Tensor | None]:
+        return [parameter.grad for parameter in self.model.parameters()]
+
+
+def test_a_step_in_which_memory_runs_out_twice_is_undone() -> None:
+    loop = Loop()
+    with pytest.raises(torch.OutOfMemoryError, match="Model and optimizer are as before the step"):
+        loop.prepared.retry(loop.failing(2))
+    assert loop.gradients() == [None] * 10
+    loop.prepared.retry(loop.failing(0))
+    assert None not in loop.gradients()
+
+
+def test_earlier_gradients_are_not_lost() -> None:
+    loop = Loop()
+    loss_of(loop.model, loop.x, loop.y).backward()
+    before = [grad.clone() for grad in loop.gradients() if grad is not None]
+
+    def fails() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError, match="gradients before its first action"):
+        loop.prepared.retry(fails)
+    assert all(torch.equal(a, b) for a, b in zip(before, loop.gradients(), strict=True) if b is not None)
+
+
+def test_an_action_that_reads_the_loop_s_variable_is_not_run_again_on_another_batch() -> None:
+    loop = Loop()
+    first, second, *_ = loop.x.split(MICRO)
+    part = first
+
+    def forward_backward() -> None:
+        loop.model(part).sum().backward()
+
+    loop.prepared.retry(forward_backward)
+    part = second
+    with pytest.raises(UsageError, match="Pass the micro-batch as an argument"):
+        loop.prepared.retry(loop.failing(1))
+    assert loop.gradients() == [None] * 10
+
+
+@pytest.mark.parametrize("clears", ["optimizer", "model"])
+def test_a_step_that_the_loop_skipped_is_not_run_again(clears: str) -> None:
+    loop = Loop()
+    loop.prepared.retry(loop.failing(0))
+    (loop.model if clears == "model" else loop.optimizer).zero_grad()
+    loop.calls = 0
+    loop.prepared.retry(loop.failing(1))
+    assert loop.calls == 2
+
+
+def test_an_optimizer_that_calls_its_closure_several_times_is_not_retried() -> None:
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    prepared = bf.prepare(settings(), model, optimizer)
+    x, y = batches()[0]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, y)
+        loss.backward()
+        return loss
+
+    prepared.retry(closure)  # from its first call on, steps are watched
+    optimizer.step(lambda: prepared.retry(closure))
+    assert prepared.recoveries == ()
+
+    def fails() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"memory\.$"):
+        optimizer.step(lambda: prepared.retry(fails))
+
+
+def test_with_fp16_nothing_is_retried() -> None:
+    loop = Loop(precision=Precision.FP16)
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\."):
+        loop.prepared.retry(loop.failing(1))
+    assert "step" not in vars(loop.optimizer)
+
+
+def test_retry_needs_the_optimizer() -> None:
+    prepared = bf.prepare(settings(), net())
+    with pytest.raises(UsageError, match=r"bf\.prepare\(plan, model, optimizer\)"):
+        prepared.retry(lambda: None)
+
+
+def test_a_learning_rate_scheduler_sees_the_steps(recwarn: pytest.WarningsRecorder) -> None:
+    loop = Loop()
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
+    loop.prepared.retry(loop.failing(1))
+    loop.optimizer.step()
+    scheduler.step()
+    assert not [str(each.message) for each in recwarn if "lr_scheduler" in str(each.message)]
+
+
+RANKS = """
+import sys
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import brimful as bf
+from integrations.test_prepare import MICRO, batches, loss_of, net, settings
+
+kind, is_planned = sys.argv[1], sys.argv[2] == "planned"
+model = net()
+own = model
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+if kind == "accelerate":
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+else:
+    torch.distributed.init_process_group("gloo")
+    model = DistributedDataParallel(model)
+rank = torch.distributed.get_rank()
+assert torch.distributed.get_world_size() == 2
+if is_planned:
+    prepared = bf.prepare(settings(gradient_accumulation_steps=2, world_size=2), model, optimizer)
+    retry = prepared.retry
+else:
+    def retry(action, *arguments):
+        action(*arguments)
+
+def forward_backward(part):
+    loss = loss_of(model, *part)
+    accelerator.backward(loss) if kind == "accelerate" else (loss / 2).backward()
+
+for x, y in batches():
+    mine = list(zip(x.split(MICRO), y.split(MICRO)))[rank::2]
+    for part in mine:
+        if kind == "accelerate":
+            with accelerator.accumulate(model):
+                retry(forward_backward, part)
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            retry(forward_backward, part)
+    if kind == "ddp":
+        optimizer.step()
+        optimizer.zero_grad()
+report({name: value.tolist() for name, value in own.state_dict().items()})
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "accelerate"])
+def test_two_processes_train_the_same_batch(tmp_path: Path, kind: str) -> None:
+    if kind == "accelerate":
+        pytest.importorskip("accelerate")
+    alone = result_of_two_ranks(tmp_path, RANKS, kind, "alone")
+    planned = result_of_two_ranks(tmp_path, RANKS, kind, "planned")
+    assert planned == alone  # recomputation alone, bit for bit
+    assert_alike({name: torch.tensor(value) for name, value in planned.items()})

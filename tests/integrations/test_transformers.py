@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +21,7 @@ import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
 from brimful.settings import Action
 from helpers.faults import OutOfMemoryAt
+from helpers.torchrun import result_of_two_ranks
 from helpers.trainers import LONGEST, During, Texts, arguments, gpt2, losses, pad, train, trainer, weights
 
 
@@ -333,16 +330,8 @@ def test_a_lora_adapter_trains_as_without_a_plan(tmp_path: Path) -> None:
 
 
 RANK = """
-import json
-import os
-import sys
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-
-import torch
 
 import brimful.integrations.transformers as bft
 from helpers.trainers import gpt2, losses, train, trainer
@@ -353,33 +342,13 @@ assert plan.settings.world_size == 2
 if sys.argv[3] == "planned":
     bft.apply(plan, own, report=False)
 train(own)
-if own.is_world_process_zero():
-    print("LOSSES", json.dumps(losses(own)))
-torch.distributed.barrier()
-sys.stdout.flush()
-os._exit(0)  # threads of gloo may abort the interpreter at its end
+report(losses(own))
 """
-
-
-def losses_of_two_ranks(tmp_path: Path, size: int, kind: str) -> list[float]:
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    command = (str(script), str(tmp_path), str(size), kind)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("LOSSES")]
-    return json.loads(line.removeprefix("LOSSES "))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2])
 def test_two_processes_train_the_same_batch(tmp_path: Path, size: int) -> None:
-    alone = losses_of_two_ranks(tmp_path, size, "alone")
-    planned = losses_of_two_ranks(tmp_path, size, "planned")
+    alone = result_of_two_ranks(tmp_path, RANK, str(tmp_path), str(size), "alone")
+    planned = result_of_two_ranks(tmp_path, RANK, str(tmp_path), str(size), "planned")
     assert planned == pytest.approx(alone, rel=1e-4)

@@ -124,8 +124,8 @@ def prepare(plan: Plan | Settings, model: nn.Module, optimizer: Optimizer | None
     It applies what concerns the model and the optimizer: recomputed and offloaded units, chunked loss, memory
     format, the optimizer's implementation, allocator settings. The loop does the rest: micro-batches of
     `plan.settings.micro_batch_size`, `plan.settings.gradient_accumulation_steps` of them in a step, each loss
-    weighted by its share, and `plan.settings.precision`. `brimful.apply` does all of that, and survives
-    out-of-memory errors.
+    weighted by its share, and `plan.settings.precision`. It may survive out-of-memory errors by
+    `Prepared.retry`. `brimful.apply` does all of that, and divides micro-batches where memory runs out again.
 
     Args:
         plan: A plan, or settings.

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
+from brimful.execution.loop_recovery import LoopRecovery
 from brimful.execution.precision import device_of
 from brimful.execution.setup import set_up_allocator
 from brimful.optimizers import check_gaps, kept_implementation, set_implementation
-from brimful.settings import Settings
+from brimful.results import Recovery
+from brimful.settings import Precision, Settings
 from brimful.transforms import apply_memory_format, apply_units
 
 _OF_THE_STEP = ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs", "offload_parameters")
 """Settings that the step itself carries out, not the model or the optimizer."""
+
+Result = TypeVar("Result")
 
 
 class Prepared:
@@ -25,12 +32,20 @@ class Prepared:
         settings: Of a plan.
         model: The model, before or after it is wrapped.
         optimizer: An optimizer, also in the wrapper of Accelerate or Lightning; None leaves its implementation.
+        watches: Watch the optimizer's steps for `retry` from now on, not from its first call.
 
     Raises:
         UsageError: The settings have what only `brimful.apply` carries out.
     """
 
-    def __init__(self, settings: Settings, model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        watches: bool = False,
+    ) -> None:
         found = [name for name in _OF_THE_STEP if getattr(settings, name)]
         if found or settings.parallelism.is_zero:
             what = " and ".join(found) or f"parallelism {settings.parallelism.value}"
@@ -40,15 +55,69 @@ class Prepared:
             )
         self.settings = settings
         """The settings: divide each global batch into micro-batches of `settings.micro_batch_size`."""
+        self._model, self._optimizer = model, None if optimizer is None else unwrapped(optimizer)
+        self._recovery: LoopRecovery | None = None
         set_up_allocator(settings, device_of(model))
-        self._changes = put_in_force(settings, model, None if optimizer is None else unwrapped(optimizer))
+        self._changes = put_in_force(settings, model, self._optimizer)
+        if watches and self._can_retry():
+            self._watch()
 
     def __repr__(self) -> str:
         return f"Prepared({self.settings.describe()})"
 
+    @property
+    def recoveries(self) -> tuple[Recovery, ...]:
+        """Steps in which memory ran out and that were taken again by `retry`."""
+        return () if self._recovery is None else tuple(self._recovery.recoveries)
+
+    def retry(self, action: Callable[..., Result], *arguments: Any) -> Result:
+        """Run a part of an optimizer step; where memory runs out in it, run the step so far again.
+
+            def forward_backward(batch):
+                loss = compute_loss(model, batch) / plan.settings.gradient_accumulation_steps
+                loss.backward()
+                return loss.detach()
+
+            for batch in loader:
+                loss = prepared.retry(forward_backward, batch)
+
+        brimful clears the step's gradients, restores random numbers and buffers, and runs all parts of the step
+        again, once. An `optimizer.step` in which memory runs out is completed. The next call after
+        `optimizer.step` or `optimizer.zero_grad` begins the next step.
+
+        With fp16, and with several processes, which would wait for each other, nothing is retried.
+
+        Args:
+            action: Runs forward and backward of a micro-batch, or clips gradients. It may run again later in
+                the step: it must not change its arguments, nor depend on variables that change.
+            *arguments: Of `action`: the micro-batch.
+
+        Returns:
+            What `action` returns.
+
+        Raises:
+            UsageError: `prepare` was called without an optimizer, or an action depends on variables that have
+                changed.
+            torch.OutOfMemoryError: Memory ran out again, or there were gradients before the step. In the former
+                case model and optimizer are as before the step.
+        """
+        if not self._can_retry():
+            return action(*arguments)
+        return (self._recovery or self._watch()).run(action, *arguments)
+
     def remove(self) -> None:
         """Restore the model and the optimizer; calling it again does nothing."""
         self._changes.close()
+
+    def _can_retry(self) -> bool:
+        return self.settings.precision is not Precision.FP16 and not _is_one_of_several()
+
+    def _watch(self) -> LoopRecovery:
+        if self._optimizer is None:
+            raise UsageError("retry needs the optimizer: bf.prepare(plan, model, optimizer).")
+        self._recovery = LoopRecovery(self._model, self._optimizer, self.settings.micro_batch_size)
+        self._changes.callback(self._recovery.remove)
+        return self._recovery
 
 
 def put_in_force(settings: Settings, model: nn.Module, optimizer: Optimizer | None) -> ExitStack:
@@ -65,6 +134,11 @@ def put_in_force(settings: Settings, model: nn.Module, optimizer: Optimizer | No
             check_gaps(optimizer)
         changes.callback(apply_units(model, settings).remove)
         return changes.pop_all()
+
+
+def _is_one_of_several() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

@@ -6,11 +6,14 @@
     trainer = lightning.Trainer(**bfl.trainer_options(plan), callbacks=[bfl.PlanCallback(plan)])
     trainer.fit(module, bfl.loader(plan, loader))
 
-Checked with lightning 2.6.
+Private API of Lightning used here: `_AutomaticOptimization._make_closure`, whose closure runs a micro-batch
+(checked: lightning 2.6).
 """
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, Unpack
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,11 +24,13 @@ from torch.utils.data import BatchSampler, DataLoader
 from brimful.api import plan as plan_job
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared
+from brimful.execution.loop_recovery import replaced
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import Plan
 from brimful.profiling.named_device import DeviceLike
+from brimful.results import Recovery
 
 __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
 
@@ -71,6 +76,7 @@ def plan(
     device: DeviceLike = "auto",
     *,
     global_batch_size: int | None = None,
+    world_size: int = 1,
     **options: Unpack[PlanKeywords],
 ) -> Plan:
     """Find the fastest way to run a module's steps inside a memory budget.
@@ -79,7 +85,8 @@ def plan(
         module: As for `job`.
         loader: As for `job`.
         device: As for `brimful.plan`.
-        global_batch_size: Samples per optimizer step. Default: those of a batch of the loader.
+        global_batch_size: Samples per optimizer step. Default: those of a batch of the loader in each process.
+        world_size: Processes that train together with DDP: the trainer's devices × nodes.
         **options: As for `brimful.plan`.
 
     Returns:
@@ -93,11 +100,14 @@ def plan(
     for name in ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs"):
         if options.get(name):
             raise UsageError(f"{name}={options[name]!r} is not supported in Lightning.")
-    size = global_batch_size or loader.batch_size
-    if size is None:
+    if loader.batch_size is None and global_batch_size is None:
         raise UsageError("the loader has no batch_size of its own. Pass global_batch_size=….")
+    size = global_batch_size or (loader.batch_size or 0) * world_size
     asked: PlanKeywords = {**options, "offload_optimizer": False}
-    return plan_job(job(module, loader), device, global_batch_size=size, **asked)
+    if world_size > 1:
+        asked["parallelism"] = "ddp"
+    with RandomState.kept():
+        return plan_job(job(module, loader), device, global_batch_size=size, world_size=world_size, **asked)
 
 
 def trainer_options(plan: Plan) -> dict[str, Any]:
@@ -141,13 +151,25 @@ def loader(plan: Plan, loader: DataLoader[Any]) -> DataLoader[Any]:
 class PlanCallback(Callback):
     """Puts a plan's unit actions, memory format and optimizer implementation in force while Lightning trains.
 
+    Gradients are cleared before forward. Lightning clears them after it, when they would add to the peak.
+
+    **Out of memory.** A step in which memory runs out is undone and taken again, once: with the same samples,
+    random numbers and buffers. `training_step` runs again for its micro-batches, and logs again. Nothing is
+    retried with fp16, with several processes, and in the update of LBFGS or of another library's optimizer,
+    which may call Lightning's closure several times.
+
     Args:
         plan: The plan.
+        recover: Whether steps in which memory runs out are retried.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, recover: bool = True) -> None:
         self.plan = plan
+        self.recoveries: tuple[Recovery, ...] = ()
+        """Steps in which memory ran out and that were taken again."""
+        self._recovers = recover
         self._prepared: Prepared | None = None
+        self._changes = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the trainer, and apply the plan."""
@@ -157,8 +179,23 @@ class PlanCallback(Callback):
                 f"the plan accumulates {wanted} micro-batches, and the trainer "
                 f"{trainer.accumulate_grad_batches}. Pass lightning.Trainer(**trainer_options(plan))."
             )
+        if trainer.world_size != self.plan.settings.world_size:
+            raise UsageError(
+                f"the plan is for {self.plan.settings.world_size} processes, and the trainer has "
+                f"{trainer.world_size}. Pass world_size={trainer.world_size} to plan()."
+            )
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
-        self._prepared = Prepared(self.plan.settings, pl_module, optimizer)
+        self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)
+        self._changes.callback(self._prepared.remove)
+        if self._recovers:
+            self._watch(trainer, self._prepared)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, index: int
+    ) -> None:
+        """Clear the last step's gradients."""
+        if index % trainer.accumulate_grad_batches == 0:
+            pl_module.optimizer_zero_grad(trainer.current_epoch, index, trainer.optimizers[0])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore module and optimizer."""
@@ -168,10 +205,28 @@ class PlanCallback(Callback):
         """Restore module and optimizer."""
         self._remove()
 
+    def _watch(self, trainer: Trainer, prepared: Prepared) -> None:
+        """Retry forward and backward of each micro-batch, and clipping."""
+        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        make_closure, precision = loop._make_closure, trainer.strategy.precision_plugin
+        clip = precision.clip_gradients
+
+        def make_retried(*args: Any, **kwargs: Any) -> Any:
+            closure = make_closure(*args, **kwargs)
+            setattr(closure, "closure", partial(prepared.retry, closure.closure))  # noqa: B010  # a method
+            return closure
+
+        def clip_retried(*args: Any, **kwargs: Any) -> None:
+            prepared.retry(partial(clip, *args, **kwargs))
+
+        self._changes.callback(replaced(loop, "_make_closure", make_retried))
+        self._changes.callback(replaced(precision, "clip_gradients", clip_retried))
+
     def _remove(self) -> None:
         if self._prepared is not None:
-            self._prepared.remove()
+            self.recoveries += self._prepared.recoveries
             self._prepared = None
+        self._changes.close()
 
 
 def _first_batch(loader: DataLoader[Any]) -> Batch:

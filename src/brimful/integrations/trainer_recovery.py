@@ -25,9 +25,9 @@ from transformers.trainer_pt_utils import nested_concat
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError
 from brimful.execution.buffers import BufferSnapshot
-from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries
+from brimful.execution.loop_recovery import completed_update, replaced
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.random_state import RandomState
-from brimful.execution.update import ResumableUpdate
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import IGNORED_LABEL
@@ -68,26 +68,26 @@ class TrainerRecovery:
         self._couples = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
         changes = ExitStack()
         fetch, train = trainer.get_batch_samples, trainer.training_step
-        changes.callback(_replaced(trainer, "get_batch_samples", partial(self._get_batch_samples, fetch)))
-        changes.callback(_replaced(trainer, "training_step", partial(self._training_step, train)))
+        changes.callback(replaced(trainer, "get_batch_samples", partial(self._get_batch_samples, fetch)))
+        changes.callback(replaced(trainer, "training_step", partial(self._training_step, train)))
         clip = trainer._clip_grad_norm
-        changes.callback(_replaced(trainer, "_clip_grad_norm", partial(self._clip_grad_norm, clip)))
+        changes.callback(replaced(trainer, "_clip_grad_norm", partial(self._clip_grad_norm, clip)))
         if trainer.accelerator.scaler is None:  # a scaler cannot step twice
-            changes.callback(_replaced(optimizer, "step", self._resumable_step(optimizer)))
+            changes.callback(replaced(optimizer, "step", self._resumable_step(optimizer)))
         return changes.close
 
     def watch_evaluation(self) -> Callable[[], None]:
         """Retry evaluation and prediction; returns what ends that."""
         own = self._trainer.prediction_step
-        return _replaced(self._trainer, "prediction_step", partial(self._prediction_step, own))
+        return replaced(self._trainer, "prediction_step", partial(self._prediction_step, own))
 
     def _resumable_step(self, optimizer: Optimizer) -> Callable[..., None]:
         """The optimizer's `step`, which is finished where memory runs out in it."""
-        update, own = ResumableUpdate(optimizer, partial(make_room, self._device)), optimizer.step
+        update, own = completed_update(optimizer, self._device), optimizer.step
 
         @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
         def step(*args: Any, **kwargs: Any) -> None:
-            update.run(partial(own, *args, **kwargs))
+            update(partial(own, *args, **kwargs))
 
         return step
 
@@ -276,17 +276,3 @@ def _joined(found: list[Any], weights: list[float]) -> tuple[Any, Any, Any]:
             whole = None if whole is None else nested_concat(whole, value, padding_index=IGNORED_LABEL)
         joined.append(whole)
     return loss, joined[0], joined[1]
-
-
-def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of an instance; returns what restores it."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-
-    def restore() -> None:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-    return restore

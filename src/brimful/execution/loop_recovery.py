@@ -1,0 +1,291 @@
+"""Out-of-memory recovery in a loop that runs the steps itself: the actions of the step so far are run again.
+
+The loop calls what it does in a step through `LoopRecovery.run`: forward and backward of each micro-batch,
+and clipping. Where memory runs out in one of them, the gradients of the step are cleared, random numbers and
+buffers are restored to those of its start, and all of its actions are run again. An update in which memory runs
+out is completed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from brimful.errors import UsageError
+from brimful.execution.buffers import BufferSnapshot
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries, with_room
+from brimful.execution.precision import device_of
+from brimful.execution.random_state import RandomState
+from brimful.execution.update import ResumableUpdate
+from brimful.results import Recovery
+
+Result = TypeVar("Result")
+
+_OF_TORCH = ("torch.optim", "brimful.optimizers")
+"""Modules of optimizers whose `step` runs a closure once, before its update; LBFGS is an exception."""
+
+
+class LoopRecovery:
+    """Retries the actions of a loop's optimizer steps in which memory runs out.
+
+    Args:
+        model: The model, before or after it is wrapped.
+        optimizer: Not in a wrapper. Its `step` ends a step.
+        micro_batch_size: For the record.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, micro_batch_size: int) -> None:
+        self.recoveries: list[Recovery] = []
+        self._optimizer = optimizer
+        self._device = device_of(model)
+        self._size = micro_batch_size
+        self._buffers = BufferSnapshot(model)
+        self._random: RandomState | None = None
+        self._done: list[_Action] = []
+        self._steps = 0
+        self._has_gradients = False
+        self._is_within = False
+        """Whether an action or an update is running."""
+        self._runs_closures = type(optimizer).step.__module__.startswith(_OF_TORCH) and not isinstance(
+            optimizer, torch.optim.LBFGS
+        )
+        of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
+        self._parameters = tuple({id(p): p for p in (*model.parameters(), *of_optimizer)}.values())
+        self._changes = ExitStack()
+        self._changes.callback(replaced(optimizer, "step", self._step_of(optimizer)))
+        self._changes.callback(replaced(optimizer, "zero_grad", self._zero_grad_of(optimizer)))
+
+    def remove(self) -> None:
+        """Restore the optimizer's `step`; calling it again does nothing."""
+        self._changes.close()
+
+    def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Run an action of the step.
+
+        Args:
+            function: Runs forward and backward of a micro-batch, or clips.
+            *arguments: Of `function`, such as the micro-batch. They are kept until the step ends.
+
+        Returns:
+            What `function` returns.
+
+        Raises:
+            StepOutOfMemoryError: Memory ran out twice in a row.
+        """
+        if self._is_within:  # of an update that calls it
+            return function(*arguments)
+        if self._random is None or not self._has_any_gradient():  # they were cleared without an update
+            self._end()
+            with_room(self._begin, during="a training step begins")
+        action = _Action.of(function, arguments)
+        began, reruns = time.perf_counter(), False
+
+        def attempt() -> Result:
+            if reruns:
+                for each in self._done:
+                    each.function(*each.arguments)
+            return function(*arguments)
+
+        def recover(ran_out: RanOut, *, is_retry: bool) -> None:
+            nonlocal reruns
+            self._undo(ran_out, is_retry=is_retry)
+            reruns = True
+            size = f"micro-batch {self._size}"
+            self.recoveries.append(
+                Recovery(
+                    step=self._steps + 1,
+                    during="step",
+                    message=ran_out.message,
+                    before=size,
+                    after=size,
+                    seconds=time.perf_counter() - began,
+                )
+            )
+
+        with self._within():
+            found = with_retries(attempt, recover, self._device)
+        self._done.append(action)
+        return found
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
+
+    def _has_any_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def _end(self) -> None:
+        """Forget the step."""
+        if self._random is not None:
+            self._buffers.release()
+        self._random, self._done = None, []
+
+    def _begin(self) -> None:
+        self._has_gradients = self._has_any_gradient()
+        self._buffers.take()
+        self._random = RandomState.now(self._device)
+
+    def _undo(self, ran_out: RanOut, *, is_retry: bool) -> None:
+        """Undo the step so far, if it can be run again."""
+        assert self._random is not None
+        if self._has_gradients:
+            raise StepOutOfMemoryError(
+                f"memory ran out in a training step: {ran_out.message}. It cannot be taken again, because "
+                "there were gradients before its first action. Call optimizer.zero_grad() after each "
+                "optimizer.step()."
+            )
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._random.restore(self._device)
+        self._buffers.restore()
+        try:
+            if is_retry:
+                raise StepOutOfMemoryError(
+                    f"memory ran out twice in a training step of {self._size} samples at a time: "
+                    f"{ran_out.message}. Model and optimizer are as before the step. Plan for a smaller "
+                    "budget, or use `bf.apply`, which divides the micro-batch."
+                )
+            for each in self._done:
+                each.check()
+            with_room(self._buffers.take, during="a training step is taken again")
+        except BaseException:
+            self._random, self._done = None, []
+            raise
+
+    def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The optimizer's `step`, which ends a step, and is completed where memory runs out in it."""
+        update, own = completed_update(optimizer, self._device), optimizer.step
+
+        @wraps(own)  # with the mark of a learning-rate scheduler, which counts the steps
+        def step(closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            loss = None
+            if closure is None:
+                update(partial(own, **options))
+            elif self._runs_closures:
+                with torch.enable_grad():
+                    loss = closure()
+                update(partial(own, **options))
+            else:  # it may run the closure several times, or at other parameters
+                with self._within():
+                    loss = own(closure, **options)
+            self._end()
+            self._steps += 1
+            return loss
+
+        return step
+
+    def _zero_grad_of(self, optimizer: Optimizer) -> Callable[..., None]:
+        """The optimizer's `zero_grad`, which ends a step too: a loop may skip its update."""
+        own = optimizer.zero_grad
+
+        @wraps(own)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            own(*args, **kwargs)
+            if not self._is_within:
+                self._end()
+
+        return zero_grad
+
+
+def completed_update(optimizer: Optimizer, device: torch.device) -> Callable[[Callable[[], object]], None]:
+    """Runs updates of an optimizer, and completes those in which memory runs out.
+
+    Args:
+        optimizer: The optimizer.
+        device: Where room is made.
+
+    Returns:
+        Takes what calls the optimizer's `step`. It raises `PartialUpdateError` if an update can neither be
+        completed nor undone.
+    """
+    update = ResumableUpdate(optimizer, partial(make_room, device))
+
+    def recover(ran_out: RanOut, *, is_retry: bool) -> None:  # parameters and state are as before the update
+        if is_retry:
+            raise StepOutOfMemoryError(
+                f"memory ran out twice in an optimizer's update: {ran_out.message}. Parameters and optimizer "
+                "are as before it. Plan for a smaller budget."
+            )
+
+    return lambda step: with_retries(partial(update.run, step), recover, device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """A call, and what its function reads from around it."""
+
+    function: Callable[..., object]
+    arguments: tuple[Any, ...]
+    surroundings: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., object], arguments: tuple[Any, ...]) -> _Action:
+        return cls(function, arguments, _surroundings(function))
+
+    def check(self) -> None:
+        """Refuse to run it again if its function would read other variables."""
+        now = _surroundings(self.function)
+        if any(a is not b for a, b in zip(now, self.surroundings, strict=True)):
+            name = getattr(self.function, "__name__", "an action")
+            raise UsageError(
+                f"memory ran out, and {name} cannot be run again: it reads variables that have changed since. "
+                "Model and optimizer are as before the step. Pass the micro-batch as an argument: "
+                "prepared.retry(function, batch)."
+            )
+
+
+_MISSING = object()
+
+
+def _surroundings(function: Callable[..., object]) -> tuple[Any, ...]:
+    """The values of variables outside a function that it reads."""
+    code = getattr(function, "__code__", None)
+    if code is None:  # a partial function or a callable object
+        return ()
+    variables: dict[str, Any] = function.__globals__
+    return (
+        *(_contents(cell) for cell in function.__closure__ or ()),
+        *(variables.get(name, _MISSING) for name in code.co_names),
+    )
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _MISSING
+
+
+def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of an instance.
+
+    Args:
+        owner: The instance.
+        name: The attribute.
+        value: In its place.
+
+    Returns:
+        What restores it.
+    """
+    had, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    return restore
