@@ -1,8 +1,9 @@
 """Reports as HTML for notebooks.
 
-One element with inline styles, without scripts, identifiers or style sheets, so that notebooks that are not
-trusted keep it. Text has the notebook's own colour, and bars are legible on light and dark backgrounds. Every
-text is escaped, as names of jobs and modules are the user's.
+One element with inline styles, without scripts, identifiers or style sheets. Its elements and what draws the
+bars are among those that JupyterLab's sanitizer keeps in notebooks that are not trusted
+(packages/apputils/src/sanitizer.ts; it keeps 0.8 and drops .8). Text has the notebook's own colour, and bars
+are legible on light and dark backgrounds. Every text is escaped, as names of jobs and modules are the user's.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ _COLOURS = ("#4c8bd6", "#d9822b", "#2e9e6b", "#9b6fd1", "#c75d8b", "#8a949e", "#
 """Of the parts of a whole, in order. Each has a contrast of at least 2.5 with white and with black."""
 _OVER = "#d64545"
 _TONES = {Tone.NEUTRAL: "#8a949e", Tone.PREDICTED: "#4c8bd6", Tone.FITS: "#2e9e6b", Tone.TIGHT: "#d9822b"}
-_TRACK = "rgba(128,128,128,.22)"
+_TRACK = "rgba(128,128,128,0.22)"
 _CELL = (
     "padding:1px 10px 1px 0;border:0;vertical-align:top;background:none;white-space:pre-wrap;line-height:1.5"
 )
 _NUMBERS = "font-variant-numeric:tabular-nums"
-_FAINT = "opacity:.75"
+_FAINT = "opacity:0.75"
 _LABEL = f"{_FAINT};white-space:nowrap;min-width:8em"
 _UNBROKEN = 12
 """Characters of a cell that stay on one line."""
@@ -75,14 +76,14 @@ def _part(part: Part) -> str:
             return _gauge(part)
         case Remark():
             kind = f"{_escaped(part.kind)}: " if part.kind else ""
-            return f'<div style="margin:3px 0;opacity:.8">{kind}{_escaped(part.text)}</div>'
+            return f'<div style="margin:3px 0;opacity:0.8">{kind}{_escaped(part.text)}</div>'
 
 
 def _fact(row: Row) -> str:
     return _row((_cell(_escaped(row.label), _LABEL), _cell(_escaped(row.text))))
 
 
-_TABLE = '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:inherit;text-align:left">'
+_TABLE = '<table style="border-collapse:collapse;border:0;margin:4px 0;font-size:13px;text-align:left">'
 
 
 def _row(cells: tuple[str, ...]) -> str:
@@ -114,9 +115,9 @@ def _listing(listing: Listing) -> str:
     table = f"{_TABLE}{''.join(lines)}</table>"
     title = _escaped(listing.title)
     if listing.is_detail:
-        summary = f'<summary style="cursor:pointer;opacity:.8">{title}</summary>'
+        summary = f'<summary style="cursor:pointer;opacity:0.8">{title}</summary>'
         return f'<details style="margin:3px 0">{summary}<div style="margin-left:14px">{table}</div></details>'
-    above = f'<div style="margin:6px 0 2px;opacity:.8">{title}</div>' if title else ""
+    above = f'<div style="margin:6px 0 2px;opacity:0.8">{title}</div>' if title else ""
     return f"{above}{_whole(listing) if listing.is_whole else ''}{table}"
 
 
