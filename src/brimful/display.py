@@ -122,7 +122,7 @@ def make_console() -> Console:
 
 
 class PrintedResult:
-    """A result that `print`, IPython and notebooks show as the text that `brimful.report` writes for it.
+    """A result that `print` and IPython show as text, and notebooks as HTML, both made by `brimful.report`.
 
     The records are below `report` in the layers, so `report` is imported by name, when a result is printed.
     """
@@ -135,3 +135,7 @@ class PrintedResult:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """IPython's protocol (lib.pretty)."""
         printer.text("…" if cycle else str(self))
+
+    def _repr_html_(self) -> str:
+        """The protocol of notebooks (IPython.display): HTML without scripts, in which all text is escaped."""
+        return str(import_module("brimful.report").html_of(self))

@@ -1,8 +1,8 @@
-"""Results → text and JSON documents for users. Nothing here computes results."""
+"""Results → text, HTML and JSON documents for users. Nothing here computes results."""
 
 from brimful.report.calibration import calibration_document, calibration_text
 from brimful.report.documents import error_document, estimate_document, gpus_document
-from brimful.report.text import text_of
+from brimful.report.text import html_of, text_of
 from brimful.report.training import training_document, training_text
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "error_document",
     "estimate_document",
     "gpus_document",
+    "html_of",
     "text_of",
     "training_document",
     "training_text",

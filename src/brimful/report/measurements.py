@@ -1,4 +1,4 @@
-"""Measurements, comparisons and checks of a plan as text: predicted beside measured."""
+"""Measurements, comparisons and checks of a plan for a reader: predicted beside measured."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Protocol
 
 from brimful.planner import PlanCheck
 from brimful.quantities import format_bytes, format_seconds
+from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Tone
 from brimful.results import Comparison, EquivalenceReport, Measurement
 from brimful.results.measurement import busy_text
 
@@ -32,41 +33,80 @@ class _Compared(Protocol):
     def measured_step_seconds(self) -> float | None: ...
 
 
-def predicted_beside_measured(compared: _Compared) -> Iterator[str]:
+def predicted_beside_measured(compared: _Compared) -> Listing:
     """A table for a reader: peaks and step time, predicted, measured, and how far apart.
 
     Args:
         compared: Of a CPU, where the three peaks are one, or of a GPU.
 
-    Yields:
-        Its lines.
+    Returns:
+        The table.
     """
-    yield f"  {'':<20}{'predicted':>12}{'measured':>12}{'error':>9}"
+    rows = [
+        (name, _bytes(predicted), _bytes(measured), _error(predicted, measured))
+        for name, predicted, measured in _peaks(compared)
+    ]
+    predicted_step, measured_step = compared.predicted_step_seconds, compared.measured_step_seconds
+    error = _error(predicted_step, measured_step)
+    rows.append(("median step", _seconds(predicted_step), _seconds(measured_step), error))
+    heading = ("", "predicted", "measured", "error")
+    return Listing(line="  {:<20}{:>12}{:>12}{:>9}", heading=heading, rows=tuple(rows))
+
+
+def gauges(compared: _Compared, budget_bytes: int | None = None) -> Iterator[Gauge]:
+    """The largest peak and the step time as bars, predicted above measured, as far as both are known.
+
+    Args:
+        compared: As in `predicted_beside_measured`.
+        budget_bytes: The limit of the peak; None for none.
+
+    Yields:
+        At most two gauges.
+    """
+    _, predicted, measured = _peaks(compared)[-1]
+    if predicted is not None and measured is not None:
+        bars = _pair("peak", (predicted, _bytes(predicted)), (measured, _bytes(measured)))
+        yield Gauge(bars=bars, limit=budget_bytes)
+    expected, taken = compared.predicted_step_seconds, compared.measured_step_seconds
+    if expected is not None and taken is not None:
+        yield Gauge(bars=_pair("step", (expected, _seconds(expected)), (taken, _seconds(taken))))
+
+
+def _pair(what: str, predicted: tuple[float, str], measured: tuple[float, str]) -> tuple[Bar, Bar]:
+    return (
+        Bar(label=f"predicted {what}", size=predicted[0], text=predicted[1], tone=Tone.PREDICTED),
+        Bar(label=f"measured {what}", size=measured[0], text=measured[1]),
+    )
+
+
+def _peaks(compared: _Compared) -> list[tuple[str, int | None, int | None]]:
     peaks = [
         ("peak allocated", compared.predicted_peak_allocated_bytes, compared.measured_peak_allocated_bytes),
         ("peak reserved", compared.predicted_peak_reserved_bytes, compared.measured_peak_reserved_bytes),
         ("peak on the device", compared.predicted_peak_device_bytes, compared.measured_peak_device_bytes),
     ]
-    for name, predicted, measured in peaks if compared.measured_peak_device_bytes is not None else peaks[:1]:
-        said = "-" if predicted is None else format_bytes(predicted)
-        was = "-" if measured is None else format_bytes(measured)
-        yield f"  {name:<20}{said:>12}{was:>12}{_error(predicted, measured):>9}"
-    predicted_step, measured_step = compared.predicted_step_seconds, compared.measured_step_seconds
-    said = "-" if predicted_step is None else format_seconds(predicted_step)
-    was = "-" if measured_step is None else format_seconds(measured_step)
-    yield f"  {'median step':<20}{said:>12}{was:>12}{_error(predicted_step, measured_step):>9}"
+    return peaks if compared.measured_peak_device_bytes is not None else peaks[:1]
 
 
-def measurement_text(measurement: Measurement) -> str:
+def _bytes(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else format_bytes(size_bytes)
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)
+
+
+def measurement_report(measurement: Measurement) -> Report:
     """One measured step, beside what was predicted for it."""
     count = measurement.measured_steps
     shortest = format_seconds(measurement.shortest_step_seconds)
     longest = format_seconds(measurement.longest_step_seconds)
     spread = f"{count} steps of {shortest} to {longest}" if count > 1 else "1 step"
-    lines = [f"measured on {measurement.device}, {spread}", *predicted_beside_measured(measurement)]
+    parts: list[Part] = [*gauges(measurement), predicted_beside_measured(measurement)]
     if busy := busy_text(measurement.core_wait_fraction):
-        lines.append(f"  {'busy machine':<20}{busy}")
-    return "\n".join(lines)
+        parts.append(Row("busy machine", busy))
+    heading = f"measured on {measurement.device}, {spread}"
+    return Report(heading=heading, parts=tuple(parts), label_cells=20)
 
 
 def comparison_text(comparison: Comparison) -> str:
@@ -82,7 +122,7 @@ def comparison_text(comparison: Comparison) -> str:
     )
 
 
-def equivalence_text(report: EquivalenceReport) -> str:
+def equivalence_report(report: EquivalenceReport) -> Report:
     """The verdict, each comparison, and what to do where one does not hold."""
     verdict = "is the same training" if report.holds else "is NOT the same training"
     if all(comparison.why_not_compared for comparison in report.comparisons):
@@ -90,25 +130,35 @@ def equivalence_text(report: EquivalenceReport) -> str:
     elif report.holds and report.known_differences:
         verdict = "is the same training, except for layers that depend on the micro-batch"
     compared = f"({report.samples} samples compared on {report.device})"
-    lines = [f"{report.job}: the plan {verdict} {compared}"]
-    lines += [f"  {comparison_text(comparison)}" for comparison in report.comparisons]
-    return "\n".join([*lines, *([f"  {report.way_out}"] if report.way_out else [])])
+    sentences = [comparison_text(comparison) for comparison in report.comparisons]
+    sentences += [report.way_out] if report.way_out else []
+    return Report(
+        heading=f"{report.job}: the plan {verdict} {compared}",
+        parts=tuple(Remark("", sentence) for sentence in sentences),
+    )
 
 
-def check_text(check: PlanCheck) -> str:
+def check_report(check: PlanCheck) -> Report:
     """Whether a plan still fits, with what was predicted now and when it was made."""
     over_bytes = check.predicted_peak_device_bytes - check.budget_bytes
     if check.fits:
         verdict = f"fits, {format_bytes(-over_bytes)} to spare"
     else:
         verdict = f"does not fit, {format_bytes(over_bytes)} too much: {_why_over(check)}; plan it again"
-    return (
-        f"{check.job} on {check.device}: the plan {verdict}\n"
-        f"  settings        {check.settings.describe()}\n"
-        f"  predicted peak  {format_bytes(check.predicted_peak_device_bytes)} of "
-        f"{format_bytes(check.budget_bytes)}; when planned {format_bytes(check.planned_peak_device_bytes)}\n"
-        f"  predicted step  {format_seconds(check.predicted_step_seconds)}; "
-        f"when planned {format_seconds(check.planned_step_seconds)}"
+    peak, planned = map(format_bytes, (check.predicted_peak_device_bytes, check.planned_peak_device_bytes))
+    step, before = map(format_seconds, (check.predicted_step_seconds, check.planned_step_seconds))
+    bars = (
+        Bar(label="when planned", text=planned, size=check.planned_peak_device_bytes),
+        Bar(label="now", text=peak, size=check.predicted_peak_device_bytes, tone=Tone.FITS),
+    )
+    return Report(
+        heading=f"{check.job} on {check.device}: the plan {verdict}",
+        parts=(
+            Gauge(bars=bars, limit=check.budget_bytes),
+            Row("settings", check.settings.describe()),
+            Row("predicted peak", f"{peak} of {format_bytes(check.budget_bytes)}; when planned {planned}"),
+            Row("predicted step", f"{step}; when planned {before}"),
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Estimates and plans as text for a reader."""
+"""Estimates and plans for a reader."""
 
 from __future__ import annotations
 
@@ -7,89 +7,122 @@ from itertools import pairwise
 
 from brimful.memory import ModuleShare
 from brimful.planner.plan import Alternative, BudgetPoint, Plan
-from brimful.prediction import Estimate
+from brimful.prediction import Estimate, Verdict
 from brimful.quantities import GIB, format_bytes, format_rate, format_seconds
+from brimful.report.layout import Bar, Gauge, Listing, Part, Remark, Report, Row, Share, Tone, listing_lines
 from brimful.trace import Category
 
-_BAR_CELLS = 24
 _LISTED_BLOCKS = 5
 _LISTED_MODULES = 10
 _SHOWN_MODULE_FRACTION = 0.05
 _LABEL_CELLS = 44
 
 
-def estimate_text(estimate: Estimate) -> str:
-    """Text of an estimate: memory and time, what holds the memory, and whether it fits."""
-    return "\n".join(_estimate_lines(estimate))
+def estimate_report(estimate: Estimate) -> Report:
+    """Memory and time of an estimate, what holds the memory, and whether it fits."""
+    return Report(
+        heading=f"{estimate.job} on {estimate.device}: {estimate.verdict} ({_of_capacity(estimate)})",
+        parts=tuple(_estimate_parts(estimate)),
+    )
 
 
-def plan_text(plan: Plan) -> str:
-    """Text of a plan: the chosen settings, their memory and time, and the alternatives."""
-    return "\n".join(_plan_lines(plan))
+def plan_report(plan: Plan) -> Report:
+    """The chosen settings of a plan, their memory and time, and the alternatives."""
+    heading = (
+        f"{plan.job} on {plan.device}, global batch {plan.settings.global_batch_size}, "
+        f"budget {format_bytes(plan.budget_bytes)}"
+    )
+    return Report(heading=heading, parts=tuple(_plan_parts(plan)))
 
 
 def phase_lines(estimate: Estimate) -> Iterator[str]:
     """Lines on the memory of each part of a training run."""
-    yield "  peak allocated in each part of a run"
-    for phase in estimate.phases:
-        size = format_bytes(phase.predicted_peak_allocated_bytes)
-        yield f"    {phase.name:<16}{size:>9}  {phase.note}"
-
-
-def bar(share: float) -> str:
-    """A share from 0 to 1 as a bar."""
-    return "█" * round(min(max(share, 0.0), 1.0) * _BAR_CELLS)
-
-
-def _estimate_lines(estimate: Estimate) -> Iterator[str]:
-    yield (
-        f"{estimate.job} on {estimate.device}: {estimate.verdict} "
-        f"({format_bytes(estimate.predicted_peak_device_bytes)} of {format_bytes(estimate.capacity_bytes)})"
+    rows = tuple(
+        (phase.name, format_bytes(phase.predicted_peak_allocated_bytes), phase.note)
+        for phase in estimate.phases
     )
-    yield f"  settings        {_settings(estimate)}"
-    yield f"  predicted peak  {_peak(estimate)}"
+    title = "peak allocated in each part of a run"
+    yield from listing_lines(Listing(title=title, line="    {:<16}{:>9}  {}", rows=rows))
+
+
+def _of_capacity(estimate: Estimate) -> str:
+    peak, capacity = estimate.predicted_peak_device_bytes, estimate.capacity_bytes
+    return f"{format_bytes(peak)} of {format_bytes(capacity)}"
+
+
+_TONES = {Verdict.FITS: Tone.FITS, Verdict.TIGHT: Tone.TIGHT, Verdict.DOES_NOT_FIT: Tone.TIGHT}
+
+
+def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     low, high = estimate.predicted_device_interval_bytes
+    peak = Bar(
+        label="peak",
+        text=_of_capacity(estimate),
+        size=estimate.predicted_peak_device_bytes,
+        high=high,
+        tone=_TONES[estimate.verdict],
+    )
+    yield Gauge(bars=(peak,), limit=estimate.capacity_bytes)
+    yield Row("settings", _settings(estimate))
+    yield Row("predicted peak", _peak(estimate))
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
         context = estimate.predicted_peak_device_bytes - estimate.predicted_peak_reserved_bytes
         which = "with the CUDA context" if context else "allocated"
-        yield f"  interval        {format_bytes(low)} to {format_bytes(high)} {which}"
-    yield f"  predicted step  {_step(estimate)}"
+        yield Row("interval", f"{format_bytes(low)} to {format_bytes(high)} {which}")
+    yield Row("predicted step", _step(estimate))
     if estimate.own_checkpoints:
-        yield (
-            f"  checkpointing   by the model itself: {estimate.own_checkpoints} regions are recomputed in "
-            'backward. With bf.plan(own_checkpointing="off") the plan decides'
+        yield Row(
+            "checkpointing",
+            f"by the model itself: {estimate.own_checkpoints} regions are recomputed in "
+            'backward. With bf.plan(own_checkpointing="off") the plan decides',
         )
     yield from _what_happens_at_capacity(estimate)
+    yield _category_listing(estimate)
+    yield _block_listing(estimate)
+    yield from _module_listing(estimate)
+    yield from _allocator_listing(estimate)
+    yield from _correction_listing(estimate)
+    yield from (Remark("uncertain", uncertain) for uncertain in estimate.uncertain)
+    yield from (Remark("note", note) for note in estimate.notes)
+
+
+def _category_listing(estimate: Estimate) -> Listing:
+    """What holds the memory at the peak."""
     module = "setup" if estimate.peak_module is None else estimate.peak_module or "the model itself"
     where = f"{estimate.peak_phase}, {module}, {estimate.peak_op or '-'}"
-    yield f"  at the peak ({where})"
-    for category, held_bytes in estimate.breakdown:
-        if category is Category.OTHER_TENSORS and not held_bytes:
-            continue
-        share = held_bytes / max(estimate.predicted_peak_allocated_bytes, 1)
-        name = category.replace("_", " ")
-        yield f"    {name:<16}{format_bytes(held_bytes):>9}  {bar(share)}".rstrip()
-    yield "  largest blocks at the peak"
+    whole = max(estimate.predicted_peak_allocated_bytes, 1)
+    rows = tuple(
+        (category.replace("_", " "), format_bytes(held_bytes), Share(held_bytes / whole))
+        for category, held_bytes in estimate.breakdown
+        if held_bytes or category is not Category.OTHER_TENSORS
+    )
+    return Listing(title=f"at the peak ({where})", line="    {:<16}{:>9}  {}", rows=rows, is_whole=True)
+
+
+def _block_listing(estimate: Estimate) -> Listing:
+    rows = []
     for block in estimate.largest[:_LISTED_BLOCKS]:
         label = block.label if len(block.label) <= _LABEL_CELLS else f"…{block.label[1 - _LABEL_CELLS :]}"
         origin = f" in {block.module}" if block.module and not block.module.startswith("<") else ""
         line = f" ({block.line})" if block.line else ""
         what = block.category.replace("_", " ")
-        yield f"    {format_bytes(block.held_bytes):>9}  {what}: {label}{origin}{line}"
-    yield from _module_lines(estimate)
-    yield from _allocator_lines(estimate)
-    changed = [rule for rule in estimate.corrections if rule.occurrences]
-    if changed:
-        yield "  corrections for the device, summed over all captured steps, not at the peak"
-        for rule in changed:
-            times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
-            together = " together" if rule.occurrences > 1 else ""
-            size = f", {_signed(rule.changed_bytes)}{together}" if rule.changed_bytes else ""
-            yield f"    {rule.name.replace('_', ' ')}: {times}{size}"
-    for uncertain in estimate.uncertain:
-        yield f"  uncertain: {uncertain}"
-    for note in estimate.notes:
-        yield f"  note: {note}"
+        rows.append((format_bytes(block.held_bytes), f"{what}: {label}{origin}{line}"))
+    title = "largest blocks at the peak"
+    return Listing(title=title, line="    {:>9}  {}", rows=tuple(rows), is_detail=True)
+
+
+def _correction_listing(estimate: Estimate) -> Iterator[Listing]:
+    rows = []
+    for rule in estimate.corrections:
+        if not rule.occurrences:
+            continue
+        times = f"{rule.occurrences} time{'s' if rule.occurrences > 1 else ''}"
+        together = " together" if rule.occurrences > 1 else ""
+        size = f", {_signed(rule.changed_bytes)}{together}" if rule.changed_bytes else ""
+        rows.append((rule.name.replace("_", " "), f"{times}{size}"))
+    if rows:
+        title = "corrections for the device, summed over all captured steps, not at the peak"
+        yield Listing(title=title, line="    {}: {}", rows=tuple(rows), is_detail=True)
 
 
 def _settings(estimate: Estimate) -> str:
@@ -108,28 +141,33 @@ def _settings(estimate: Estimate) -> str:
     return ", ".join(filter(None, parts))
 
 
-def _allocator_lines(estimate: Estimate) -> Iterator[str]:
-    """Lines on the effect of other allocator settings."""
-    if not estimate.allocators:
-        return
-    yield "  other allocator settings: peak reserved, and the smallest capacity that suffices"
+def _allocator_listing(estimate: Estimate) -> Iterator[Listing]:
+    """The effect of other allocator settings."""
+    rows = []
     for what_if in estimate.allocators:
-        reserved = format_bytes(what_if.peak_reserved_bytes)
-        enough = format_bytes(what_if.smallest_surviving_capacity_bytes)
         flushes = f", {what_if.cache_flushes} cache flushes" if what_if.cache_flushes else ""
         fits = "" if what_if.fits else ", does not fit"
-        yield f"    {reserved:>9} {enough:>9}  {str(what_if.settings) or 'as they are'}{flushes}{fits}"
+        rows.append(
+            (
+                format_bytes(what_if.peak_reserved_bytes),
+                format_bytes(what_if.smallest_surviving_capacity_bytes),
+                f"{str(what_if.settings) or 'as they are'}{flushes}{fits}",
+            )
+        )
+    if rows:
+        title = "other allocator settings: peak reserved, and the smallest capacity that suffices"
+        yield Listing(title=title, line="    {:>9} {:>9}  {}", rows=tuple(rows), is_detail=True)
 
 
-def _module_lines(estimate: Estimate) -> Iterator[str]:
-    """The modules that hold most, as a tree that ends where it gets fine; numbered siblings are one line."""
+def _module_listing(estimate: Estimate) -> Iterator[Listing]:
+    """The modules that hold most, as a tree that ends where it gets fine; numbered siblings are one row."""
     least = _SHOWN_MODULE_FRACTION * estimate.predicted_peak_allocated_bytes
     siblings: dict[tuple[str, str], list[ModuleShare]] = {}
     for share in estimate.modules:
         parent, _, name = share.fqn.rpartition(".")
         if share.depth:
             siblings.setdefault((parent, share.class_name if name.isdecimal() else name), []).append(share)
-    lines = []
+    rows: list[tuple[str, str]] = []
     folded: tuple[str, ...] = ()
     for (parent, _), group in siblings.items():
         held = sum(share.held_bytes for share in group)
@@ -140,26 +178,30 @@ def _module_lines(estimate: Estimate) -> Iterator[str]:
         if len(group) > 2:
             folded += tuple(f"{share.fqn}." for share in group)
             name = f"{first.fqn.rpartition('.')[2]}…{last.fqn.rpartition('.')[2]}"
-            lines.append(f"    {format_bytes(held):>9}  {indent}{name} ({len(group)} × {first.class_name})")
+            rows.append((format_bytes(held), f"{indent}{name} ({len(group)} × {first.class_name})"))
         else:
-            lines += [
-                f"    {format_bytes(share.held_bytes):>9}  {indent}{share.fqn.rpartition('.')[2]}"
-                + (f" ({share.class_name})" if share.class_name else "")
+            rows += [
+                (
+                    format_bytes(share.held_bytes),
+                    f"{indent}{share.fqn.rpartition('.')[2]}"
+                    + (f" ({share.class_name})" if share.class_name else ""),
+                )
                 for share in group
                 if share.held_bytes >= least
             ]
-    if lines:
-        yield "  by module, submodules included"
-        yield from lines[:_LISTED_MODULES]
+    if rows:
+        title = "by module, submodules included"
+        yield Listing(title=title, line="    {:>9}  {}", rows=tuple(rows[:_LISTED_MODULES]), is_detail=True)
 
 
-def _what_happens_at_capacity(estimate: Estimate) -> Iterator[str]:
+def _what_happens_at_capacity(estimate: Estimate) -> Iterator[Row]:
     failed = estimate.out_of_memory_at
     if failed is not None:
         where = ", ".join(filter(None, (str(failed.phase), failed.module, failed.op, failed.line)))
-        yield f"  out of memory   {where}: {format_bytes(failed.requested_bytes)} more for {failed.label}"
+        yield Row("out of memory", f"{where}: {format_bytes(failed.requested_bytes)} more for {failed.label}")
     elif estimate.cache_flushes:
-        yield f"  cache flushes   {estimate.cache_flushes}: the allocator frees its cache to fit, which is slow"
+        flushes = f"{estimate.cache_flushes}: the allocator frees its cache to fit, which is slow"
+        yield Row("cache flushes", flushes)
 
 
 def _peak(estimate: Estimate) -> str:
@@ -183,50 +225,60 @@ def _step(estimate: Estimate) -> str:
     return f"{_seconds(estimate)}, {rate} ({listed})"
 
 
-def _plan_lines(plan: Plan) -> Iterator[str]:
-    yield (
-        f"{plan.job} on {plan.device}, global batch {plan.settings.global_batch_size}, "
-        f"budget {format_bytes(plan.budget_bytes)}"
+def _plan_parts(plan: Plan) -> Iterator[Part]:
+    context = plan.predicted_peak_device_bytes - plan.predicted_peak_reserved_bytes
+    plain_bytes = plan.plain.predicted_peak_reserved_bytes + context
+    needs, peak = format_bytes(plain_bytes), format_bytes(plan.predicted_peak_device_bytes)
+    bars = (
+        Bar(label="baseline", text=needs, size=plain_bytes),
+        Bar(
+            label="plan",
+            text=f"{peak} of {format_bytes(plan.budget_bytes)}",
+            size=plan.predicted_peak_device_bytes,
+            tone=Tone.FITS,
+        ),
     )
-    needs = format_bytes(plan.plain.predicted_peak_reserved_bytes + _context_bytes(plan))
+    yield Gauge(bars=bars, limit=plan.budget_bytes)
     speed = _speed(plan.plain)
-    yield f"  baseline        {needs}: " + (
-        f"fits; {speed}" if plan.plain.fits else f"does not fit (would take {speed})"
-    )
-    yield f"  plan            {plan.settings.describe()}"
+    does_it = f"fits; {speed}" if plan.plain.fits else f"does not fit (would take {speed})"
+    yield Row("baseline", f"{needs}: {does_it}")
+    yield Row("plan", plan.settings.describe())
     words = _unit_words(plan.settings.describe())
     if words:
-        yield f"  unit            {words}"
+        yield Row("unit", words)
     used = plan.predicted_peak_device_bytes / plan.budget_bytes
     rate = format_rate(plan.predicted_samples_per_second)
     chance = plan.predicted_exceedance_probability
     over = "" if chance is None else f"; over it with probability {_probability(chance)}"
-    yield (
-        f"  predicted       {format_bytes(plan.predicted_peak_device_bytes)} ({used:.0%} of the budget{over}), "
-        f"{_seconds(plan)} a step, {rate}"
-    )
-    yield f"  peak in         {plan.peak_at}"
+    yield Row("predicted", f"{peak} ({used:.0%} of the budget{over}), {_seconds(plan)} a step, {rate}")
+    yield Row("peak in", plan.peak_at)
     only_recomputed = tuple(fqn for fqn in plan.settings.recomputed if fqn not in plan.settings.nested)
     if only_recomputed:
-        yield f"  recomputed      {_compact(only_recomputed)}"
+        yield Row("recomputed", _compact(only_recomputed))
     if plan.settings.nested:
-        yield f"  nested          {_compact(plan.settings.nested)}"
+        yield Row("nested", _compact(plan.settings.nested))
     if plan.settings.offloaded:
-        yield f"  offloaded       {_compact(plan.settings.offloaded)}"
+        yield Row("offloaded", _compact(plan.settings.offloaded))
     if plan.settings.chunked_loss:
         chunked = plan.settings.chunked_loss
-        yield f"  loss in chunks  {chunked.chunks} parts of the tokens, from {chunked.layer} on"
-    yield from _curve_lines(plan)
+        yield Row("loss in chunks", f"{chunked.chunks} parts of the tokens, from {chunked.layer} on")
+    yield from _curve_rows(plan)
     if plan.alternatives:
         others = "" if words else _unit_words(", ".join(a.settings.describe() for a in plan.alternatives))
-        yield "  also considered" + (f" (unit: {others})" if others else "")
-    for other in plan.alternatives:
-        size = format_bytes(other.predicted_peak_reserved_bytes + _context_bytes(plan))
-        by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
-        fit = "" if other.fits else ", does not fit"
-        yield f"    {by_hand}{other.settings.describe()}: {size}, {_slower(other, plan)}{fit}"
-    for note in plan.notes:
-        yield f"  note: {note}"
+        yield Listing(
+            title="also considered" + (f" (unit: {others})" if others else ""),
+            line="    {}: {}, {}",
+            rows=tuple(_alternative_row(other, plan, context) for other in plan.alternatives),
+            is_detail=True,
+        )
+    yield from (Remark("note", note) for note in plan.notes)
+
+
+def _alternative_row(other: Alternative, plan: Plan, context_bytes: int) -> tuple[str, str, str]:
+    by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
+    fit = "" if other.fits else ", does not fit"
+    size = format_bytes(other.predicted_peak_reserved_bytes + context_bytes)
+    return f"{by_hand}{other.settings.describe()}", size, f"{_slower(other, plan)}{fit}"
 
 
 def _unit_words(described: str) -> str:
@@ -274,14 +326,14 @@ _MOST_SLOWER = 3.0
 """Budgets whose steps are slower by more than this factor are not shown: nobody would choose them. A choice."""
 
 
-def _curve_lines(plan: Plan) -> Iterator[str]:
-    """Lines on the effect of larger and smaller budgets."""
+def _curve_rows(plan: Plan) -> Iterator[Row]:
+    """The effect of larger and smaller budgets."""
     now = plan.predicted_step_seconds
     more = [point for point in plan.budget_curve if point.budget_bytes > plan.budget_bytes]
     one_more = next((point for point in more if point.budget_bytes - plan.budget_bytes == GIB), None)
     if one_more is not None:
         gain = one_more.predicted_step_seconds / now - 1
-        yield f"  1 GiB more      {'no faster' if gain > -_GAIN else f'{gain:+.1%} time'}"
+        yield Row("1 GiB more", "no faster" if gain > -_GAIN else f"{gain:+.1%} time")
     others = [
         point
         for point in plan.budget_curve
@@ -297,15 +349,11 @@ def _curve_lines(plan: Plan) -> Iterator[str]:
         listed = " · ".join(
             f"{format_bytes(point.budget_bytes)} {_gain(point, now)}" for point in others[::step]
         )
-        yield f"  other budgets   step time against this: {listed}"
+        yield Row("other budgets", f"step time against this: {listed}")
 
 
 def _gain(point: BudgetPoint, seconds: float) -> str:
     return f"{point.predicted_step_seconds / seconds - 1:+.0%}"
-
-
-def _context_bytes(plan: Plan) -> int:
-    return plan.predicted_peak_device_bytes - plan.predicted_peak_reserved_bytes
 
 
 def _speed(alternative: Alternative) -> str:

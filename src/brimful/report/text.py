@@ -1,4 +1,4 @@
-"""The text that `print` shows of each result."""
+"""What `print` and notebooks show of each result."""
 
 from __future__ import annotations
 
@@ -7,26 +7,40 @@ from functools import singledispatch
 from brimful.exports import Export
 from brimful.planner import GpuSurvey, Plan, PlanCheck
 from brimful.prediction import Estimate
-from brimful.report.exports import export_text
+from brimful.report.exports import export_report
 from brimful.report.gpus import gpus_text
-from brimful.report.measurements import check_text, comparison_text, equivalence_text, measurement_text
-from brimful.report.plans import estimate_text, plan_text
-from brimful.report.training import summary_text
+from brimful.report.html import as_html, preformatted
+from brimful.report.layout import Report, as_text
+from brimful.report.measurements import check_report, comparison_text, equivalence_report, measurement_report
+from brimful.report.plans import estimate_report, plan_report
+from brimful.report.training import summary_report
 from brimful.results import Comparison, EquivalenceReport, Measurement, TrainingResult
 
 
-@singledispatch
 def text_of(result: object) -> str:
     """The text of a result, as `str(result)` returns it."""
+    shown = _shown(result)
+    return as_text(shown) if isinstance(shown, Report) else shown
+
+
+def html_of(result: object) -> str:
+    """The HTML of a result, as notebooks show it: the words and numbers of its text."""
+    shown = _shown(result)
+    return as_html(shown) if isinstance(shown, Report) else preformatted(shown)
+
+
+@singledispatch
+def _shown(result: object) -> Report | str:
+    """A report, or the text of what has its own layout."""
     raise TypeError(f"brimful.report has no text for a {type(result).__name__}")
 
 
-text_of.register(Estimate, estimate_text)
-text_of.register(Plan, plan_text)
-text_of.register(PlanCheck, check_text)
-text_of.register(Export, export_text)
-text_of.register(GpuSurvey, gpus_text)
-text_of.register(Measurement, measurement_text)
-text_of.register(Comparison, comparison_text)
-text_of.register(EquivalenceReport, equivalence_text)
-text_of.register(TrainingResult, summary_text)
+_shown.register(Estimate, estimate_report)
+_shown.register(Plan, plan_report)
+_shown.register(PlanCheck, check_report)
+_shown.register(Export, export_report)
+_shown.register(GpuSurvey, gpus_text)
+_shown.register(Measurement, measurement_report)
+_shown.register(Comparison, comparison_text)
+_shown.register(EquivalenceReport, equivalence_report)
+_shown.register(TrainingResult, summary_report)

@@ -8,11 +8,13 @@ from typing import Any
 
 from brimful.quantities import format_bytes, format_rates, format_seconds
 from brimful.report.data_loading import feeding_lines
-from brimful.report.measurements import predicted_beside_measured
+from brimful.report.layout import Report, Row, listing_lines, part_lines
+from brimful.report.measurements import gauges, predicted_beside_measured
 from brimful.results import StopReason, TrainingResult
 from brimful.results.measurement import busy_text
 
 _SPARK_CELLS = 40
+_LABEL_CELLS = 20
 _MUCH_SLOWER = 1.25
 """Measured against predicted: of 95 on an idle machine none took so much (benchmarks/plan/measured.py)."""
 
@@ -32,11 +34,17 @@ def training_text(result: TrainingResult, plain: TrainingResult | None = None) -
     return "\n".join(_lines(result, plain))
 
 
-def summary_text(result: TrainingResult) -> str:
+def summary_report(result: TrainingResult) -> Report:
     """Steps, losses, and predicted beside measured: what `print(result)` shows."""
     losses = f", loss {result.losses[0]:.4g} to {result.losses[-1]:.4g}" if result.losses else ""
-    return "\n".join(
-        [f"{len(result.steps)} steps{losses}", *predicted_beside_measured(result), *_not_measured(result)]
+    return Report(
+        heading=f"{len(result.steps)} steps{losses}",
+        parts=(
+            *gauges(result, result.budget_bytes),
+            predicted_beside_measured(result),
+            *_not_measured(result),
+        ),
+        label_cells=_LABEL_CELLS,
     )
 
 
@@ -75,8 +83,8 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
     yield f"  settings            {result.settings.describe()}"
     if result.certificate is not None:
         yield from (f"  {comparison}" for comparison in result.certificate.comparisons)
-    yield from predicted_beside_measured(result)
-    yield from _not_measured(result)
+    yield from listing_lines(predicted_beside_measured(result))
+    yield from part_lines(tuple(_not_measured(result)), _LABEL_CELLS)
     yield from _slower_cpu(result)
     yield from _budget(result)
     yield from _throughput(result)
@@ -93,18 +101,20 @@ def _lines(result: TrainingResult, plain: TrainingResult | None) -> Iterator[str
         yield f"  run directory       {result.run_dir}{how}"
 
 
-def _not_measured(result: TrainingResult) -> Iterator[str]:
+def _not_measured(result: TrainingResult) -> Iterator[Row]:
     """Why the peak or the step time was not measured."""
     if result.measured_peak_allocated_bytes is None:
         samples = result.settings.global_batch_size
-        yield (
-            "  peak not measured   it is measured in a step after the first of a launch, with a full batch of "
-            f"{samples} samples; this launch had none"
+        yield Row(
+            "peak not measured",
+            "it is measured in a step after the first of a launch, with a full batch of "
+            f"{samples} samples; this launch had none",
         )
     if result.measured_step_seconds is None:
-        yield (
-            "  time not measured   the first step and the one whose memory is measured are slower and are not "
-            "timed; train for 3 steps or more"
+        yield Row(
+            "time not measured",
+            "the first step and the one whose memory is measured are slower and are not "
+            "timed; train for 3 steps or more",
         )
 
 

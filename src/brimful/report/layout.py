@@ -1,0 +1,143 @@
+"""The layout of a result for a reader, from which both its text and its HTML are made.
+
+A `Report` has a heading and parts, in order. `as_text` writes it for a terminal, `report.html` for a notebook,
+so that both have the same words and numbers. Only a `Gauge` has no text: it draws what the rows say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+_BAR_CELLS = 24
+
+
+class Share(float):
+    """A part of a whole, from 0 to 1; as text a bar."""
+
+    def __str__(self) -> str:
+        return "█" * round(min(max(float(self), 0.0), 1.0) * _BAR_CELLS)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A fact: its label, and what holds."""
+
+    label: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remark:
+    """A sentence that may be long: "note: …"."""
+
+    kind: str
+    """What stands before the colon; "" for a sentence of its own."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """A table."""
+
+    title: str = ""
+    """A line above it; "" for none."""
+    line: str
+    """Format of a line of text, with a replacement field for each cell; ">" in it aligns the column to the
+    right."""
+    heading: tuple[str, ...] = ()
+    """Names of the columns, if they have any."""
+    rows: tuple[tuple[str | Share, ...], ...]
+    is_detail: bool = False
+    """Whether HTML shows it only when it is opened."""
+    is_whole: bool = False
+    """Whether the shares of the rows are of one whole, which HTML draws as one bar in colours."""
+
+
+class Tone(StrEnum):
+    """What a bar stands for."""
+
+    NEUTRAL = "neutral"
+    PREDICTED = "predicted"
+    """Beside a measured one."""
+    FITS = "fits"
+    TIGHT = "tight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """A quantity to draw."""
+
+    label: str
+    text: str
+    """The quantity for a reader."""
+    size: float
+    """In the unit of its gauge, such as bytes."""
+    high: float | None = None
+    """Upper end of its interval."""
+    tone: Tone = Tone.NEUTRAL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge:
+    """Bars on one scale, against a limit; drawn in HTML only."""
+
+    bars: tuple[Bar, ...]
+    limit: float | None = None
+    """Budget or capacity; what is beyond it is drawn as too much. None for no limit."""
+
+
+Part = Row | Remark | Listing | Gauge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A result for a reader."""
+
+    heading: str
+    parts: tuple[Part, ...]
+    label_cells: int = 16
+    """Width of the labels of rows in text."""
+
+
+def as_text(report: Report) -> str:
+    """A report as lines of text.
+
+    Args:
+        report: Any.
+
+    Returns:
+        The heading, and below it, indented, the parts.
+    """
+    return "\n".join([report.heading, *part_lines(report.parts, report.label_cells)])
+
+
+def part_lines(parts: tuple[Part, ...], label_cells: int) -> Iterator[str]:
+    """Lines of parts of a report.
+
+    Args:
+        parts: In order.
+        label_cells: Width of the labels of rows.
+
+    Yields:
+        Lines, indented by two spaces or more.
+    """
+    for part in parts:
+        match part:
+            case Row():
+                yield f"  {part.label:<{label_cells}}{part.text}"
+            case Remark():
+                yield f"  {part.kind}: {part.text}" if part.kind else f"  {part.text}"
+            case Listing():
+                yield from listing_lines(part)
+            case Gauge():
+                pass
+
+
+def listing_lines(listing: Listing) -> Iterator[str]:
+    """Lines of a table."""
+    if listing.title:
+        yield f"  {listing.title}"
+    for cells in (*((listing.heading,) if listing.heading else ()), *listing.rows):
+        yield listing.line.format(*map(str, cells)).rstrip()
