@@ -415,7 +415,8 @@ TRAIN = (
     "--tensorboard", "--wandb", "--plan", "--plan-only", "--epochs",
     "--steps",
     "--seed", "--max-gradient-norm", "--learning-rate", "--weight-decay", "--schedule",
-    "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every", "--validate-every",
+    "--warmup", "--ema-decay", "--correct-batch-norm", "--patience", "--run-dir", "--resume", "--save-every",
+    "--validate-every",
     "--keep-saves", "--compare-plain", "--json",
 )  # fmt: skip
 OPTIONS = {
@@ -448,12 +449,14 @@ OPTIONS = {
         "--image-size", "--validation-fraction", "--workers",
     ],
     "train text-classification": [
-        *TRAIN, "--lora", "--quantize", "--merge-adapters", "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column",
+        *TRAIN, "--lora", "--quantize", "--merge-adapters",
+        "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column",
         "--label-column", "--encoding", "--seq-len", "--balance-classes", "--validation-fraction",
         "--bad-samples",
     ],
     "train language-model": [
-        *TRAIN, "--lora", "--quantize", "--merge-adapters", "--model", "--tokenizer", "--text-column", "--encoding", "--seq-len", "--validation-fraction",
+        *TRAIN, "--lora", "--quantize", "--merge-adapters",
+        "--model", "--tokenizer", "--text-column", "--encoding", "--seq-len", "--validation-fraction",
         "--bad-samples",
     ],
 }  # fmt: skip
