@@ -90,7 +90,7 @@ def timed(*seconds: float) -> Any:
     return patch.object(
         MeasuredSteps,
         "of",
-        lambda *measured: replace(of(*measured), step_seconds=next(medians), spread=0.01),
+        lambda *measured, **options: replace(of(*measured, **options), step_seconds=next(medians), spread=0.01),
     )
 
 

@@ -40,6 +40,7 @@ from brimful.profiling import calibrate, with_kept_calibration
 from brimful.profiling.cache import write_kept
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration, kept_job_calibration
 from brimful.recipes import image_classification, language_model, text_classification
+from brimful.recipes.pretrained import RecipeRun, read_recipe_run
 from brimful.recipes.weights import load_matching
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
@@ -447,6 +448,24 @@ def test_changed_prices_are_read_or_refused(place: Path, random: Random, name: s
 def test_data_that_are_no_file_are_refused(place: Path, name: str, kind: str) -> None:
     put(kind, place / name)
     assert read(partial(make_text_job, place / name, "refuse")) is None
+
+
+@fuzzed(60)
+@given(random=randoms, in_bytes=st.booleans())
+def test_changed_metadata_of_a_recipe_are_read_or_refused(place: Path, random: Random, in_bytes: bool) -> None:
+    whole = {
+        "task": "language-model",
+        "model": "gpt2",
+        "tokenizer": "bytes",
+        "sequence_length": 16,
+        "files": ["a"],
+    }
+    if in_bytes:
+        (place / "job.json").write_bytes(mutate_bytes(json.dumps(whole).encode(), random)[0])
+    else:
+        (place / "job.json").write_text(mutate_json(whole, random).text)
+    found = read(partial(read_recipe_run, place))
+    assert found is None or isinstance(found, RecipeRun)
 
 
 def make_text_job(path: Path, bad_samples: str) -> bf.Job:

@@ -140,7 +140,7 @@ def test_an_unknown_name_says_the_nearest():
 
 def test_adamw8bit_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
-    with pytest.raises(UsageError, match=r"brimful\[bitsandbytes\].*'adafactor'"):
+    with pytest.raises(UsageError, match=r"pip install bitsandbytes.*'adafactor'"):
         make_optimizer(job("adamw8bit"), [matrix()])
 
 

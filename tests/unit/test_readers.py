@@ -47,6 +47,7 @@ OTHERS_WEIGHTS = "test_weights_that_hold_code_are_refused"
 CALIBRATION = "test_a_changed_calibration_is_used_or_measured_again"
 TABLES = "test_damaged_tables_and_texts_are_read_or_refused"
 PRICES = "test_changed_prices_are_read_or_refused"
+METADATA = "test_changed_metadata_of_a_recipe_are_read_or_refused"
 LINES = "test_changed_json_lines_are_read_or_refused"
 IMAGES = "test_damaged_images_are_read_or_refused"
 ARGUMENTS = "test_any_arguments_are_carried_out_or_refused"
@@ -79,6 +80,7 @@ READERS = {
     "recipes/image_folders.py": {"Image.open": IMAGES},
     "recipes/image_reader.py": {"Image.open": IMAGES},
     "recipes/language_model.py": {"read_text": TABLES},
+    "recipes/pretrained.py": {"read_regular_file": METADATA, "parse_json": METADATA},
     "recipes/rows.py": {"read_text": TABLES, "read_regular_file": TABLES, "json.loads": LINES},
     "recipes/text_models.py": {"from_pretrained": TRANSFORMERS},
     "recipes/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
@@ -115,6 +117,7 @@ READERS = {
 RUNNERS = {
     "__init__.py": {"import_module": "brimful's own modules"},
     "display.py": {"import_module": "brimful.report, which writes the text of results"},
+    "integrations/trainer_coupling.py": {"import_module": "the package of the loss that the user made"},
     "models/resolve.py": {
         "import_module": "the module that the user names as the job",
         "spec_from_file_location": "the file that the user names as the job",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from brimful.errors import UsageError
+from brimful.codec import PositiveInt, from_json_document, parse_json, read_regular_file
+from brimful.errors import FileFormatError, UsageError
 from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.text_models import TextModel, find_text_model, silent_transformers
 from brimful.recipes.tokens import Pretrained
@@ -38,60 +39,90 @@ def save_pretrained(run: Path | str, directory: Path | str | None = None, *, mer
         UsageError: The run is of another recipe, has no weights, or has nothing to merge.
     """
     run = Path(run)
-    about = _about(run)
+    about = read_recipe_run(run)
     target = run / "pretrained" if directory is None else Path(directory)
-    lora = about.get("lora")
-    if merge and lora is None:
+    if merge and about.lora is None:
         raise UsageError(f"{run} trained all weights; there are no adapters to merge.")
     model: Any = _merged(run, about) if merge else _trained(run, about)
-    classes = about.get("classes")
-    if classes is not None:
-        model.config.id2label = dict(enumerate(classes))
-        model.config.label2id = {name: number for number, name in enumerate(classes)}
-    options = {} if lora is None or merge else {"save_embedding_layers": False}  # they are frozen
+    if about.classes is not None:
+        model.config.id2label = dict(enumerate(about.classes))
+        model.config.label2id = {name: number for number, name in enumerate(about.classes)}
+    options = {} if about.lora is None or merge else {"save_embedding_layers": False}  # they are frozen
     with silent_transformers():
         model.save_pretrained(target, **options)
-    if about["tokenizer"] != "bytes":
-        Pretrained(Path(about["tokenizer"])).save(target)
+    if about.tokenizer != "bytes":
+        Pretrained(Path(about.tokenizer)).save(target)
     return target
 
 
-def _about(run: Path) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeRun:
+    """What `job.json` in the run directory of a text recipe has of its model."""
+
+    task: str
+    model: str
+    tokenizer: str
+    sequence_length: PositiveInt
+    classes: tuple[str, ...] | None = None
+    lora: str | None = None
+    quantization: str | None = None
+
+    def text_model(self, *, is_quantised: bool = True) -> TextModel:
+        """The model, not yet built.
+
+        Args:
+            is_quantised: Whether frozen weights are quantised, if those of the run are.
+
+        Returns:
+            The model as the recipe makes it.
+        """
+        return find_text_model(
+            self.model,
+            self.tokenizer,
+            sequence_length=self.sequence_length,
+            num_labels=None if self.classes is None else len(self.classes),
+            lora=None if self.lora is None else LoraOptions.parse(self.lora),
+            quantization=self.quantization if is_quantised else None,
+        )
+
+
+def read_recipe_run(run: Path) -> RecipeRun:
+    """Read what a run of a text recipe trained.
+
+    Args:
+        run: The run directory.
+
+    Returns:
+        The model, tokenizer and classes.
+
+    Raises:
+        UsageError: The directory is not that of a text recipe, or its `job.json` is damaged.
+    """
+    where = f"the metadata {run / JOB}"
     try:
-        about = json.loads((run / JOB).read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{run} is not the run of a recipe: its {JOB} cannot be read ({error}).") from error
-    if not isinstance(about, dict) or about.get("task") not in TASKS:
-        raise UsageError(f"{run} is not the run of a text recipe ({', '.join(TASKS)}).")
-    return about
+        document = parse_json(read_regular_file(run / JOB, what="metadata"), where=where)
+        if not isinstance(document, dict) or document.get("task") not in TASKS:
+            raise UsageError(f"{run} is not the run of a text recipe ({', '.join(TASKS)}).")
+        known = {field.name for field in fields(RecipeRun)}
+        own = {name: value for name, value in document.items() if name in known}
+        return from_json_document(own, RecipeRun, where=where)
+    except FileFormatError as error:
+        raise UsageError(f"{run} is not the run of a recipe: {error}") from error
 
 
-def _model(about: dict[str, Any], *, is_quantised: bool = True) -> TextModel:
-    """The model of a run, not yet built."""
-    classes = about.get("classes")
-    return find_text_model(
-        about["model"],
-        about["tokenizer"],
-        sequence_length=about["sequence_length"],
-        num_labels=None if classes is None else len(classes),
-        lora=None if "lora" not in about else LoraOptions.parse(about["lora"]),
-        quantization=about.get("quantization") if is_quantised else None,
-    )
-
-
-def _trained(run: Path, about: dict[str, Any]) -> nn.Module:
-    model = _model(about).build()
+def _trained(run: Path, about: RecipeRun) -> nn.Module:
+    model = about.text_model().build()
     load_weights(model, run)
     return model
 
 
-def _merged(run: Path, about: dict[str, Any]) -> nn.Module:
+def _merged(run: Path, about: RecipeRun) -> nn.Module:
     """The model with its adapters added to the weights."""
     from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-    found = _model(about, is_quantised=False)
+    found = about.text_model(is_quantised=False)
     model: Any = found.build()
-    if "quantization" not in about:
+    if about.quantization is None:
         load_weights(model, run)
     elif found.weights is None:
         raise UsageError(

@@ -185,7 +185,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", without_transformers)
     job = find_architecture("bert-base")
-    with pytest.raises(UsageError, match=r'bert-base is built with transformers.*pip install "brimful\[hf\]"'):
+    with pytest.raises(UsageError, match=r"bert-base is built with transformers.*pip install transformers"):
         job.model()
 
 
