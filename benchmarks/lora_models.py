@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import brimful as bf
+from brimful.recipes.adapters import quantise_linear_layers
 
 VOCABULARY = 512
 _SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
@@ -49,7 +50,6 @@ class Weights:
     """Whether the scales of 4-bit weights are quantised too."""
     is_prepared: bool = False
     """By `peft.prepare_model_for_kbit_training`, with gradient checkpointing."""
-    compute_dtype: torch.dtype = torch.float32
 
 
 WEIGHTS = {
@@ -59,9 +59,7 @@ WEIGHTS = {
     "nf4": Weights(quantised="nf4"),
     "nf4, double": Weights(quantised="nf4", is_double=True),
     "nf4, double, checkpointed": Weights(quantised="nf4", is_double=True, is_prepared=True),
-    "nf4, double, bf16": Weights(
-        dtype=torch.bfloat16, quantised="nf4", is_double=True, compute_dtype=torch.bfloat16
-    ),
+    "nf4, double, bf16": Weights(dtype=torch.bfloat16, quantised="nf4", is_double=True),
     "fp4": Weights(quantised="fp4"),
     "int8": Weights(quantised="int8"),
     "int8, checkpointed": Weights(quantised="int8", is_prepared=True),
@@ -82,41 +80,10 @@ def base_model(family: str) -> nn.Module:
 
 
 def quantise(model: nn.Module, weights: Weights) -> nn.Module:
-    """Linear layers but the last become bitsandbytes' quantised ones, as `from_pretrained` makes them."""
-    from transformers.pytorch_utils import Conv1D
-
-    kept = ("lm_head", "classifier", *(model._keep_in_fp32_modules or ()))  # T5's "wo"
-    for name, layer in list(model.named_modules()):
-        if type(layer) not in (nn.Linear, Conv1D) or name.rpartition(".")[2] in kept:
-            continue
-        weight = layer.weight.detach() if type(layer) is nn.Linear else layer.weight.detach().T.contiguous()
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, _quantised(weight, layer.bias, weights))
-    setattr(model, "is_loaded_in_8bit" if weights.quantised == "int8" else "is_loaded_in_4bit", True)
+    """Linear layers but the head become bitsandbytes' quantised ones."""
+    assert weights.quantised is not None
+    quantise_linear_layers(model, f"{weights.quantised}-dq" if weights.is_double else weights.quantised)
     return model
-
-
-def _quantised(weight: Tensor, bias: Tensor | None, weights: Weights) -> nn.Module:
-    from bitsandbytes.nn import Int8Params, Linear4bit, Linear8bitLt, Params4bit
-
-    rows, columns = weight.shape
-    made: Any
-    if weights.quantised == "int8":
-        made = Linear8bitLt(columns, rows, bias=bias is not None, has_fp16_weights=False)
-        made.weight = Int8Params(weight, has_fp16_weights=False, requires_grad=False)
-    else:
-        made = Linear4bit(columns, rows, bias=bias is not None, compute_dtype=weights.compute_dtype)
-        made.weight = Params4bit(
-            weight,
-            requires_grad=False,
-            compress_statistics=weights.is_double,
-            quant_type=weights.quantised or "nf4",
-            module=made,
-        )
-    if bias is not None:
-        made.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    quantised: nn.Module = made.to("cpu")
-    return quantised
 
 
 def adapted_model(family: str, weights: Weights, adapter: str = "lora") -> nn.Module:

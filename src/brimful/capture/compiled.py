@@ -24,7 +24,7 @@ from torch import nn
 from brimful.batches import own_part
 from brimful.capture.recording.lines import calling_line, defining_line
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.replaced import replaced
+from brimful.replaced import replaced
 
 
 class CompiledCode:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from brimful.capture.replaced import replaced
 from brimful.execution.attached import ATTRIBUTES
+from brimful.replaced import replaced
 
 
 @contextmanager

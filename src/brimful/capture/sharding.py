@@ -25,8 +25,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.replaced import replaced
 from brimful.errors import CaptureError
+from brimful.replaced import replaced
 from brimful.settings import Settings
 
 GATHERED = "gathered parameters"

@@ -135,20 +135,10 @@ def text_classification(
     with report_errors(as_json):
         from brimful import recipes
 
+        finish = _saving_pretrained(options.lora, merge_adapters)
         with busy("reading the texts"):
             job = recipes.text_classification(file, seed=training.seed, **arguments(options))
-        if merge_adapters and options.lora is None:
-            raise UsageError("--merge-adapters needs --lora; otherwise the trained model is whole.")
-        _train(
-            job,
-            context,
-            run,
-            planning,
-            training,
-            as_json,
-            usual_batch_size=_TASK_BATCH,
-            finish=partial(_save_pretrained, has_adapters=options.lora is not None, merge=merge_adapters),
-        )
+        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH, finish=finish)
 
 
 @train_app.command("language-model")
@@ -169,20 +159,10 @@ def language_model(
     with report_errors(as_json):
         from brimful import recipes
 
+        finish = _saving_pretrained(options.lora, merge_adapters)
         with busy("reading the texts"):
             job = recipes.language_model(*files, **arguments(options))
-        if merge_adapters and options.lora is None:
-            raise UsageError("--merge-adapters needs --lora; otherwise the trained model is whole.")
-        _train(
-            job,
-            context,
-            run,
-            planning,
-            training,
-            as_json,
-            usual_batch_size=_TASK_BATCH,
-            finish=partial(_save_pretrained, has_adapters=options.lora is not None, merge=merge_adapters),
-        )
+        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH, finish=finish)
 
 
 def _train(
@@ -257,6 +237,13 @@ def _train(
         raise typer.Exit(status[result.stopped_because])
     if ranks.is_first and finish is not None:
         finish(where)
+
+
+def _saving_pretrained(lora: str | None, merge_adapters: bool) -> Callable[[Path], None]:
+    """What is done with the run directory of a text recipe after training."""
+    if merge_adapters and lora is None:
+        raise UsageError("--merge-adapters needs --lora; otherwise the trained model is whole.")
+    return partial(_save_pretrained, has_adapters=lora is not None, merge=merge_adapters)
 
 
 def _save_pretrained(run: Path, *, has_adapters: bool, merge: bool) -> None:

@@ -25,6 +25,7 @@ from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_r
 from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
 from brimful.execution.update import ResumableUpdate
+from brimful.replaced import replace_attribute
 from brimful.results import Recovery
 
 Result = TypeVar("Result")
@@ -60,8 +61,8 @@ class LoopRecovery:
         of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
         self._parameters = tuple({id(p): p for p in (*model.parameters(), *of_optimizer)}.values())
         self._changes = ExitStack()
-        self._changes.callback(replaced(optimizer, "step", self._step_of(optimizer)))
-        self._changes.callback(replaced(optimizer, "zero_grad", self._zero_grad_of(optimizer)))
+        self._changes.callback(replace_attribute(optimizer, "step", self._step_of(optimizer)))
+        self._changes.callback(replace_attribute(optimizer, "zero_grad", self._zero_grad_of(optimizer)))
 
     def remove(self) -> None:
         """Restore the optimizer's `step`; calling it again does nothing."""
@@ -266,26 +267,3 @@ def _contents(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return _MISSING
-
-
-def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of an instance.
-
-    Args:
-        owner: The instance.
-        name: The attribute.
-        value: In its place.
-
-    Returns:
-        What restores it.
-    """
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-
-    def restore() -> None:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-
-    return restore

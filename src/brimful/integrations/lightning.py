@@ -24,12 +24,12 @@ from torch.utils.data import BatchSampler, DataLoader
 from brimful.api import plan as plan_job
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared
-from brimful.execution.loop_recovery import replaced
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import Plan
 from brimful.profiling.named_device import DeviceLike
+from brimful.replaced import replace_attribute
 from brimful.results import Recovery
 
 __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
@@ -219,8 +219,8 @@ class PlanCallback(Callback):
         def clip_retried(*args: Any, **kwargs: Any) -> None:
             prepared.retry(partial(clip, *args, **kwargs))
 
-        self._changes.callback(replaced(loop, "_make_closure", make_retried))
-        self._changes.callback(replaced(precision, "clip_gradients", clip_retried))
+        self._changes.callback(replace_attribute(loop, "_make_closure", make_retried))
+        self._changes.callback(replace_attribute(precision, "clip_gradients", clip_retried))
 
     def _remove(self) -> None:
         if self._prepared is not None:

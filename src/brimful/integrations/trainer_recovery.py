@@ -25,13 +25,14 @@ from transformers.trainer_pt_utils import nested_concat
 from brimful.batches import BatchLayout
 from brimful.errors import BatchError
 from brimful.execution.buffers import BufferSnapshot
-from brimful.execution.loop_recovery import completed_update, replaced
+from brimful.execution.loop_recovery import completed_update
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import IGNORED_LABEL
 from brimful.integrations.trainer_modules import TrainerState
+from brimful.replaced import replace_attribute
 from brimful.results import Recovery
 
 
@@ -68,18 +69,19 @@ class TrainerRecovery:
         self._couples = any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
         changes = ExitStack()
         fetch, train = trainer.get_batch_samples, trainer.training_step
-        changes.callback(replaced(trainer, "get_batch_samples", partial(self._get_batch_samples, fetch)))
-        changes.callback(replaced(trainer, "training_step", partial(self._training_step, train)))
+        get_batch_samples = partial(self._get_batch_samples, fetch)
+        changes.callback(replace_attribute(trainer, "get_batch_samples", get_batch_samples))
+        changes.callback(replace_attribute(trainer, "training_step", partial(self._training_step, train)))
         clip = trainer._clip_grad_norm
-        changes.callback(replaced(trainer, "_clip_grad_norm", partial(self._clip_grad_norm, clip)))
+        changes.callback(replace_attribute(trainer, "_clip_grad_norm", partial(self._clip_grad_norm, clip)))
         if trainer.accelerator.scaler is None:  # a scaler cannot step twice
-            changes.callback(replaced(optimizer, "step", self._resumable_step(optimizer)))
+            changes.callback(replace_attribute(optimizer, "step", self._resumable_step(optimizer)))
         return changes.close
 
     def watch_evaluation(self) -> Callable[[], None]:
         """Retry evaluation and prediction; returns what ends that."""
         own = self._trainer.prediction_step
-        return replaced(self._trainer, "prediction_step", partial(self._prediction_step, own))
+        return replace_attribute(self._trainer, "prediction_step", partial(self._prediction_step, own))
 
     def _resumable_step(self, optimizer: Optimizer) -> Callable[..., None]:
         """The optimizer's `step`, which is finished where memory runs out in it."""

@@ -174,8 +174,13 @@ def quantise_linear_layers(model: nn.Module, quantization: str) -> None:
 
 
 def _outside(model: Any) -> list[tuple[str, nn.Module]]:
-    """The parts of a model of transformers beside its `base_model`: the head."""
-    return [(name, part) for name, part in model.named_children() if part is not model.base_model]
+    """The parts of a model of transformers beside its `base_model`; of one without, the output layer."""
+    output = model.get_output_embeddings() if model.base_model is model else None
+    return [
+        (name, part)
+        for name, part in model.named_children()
+        if (part is output if model.base_model is model else part is not model.base_model)
+    ]
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -209,7 +214,8 @@ def _quantised(layer: nn.Module, quantization: str) -> nn.Module:
     made.weight = quantised_like(made, weight)
     if isinstance(layer.bias, Tensor):
         made.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
-    quantised: nn.Module = made.to(weight.device)
+    # a model that is captured is built on meta, where only a move to another device quantises
+    quantised: nn.Module = made.to("cpu" if weight.is_meta else weight.device)
     return quantised
 
 

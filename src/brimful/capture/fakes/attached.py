@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from brimful.capture.fakes.wrapper import Wrapper
-from brimful.capture.replaced import replaced
 from brimful.execution.attached import ATTRIBUTES, attached_views, is_of_library, public_attributes
+from brimful.replaced import replaced
 
 
 def add_attached(model: nn.Module, fakes: dict[int, Any], mode: FakeTensorMode, wrapper: Wrapper) -> None:

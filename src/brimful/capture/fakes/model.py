@@ -30,11 +30,11 @@ from brimful.capture.fakes.attached import (
 )
 from brimful.capture.fakes.cache import spanned_bytes
 from brimful.capture.fakes.wrapper import Wrapper
-from brimful.capture.replaced import replaced
 from brimful.capture.values.known import KnownValues
 from brimful.errors import CaptureError, UsageError
 from brimful.execution.attached import is_of_library, stay_trainable
 from brimful.job import Job
+from brimful.replaced import replaced
 from brimful.trace import Guess
 
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from brimful.capture.replaced import replaced
 from brimful.module_names import plain_namer
+from brimful.replaced import replaced
 from brimful.transforms.input_ops import InputOps, Made
 from brimful.transforms.segments import Call
 

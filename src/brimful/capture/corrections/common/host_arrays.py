@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from brimful.capture.corrections.cuda.device_calls import is_cuda
 from brimful.capture.corrections.rule import Rule
 from brimful.capture.fakes.batch import HOST_MARK
-from brimful.capture.replaced import replaced
+from brimful.replaced import replaced
 
 
 class HostArrays(Rule):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.capture.replaced import replaced
+from brimful.replaced import replaced
 
 _LARGEST_FUSED_ROWS = 1536
 _ALWAYS_FUSED_ROWS = 4

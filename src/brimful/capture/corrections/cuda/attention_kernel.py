@@ -13,7 +13,7 @@ from torch import Tensor
 from brimful.capture.corrections.cuda.attention_choice import AttentionBackend, AttentionCall, choose_backend
 from brimful.capture.corrections.cuda.versions import torch_version
 from brimful.capture.corrections.rule import Rule
-from brimful.capture.replaced import replaced
+from brimful.replaced import replaced
 
 # B batch, H heads, M query length, N key length, D head size.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
 from brimful.capture.recording.lines import is_users_own
-from brimful.capture.replaced import replaced
+from brimful.replaced import replaced
 from brimful.settings import Precision
 
 

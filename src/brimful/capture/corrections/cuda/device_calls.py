@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import GradScaler
 from brimful.capture.corrections.rule import Rule
 from brimful.capture.fakes.batch import HOST_MARK
 from brimful.capture.fakes.outside import is_real
-from brimful.capture.replaced import replaced
+from brimful.replaced import replaced
 from brimful.trace import Category
 
 

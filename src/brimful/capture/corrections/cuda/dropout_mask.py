@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from brimful.capture.corrections.rule import Rule
-from brimful.capture.replaced import replaced
+from brimful.replaced import replaced
 
 _DROPOUT = F.dropout
 
