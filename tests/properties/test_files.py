@@ -29,6 +29,7 @@ from brimful.prediction import Estimate
 from brimful.prediction.estimate import PhasePeak
 from brimful.profiling.calibrate import Calibration
 from brimful.profiling.cuda_context import KeptContext
+from brimful.recipes.pretrained import RecipeRun
 from brimful.results import (
     Comparison,
     DataLoading,
@@ -209,7 +210,8 @@ WRITTEN_AND_READ = (
     *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, Settings, UnitAction, ChunkedLoss),
     *(TrainingResult, StepRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
     *(SelfCorrection, BetterSettings, MeasuredChange, JobCalibration),
-    *(EquivalenceReport, Comparison, RunFile, Fallback, Calibration, Dispatch, RateCurve, KeptContext),
+    *(EquivalenceReport, Comparison, RunFile, Fallback, RecipeRun),
+    *(Calibration, Dispatch, RateCurve, KeptContext),
 )
 WRITTEN_ALONE = (
     *(Estimate, PhasePeak, HeldStorage, ModuleShare, FailedAllocation, AllocatorWhatIf, Correction),
