@@ -27,6 +27,8 @@ from brimful.settings import Settings
 from helpers.captured_jobs import CPU, capture, changed, job
 
 aten = torch.ops.aten
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 ONE_DNN = torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 # N samples, C channels, H height, W width
@@ -68,6 +70,12 @@ def predicted_and_measured(rules: tuple[type[Rule], ...], func: Any, args: tuple
         rule.after_op(func, args, {}, outputs)
     assert sum(tensor.untyped_storage().nbytes() for tensor in outputs) == held
     return sum(recorder.sizes), peak.peak_bytes - held
+
+
+def attention_gradient(x: Tensor) -> tuple[Any, ...]:
+    """The backward of attention, and its arguments, with a gradient that lies as `x` does."""
+    result, logsumexp = ATTENTION(x, x, x)
+    return ATTENTION_BACKWARD, x, x, x, x, result, logsumexp, 0.0, False
 
 
 OPS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
@@ -137,6 +145,12 @@ OPS: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     "complex to real": lambda x: (aten._fft_c2r.default, torch.complex(x, x), [3], 0, 14),
     "complex to real along rows": lambda x: (aten._fft_c2r.default, torch.complex(x, x), [2], 0, 22),
     "complex to real along both": lambda x: (aten._fft_c2r.default, torch.complex(x, x), [2, 3], 0, 14),
+    "attention": lambda x: (ATTENTION, x, x, x),
+    "attention, halves": lambda x: (ATTENTION, *[x.bfloat16()] * 3),
+    "attention, long": lambda x: (ATTENTION, *[x.repeat(1, 1, 70, 1)] * 3),
+    "attention, backward": attention_gradient,
+    "attention, backward, halves": lambda x: attention_gradient(x.bfloat16()),
+    "attention, backward, long": lambda x: attention_gradient(x.repeat(1, 1, 20, 1)),
     "distances": lambda x: (aten._euclidean_dist.default, torch.randn(200, 64), torch.randn(64, 64)),
 }  # fmt: skip
 

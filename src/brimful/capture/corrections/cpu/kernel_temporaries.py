@@ -20,6 +20,11 @@ _GRAIN_SIZE = 32768
 _SMALL_IMAGE = 128
 """Up to this height plus width an image is resized with its channels last. Source: torch
 aten/src/ATen/native/cpu/UpSampleKernel.cpp, _use_vectorized_kernel_cond_2d."""
+_ATTENTION_ROWS = ((768, 256), (192, 64), (0, 32))
+"""From this many queries on: queries in a block of attention."""
+_ATTENTION_COLUMNS = 512
+"""Keys in such a block. Source of both: torch aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+flash_attention_kernel_impl and flash_attention_backward_kernel_impl."""
 
 
 class KernelTemporaries(Rule):
@@ -121,6 +126,35 @@ def _transformed(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
     return 0 if is_one else x.nbytes
 
 
+def _attention(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
+    """For each thread one block of scores, its rows' maxima and sums, and its rows of the result."""
+    query, key = args[:2]
+    rows, columns = _attention_block(query, key)
+    in_float = rows * (columns + 2 + query.shape[-1])
+    return _for_each_thread(query, in_float, rows * columns)
+
+
+def _attention_backward(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
+    """A copy of the gradient (B, H, M, D) where its (B, M, H, D) is not contiguous; two blocks for each thread."""
+    grad, query, key = args[:3]
+    rows, columns = _attention_block(query, key)
+    copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes
+    return copy + _for_each_thread(query, 2 * rows * columns, 2 * rows * columns)
+
+
+def _attention_block(query: Tensor, key: Tensor) -> tuple[int, int]:
+    queries, keys = query.shape[2], key.shape[2]
+    rows = next(rows for least, rows in _ATTENTION_ROWS if queries >= least)
+    return min(rows, queries), min(_ATTENTION_COLUMNS, keys)
+
+
+def _for_each_thread(query: Tensor, in_float: int, in_half: int) -> int:
+    """Bytes of a buffer that accumulates, and of another in the query's type where that is of 16 bits."""
+    is_half = query.dtype.itemsize < torch.float32.itemsize
+    accumulated = in_float * max(query.dtype.itemsize, torch.float32.itemsize)
+    return torch.get_num_threads() * (accumulated + (in_half * query.dtype.itemsize if is_half else 0))
+
+
 def _first(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
     return args[0].nbytes
 
@@ -136,6 +170,8 @@ _TEMPORARIES: dict[Any, Callable[[tuple[Any, ...], list[Tensor]], int]] = {
     aten.index_put_.default: _index_put,
     aten._index_put_impl_.default: _index_put,
     aten._safe_softmax.default: _safe_softmax,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.roll.default: _roll,
     aten._euclidean_dist.default: _distances,
     aten.binary_cross_entropy_with_logits.default: _binary_cross_entropy_with_logits,
