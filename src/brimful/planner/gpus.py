@@ -20,6 +20,7 @@ from brimful.memory import replay_allocations
 from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, ScaledTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.status import reporting_part
 from brimful.trace import CUBLAS_WORKSPACE, Storage, Trace
 from brimful.trace.units import find_units
 
@@ -235,7 +236,11 @@ def survey_gpus(
             in_usual = _fit(_family_of(device, usual_base, capture, families, splitting), device)
         return replace(own, usual=_usual_of(in_usual, precision))
 
-    return tuple(fit(device) for device in devices)
+    fits = []
+    for number, device in enumerate(devices, start=1):
+        with reporting_part(f"{device.name}, {number} of {len(devices)}"):
+            fits.append(fit(device))
+    return tuple(fits)
 
 
 def _usual_of(fit: GpuFit, precision: Precision) -> UsualFit:
