@@ -1,6 +1,6 @@
 """Runs the scripts of docs/howto/own-loop.md as they are there, and watches their losses and their memory.
 
-`python -m helpers.own_loops FOLDER ddp fsdp2` runs scripts in a rank that torchrun launched.
+`own_loops_alone.py` has the same loops without brimful. `python -m helpers.own_loops FOLDER ddp fsdp2` runs scripts in a rank that torchrun launched.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from brimful.planner import Plan
 from brimful.profiling.cpu_memory import record_cpu_memory
 from brimful.profiling.peak import peak_of_cpu
 from brimful.replaced import replaced
@@ -51,11 +52,20 @@ class Ran:
     """What a script did on one rank."""
 
     losses: list[float] = field(default_factory=list)
-    """Of each time that all samples of the rank were seen, their mean loss."""
+    """Of each time that all samples of the rank were seen, their mean loss; of the GAN those of its last step."""
     peak_bytes: int = 0
     """Measured in step `WATCHED`."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Of the script, at its end."""
+
+
+    @property
+    def predicted_bytes(self) -> int:
+        """The peak that the page says to expect of the script."""
+        if "peaks" in self.variables:
+            return max(self.variables["peaks"])
+        plan: Plan = self.variables["plan"]
+        return plan.predicted_peak_allocated_bytes + self.variables.get("held", 0)
 
 
 def run(folder: Path, name: str) -> Ran:
@@ -69,7 +79,7 @@ def run(folder: Path, name: str) -> Ran:
         What it did.
     """
     ran = Ran(variables={"__name__": name})
-    with _in_folder(folder), ExitStack() as patches:
+    with in_folder(folder), ExitStack() as patches:
         watch = _Watch(ran)
         for shared in SHARED:
             module = importlib.import_module(shared)
@@ -77,6 +87,7 @@ def run(folder: Path, name: str) -> Ran:
         job = importlib.import_module("job")
         patches.enter_context(replaced(job, "loss_of", watch.recorded(job.loss_of)))
         exec(compile(scripts()[name], f"{name}.py", "exec"), ran.variables)
+    ran.losses = ran.losses or [float(loss) for loss in ran.variables.get("losses", ())]
     return ran
 
 
@@ -91,8 +102,8 @@ def _once(init_process_group: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextmanager
-def _in_folder(folder: Path) -> Iterator[None]:
-    """Within, the working directory and the first place of imports is a folder."""
+def in_folder(folder: Path) -> Iterator[None]:
+    """Within, the working directory and the first place of imports is a folder; its files are loaded again."""
     before = Path.cwd()
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -114,15 +125,23 @@ class _Watch:
         self._seen_samples, self._sum = 0, 0.0
 
     def watched(self, batches: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        """The same batches. Memory is recorded from the first on, so that whatever the loop frees is seen."""
+        """The same batches, and a record of the memory.
+
+        It begins before the first step, so that what LBFGS frees of its history is seen. On ranks it begins
+        with the watched one, as DDP frees buckets that it was made with.
+        """
 
         def iterate(samples: int, *rank: int) -> Iterator[Any]:
             self._batch_samples = samples
-            with record_cpu_memory() as cpu:
+            on_ranks = dist.is_initialized()
+            with ExitStack() as recording:
+                cpu = None if on_ranks else recording.enter_context(record_cpu_memory())
                 for number, batch in enumerate(batches(samples, *rank)):
                     if number == WATCHED:
+                        cpu = cpu or recording.enter_context(record_cpu_memory())
                         cpu.count_from_here()
                     yield batch
+            assert cpu is not None
             self._ran.peak_bytes = peak_of_cpu(cpu, {}, None).allocated_bytes
 
         return iterate
@@ -147,7 +166,7 @@ class _Watch:
 
 @dataclass(frozen=True, slots=True)
 class OnRank:
-    """What a script did on one of several ranks."""
+    """As `Ran`, of a script on one of several ranks."""
 
     losses: list[float]
     peak_bytes: int
@@ -186,12 +205,11 @@ def main() -> None:
     with replaced(dist, "init_process_group", _once(dist.init_process_group)):
         for name in names:
             ran = run(Path(folder), name)
-            plan = ran.variables["plan"]
             found[name] = OnRank(
                 losses=ran.losses,
                 peak_bytes=ran.peak_bytes,
-                predicted_bytes=plan.predicted_peak_allocated_bytes,
-                settings=plan.settings.describe(),
+                predicted_bytes=ran.predicted_bytes,
+                settings=ran.variables["plan"].settings.describe(),
             )
     text = json.dumps({name: asdict(ran) for name, ran in found.items()})
     (Path(folder) / f"rank{dist.get_rank()}.json").write_text(text, encoding="utf-8")
