@@ -41,6 +41,7 @@ def row_of(
     alone = losses_alone(folder, name)
     return {
         "script": name,
+        "shows": SCRIPTS[name],
         "settings": settings,
         "largest_loss_difference": max(abs(a - b) for a, b in zip(losses, alone, strict=True)),
         "predicted_peak_allocated_bytes": predicted_bytes,

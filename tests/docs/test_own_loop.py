@@ -14,8 +14,11 @@ from helpers.own_loops_alone import losses_alone
 ALONE, ON_RANKS = ("plain", "compiled", "lbfgs", "train_gan"), ("ddp", "fsdp2")
 OTHER_HALF_BYTES = 512 * (16 * 4 + 8)
 """A plan for ranks counts the global batch on each, as brimful's trainer reads it, and a script reads half."""
+BLOCK_BYTES = 4 * (2 * 128 * 512 + 512 + 128)
+"""gloo's threads may hold what they gathered a little longer than the caller waits: docs/explanation/ranks.md."""
 
-LONGEST_SCRIPT = 36
+MOST_LINES = {"lbfgs": 24}
+"""Of a script, where it has more than fifteen."""
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +40,16 @@ def ran_alone(folder: Path, name: str) -> Ran:
         return run(folder, name)
 
 
-def test_every_script_is_tested_and_short() -> None:
+def lines_of_code(script: str) -> int:
+    """Lines without blank ones, imports and the file's name."""
+    lines = [line for line in script.splitlines() if line.strip()]
+    return sum(not line.startswith(("import ", "from ", "# ")) for line in lines)
+
+
+def test_every_script_is_tested_and_has_about_fifteen_lines() -> None:
     assert scripts().keys() == {"job", "gan", "plans", *ALONE, *ON_RANKS}
-    assert max(len(scripts()[name].splitlines()) for name in (*ALONE, *ON_RANKS)) <= LONGEST_SCRIPT
+    for name in (*ALONE, *ON_RANKS):
+        assert lines_of_code(scripts()[name]) <= MOST_LINES.get(name, 15), name
 
 
 @pytest.mark.slow
@@ -61,4 +71,5 @@ def test_a_script_for_two_ranks(folder: Path, on_ranks: list[dict[str, OnRank]],
     mean = [sum(both) / 2 for both in zip(*(rank.losses for rank in ranks), strict=True)]
     assert mean == pytest.approx(losses_alone(folder, name), abs=1e-6)
     for rank in ranks:
-        assert rank.peak_bytes == pytest.approx(rank.predicted_bytes - OTHER_HALF_BYTES, rel=1e-3)
+        expected = rank.predicted_bytes - OTHER_HALF_BYTES
+        assert 0.999 * expected <= rank.peak_bytes <= 1.001 * expected + BLOCK_BYTES

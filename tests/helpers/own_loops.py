@@ -65,7 +65,7 @@ class Ran:
         if "peaks" in self.variables:
             return max(self.variables["peaks"])
         plan: Plan = self.variables["plan"]
-        return plan.predicted_peak_allocated_bytes + self.variables.get("held", 0)
+        return self.variables.get("predicted", plan.predicted_peak_allocated_bytes)
 
 
 def run(folder: Path, name: str) -> Ran:
