@@ -2,8 +2,8 @@
 
     python benchmarks/own_loops.py
 
-Each script runs as the page has it, DDP and FSDP2 on two ranks over gloo. Losses are compared with the same loop
-on whole batches in one process, without brimful. Peaks are the profiler's, of the third step.
+Each script runs as the page has it, DDP and FSDP2 on two ranks over gloo. Losses are compared with the same
+loop on whole batches in one process, without brimful. Peaks are the profiler's, of the third step.
 """
 
 from __future__ import annotations

@@ -28,7 +28,13 @@ from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/benchmarks.md", "docs/howto/frameworks.md", "docs/howto/own-loop.md", "docs/reference/jobs.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/howto/frameworks.md",
+    "docs/howto/own-loop.md",
+    "docs/reference/jobs.md",
+)
 BLOCK = re.compile(r"<!-- benchmarks/tables\.py: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 

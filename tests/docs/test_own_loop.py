@@ -15,7 +15,7 @@ ALONE, ON_RANKS = ("plain", "compiled", "lbfgs", "train_gan"), ("ddp", "fsdp2")
 OTHER_HALF_BYTES = 512 * (16 * 4 + 8)
 """A plan for ranks counts the global batch on each, as brimful's trainer reads it, and a script reads half."""
 BLOCK_BYTES = 4 * (2 * 128 * 512 + 512 + 128)
-"""gloo's threads may hold what they gathered a little longer than the caller waits: docs/explanation/ranks.md."""
+"""gloo's threads may hold what they gathered a little longer than the caller waits: `explanation/ranks.md`."""
 
 MOST_LINES = {"lbfgs": 24}
 """Of a script, where it has more than fifteen."""

@@ -1,6 +1,7 @@
 """Runs the scripts of docs/howto/own-loop.md as they are there, and watches their losses and their memory.
 
-`own_loops_alone.py` has the same loops without brimful. `python -m helpers.own_loops FOLDER ddp fsdp2` runs scripts in a rank that torchrun launched.
+`own_loops_alone.py` has the same loops without brimful. `python -m helpers.own_loops FOLDER ddp fsdp2` runs
+scripts in a rank that torchrun launched.
 """
 
 from __future__ import annotations
@@ -52,12 +53,11 @@ class Ran:
     """What a script did on one rank."""
 
     losses: list[float] = field(default_factory=list)
-    """Of each time that all samples of the rank were seen, their mean loss; of the GAN those of its last step."""
+    """Of each time that all samples of the rank were seen, their mean; of the GAN those of its last step."""
     peak_bytes: int = 0
     """Measured in step `WATCHED`."""
     variables: dict[str, Any] = field(default_factory=dict)
     """Of the script, at its end."""
-
 
     @property
     def predicted_bytes(self) -> int:
@@ -160,8 +160,6 @@ class _Watch:
             return value
 
         return compute
-
-
 
 
 @dataclass(frozen=True, slots=True)

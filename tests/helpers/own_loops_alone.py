@@ -43,7 +43,9 @@ def _trained(job: ModuleType, batches: list[tuple[Tensor, Tensor]]) -> list[floa
     return [_step(model, optimizer, job.loss_of, batch) for batch in batches]
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., Tensor], batch: Any) -> float:
+def _step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: Callable[..., Tensor], batch: Any
+) -> float:
     loss = loss_of(model, batch)
     loss.backward()
     optimizer.step()
