@@ -200,7 +200,10 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, *names = sys.argv[1:]
     found = {}
-    with replaced(dist, "init_process_group", _once(dist.init_process_group)):
+    with (
+        replaced(dist, "init_process_group", _once(dist.init_process_group)),
+        replaced(dist, "destroy_process_group", lambda: None),
+    ):
         for name in names:
             ran = run(Path(folder), name)
             found[name] = OnRank(
