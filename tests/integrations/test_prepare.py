@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.errors import UsageError
+from brimful.execution import in_force
 from brimful.execution.in_force import Prepared
 from brimful.settings import Action, Precision, Settings, UnitAction
 from helpers.faults import OutOfMemoryAt
@@ -113,6 +114,35 @@ def test_a_loop_of_fabric() -> None:
 def test_what_only_the_step_carries_out_is_refused(what: str) -> None:
     with pytest.raises(UsageError, match=f"{what} is carried out by the step of `bf.apply`"):
         bf.prepare(settings(**{what: True}), net())
+
+
+def test_a_loop_is_estimated_with_its_plan_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recomputes, and the allocator of this process stays as it is."""
+    configured: list[Settings] = []
+    monkeypatch.setattr(in_force, "set_up_allocator", lambda settings, _device: configured.append(settings))
+
+    def loop(units: tuple[UnitAction, ...]) -> Callable[[nn.Module, Iterable[tuple[Tensor, Tensor]]], None]:
+        def train(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+            optimizer = torch.optim.SGD(model.parameters())
+            bf.prepare(settings(units=units), model, optimizer)
+            for batch in batches:
+                loss_of(model, *batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return train
+
+    batch = (torch.randn(4096, 32), torch.randint(0, 5, (4096,)))
+    peaks = [
+        bf.estimate(
+            bf.Job(model=noisy, loss=loss_of, batch=batch, loop=loop(units)), "cpu", micro_batch_size=4096
+        ).predicted_peak_allocated_bytes
+        for units in (settings().units, ())
+    ]
+    assert peaks[0] < 0.9 * peaks[1]
+    assert not configured
+    bf.prepare(settings(), net())
+    assert configured
 
 
 def noisy() -> nn.Module:

@@ -1,4 +1,7 @@
-"""Settings in force on a model and its optimizer, for a loop that runs the steps itself."""
+"""Settings in force on a model and its optimizer, for a loop that runs the steps itself.
+
+Private torch API used here: `FakeTensor` (checked: torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
@@ -57,7 +61,8 @@ class Prepared:
         """The settings: divide each global batch into micro-batches of `settings.micro_batch_size`."""
         self._model, self._optimizer = model, None if optimizer is None else unwrapped(optimizer)
         self._recovery: LoopRecovery | None = None
-        set_up_allocator(settings, device_of(model))
+        if not _is_captured(model):  # an estimate leaves the process's allocator as it is
+            set_up_allocator(settings, device_of(model))
         self._changes = put_in_force(settings, model, self._optimizer)
         if watches and self._can_retry():
             self._watch()
@@ -134,6 +139,10 @@ def put_in_force(settings: Settings, model: nn.Module, optimizer: Optimizer | No
             check_gaps(optimizer)
         changes.callback(apply_units(model, settings).remove)
         return changes.pop_all()
+
+
+def _is_captured(model: nn.Module) -> bool:
+    return any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
 def _is_one_of_several() -> bool:
