@@ -26,6 +26,7 @@ from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_plan import AppliedPlan
+from brimful.integrations.trainer_sharding import parallelism_of, reshards_after_forward, shards
 from brimful.job import Job
 from brimful.options import PlanKeywords
 from brimful.planner import Plan
@@ -37,8 +38,10 @@ _OF_THE_TRAINER = {
     "precision": "bf16 or fp16 in TrainingArguments",
     "optimizer": "optim in TrainingArguments",
     "allow_optimizers": "optim in TrainingArguments",
-    "parallelism": "torchrun, which starts DDP",
-    "param_dtype": "torchrun, which starts DDP",
+    "parallelism": "fsdp in TrainingArguments, and torchrun, which starts DDP without it",
+    "param_dtype": "bf16 in TrainingArguments, which FSDP2 gathers parameters in",
+    "reshard_after_forward": "fsdp_config in TrainingArguments",
+    "offload_parameters": "fsdp_config in TrainingArguments",
 }
 """Options of a plan that the trainer decides, and where."""
 
@@ -100,7 +103,9 @@ def plan(
             raise UsageError(f"{name}={options[name]!r} is not supported in a Trainer.")  # type: ignore[literal-required]
     asked: PlanKeywords = {**options, "precision": precision_of(trainer), "offload_optimizer": False}
     if trainer.args.world_size > 1:
-        asked["parallelism"] = "ddp"
+        asked["parallelism"] = parallelism_of(trainer)
+    if shards(trainer):
+        asked["reshard_after_forward"] = reshards_after_forward(trainer)
     reason = why_not_divided(trainer)
     if reason is not None:
         asked["micro_batch_size"] = _undivided(trainer, options.get("micro_batch_size"), reason)
