@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
@@ -35,6 +36,23 @@ GATHERED = "gathered parameters"
 """Label of the memory of a unit's gathered parameters in a trace."""
 
 
+_CAPTURED = "brimful capture"
+"""Name of the process group and of the mesh of a capture, beside those of the process."""
+
+
+_in_process_group: ContextVar[bool] = ContextVar("in_process_group", default=False)
+
+
+@contextmanager
+def permitted_in_process_group() -> Iterator[None]:
+    """Within, a rank of a process group may capture FSDP2 on as many ranks; the others need not take part."""
+    token = _in_process_group.set(True)
+    try:
+        yield
+    finally:
+        _in_process_group.reset(token)
+
+
 @contextmanager
 def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
     """Within, this process is the first of the settings' ranks; the other ranks do not exist.
@@ -46,9 +64,14 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
         The device mesh of the ranks.
 
     Raises:
-        CaptureError: This process is in a process group of another size.
+        CaptureError: This process is in a process group, outside of `permitted_in_process_group`.
     """
     if dist.is_initialized():
+        if not _in_process_group.get() or settings.world_size != dist.get_world_size():
+            raise CaptureError(
+                "FSDP2 cannot be planned for inside a process group. Plan before it is made, in one process, "
+                "and train by the plan's file."
+            )
         with _fake_group_beside_others(settings.world_size) as mesh:
             yield mesh
         return
@@ -62,12 +85,6 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
 @contextmanager
 def _fake_group_beside_others(world_size: int) -> Iterator[DeviceMesh]:
     """A mesh of ranks that send nothing, in a process that is a rank itself; no other rank takes part."""
-    if world_size != dist.get_world_size():
-        raise CaptureError(
-            f"FSDP2 on {world_size} ranks cannot be planned for inside a process group of "
-            f"{dist.get_world_size()}. Plan before the group is made, in one process, and train by the plan's "
-            "file."
-        )
     ranks = list(range(world_size))
     group, _store = distributed_c10d._new_process_group_helper(
         world_size,
@@ -75,12 +92,13 @@ def _fake_group_beside_others(world_size: int) -> Iterator[DeviceMesh]:
         ranks,
         dist.Backend("fake"),
         FakeStore(),
-        "brimful capture",  # type: ignore[arg-type]  # a str by any name
+        _CAPTURED,  # type: ignore[arg-type]  # a str by any name
         timeout=timedelta(minutes=1),
     )
     distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in ranks}
     try:
-        yield DeviceMesh.from_group(group, "cpu")
+        # Its name keeps it apart from the real mesh: DTensor caches layouts by mesh, and equal ones are one.
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(_CAPTURED,))
     finally:
         dist.destroy_process_group(group)
 

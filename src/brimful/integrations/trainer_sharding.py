@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +109,19 @@ def sharding_notes(trainer: Trainer) -> tuple[str, ...]:
         return ()
     kind = str(policy.param_dtype).removeprefix("torch.")
     return (f"FSDP2 gathers parameters in {kind} and averages gradients in it, without autocast",)
+
+
+def reduce_each_micro_batch(trainer: Trainer) -> Callable[[], None]:
+    """Have FSDP2 average and shard gradients after each micro-batch; returns what undoes it.
+
+    Accelerate does so after the last micro-batch alone, and holds whole gradients of all parameters until then.
+    """
+    if not shards(trainer):
+        return lambda: None
+    options, name = trainer.accelerator.gradient_state.plugin_kwargs, "sync_each_batch"
+    before = options.get(name, False)
+    options[name] = True
+    return partial(options.update, {name: before})
 
 
 class _Whole:
