@@ -62,13 +62,13 @@ class AppliedPlan:
     def begin(self, model: nn.Module, optimizer: Any) -> None:
         """Put the plan's actions in force on the model and the optimizer that training begins with."""
         self.end()
-        settings, optimizer = self.plan.settings, unwrapped(optimizer)
+        settings, wrapper, optimizer = self.plan.settings, optimizer, unwrapped(optimizer)
         _disable_cache(model, self._trainer)
         module = trained_module(self._trainer, model)
         with ExitStack() as changes:
             changes.callback(Prepared(settings, module, optimizer).remove)
             if self._recovery is not None:
-                changes.callback(self._recovery.begin(module, optimizer))
+                changes.callback(self._recovery.begin(module, optimizer, wrapper))
             self._changes = changes.pop_all()
 
     def end(self) -> None:
