@@ -130,8 +130,9 @@ class Job:
     runs over a few batches of fake tensors to estimate, of real ones to measure; planning and training use
     brimful's own loop."""
     shard: Callable[[nn.Module, DeviceMesh], object] | None = None
-    """`shard(model, mesh)`: your own calls of `fully_shard` under FSDP2, the last one on the model itself, which
-    the loss then has to call. It also decides types and resharding. None shards the model's repeated blocks."""
+    """`shard(model, mesh)`: your own calls of `fully_shard` under FSDP2, the last one on the model itself,
+    which the loss then has to call. It decides types and resharding too. None shards the model's repeated
+    blocks."""
     data: Callable[[], Data] | None = None
     """Returns the training and validation data; only training needs it."""
     metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | float]] | None = None

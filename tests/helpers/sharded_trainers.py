@@ -22,14 +22,16 @@ class LongTexts(Texts):
     def __init__(self) -> None:
         super().__init__(64)
         generator = torch.Generator().manual_seed(1)
-        self.texts = [torch.randint(0, VOCABULARY, (LONGEST,), generator=generator).tolist() for _ in self.texts]
+        self.texts = [
+            torch.randint(0, VOCABULARY, (LONGEST,), generator=generator).tolist() for _ in self.texts
+        ]
 
 
 def sharded_trainer(folder: Path, model: nn.Module, **changes: Any) -> Trainer:
     """A trainer under FSDP2 on CPUs, in one of several processes.
 
-    Accelerate 1.15 leaves FSDP out where it calls its processes MULTI_CPU (state.py, `AcceleratorState`), and is
-    told another name here; torch's FSDP2 then runs on gloo as on GPUs.
+    Accelerate 1.15 leaves FSDP out where it calls its processes MULTI_CPU (state.py, `AcceleratorState`). With
+    another name torch's FSDP2 runs on gloo as on GPUs.
     """
     args = TrainingArguments(**arguments(folder, per_device_train_batch_size=4, fsdp=True, **changes))
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

@@ -107,11 +107,13 @@ def test_other_ways_to_shard_are_refused(
 def test_deepspeed_is_refused_with_the_nearest_way_out(tmp_path: Path) -> None:
     own = trainer(tmp_path)
     AcceleratorState._shared_state["distributed_type"] = DistributedType.DEEPSPEED
-    with pytest.raises(UsageError, match=r"DeepSpeed.* fsdp_config={\"version\": 2}.* parallelism='zero2'"):
+    with pytest.raises(UsageError, match=r"DeepSpeed.* fsdp_config={\"version\": 2}.* parallelism='zero3'"):
         bft.plan(own, "cpu")
 
 
-def test_a_plan_for_another_way_to_shard_is_not_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_another_way_to_shard_is_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = trainer(tmp_path)
     monkeypatch.setattr(type(own.args), "world_size", 2)
     settings = Settings(micro_batch_size=8, world_size=2, parallelism=Parallelism.FSDP2)

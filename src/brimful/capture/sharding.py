@@ -4,7 +4,8 @@ FSDP2 itself runs, on fake tensors and over torch's fake process group, which se
 ops is recorded too: it makes and frees room for gathered parameters by resizing their storage, and
 DTensor works out global shapes by running ops on fakes of its own, which no device does.
 
-Private torch APIs used here: `distributed_c10d._new_process_group_helper`, `torch.testing._internal.distributed.fake_pg`,
+Private torch APIs used here: `distributed_c10d._new_process_group_helper` and `_world`,
+`torch.testing._internal.distributed.fake_pg`,
 `torch.distributed.fsdp._fully_shard`, `alloc_storage`, `free_storage` and `FSDPParam`,
 `torch.distributed.tensor._sharding_prop.ShardingPropagator` (checked: torch 2.13, 2.11).
 """

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -44,7 +44,8 @@ class Sharded:
         shard: `Job.shard`, in place of `sharded_units`; then `compute` is to call the model itself.
 
     Raises:
-        UsageError: `shard` leaves out the model itself, blocks share parameters, or BatchNorm's would be of another type than its statistics.
+        UsageError: `shard` leaves out the model itself, blocks share parameters, or BatchNorm's would be of
+            another type than its statistics.
     """
 
     def __init__(
@@ -83,8 +84,7 @@ def _sharded_by_blocks(model: nn.Module, mesh: DeviceMesh, settings: Settings) -
         policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for unit in sharded_units(model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, **policies)
-    root: nn.Module = fully_shard(Around(model), mesh=mesh, **policies)
-    return root
+    return cast(nn.Module, fully_shard(Around(model), mesh=mesh, **policies))
 
 
 def _call_with(model: nn.Module, compute: Callable[[nn.Module], T]) -> T:

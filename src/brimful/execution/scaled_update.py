@@ -88,8 +88,8 @@ class ScaledUpdates:
 def replace_step(optimizer: Optimizer, wrapper: Any, step: Callable[..., Any]) -> Callable[[], None]:
     """Replace an optimizer's `step`, also where Accelerate calls it for a loss scaler.
 
-    Accelerate 1.15 puts a method of its own in its place for each update, and then the one that it found when it
-    wrapped the optimizer.
+    Accelerate 1.15 puts a method of its own in its place for each update, and afterwards the one that it found
+    when it wrapped the optimizer.
 
     Args:
         optimizer: The optimizer.

@@ -67,12 +67,15 @@ class TrainerRecovery:
         """Forward and backward of a micro-batch of the current step."""
 
     def begin(self, module: nn.Module, optimizer: Optimizer, wrapper: Any) -> Callable[[], None]:
-        """Watch a trainer's steps on what it trains; returns what ends that.
+        """Watch a trainer's steps on what it trains.
 
         Args:
             module: What it trains.
             optimizer: Not in a wrapper.
             wrapper: Accelerate's, of the optimizer.
+
+        Returns:
+            What ends that.
         """
         trainer = self._trainer
         self._module = module

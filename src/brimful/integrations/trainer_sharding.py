@@ -1,8 +1,8 @@
 """How a Transformers `Trainer` divides its model among processes: DDP, or FSDP2 as Accelerate lays it.
 
-Accelerate itself shards the captured model: transformer blocks, the embedding, and the last norm with the output
-layer are gathered as units of their own. Under mixed precision it gathers parameters in that type, averages
-gradients in it, and runs no autocast, so a plan for FSDP2 has the precision of the parameters.
+Accelerate itself shards the captured model: transformer blocks, the embedding, and the last norm with the
+output layer are gathered as units of their own. Under mixed precision it gathers parameters in that type,
+averages gradients in it, and runs no autocast, so a plan for FSDP2 has the precision of the parameters.
 
 Private API used here: `accelerate.utils.fsdp_utils.fsdp2_prepare_model` and `fsdp2_apply_ac`. Checked with
 accelerate 1.15 and transformers 5.23.
@@ -60,10 +60,10 @@ def check_parallelism(trainer: Trainer) -> None:
     kind = trainer.accelerator.distributed_type
     if trainer.args.deepspeed or kind == DistributedType.DEEPSPEED:
         raise UsageError(
-            "the trainer uses DeepSpeed, which makes an optimizer and a step of its own that cannot be captured. "
-            'Plan for TrainingArguments(fsdp=True, fsdp_config={"version": 2}), which divides parameters, '
-            "gradients and optimizer state as ZeRO 3 does; or train by `bf.fit` with parallelism='zero2' or "
-            "'zero3' and the job of `job(trainer)` of a trainer without deepspeed."
+            "the trainer uses DeepSpeed, whose engine cannot be captured and whose buckets its own "
+            'configuration decides. TrainingArguments(fsdp=True, fsdp_config={"version": 2}) divides '
+            "parameters, gradients and optimizer state as ZeRO 3 does, and is planned. Without deepspeed in the arguments, "
+            "`bf.plan(job(trainer), world_size=…, parallelism='zero3')` plans ZeRO as `bf.fit` trains it."
         )
     if kind == DistributedType.FSDP:
         _check_fsdp(trainer)
@@ -143,7 +143,9 @@ def _check_fsdp(trainer: Trainer) -> None:
     others = [name for name in _OTHER_DIMENSIONS if (getattr(dimensions, name, 1) or 1) > 1]
     reasons = {
         'FSDP1. Set fsdp_config={"version": 2}': plugin.fsdp_version != 2,
-        "FSDP2 with cpu_offload. Leave cpu_offload out of fsdp_config": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "FSDP2 with cpu_offload. Leave cpu_offload out of fsdp_config": isinstance(
+            plugin.cpu_offload, CPUOffloadPolicy
+        ),
         f"FSDP2 with {' and '.join(others)}. Leave them out of the ParallelismConfig": bool(others),
         "fp16 under FSDP2, whose loss scaler is not captured. Set bf16=True": bool(trainer.args.fp16),
         "FSDP2 and a reference model. Use precompute_ref_log_probs=True, or train by DDP": (

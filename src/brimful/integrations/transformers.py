@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from transformers import Trainer
@@ -160,10 +160,10 @@ def _of_the_first_process(trainer: Trainer, planned: Callable[[], Plan]) -> Plan
             except BaseException as error:
                 ranks.broadcast(BrimfulError(f"the first process cannot plan: {error!r}"))
                 raise
-        found = ranks.broadcast(found)
-    if isinstance(found, BrimfulError):
-        raise found
-    return found
+        shared = cast(Plan | BrimfulError, ranks.broadcast(found))
+    if isinstance(shared, BrimfulError):
+        raise shared
+    return shared
 
 
 def _without_asked_size(message: str, options: PlanKeywords) -> str:
