@@ -62,7 +62,7 @@ def check_parallelism(trainer: Trainer) -> None:
         raise UsageError(
             "the trainer uses DeepSpeed, whose engine cannot be captured and whose buckets its own "
             'configuration decides. TrainingArguments(fsdp=True, fsdp_config={"version": 2}) divides '
-            "parameters, gradients and optimizer state as ZeRO 3 does, and is planned. Without deepspeed in the arguments, "
+            "parameters, gradients and optimizer state as ZeRO 3 does, and is planned. Without deepspeed, "
             "`bf.plan(job(trainer), world_size=…, parallelism='zero3')` plans ZeRO as `bf.fit` trains it."
         )
     if kind == DistributedType.FSDP:
