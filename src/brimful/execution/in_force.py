@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
@@ -36,6 +37,7 @@ class Prepared:
         settings: Of a plan.
         model: The model, before or after it is wrapped.
         optimizer: An optimizer, also in the wrapper of Accelerate or Lightning; None leaves its implementation.
+        scaler: The loop's loss scaler for fp16; None takes that of Accelerate's wrapper.
         watches: Watch the optimizer's steps for `retry` from now on, not from its first call.
 
     Raises:
@@ -48,6 +50,7 @@ class Prepared:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
+        scaler: GradScaler | None = None,
         watches: bool = False,
     ) -> None:
         found = [name for name in _OF_THE_STEP if getattr(settings, name)]
@@ -60,6 +63,8 @@ class Prepared:
         self.settings = settings
         """The settings: divide each global batch into micro-batches of `settings.micro_batch_size`."""
         self._model, self._optimizer = model, None if optimizer is None else unwrapped(optimizer)
+        self._wrapper = optimizer
+        self._scaler: GradScaler | None = scaler or getattr(optimizer, "scaler", None)
         self._recovery: LoopRecovery | None = None
         if not _is_captured(model):  # an estimate leaves the process's allocator as it is
             set_up_allocator(settings, device_of(model))
@@ -90,7 +95,9 @@ class Prepared:
         again, once. An `optimizer.step` in which memory runs out is completed. The next call after
         `optimizer.step` or `optimizer.zero_grad` begins the next step.
 
-        With fp16, and with several processes, which would wait for each other, nothing is retried.
+        With fp16, divide the scaled gradients (`scaler.unscale_`) in an action or leave it to `scaler.step`;
+        without the loop's scaler nothing is retried. Nor is it with several processes, which would wait for
+        each other.
 
         Args:
             action: Runs forward and backward of a micro-batch, or clips gradients. It may run again later in
@@ -115,12 +122,19 @@ class Prepared:
         self._changes.close()
 
     def _can_retry(self) -> bool:
-        return self.settings.precision is not Precision.FP16 and not _is_one_of_several()
+        is_known = self.settings.precision is not Precision.FP16 or self._scaler is not None
+        return is_known and not _is_one_of_several()
 
     def _watch(self) -> LoopRecovery:
         if self._optimizer is None:
             raise UsageError("retry needs the optimizer: bf.prepare(plan, model, optimizer).")
-        self._recovery = LoopRecovery(self._model, self._optimizer, self.settings.micro_batch_size)
+        self._recovery = LoopRecovery(
+            self._model,
+            self._optimizer,
+            self.settings.micro_batch_size,
+            scaler=self._scaler,
+            wrapper=self._wrapper,
+        )
         self._changes.callback(self._recovery.remove)
         return self._recovery
 
