@@ -60,6 +60,13 @@ def test_memory_is_predicted_and_recomputation_trains_bit_for_bit(tmp_path: Path
     check_predicted_and_trained(partial(KINDS[kind], tmp_path, max_steps=2))
 
 
+def test_of_a_stream_the_first_samples_are_read(tmp_path: Path) -> None:
+    make = partial(sft, tmp_path, dataset=questions().to_iterable_dataset(), max_steps=2)
+    check_predicted_and_trained(make)
+    assert any("is a stream" in note for note in recomputing_plan(make()).notes)
+    assert bft.job(make()).batch(2)["input_ids"].shape == (2, LONGEST + 1)
+
+
 def test_planning_leaves_the_trainer_s_metrics_alone(tmp_path: Path) -> None:
     own = sft(tmp_path)
     recomputing_plan(own)

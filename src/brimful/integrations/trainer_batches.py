@@ -35,7 +35,8 @@ def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int],
     """Makes batches of the longest samples, with the trainer's collator.
 
     Args:
-        trainer: With a `train_dataset`, of which at most `MOST_SAMPLES_READ` samples are read, evenly spaced.
+        trainer: With a `train_dataset`, of which at most `MOST_SAMPLES_READ` samples are read, evenly spaced;
+            the first ones of a stream.
         longest: The sample to take instead.
 
     Returns:
@@ -55,6 +56,16 @@ def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int],
         return dict(collate([chosen[index % len(chosen)] for index in range(n)]))
 
     return batch
+
+
+def reading_notes(trainer: Trainer, longest: Any | None) -> tuple[str, ...]:
+    """What a plan says about the samples that its longest one was found among."""
+    if longest is not None or isinstance(trainer.train_dataset, Sized):
+        return ()
+    return (
+        f"the train_dataset is a stream: the longest of its first {MOST_SAMPLES_READ} samples is planned for. "
+        "If later ones are longer, pass plan(trainer, longest=…)",
+    )
 
 
 def layout_of_trainer(trainer: Trainer) -> BatchLayout:
@@ -108,7 +119,7 @@ def _sources_and_collator(trainer: Trainer) -> tuple[list[Any], _Collate]:
         raise UsageError("the trainer has no train_dataset, from which a plan takes its longest sample.")
     if is_of_sentence_transformers(trainer):  # its loader keeps all columns
         return (list(dataset.values()) if isinstance(dataset, dict) else [dataset]), collate
-    if type(dataset).__module__.startswith("datasets."):
+    if type(dataset).__module__.startswith("datasets.") and isinstance(dataset, Sized):
         return [trainer._remove_unused_columns(dataset, description="training")], collate
     return [dataset], trainer._get_collator_with_removed_columns(collate, description="training")
 

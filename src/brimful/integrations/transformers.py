@@ -27,6 +27,7 @@ from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
+from brimful.integrations.trainer_batches import reading_notes
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_plan import AppliedPlan
@@ -121,7 +122,7 @@ def plan(
     reason = why_not_divided(trainer)
     if reason is not None:
         asked["micro_batch_size"] = _undivided(trainer, options.get("micro_batch_size"), reason)
-    notes = sharding_notes(trainer)
+    notes = (*reading_notes(trainer, longest), *sharding_notes(trainer))
     if reason is not None:
         notes += (f"the batch is not divided: {reason}",)
 
