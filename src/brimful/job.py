@@ -192,8 +192,7 @@ class Job:
             )
         if self.summarize is not None and self.metrics is None:
             raise UsageError(
-                f"{self.name!r} has `summarize` and not `metrics`, whose means it is called with. Give both, or "
-                "none."
+                f"{self.name!r} has `summarize` and not `metrics`, whose means it takes. Give both or none."
             )
         self._check_loss()
 

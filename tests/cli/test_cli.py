@@ -452,7 +452,7 @@ OPTIONS = {
         *TRAIN, "--lora", "--quantize", "--merge-adapters",
         "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column",
         "--label-column", "--encoding", "--seq-len", "--balance-classes", "--validation-fraction",
-        "--bad-samples",
+        "--bad-samples", "--multi-label", "--label-separator", "--training-metrics",
     ],
     "train language-model": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",

@@ -259,6 +259,19 @@ BalanceClasses = Annotated[
     bool,
     typer.Option("--balance-classes", help="Weigh samples so that each class weighs the same."),
 ]
+MultiLabel = Annotated[
+    bool,
+    typer.Option(
+        "--multi-label", help="Texts have several labels, or none: a list in JSON, or names in a text."
+    ),
+]
+TrainingMetrics = Annotated[
+    bool,
+    typer.Option(
+        "--training-metrics",
+        help="At each validation also compute loss and metrics of training samples, as many as for validation.",
+    ),
+]
 ValidationFraction = Annotated[float, typer.Option(help="Part of the samples to validate with.")]
 TokenizerOption = Annotated[
     Path | None,
@@ -334,7 +347,12 @@ class TextClassificationOptions:
     sequence_length: Annotated[
         int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
     ] = 512
+    multi_label: MultiLabel = False
+    label_separator: Annotated[
+        str, typer.Option(help="Separates the labels of a text, with --multi-label.")
+    ] = ","
     balance_classes: BalanceClasses = False
+    training_metrics: TrainingMetrics = False
     validation_fraction: ValidationFraction = 0.1
     lora: LoraOption = None
     quantize: QuantizeOption = None

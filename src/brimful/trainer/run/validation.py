@@ -279,9 +279,9 @@ def _loss_and_metrics(job: Job, batch: Batch, model: nn.Module) -> tuple[Tensor,
 
 def _with_training_sample(validated: ValidationRecord, of_training: ValidationRecord) -> ValidationRecord:
     """A validation with the loss and metrics of training samples beside its own."""
-    added = {"loss": of_training.loss} | of_training.metrics
+    added = {"loss": of_training.loss, **of_training.metrics}
     return replace(
         validated,
-        metrics=validated.metrics | {f"training_{name}": value for name, value in added.items()},
+        metrics={**validated.metrics, **{f"training_{name}": value for name, value in added.items()}},
         seconds=validated.seconds + of_training.seconds,
     )
