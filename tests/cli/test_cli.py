@@ -454,6 +454,11 @@ OPTIONS = {
         "--label-column", "--encoding", "--seq-len", "--balance-classes", "--validation-fraction",
         "--bad-samples", "--multi-label", "--label-separator", "--training-metrics",
     ],
+    "train token-classification": [
+        *TRAIN, "--lora", "--quantize", "--merge-adapters",
+        "--model", "--tokenizer", "--validation-file", "--tokens-column", "--tags-column", "--encoding",
+        "--seq-len", "--training-metrics", "--validation-fraction", "--bad-samples",
+    ],
     "train language-model": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",
         "--model", "--tokenizer", "--text-column", "--encoding", "--seq-len", "--validation-fraction",

@@ -360,6 +360,30 @@ class TextClassificationOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenClassificationOptions:
+    """Options of `recipes.token_classification`, under the same names."""
+
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
+    ] = "bert-base"
+    tokenizer: TokenizerOption = None
+    validation_file: Annotated[
+        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
+    ] = None
+    tokens_column: Annotated[str, typer.Option(help="Name of the words in a table.")] = "tokens"
+    tags_column: Annotated[str, typer.Option(help="Name of their tags in a table.")] = "tags"
+    encoding: Encoding = "utf-8"
+    sequence_length: Annotated[
+        int, typer.Option("--seq-len", help="Most tokens of a sentence, a multiple of 8.", min=8)
+    ] = 512
+    training_metrics: TrainingMetrics = False
+    validation_fraction: ValidationFraction = 0.1
+    lora: LoraOption = None
+    quantize: QuantizeOption = None
+    bad_samples: BadSamplesOption = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelOptions:
     """Options of `recipes.language_model`, under the same names."""
 

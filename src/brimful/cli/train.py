@@ -22,6 +22,7 @@ from brimful.cli.options import (
     ModelOptions,
     RunOptions,
     TextClassificationOptions,
+    TokenClassificationOptions,
     TrainFlags,
     arguments,
     flattened,
@@ -138,6 +139,31 @@ def text_classification(
         finish = _saving_pretrained(options.lora, merge_adapters)
         with busy("reading the texts"):
             job = recipes.text_classification(file, seed=training.seed, **arguments(options))
+        _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH, finish=finish)
+
+
+@train_app.command("token-classification")
+@flattened
+def token_classification(
+    context: typer.Context,
+    file: Annotated[
+        Path,
+        typer.Argument(help="A .jsonl, .csv or .tsv file; or one of a word and its tag a line, as CoNLL-2003."),
+    ],
+    options: TokenClassificationOptions,
+    run: RunOptions,
+    planning: PlanOptions,
+    training: TrainFlags,
+    merge_adapters: MergeAdapters = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a classifier of words (named entities) on tagged sentences; --global-batch-size defaults to 32."""
+    with report_errors(as_json):
+        from brimful import recipes
+
+        finish = _saving_pretrained(options.lora, merge_adapters)
+        with busy("reading the sentences"):
+            job = recipes.token_classification(file, seed=training.seed, **arguments(options))
         _train(job, context, run, planning, training, as_json, usual_batch_size=_TASK_BATCH, finish=finish)
 
 
