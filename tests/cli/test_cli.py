@@ -459,6 +459,11 @@ OPTIONS = {
         "--model", "--tokenizer", "--validation-file", "--tokens-column", "--tags-column", "--encoding",
         "--seq-len", "--training-metrics", "--validation-fraction", "--bad-samples",
     ],
+    "train sentence-pairs": [
+        *TRAIN, "--lora", "--quantize", "--merge-adapters",
+        "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column", "--encoding",
+        "--seq-len", "--temperature", "--training-metrics", "--validation-fraction", "--bad-samples",
+    ],
     "train language-model": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",
         "--model", "--tokenizer", "--text-column", "--encoding", "--seq-len", "--validation-fraction",

@@ -384,6 +384,31 @@ class TokenClassificationOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SentencePairsOptions:
+    """Options of `recipes.sentence_pairs`, under the same names."""
+
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
+    ] = "bert-base"
+    tokenizer: TokenizerOption = None
+    validation_file: Annotated[
+        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
+    ] = None
+    text_column: Annotated[str, typer.Option(help="Name of the first texts.")] = "text"
+    pair_column: Annotated[str, typer.Option(help="Name of the second texts.")] = "pair"
+    encoding: Encoding = "utf-8"
+    sequence_length: Annotated[
+        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
+    ] = 128
+    temperature: Annotated[float, typer.Option(help="Divides the cosine similarities.")] = 0.05
+    training_metrics: TrainingMetrics = False
+    validation_fraction: ValidationFraction = 0.1
+    lora: LoraOption = None
+    quantize: QuantizeOption = None
+    bad_samples: BadSamplesOption = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModelOptions:
     """Options of `recipes.language_model`, under the same names."""
 

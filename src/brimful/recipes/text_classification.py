@@ -154,7 +154,7 @@ def text_classification(
     warn_without_validation(classes, _numbers(validation))
     task = _task(training, len(classes), multi_label=multi_label, balance_classes=balance_classes)
     measures_training = training_metrics and len(validation) > 0
-    longest = rounded_up(max(training.most_tokens, validation.most_tokens))
+    longest = rounded_up(max(training.most_tokens(), validation.most_tokens()))
     has_types = "token_type_ids" in training.padding
     vocab_size = found.tokenizer.vocab_size
 

@@ -114,7 +114,7 @@ def token_classification(
     if not len(training):
         raise UsageError(f"{file} has no words that the tokenizer has tokens of.")
     warn_without_validation(classes, sorted(_labels(validation)))
-    longest = rounded_up(max(training.most_tokens, validation.most_tokens))
+    longest = rounded_up(max(training.most_tokens(), validation.most_tokens()))
     measures_training = training_metrics and len(validation) > 0
 
     def make_samples(samples: int) -> Batch:

@@ -61,20 +61,20 @@ class TokenizedTexts:
         """A subset of the samples."""
         return replace(self, entries=[self.entries[index] for index in indices])
 
-    @property
-    def most_tokens(self) -> int:
-        """Number of tokens in the longest sample."""
-        return max(self._lengths(), default=0)
+    def most_tokens(self, name: str = "input_ids") -> int:
+        """Length of the longest entry of a name."""
+        return max(self.lengths(name), default=0)
 
-    def _lengths(self) -> list[int]:
-        name = next(iter(self.padding))
+    def lengths(self, name: str) -> list[int]:
+        """Length of the entry of a name of each sample."""
         return [len(entry[name]) for entry in self.entries]  # type: ignore[arg-type]
 
     def _tensor(self, name: str, part: NDArray[Any] | int) -> Any:
         return torch.as_tensor(part).long() if name in self.padding else part
 
     def _buckets(self, size: int, seed: int) -> LengthBuckets:
-        return LengthBuckets(self._lengths(), size, seed=seed)
+        lengths = torch.tensor([self.lengths(name) for name in self.padding]).sum(0)
+        return LengthBuckets(lengths, size, seed=seed)
 
 
 def rounded_up(tokens: int) -> int:
