@@ -446,7 +446,7 @@ OPTIONS = {
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set"],
     "train images": [
         *TRAIN, "--model", "--weights", "--augment", "--balance-classes", "--bad-samples", "--check-files",
-        "--image-size", "--validation-fraction", "--workers",
+        "--image-size", "--validation-fraction", "--workers", "--timm-transforms", "--training-metrics",
     ],
     "train text-classification": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",

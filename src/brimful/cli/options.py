@@ -292,6 +292,13 @@ class ImageOptions:
     ] = None
     image_size: Annotated[int, typer.Option(help="Pixels per side.", min=1)] = 224
     augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Crop and flip at random.")] = True
+    timm_transforms: Annotated[
+        bool,
+        typer.Option(
+            "--timm-transforms", help="Crop and augment as timm does for its model; needs torchvision."
+        ),
+    ] = False
+    training_metrics: TrainingMetrics = False
     balance_classes: BalanceClasses = False
     validation_fraction: ValidationFraction = 0.1
     bad_samples: BadSamplesOption = "refuse"

@@ -19,11 +19,12 @@ from brimful.models.checks import check_multiple
 from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSamples
 from brimful.recipes.checks import check_fraction, digest
+from brimful.recipes.choices import sample, split_at_random
 from brimful.recipes.heads import ENCODER
 from brimful.recipes.labelled_rows import contents, good_rows
 from brimful.recipes.rows import Row, read_rows
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up, sample_of, split_at_random
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
 
 # B pairs, T tokens, D model
 
@@ -140,7 +141,9 @@ def sentence_pairs(
         data=lambda: Data(
             train=training,
             validation=validation if len(validation) else None,
-            training_sample=sample_of(training, len(validation), seed) if measures_training else None,
+            training_sample=training.some(sample(len(training), len(validation), seed))
+            if measures_training
+            else None,
             longest=partial(_longest, training),
         ),
         metrics=retrieval,

@@ -18,6 +18,7 @@ from brimful.models.checks import check_multiple
 from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSamples
 from brimful.recipes.checks import check_fraction, digest
+from brimful.recipes.choices import sample, split_at_random
 from brimful.recipes.classes import (
     accuracy,
     balanced_weights,
@@ -43,7 +44,7 @@ from brimful.recipes.multi_label import (
 )
 from brimful.recipes.rows import Row, read_rows
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up, sample_of, split_at_random
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
 
 # B texts, T tokens, C classes
 
@@ -179,7 +180,9 @@ def text_classification(
         data=lambda: Data(
             train=training,
             validation=validation if len(validation) else None,
-            training_sample=sample_of(training, len(validation), seed) if measures_training else None,
+            training_sample=training.some(sample(len(training), len(validation), seed))
+            if measures_training
+            else None,
             longest=training.longest,
         ),
         metrics=task.metrics,

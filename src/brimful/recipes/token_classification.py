@@ -17,6 +17,7 @@ from brimful.models.checks import check_multiple
 from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSamples
 from brimful.recipes.checks import check_fraction, digest
+from brimful.recipes.choices import sample, split_at_random
 from brimful.recipes.classes import warn_without_validation
 from brimful.recipes.entities import IGNORED, count_labelled, tag_counts, tag_loss, tag_scores
 from brimful.recipes.heads import token_classifier
@@ -24,7 +25,7 @@ from brimful.recipes.labelled_rows import class_names, contents, good_rows, rows
 from brimful.recipes.rows import Row
 from brimful.recipes.tagged_text import read_tagged
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up, sample_of, split_at_random
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
 
 # B sentences, T tokens
 
@@ -136,7 +137,9 @@ def token_classification(
         data=lambda: Data(
             train=training,
             validation=validation if len(validation) else None,
-            training_sample=sample_of(training, len(validation), seed) if measures_training else None,
+            training_sample=training.some(sample(len(training), len(validation), seed))
+            if measures_training
+            else None,
             longest=training.longest,
         ),
         metrics=partial(tag_counts, logits_of=_logits, tags=classes),

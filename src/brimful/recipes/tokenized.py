@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from brimful.job import Batch
 from brimful.trainer.data.length_buckets import LengthBuckets, pad_batch
-from brimful.trainer.data.rng import generator_of
 
 # B texts, T tokens
 
@@ -87,34 +86,3 @@ def rounded_up(tokens: int) -> int:
         The next multiple of `MULTIPLE`.
     """
     return -(-tokens // MULTIPLE) * MULTIPLE
-
-
-def split_at_random(samples: int, fraction: float, seed: int) -> tuple[list[int], list[int]]:
-    """Split samples into training and validation sets.
-
-    Args:
-        samples: Number of samples.
-        fraction: Fraction for validation; rounded, but at least one of two samples.
-        seed: Seed of the random choice.
-
-    Returns:
-        The indices of the training and of the validation samples, ascending.
-    """
-    count = min(max(round(fraction * samples), 1), samples - 1)
-    order = torch.randperm(samples, generator=generator_of(seed)).tolist()
-    return sorted(order[count:]), sorted(order[:count])
-
-
-def sample_of(texts: TokenizedTexts, count: int, seed: int) -> TokenizedTexts:
-    """Samples of the training data to evaluate beside the validation data.
-
-    Args:
-        texts: The training data.
-        count: Number of samples, at most all of them.
-        seed: Seed of the random choice.
-
-    Returns:
-        A random subset, in order.
-    """
-    order = torch.randperm(len(texts), generator=generator_of(seed)).tolist()
-    return texts.some(sorted(order[:count]))
