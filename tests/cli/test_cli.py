@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -470,6 +472,27 @@ OPTIONS = {
         "--bad-samples",
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("record", "recipe"),
+    [
+        ("ImageOptions", "image_classification"),
+        ("TextClassificationOptions", "text_classification"),
+        ("TokenClassificationOptions", "token_classification"),
+        ("SentencePairsOptions", "sentence_pairs"),
+        ("LanguageModelOptions", "language_model"),
+    ],
+)
+def test_the_options_of_a_recipe_are_its_arguments_with_the_same_defaults(record: str, recipe: str) -> None:
+    from brimful import recipes
+    from brimful.cli import options
+
+    given = {field.name: field.default for field in fields(getattr(options, record))}
+    parameters = inspect.signature(getattr(recipes, recipe)).parameters.values()
+    taken = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    taken.pop("seed", None)
+    assert given == taken
 
 
 @pytest.mark.parametrize("command", OPTIONS)

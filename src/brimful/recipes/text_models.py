@@ -166,6 +166,11 @@ def _of_directory(
         )
     except Exception as error:  # transformers raises whatever its files lead to
         raise UsageError(f"{directory} has no configuration that transformers can read: {error}") from error
+    if head.peft_task == "FEATURE_EXTRACTION" and getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{directory} has an encoder and a decoder, and a text has no target to decode. Give an "
+            "encoder, such as one of BERT or XLM-RoBERTa, or a decoder."
+        )
     config.use_cache = False
     if head.num_labels is not None:
         config.num_labels = head.num_labels

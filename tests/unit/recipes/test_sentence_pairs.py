@@ -41,9 +41,9 @@ def test_pairs_are_learned_within_the_plan_and_written_as_an_encoder(tmp_path: P
     job = pairs(write_pairs(tmp_path / "pairs.csv"), bert, training_metrics=True)
     job = replace(job, optimizer=bf.named_optimizer("adamw", learning_rate=3e-3))
     plan = bf.plan(job, device="cpu", global_batch_size=12, micro_batch_size=4)
-    result = bf.Trainer(job, plan, epochs=12, run_dir=tmp_path / "run", show_progress=False).fit()
+    result = bf.Trainer(job, plan, epochs=6, run_dir=tmp_path / "run", show_progress=False).fit()
     first, last = result.validations[0], result.validations[-1]
-    assert last.metrics["training_loss"] < 0.8 * first.metrics["training_loss"]
+    assert last.metrics["training_loss"] < 0.9 * first.metrics["training_loss"]
     assert {"retrieval_accuracy", "training_retrieval_accuracy"} < set(last.metrics)
     assert result.measured_peak_allocated_bytes == pytest.approx(plan.predicted_peak_allocated_bytes, rel=0.02)
 
@@ -67,7 +67,7 @@ def test_micro_batches_are_contrasted_with_the_whole_batch_and_resumed(tmp_path:
 
     def train(samples: int, **options: Any) -> Any:
         settings = bf.Settings(micro_batch_size=samples, gradient_accumulation_steps=12 // samples)
-        return bf.Trainer(job, settings, device="cpu", epochs=2, show_progress=False, **options).fit()
+        return bf.Trainer(job, settings, device="cpu", epochs=1, show_progress=False, **options).fit()
 
     whole, split = train(12), train(3)
     assert split.losses == pytest.approx(whole.losses, rel=1e-4)
@@ -124,6 +124,14 @@ def test_no_batch_is_longer_than_the_one_that_is_tried_first(tmp_path: Path, ber
     longest = data.longest(1)  # type: ignore[misc, operator]
     for batch in data.train.batches(1, seed=0, epoch=1):  # type: ignore[union-attr]
         assert all(entry.shape[-1] <= longest[name].shape[-1] for name, entry in batch.items())
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    transformers.T5Config(vocab_size=264, d_model=16, num_layers=1, num_heads=2).save_pretrained(
+        tmp_path / "t5"
+    )
+    with pytest.raises(UsageError, match="has an encoder and a decoder"):
+        pairs(write_pairs(tmp_path / "pairs.csv"), tmp_path / "t5", tokenizer="bytes")
 
 
 def test_a_single_pair_and_a_wrong_temperature_are_refused(tmp_path: Path, bert: Path) -> None:

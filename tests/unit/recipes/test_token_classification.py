@@ -74,7 +74,7 @@ def test_a_run_in_micro_batches_and_resumed_is_the_same(tmp_path: Path, bert: Pa
 
     def train(samples: int, **options: Any) -> Any:
         settings = bf.Settings(micro_batch_size=samples, gradient_accumulation_steps=8 // samples)
-        return bf.Trainer(job, settings, device="cpu", epochs=2, show_progress=False, **options).fit()
+        return bf.Trainer(job, settings, device="cpu", epochs=1, show_progress=False, **options).fit()
 
     whole = train(8)
     split = train(2)
