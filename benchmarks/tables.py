@@ -28,7 +28,13 @@ from walk import BEFORE_COMMIT, WALK
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/benchmarks.md", "docs/howto/frameworks.md", "docs/reference/jobs.md")
+PAGES = (
+    "README.md",
+    "docs/benchmarks.md",
+    "docs/howto/frameworks.md",
+    "docs/howto/own-loop.md",
+    "docs/reference/jobs.md",
+)
 BLOCK = re.compile(r"<!-- benchmarks/tables\.py: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 
 
@@ -662,6 +668,21 @@ def framework_lines() -> Iterator[str]:
         )
 
 
+def own_loop_lines() -> Iterator[str]:
+    """The scripts of one's own loop."""
+    result = load("own_loops")
+    yield f"*{stamp(result)}*"
+    yield ""
+    yield "| script | settings | largest difference of a loss | predicted peak | measured peak | error |"
+    yield "|---|---|--:|--:|--:|--:|"
+    for row in result["rows"]:
+        yield (
+            f"| {row['shows']} | {row['settings']} | {row['largest_loss_difference']:.0e} "
+            f"| {format_bytes(row['predicted_peak_allocated_bytes'])} "
+            f"| {format_bytes(row['measured_peak_allocated_bytes'])} | {percent(row['peak_error_fraction'])} |"
+        )
+
+
 def plan_time_lines() -> Iterator[str]:
     """How long planning takes."""
     result = load("plan_speed")
@@ -757,6 +778,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "zero": zero_lines,
     "trainer": trainer_lines,
     "frameworks": framework_lines,
+    "own_loops": own_loop_lines,
     "self_correction": self_correction_lines,
     "faults": fault_lines,
     "attack": attack_lines,

@@ -27,11 +27,23 @@ A message says what was requested, what was found, why, and the nearest way out.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 class BrimfulError(Exception):
     """Base class of all errors that brimful raises on purpose."""
+
+    def __reduce__(self) -> tuple[Callable[..., BrimfulError], tuple[object, ...]]:
+        return _restored, (type(self), self.args, dict(vars(self)))
+
+
+def _restored(
+    kind: type[BrimfulError], arguments: tuple[object, ...], fields: dict[str, object]
+) -> BrimfulError:
+    """A pickled error, whose `__init__` takes other arguments than its message."""
+    error = kind.__new__(kind, *arguments)
+    vars(error).update(fields)
+    return error
 
 
 class UsageError(BrimfulError, ValueError):

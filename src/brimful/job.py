@@ -12,6 +12,7 @@ from brimful.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 Batch = Any
@@ -84,6 +85,7 @@ _FUNCTIONS = {
     "summarize": "summarize(means)",
     "split": "split(batch)",
     "collate": "collate(samples)",
+    "shard": "shard(model, mesh)",
 }
 """Fields of a job that are functions, and how they are called."""
 
@@ -131,6 +133,10 @@ class Job:
     alive, where it clears gradients, which optimizers it steps. `loss` and `optimizer` are then not used. It
     runs over a few batches of fake tensors to estimate, of real ones to measure; planning and training use
     brimful's own loop."""
+    shard: Callable[[nn.Module, DeviceMesh], object] | None = None
+    """`shard(model, mesh)`: your own calls of `fully_shard` under FSDP2, the last one on the model itself,
+    which the loss then has to call. It decides types and resharding too. None shards the model's repeated
+    blocks."""
     data: Callable[[], Data] | None = None
     """Returns the training and validation data; only training needs it."""
     metrics: Callable[..., Mapping[str, Tensor | float]] | None = None

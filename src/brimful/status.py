@@ -38,6 +38,7 @@ class _Display(Protocol):
 
 
 _current: ContextVar[_Display | None] = ContextVar("brimful_status", default=None)
+_part: ContextVar[str] = ContextVar("brimful_status_part", default="")
 
 
 def report(text: str) -> None:
@@ -48,7 +49,25 @@ def report(text: str) -> None:
     """
     display = _current.get()
     if display is not None:
-        display.update(text)
+        part = _part.get()
+        display.update(f"{part}: {text}" if part else text)
+
+
+@contextmanager
+def reporting_part(name: str) -> Iterator[None]:
+    """Within, what is reported begins with the part of the work that it belongs to.
+
+    Args:
+        name: Such as "GPU 3 of 82".
+
+    Yields:
+        Nothing.
+    """
+    token = _part.set(name)
+    try:
+        yield
+    finally:
+        _part.reset(token)
 
 
 @contextmanager

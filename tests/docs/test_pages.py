@@ -19,6 +19,8 @@ PAGES = sorted(
 )
 """`weights.md` needs a run for each of its examples: `test_weights.py`."""
 
+SCRIPT = re.compile(r"# \w+\.py\n")
+"""First line of a script by itself; those of `own-loop.md` run in `test_own_loop.py`."""
 FENCE = re.compile(r"^```(python|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 JOB = """
 import torch
@@ -60,7 +62,7 @@ def test_examples_run_and_print_what_is_shown(page: Path, capsys: pytest.Capture
         elif page.name == "tutorial.md" and not names:
             Path("job.py").write_text(block, encoding="utf-8")
             names["job"] = None
-        else:
+        elif not SCRIPT.match(block):
             capsys.readouterr()
             exec(compile(block, page.name, "exec"), names)
             printed = capsys.readouterr().out

@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import brimful as bf
@@ -70,13 +72,24 @@ def make_job(*, linear: bool) -> bf.Job:
     )
 
 
+def shard_by_hand(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Two blocks together, and all else with the model."""
+    for place in range(0, BLOCKS, 2):
+        fully_shard([model.blocks[place], model.blocks[place + 1]], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def trained(ways: tuple[Settings, ...]) -> dict[bool, list[tuple[list[float], int | None]]]:
-    """Losses and peak of each way, by whether there are linear layers alone; a validation is in between."""
+    """Losses and peak of each way, by whether there are linear layers alone; a validation is in between.
+
+    The last is the first way, sharded by hand.
+    """
     found: dict[bool, list[tuple[list[float], int | None]]] = {}
     for linear in (True, False):
         job = make_job(linear=linear)
-        for how in ways:
-            result = Trainer(job, how, epochs=2, device="cpu", show_progress=False, verify=False).fit()
+        by_hand = replace(job, shard=shard_by_hand)
+        for each, how in [*((job, way) for way in ways), (by_hand, ways[0])]:
+            result = Trainer(each, how, epochs=2, device="cpu", show_progress=False, verify=False).fit()
             losses = [step.loss for step in result.steps] + [each.loss for each in result.validations]
             found.setdefault(linear, []).append((losses, result.measured_peak_allocated_bytes))
     return found
@@ -106,9 +119,28 @@ def test_holding_gathered_parameters_changes_no_bit(by_ranks: list[Any], linear:
 @pytest.mark.slow
 @pytest.mark.parametrize("linear", [True, False])
 def test_updating_each_ranks_part_on_the_host_changes_no_bit(by_ranks: list[Any], linear: bool) -> None:
-    (plain, _), *_, (on_host, _), (offloaded, _) = by_ranks[0][linear]
+    (plain, _), *_, (on_host, _), (offloaded, _), _ = by_ranks[0][linear]
     assert on_host == plain
     assert offloaded == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("linear", [True, False])
+def test_the_job_s_own_calls_of_fully_shard_change_no_bit(by_ranks: list[Any], linear: bool) -> None:
+    (plain, _), *_, (by_hand, measured) = by_ranks[0][linear]
+    assert by_hand == plain
+    job = replace(make_job(linear=linear), shard=shard_by_hand)
+    trace = capture_step(job, FSDP2, resolve_device("cpu"), steps=1)
+    assert len(sent_bytes(trace, GATHERS)) == 1 + BLOCKS
+    predicted = estimate_trace(trace, resolve_device("cpu")).predicted_peak_allocated_bytes
+    parameters = sum(parameter.nbytes for parameter in Net(linear=linear).parameters())
+    assert 0.97 * predicted <= measured <= predicted + parameters
+
+
+def test_a_model_that_its_job_does_not_shard_is_refused() -> None:
+    job = replace(make_job(linear=True), shard=lambda model, mesh: fully_shard(model.head, mesh=mesh))
+    with pytest.raises(UsageError, match=r"Call it last, on the model that it is given"):
+        capture_step(job, FSDP2, resolve_device("cpu"))
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.errors import UsageError
+from brimful.execution import in_force
 from brimful.execution.in_force import Prepared
 from brimful.settings import Action, Precision, Settings, UnitAction
 from helpers.faults import OutOfMemoryAt
@@ -113,6 +114,35 @@ def test_a_loop_of_fabric() -> None:
 def test_what_only_the_step_carries_out_is_refused(what: str) -> None:
     with pytest.raises(UsageError, match=f"{what} is carried out by the step of `bf.apply`"):
         bf.prepare(settings(**{what: True}), net())
+
+
+def test_a_loop_is_estimated_with_its_plan_in_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It recomputes, and the allocator of this process stays as it is."""
+    configured: list[Settings] = []
+    monkeypatch.setattr(in_force, "set_up_allocator", lambda settings, _device: configured.append(settings))
+
+    def loop(units: tuple[UnitAction, ...]) -> Callable[[nn.Module, Iterable[tuple[Tensor, Tensor]]], None]:
+        def train(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+            optimizer = torch.optim.SGD(model.parameters())
+            bf.prepare(settings(units=units), model, optimizer)
+            for batch in batches:
+                loss_of(model, *batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        return train
+
+    batch = (torch.randn(4096, 32), torch.randint(0, 5, (4096,)))
+    peaks = [
+        bf.estimate(
+            bf.Job(model=noisy, loss=loss_of, batch=batch, loop=loop(units)), "cpu", micro_batch_size=4096
+        ).predicted_peak_allocated_bytes
+        for units in (settings().units, ())
+    ]
+    assert peaks[0] < 0.9 * peaks[1]
+    assert not configured
+    bf.prepare(settings(), net())
+    assert configured
 
 
 def noisy() -> nn.Module:
@@ -257,7 +287,74 @@ def test_an_optimizer_that_calls_its_closure_several_times_is_not_retried() -> N
         optimizer.step(lambda: prepared.retry(fails))
 
 
-def test_with_fp16_nothing_is_retried() -> None:
+def trained_scaled(fault: OutOfMemoryAt, kind: str) -> tuple[dict[str, Tensor], float, Prepared]:
+    """As `trained_with_retries`, in fp16: the loop unscales and clips, or the scaler alone unscales."""
+    model = noisy()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fused")
+    own, scaler = optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    if kind == "accelerate":
+        accelerate = pytest.importorskip("accelerate")
+        accelerate.Accelerator(cpu=True)
+        optimizer = accelerate.optimizer.AcceleratedOptimizer(optimizer, scaler=scaler)
+    prepared = bf.prepare(
+        settings(precision=Precision.FP16, units=()),
+        model,
+        optimizer,
+        scaler=None if kind == "accelerate" else scaler,
+    )
+
+    def forward_backward(part: tuple[Tensor, Tensor]) -> None:
+        with torch.autocast("cpu", torch.float16):
+            loss = loss_of(model, *part)
+        scaler.scale(loss / (SAMPLES // MICRO)).backward()
+
+    def unscale_and_clip() -> None:
+        scaler.unscale_(own)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    for number, (x, y) in enumerate(batches()):
+        parts = list(zip(x.split(MICRO), y.split(MICRO), strict=True))
+        if number == 2:
+            fault.__enter__()
+        for part in parts:
+            prepared.retry(forward_backward, part)
+        if kind == "clipped":
+            prepared.retry(unscale_and_clip)
+        if kind == "accelerate":
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if number == 2:
+            fault.__exit__(None, None, None)
+        optimizer.zero_grad()
+    prepared.remove()
+    assert not {"step", "update"} & set(vars(scaler))
+    return model.state_dict(), scaler.get_scale(), prepared
+
+
+@pytest.mark.parametrize("kind", ["clipped", "plain", "fused", "accelerate"])
+def test_memory_may_run_out_in_a_step_of_fp16(kind: str) -> None:
+    """At ops spread over the step, and at each near those of the scaler."""
+    counting = OutOfMemoryAt()
+    expected, scale, _ = trained_scaled(counting, kind)
+    assert scale == 2.0**9  # it grew, so the scaler was in force
+    ops = counting.ops
+    of_scaler = [place for place, name in enumerate(ops) if name.startswith("aten._amp")]
+    assert len(of_scaler) == 2
+    near = {place + shift for place in of_scaler for shift in range(-3, 4)}
+    for number in sorted(near | set(range(0, len(ops), len(ops) // 8))):
+        if number >= len(ops) or ops[number].startswith("profiler."):
+            continue
+        fault = OutOfMemoryAt(number)
+        found, its_scale, prepared = trained_scaled(fault, kind)
+        assert fault.raised == 1
+        assert its_scale == scale
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), ops[number]
+        assert len(prepared.recoveries) <= 1
+
+
+def test_with_fp16_and_without_the_scaler_nothing_is_retried() -> None:
     loop = Loop(precision=Precision.FP16)
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\."):
         loop.prepared.retry(loop.failing(1))

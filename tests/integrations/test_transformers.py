@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers import (
 import brimful as bf
 import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
-from brimful.settings import Action
+from brimful.settings import Action, Settings, UnitAction
 from helpers.faults import OutOfMemoryAt
 from helpers.torchrun import result_of_two_ranks
 from helpers.trainers import LONGEST, During, Texts, arguments, gpt2, losses, pad, train, trainer, weights
@@ -332,6 +333,7 @@ def test_a_lora_adapter_trains_as_without_a_plan(tmp_path: Path) -> None:
 RANK = """
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import brimful.integrations.transformers as bft
 from helpers.trainers import gpt2, losses, train, trainer
@@ -352,3 +354,57 @@ def test_two_processes_train_the_same_batch(tmp_path: Path, size: int) -> None:
     alone = result_of_two_ranks(tmp_path, RANK, str(tmp_path), str(size), "alone")
     planned = result_of_two_ranks(tmp_path, RANK, str(tmp_path), str(size), "planned")
     assert planned == pytest.approx(alone, rel=1e-4)
+
+
+def scaled_trainer(folder: Path, **changes: Any) -> tuple[Trainer, torch.amp.GradScaler]:
+    """A trainer in fp16, with the loss scaler that Accelerate makes on GPUs alone."""
+    own = trainer(folder, fp16=True, **changes)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    own.accelerator.scaler, own.accelerator.native_amp = scaler, True
+    return own, scaler
+
+
+def train_scaled(folder: Path, context: Any, implementation: str) -> tuple[Trainer, float, Any]:
+    own, scaler = scaled_trainer(folder, callbacks=[During(2, context)])
+    units = tuple(UnitAction(fqn=f"transformer.h.{block}", action=Action.RECOMPUTE) for block in range(4))
+    settings = Settings(
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+        precision="fp16",
+        units=units,
+        optimizer_implementation=implementation,
+    )
+    plan: Any = SimpleNamespace(settings=settings)
+    applied = bft.apply(plan, own, report=False)
+    train(own)
+    applied.remove()
+    assert "step" not in vars(scaler)
+    return own, scaler.get_scale(), applied
+
+
+@pytest.mark.parametrize(("implementation", "points"), [("for-loop", 6), ("fused", 3)])
+def test_memory_may_run_out_in_the_update_of_fp16(tmp_path: Path, implementation: str, points: int) -> None:
+    """In forward and backward, and from where gradients are unscaled to where the scale changes."""
+    counting = OutOfMemoryAt()
+    calm, scale, _ = train_scaled(tmp_path, counting, implementation)
+    assert scale == 2.0**10  # it grew twice, so the scaler was in force
+    ops = counting.ops
+    unscaling = ops.index("aten._amp_foreach_non_finite_check_and_unscale_.default")
+    assert ops[-1] == "aten._amp_update_scale_.default"
+    update = range(unscaling - 2, len(ops))
+    places = {unscaling // 2, *update[:5], *update[5 :: len(update) // points], *update[-2:]}
+    for number in sorted(place for place in places if not ops[place].startswith("profiler.")):
+        fault = OutOfMemoryAt(number)
+        own, its_scale, applied = train_scaled(tmp_path, fault, implementation)
+        assert fault.raised == 1
+        assert its_scale == scale, ops[number]
+        assert_same(own, calm, exactly=True)
+        assert len(applied.recoveries) <= 1
+
+
+def test_an_update_of_fp16_in_which_memory_runs_out_twice_ends_before_it(tmp_path: Path) -> None:
+    fault = OutOfMemoryAt(fails=lambda name, _args: name.startswith("aten._amp_foreach_non_finite"))
+    with pytest.raises(torch.OutOfMemoryError, match="ran out twice while gradients are clipped"):
+        train_scaled(tmp_path, fault, "for-loop")
+    fault.__exit__(None, None, None)
+    assert fault.raised == 2

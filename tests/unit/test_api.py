@@ -398,3 +398,34 @@ def test_arguments_in_another_order_are_told() -> None:
         bf.apply(job, settings, model, optimizer)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"order is fit\(job, plan\)"):
         bf.fit(settings, job)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_under_ddp_a_step_reduces_gradients_once(tmp_path: Path, is_static: bool) -> None:
+    """With a static graph, in which DDP refuses `no_sync`, once for each micro-batch; the weights are equal."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        job = stack_job()
+        settings = bf.Settings(micro_batch_size=4, gradient_accumulation_steps=3)
+        trained = [job.model(), job.model()]
+        trained[1].load_state_dict(trained[0].state_dict())
+        wrapped = nn.parallel.DistributedDataParallel(trained[1], static_graph=is_static)
+        reduced = []
+
+        def note(_state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, not their text
+            reduced.append(bucket.is_last())
+            done = torch.futures.Future[Tensor]()
+            done.set_result(bucket.buffer())
+            return done
+
+        wrapped.register_comm_hook(None, note)
+        batch = job.batch(12)
+        for model in (trained[0], wrapped):
+            step = bf.apply(settings, job, model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                step(batch)
+        assert sum(reduced) == 2 * (3 if is_static else 1)
+        torch.testing.assert_close(trained[1].state_dict(), trained[0].state_dict())
+    finally:
+        distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import brimful as bf
-from brimful.errors import BatchError, BrimfulError, LossError, UsageError
+from brimful.errors import BatchError, BrimfulError, InfeasibleError, LossError, UnknownNameError, UsageError
 
 # B batch, D width
 
@@ -243,3 +244,17 @@ def test_a_loss_with_other_arguments_is_refused_with_how_it_is_called() -> None:
             loss=lambda model, batch: model(batch).sum(),
             batch=lambda n: None,
         )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InfeasibleError("nothing fits", budget_bytes=3, smallest_peak_bytes=5),
+        UnknownNameError("device", "RTX 390", ["RTX 3090"]),
+        UsageError("odd"),
+    ],
+)
+def test_errors_can_be_sent_to_other_processes(error: BrimfulError) -> None:
+    """Their `__init__` takes other arguments than the message."""
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))

@@ -15,6 +15,7 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Data, Job
 from brimful.optimizers import (
     has_implementation,
+    kept_implementation,
     make_optimizer,
     named_optimizer,
     optimizer_names,
@@ -468,3 +469,23 @@ def test_a_sparse_embedding_that_is_not_trained_is_accepted() -> None:
     job = make_job(model=model, optimizer="sgd")
     assert bf.estimate(job, "cpu", micro_batch_size=8).predicted_peak_allocated_bytes > 0
     assert bf.measure(job, Settings(micro_batch_size=8), "cpu").measured_peak_allocated_bytes > 0
+
+
+def test_a_fused_optimizer_that_is_changed_steps_under_a_loss_scaler() -> None:
+    """A scaler leaves the check for infinity to an optimizer that was made fused; a for-loop refuses it."""
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)
+    restore = kept_implementation(optimizer)
+    set_implementation(optimizer, OptimizerImplementation.FOR_LOOP)
+    scaler = torch.amp.GradScaler("cpu")
+    before = layer.weight.detach().clone()
+    for _ in range(2):  # the second as it was made
+        scaler.scale(layer(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert not torch.equal(layer.weight, before)
+        before = layer.weight.detach().clone()
+        restore()
+    assert optimizer.param_groups[0]["fused"]
+    assert vars(optimizer)["_step_supports_amp_scaling"]

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from brimful import status
-from brimful.status import busy, report
+from brimful.status import busy, report, reporting_part
 
 
 def test_in_a_log_a_line_says_what_is_being_done(
@@ -17,6 +17,20 @@ def test_in_a_log_a_line_says_what_is_being_done(
     with busy("planning"), busy("estimating"):
         report("capturing [red] micro-batches")
     assert capsys.readouterr().err == "planning: capturing [red] micro-batches (0 s)\n"
+
+
+def test_a_part_of_the_work_is_named_before_what_happens_in_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "SECONDS_BETWEEN_LINES", 0.0)
+    with busy("comparing GPUs"):
+        with reporting_part("L4, 2 of 3"):
+            report("capturing")
+        report("writing")
+    assert capsys.readouterr().err.splitlines() == [
+        "comparing GPUs: L4, 2 of 3: capturing (0 s)",
+        "comparing GPUs: writing (0 s)",
+    ]
 
 
 def test_what_is_quick_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -248,10 +247,13 @@ def gpus(
             "sorting by cost takes prices of the GPUs that are compared: prices={…}, --prices FILE."
         )
     with ExitStack() as opened:
+        on: dict[Device, CachedCapture] = {}
 
-        @functools.cache
         def capture_on(device: Device) -> CachedCapture:
-            return opened.enter_context(CachedCapture(job, device))
+            if device not in on:
+                first = next(iter(on.values()), None)
+                on[device] = opened.enter_context(CachedCapture(job, device, like=first))
+            return on[device]
 
         fits = survey_gpus(
             lambda settings, device: capture_on(device)(settings),

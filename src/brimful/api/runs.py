@@ -9,6 +9,7 @@ from typing import Unpack
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from brimful import profiling
@@ -118,7 +119,13 @@ def apply(
     )
 
 
-def prepare(plan: Plan | Settings, model: nn.Module, optimizer: Optimizer | None = None) -> Prepared:
+def prepare(
+    plan: Plan | Settings,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    scaler: GradScaler | None = None,
+) -> Prepared:
     """Put a plan in force on a model, for a training loop that runs the steps itself.
 
     It applies what concerns the model and the optimizer: recomputed and offloaded units, chunked loss, memory
@@ -132,6 +139,8 @@ def prepare(plan: Plan | Settings, model: nn.Module, optimizer: Optimizer | None
         model: Changed in place until `remove()`; before or after Accelerate, Lightning, DDP or FSDP2 wrap it.
         optimizer: Over its parameters, also as wrapped by Accelerate or Lightning. None keeps its
             implementation.
+        scaler: The loop's `torch.amp.GradScaler` under fp16, for `Prepared.retry`; None takes the scaler of an
+            optimizer that Accelerate wrapped.
 
     Returns:
         What is in force: `remove()` undoes it.
@@ -141,7 +150,8 @@ def prepare(plan: Plan | Settings, model: nn.Module, optimizer: Optimizer | None
             host, or ZeRO, which only `apply` or `fit` carry out.
         UnknownNameError: The plan names a unit that the model does not have.
     """
-    return Prepared(settings_of(plan, order="prepare(plan, model, optimizer)"), model, optimizer)
+    settings = settings_of(plan, order="prepare(plan, model, optimizer)")
+    return Prepared(settings, model, optimizer, scaler=scaler)
 
 
 @busy("measuring")

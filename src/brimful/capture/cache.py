@@ -26,9 +26,11 @@ class CachedCapture:
     Args:
         job: The job to capture.
         device: The target device, whose choice of kernels the captures follow.
+        like: Captures of the same job on another device. Blocks that repeat there are captured once here too,
+            without a whole capture to check that.
     """
 
-    def __init__(self, job: Job, device: Device) -> None:
+    def __init__(self, job: Job, device: Device, like: CachedCapture | None = None) -> None:
         job = replace(job, loop=None)
         self._capture = CautiousCapture(job, device)
         self._updates = SharedUpdates(job, device)
@@ -37,6 +39,8 @@ class CachedCapture:
             lambda settings, shortening: capture_short_step(job, settings, device, shortening),
         )
         self._repeated = RepeatedBlocks(short)
+        if like is not None and self._repeated.learn_from(like._repeated):
+            self._updates.permit_short()
         self._traces: dict[tuple[Settings, int], Trace] = {}
         self._exit = ExitStack()
 

@@ -23,7 +23,7 @@ from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.recording.recorder import Recorder
 from brimful.errors import BrimfulError
 from brimful.module_names import plain_modules, plain_namer, unwrapped
-from brimful.settings import Action, Precision, Settings, Span, has_input_ops
+from brimful.settings import Action, Settings, Span, has_input_ops
 from brimful.trace import Phase, Trace
 from brimful.trace.block_regions import ShortRow
 from brimful.trace.repeated import Counts, with_all_blocks
@@ -130,6 +130,11 @@ class RepeatedBlocks:
         self._rows: tuple[tuple[str, ...], ...] | None = None
         """Blocks that ran alike in the first capture; None before they are looked for."""
 
+    def learn_from(self, other: RepeatedBlocks) -> bool:
+        """Take the rows that captures of the same job on another device found; False if it has found none."""
+        self._rows = other._rows
+        return bool(self._rows and other._captures)
+
     def learn(self, settings: Settings, trace: Trace) -> None:
         """Take a whole capture to look for repeated blocks in, if it is the first that may show them."""
         if self._first is None and _may_be_short(settings) and _shows_all(trace):
@@ -137,9 +142,11 @@ class RepeatedBlocks:
 
     def captured(self, settings: Settings) -> Trace | None:
         """A step captured short; None where it must be captured whole."""
-        if self._first is None or not _may_be_short(settings):
+        if not _may_be_short(settings):
             return None
         if self._rows is None:
+            if self._first is None:
+                return None
             first, whole = self._first
             self._rows = tuple(rows_of_alike_blocks(whole))
             while self._captures and self._rows and self._captured(first) != whole:
@@ -251,7 +258,6 @@ def _may_be_short(settings: Settings) -> bool:
     return (
         settings.world_size == 1
         and not settings.optimizer_in_backward
-        and settings.precision is not Precision.FP16
         and not any(unit.action is Action.NEST or has_input_ops(unit.fqn) for unit in settings.units)
     )
 

@@ -186,7 +186,7 @@ class CaptureSession:
                 mesh = stack.enter_context(fake_ranks(settings))
                 stack.enter_context(sharding_recorded(recorder, settings))
                 with self._mode:
-                    sharded = Sharded(self._model, mesh, settings)
+                    sharded = Sharded(self._model, mesh, settings, self._job.shard)
             yield sharded
 
     @contextmanager

@@ -4,7 +4,8 @@ FSDP2 itself runs, on fake tensors and over torch's fake process group, which se
 ops is recorded too: it makes and frees room for gathered parameters by resizing their storage, and
 DTensor works out global shapes by running ops on fakes of its own, which no device does.
 
-Private torch APIs used here: `torch.testing._internal.distributed.fake_pg`,
+Private torch APIs used here: `distributed_c10d._new_process_group_helper` and `_world`,
+`torch.testing._internal.distributed.fake_pg`,
 `torch.distributed.fsdp._fully_shard`, `alloc_storage`, `free_storage` and `FSDPParam`,
 `torch.distributed.tensor._sharding_prop.ShardingPropagator` (checked: torch 2.13, 2.11).
 """
@@ -13,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_param as fsdp_parameters
 import torch.distributed.fsdp._fully_shard._fsdp_param_group as fsdp_groups
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -33,6 +37,23 @@ GATHERED = "gathered parameters"
 """Label of the memory of a unit's gathered parameters in a trace."""
 
 
+_CAPTURED = "brimful capture"
+"""Name of the process group and of the mesh of a capture, beside those of the process."""
+
+
+_in_process_group: ContextVar[bool] = ContextVar("in_process_group", default=False)
+
+
+@contextmanager
+def permitted_in_process_group() -> Iterator[None]:
+    """Within, a rank of a process group may capture FSDP2 on as many ranks; the others need not take part."""
+    token = _in_process_group.set(True)
+    try:
+        yield
+    finally:
+        _in_process_group.reset(token)
+
+
 @contextmanager
 def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
     """Within, this process is the first of the settings' ranks; the other ranks do not exist.
@@ -44,18 +65,43 @@ def fake_ranks(settings: Settings) -> Iterator[DeviceMesh]:
         The device mesh of the ranks.
 
     Raises:
-        CaptureError: This process is already in a process group.
+        CaptureError: This process is in a process group, outside of `permitted_in_process_group`.
     """
     if dist.is_initialized():
-        raise CaptureError(
-            "FSDP2 cannot be planned for inside a process group. Plan before it is made, in one process, and "
-            "train by the plan's file."
-        )
+        if not _in_process_group.get() or settings.world_size != dist.get_world_size():
+            raise CaptureError(
+                "FSDP2 cannot be planned for inside a process group. Plan before it is made, in one process, "
+                "and train by the plan's file."
+            )
+        with _fake_group_beside_others(settings.world_size) as mesh:
+            yield mesh
+        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=settings.world_size)
     try:
         yield init_device_mesh("cpu", (settings.world_size,))
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _fake_group_beside_others(world_size: int) -> Iterator[DeviceMesh]:
+    """A mesh of ranks that send nothing, in a process that is a rank itself; no other rank takes part."""
+    ranks = list(range(world_size))
+    group, _store = distributed_c10d._new_process_group_helper(
+        world_size,
+        dist.get_rank(),
+        ranks,
+        dist.Backend("fake"),
+        FakeStore(),
+        _CAPTURED,  # type: ignore[arg-type]  # a str by any name
+        timeout=timedelta(minutes=1),
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {rank: rank for rank in ranks}
+    try:
+        # Its name keeps it apart from the real mesh: DTensor caches layouts by mesh, and equal ones are one.
+        yield DeviceMesh.from_group(group, "cpu", mesh_dim_names=(_CAPTURED,))
+    finally:
+        dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -37,8 +37,13 @@ class SharedUpdates:
         """Settings, without what is the model's, of which no update can be joined."""
         self._first: tuple[Settings, Trace] | None = None
         self._count = 0
+        self._permits_short = False
         self._is_exact: bool | None = None
         """Whether a joined step is what a whole capture is; None before that is checked."""
+
+    def permit_short(self) -> None:
+        """Share updates of short captures without a whole one before."""
+        self._permits_short = True
 
     def learn(self, settings: Settings, trace: Trace) -> None:
         """Count a whole capture of one step, and keep the first to check against."""
@@ -58,7 +63,8 @@ class SharedUpdates:
         return self._captured(settings, shortening)
 
     def _captured(self, settings: Settings, shortening: Shortening | None) -> Trace | None:
-        if self._first is None or not _can_share(settings) or _of_update(settings) in self._not_apart:
+        is_known = self._first is not None or (shortening is not None and self._permits_short)
+        if not is_known or not _can_share(settings) or _of_update(settings) in self._not_apart:
             return None
         try:
             return capture_with_update(self._job, settings, self._device, self._update, shortening)

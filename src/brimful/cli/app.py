@@ -203,7 +203,7 @@ def gpus(
         from brimful.report import gpus_document
 
         job = find_job(model, options)
-        with busy("capturing for each kind of GPU"):
+        with busy("comparing GPUs"):
             fits = api.gpus(
                 job,
                 global_batch_size=global_batch_size,

@@ -236,18 +236,20 @@ class Device:
         return self.fp32_flops_per_second if half is None and self.kind == "cuda" else half
 
     def peak_flops_per_second(self, precision: Precision) -> float | None:
-        """The peak rate of matmuls in a precision, relative to which model FLOPs utilisation is computed.
+        """The peak rate of arithmetic in a precision, relative to which model FLOPs utilisation is computed.
 
         Args:
-            precision: Precision of the matmuls.
+            precision: Precision of the arithmetic.
 
         Returns:
-            A GPU's published dense peak, or what large matmuls achieved on a calibrated CPU; None for an
-            uncalibrated CPU.
+            A GPU's published dense peak. On a calibrated CPU the highest rate measured, of matmuls or of
+            convolutions, which count more operations than Winograd's algorithm runs; None for another CPU.
         """
-        if self.kind == "cpu" and not self.curves:
-            return None
-        return self.flops_per_second(precision.autocast_dtype or "float32", precision)
+        dtype = precision.autocast_dtype or "float32"
+        if self.kind == "cuda":
+            return self.flops_per_second(dtype, precision)
+        measured = [curve for curve in self.curves if curve.kind.endswith(f":{dtype}")]
+        return max((amount / taken for curve in measured for amount, taken in curve.points), default=None)
 
     def check_precision(self, precision: Precision) -> None:
         """Check that the device supports training in `precision`.

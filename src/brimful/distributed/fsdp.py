@@ -13,12 +13,13 @@ gathered again at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
@@ -27,6 +28,9 @@ from brimful.optimizers import AdamW4bit
 from brimful.settings import Settings
 
 T = TypeVar("T")
+
+Shard = Callable[[nn.Module, DeviceMesh], object]
+"""Calls `fully_shard` on a model and its modules; `Job.shard`."""
 
 
 class Sharded:
@@ -37,21 +41,27 @@ class Sharded:
             to be made afterwards.
         mesh: The ranks, in one dimension.
         settings: Say what is gathered when.
+        shard: `Job.shard`, in place of `sharded_units`; then `compute` is to call the model itself.
 
     Raises:
-        UsageError: Blocks share parameters, or BatchNorm's would be of another type than its statistics.
+        UsageError: `shard` leaves out the model itself, blocks share parameters, or BatchNorm's would be of
+            another type than its statistics.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, settings: Settings) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, settings: Settings, shard: Shard | None = None
+    ) -> None:
         before = sum(1 for _ in model.parameters())
-        if settings.param_dtype is not None:
-            _check_statistics(model)
-        policies: dict[str, Any] = {"mp_policy": _precision_policy(settings)}
-        if settings.offload_parameters:
-            policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-        for unit in sharded_units(model):
-            fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, **policies)
-        self._root: Any = fully_shard(Around(model), mesh=mesh, **policies)
+        if shard is None:
+            self._root: Callable[[Any], Any] = _sharded_by_blocks(model, mesh, settings)
+        else:
+            shard(model, mesh)
+            if not isinstance(model, FSDPModule):
+                raise UsageError(
+                    "Job.shard did not call fully_shard on the model itself. Call it last, on the model that "
+                    "it is given: fully_shard(model, mesh=mesh)."
+                )
+            self._root = partial(_call_with, model)
         after = sum(1 for _ in model.parameters())
         if after != before:
             raise UsageError(
@@ -63,6 +73,22 @@ class Sharded:
         """The result of `compute` on the model with gathered parameters; a collective call."""
         found: T = self._root(compute)
         return found
+
+
+def _sharded_by_blocks(model: nn.Module, mesh: DeviceMesh, settings: Settings) -> nn.Module:
+    """The root of a model whose repeated blocks are gathered one by one, and all else with the root."""
+    if settings.param_dtype is not None:
+        _check_statistics(model)
+    policies: dict[str, Any] = {"mp_policy": _precision_policy(settings)}
+    if settings.offload_parameters:
+        policies["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for unit in sharded_units(model):
+        fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, **policies)
+    return cast(nn.Module, fully_shard(Around(model), mesh=mesh, **policies))
+
+
+def _call_with(model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
+    return compute(model)
 
 
 class Around(nn.Module):

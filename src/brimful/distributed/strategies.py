@@ -122,7 +122,7 @@ class _Sharded(DataParallel):
     ) -> None:
         super().__init__(job)
         mesh = init_device_mesh(device.type, (ranks.count,))
-        self._sharded: Sharded | None = Sharded(model, mesh, settings)
+        self._sharded: Sharded | None = Sharded(model, mesh, settings, job.shard)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         assert self._sharded is not None

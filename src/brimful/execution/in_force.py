@@ -1,4 +1,7 @@
-"""Settings in force on a model and its optimizer, for a loop that runs the steps itself."""
+"""Settings in force on a model and its optimizer, for a loop that runs the steps itself.
+
+Private torch API used here: `FakeTensor` (checked: torch 2.13).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
@@ -32,6 +37,7 @@ class Prepared:
         settings: Of a plan.
         model: The model, before or after it is wrapped.
         optimizer: An optimizer, also in the wrapper of Accelerate or Lightning; None leaves its implementation.
+        scaler: The loop's loss scaler for fp16; None takes that of Accelerate's wrapper.
         watches: Watch the optimizer's steps for `retry` from now on, not from its first call.
 
     Raises:
@@ -44,6 +50,7 @@ class Prepared:
         model: nn.Module,
         optimizer: Optimizer | None = None,
         *,
+        scaler: GradScaler | None = None,
         watches: bool = False,
     ) -> None:
         found = [name for name in _OF_THE_STEP if getattr(settings, name)]
@@ -56,8 +63,11 @@ class Prepared:
         self.settings = settings
         """The settings: divide each global batch into micro-batches of `settings.micro_batch_size`."""
         self._model, self._optimizer = model, None if optimizer is None else unwrapped(optimizer)
+        self._wrapper = optimizer
+        self._scaler: GradScaler | None = scaler or getattr(optimizer, "scaler", None)
         self._recovery: LoopRecovery | None = None
-        set_up_allocator(settings, device_of(model))
+        if not _is_captured(model):  # an estimate leaves the process's allocator as it is
+            set_up_allocator(settings, device_of(model))
         self._changes = put_in_force(settings, model, self._optimizer)
         if watches and self._can_retry():
             self._watch()
@@ -85,7 +95,9 @@ class Prepared:
         again, once. An `optimizer.step` in which memory runs out is completed. The next call after
         `optimizer.step` or `optimizer.zero_grad` begins the next step.
 
-        With fp16, and with several processes, which would wait for each other, nothing is retried.
+        With fp16, divide the scaled gradients (`scaler.unscale_`) in an action or leave it to `scaler.step`;
+        without the loop's scaler nothing is retried. Nor is it with several processes, which would wait for
+        each other.
 
         Args:
             action: Runs forward and backward of a micro-batch, or clips gradients. It may run again later in
@@ -110,12 +122,19 @@ class Prepared:
         self._changes.close()
 
     def _can_retry(self) -> bool:
-        return self.settings.precision is not Precision.FP16 and not _is_one_of_several()
+        is_known = self.settings.precision is not Precision.FP16 or self._scaler is not None
+        return is_known and not _is_one_of_several()
 
     def _watch(self) -> LoopRecovery:
         if self._optimizer is None:
             raise UsageError("retry needs the optimizer: bf.prepare(plan, model, optimizer).")
-        self._recovery = LoopRecovery(self._model, self._optimizer, self.settings.micro_batch_size)
+        self._recovery = LoopRecovery(
+            self._model,
+            self._optimizer,
+            self.settings.micro_batch_size,
+            scaler=self._scaler,
+            wrapper=self._wrapper,
+        )
         self._changes.callback(self._recovery.remove)
         return self._recovery
 
@@ -134,6 +153,10 @@ def put_in_force(settings: Settings, model: nn.Module, optimizer: Optimizer | No
             check_gaps(optimizer)
         changes.callback(apply_units(model, settings).remove)
         return changes.pop_all()
+
+
+def _is_captured(model: nn.Module) -> bool:
+    return any(isinstance(parameter, FakeTensor) for parameter in model.parameters())
 
 
 def _is_one_of_several() -> bool:

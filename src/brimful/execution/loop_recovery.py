@@ -3,7 +3,7 @@
 The loop calls what it does in a step through `LoopRecovery.run`: forward and backward of each micro-batch,
 and clipping. Where memory runs out in one of them, the gradients of the step are cleared, random numbers and
 buffers are restored to those of its start, and all of its actions are run again. An update in which memory runs
-out is completed.
+out is completed. A loss scaler forgets what it found about gradients that are computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from brimful.errors import UsageError
@@ -24,6 +25,7 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries, with_room
 from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
+from brimful.execution.scaled_update import ScaledUpdates, replace_step
 from brimful.execution.update import ResumableUpdate
 from brimful.replaced import replace_attribute
 from brimful.results import Recovery
@@ -41,9 +43,19 @@ class LoopRecovery:
         model: The model, before or after it is wrapped.
         optimizer: Not in a wrapper. Its `step` ends a step.
         micro_batch_size: For the record.
+        scaler: The loop's loss scaler; it steps the optimizer.
+        wrapper: Accelerate's, of the optimizer; None without one.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, micro_batch_size: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        micro_batch_size: int,
+        *,
+        scaler: GradScaler | None = None,
+        wrapper: Any = None,
+    ) -> None:
         self.recoveries: list[Recovery] = []
         self._optimizer = optimizer
         self._device = device_of(model)
@@ -61,11 +73,15 @@ class LoopRecovery:
         of_optimizer = (p for group in optimizer.param_groups for p in group["params"])
         self._parameters = tuple({id(p): p for p in (*model.parameters(), *of_optimizer)}.values())
         self._changes = ExitStack()
-        self._changes.callback(replace_attribute(optimizer, "step", self._step_of(optimizer)))
+        self._changes.callback(replace_step(optimizer, wrapper, self._step_of(optimizer)))
         self._changes.callback(replace_attribute(optimizer, "zero_grad", self._zero_grad_of(optimizer)))
+        self._scaled: ScaledUpdates | None = None
+        if scaler is not None:
+            self._scaled = ScaledUpdates(scaler, optimizer, self._device, self.run)
+            self._changes.callback(self._scaled.remove)
 
     def remove(self) -> None:
-        """Restore the optimizer's `step`; calling it again does nothing."""
+        """Restore the methods of the optimizer and the scaler; calling it again does nothing."""
         self._changes.close()
 
     def run(self, function: Callable[..., Result], *arguments: Any) -> Result:
@@ -149,6 +165,8 @@ class LoopRecovery:
             )
         for parameter in self._parameters:
             parameter.grad = None
+        if self._scaled is not None:
+            self._scaled.forget()
         self._random.restore(self._device)
         self._buffers.restore()
         try:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 
 import torch.distributed
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from brimful.batches import layout_of
@@ -174,7 +175,15 @@ class PlannedStep:
     def _step(self, global_batch: Batch) -> StepOutcome:
         parts = self._layout.split(global_batch, self._settings.micro_batch_size)
         micro_batches, weights = counting_parts(parts, loss_weights(self._executor.job, parts))
-        return self._executor(micro_batches, weights, hooks=self._transaction.hooks)
+        hooks = replace(self._transaction.hooks, synchronising=self._synchronising)
+        return self._executor(micro_batches, weights, hooks=hooks)
+
+    def _synchronising(self, is_last: bool) -> AbstractContextManager[object]:
+        """Context of a micro-batch: DDP reduces the gradients of a step once, in the last one."""
+        model = self._executor.model
+        if is_last or not isinstance(model, DistributedDataParallel) or model.static_graph:
+            return nullcontext()  # `no_sync` in the first step of a static graph ends in an error (torch 2.13)
+        return model.no_sync()
 
     def _recover(
         self, global_batch: Batch, recoveries: list[Recovery], ran_out: RanOut, *, is_retry: bool

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accelerate.utils import DistributedType, convert_outputs_to_fp32
+from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer
@@ -20,6 +20,7 @@ from brimful.errors import UsageError
 from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
 from brimful.integrations.trainer_kinds import check_kind
 from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
+from brimful.integrations.trainer_sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
 
 IGNORED_LABEL = -100
@@ -33,9 +34,9 @@ def effective_batch_size(trainer: Trainer) -> int:
 
 
 def precision_of(trainer: Trainer) -> str:
-    """The precision that the trainer's arguments choose."""
+    """The precision that the trainer's arguments choose; under FSDP2 that of its ops without autocast."""
     args = trainer.args
-    if args.bf16 or args.fp16:
+    if (args.bf16 or args.fp16) and not shards(trainer):
         return "bf16" if args.bf16 else "fp16"
     return "tf32" if args.tf32 else "fp32"
 
@@ -64,6 +65,7 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
         split=layout.to_samples,
         collate=layout.collate,
         optimizer=lambda model: _make_optimizer(trainer, stand_ins, model),
+        shard=shard_of(trainer),
         count=count,
         counted="tokens" if counts else "counted",
         name=type(trainer.model).__name__,
@@ -77,12 +79,7 @@ def _check_supported(trainer: Trainer) -> None:
             f"the trainer would use torch.nn.DataParallel on {trainer.args.n_gpu} GPUs in one process. Start "
             "one process per GPU with torchrun, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
-    kind = trainer.accelerator.distributed_type
-    if kind not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        raise UsageError(
-            f"the trainer runs with {kind.value}; plans for trainers are made for one process and for DDP. "
-            "For FSDP2 and DeepSpeed use `bf.plan` with `parallelism`."
-        )
+    check_parallelism(trainer)
 
 
 def _checkpoint_as_asked(trainer: Trainer) -> None:
@@ -100,7 +97,7 @@ def _checkpoint_as_asked(trainer: Trainer) -> None:
 def _as_prepared(trainer: Trainer) -> Iterator[None]:
     """Have the model as Accelerate prepares it: under mixed precision its outputs are float32 copies."""
     model: Any = trainer.model
-    if not (trainer.args.bf16 or trainer.args.fp16):
+    if shards(trainer) or not (trainer.args.bf16 or trainer.args.fp16):
         yield
         return
     has_own, before = "forward" in vars(model), model.forward

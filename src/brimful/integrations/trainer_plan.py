@@ -20,6 +20,7 @@ from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, precision_of
 from brimful.integrations.trainer_modules import trained_module
 from brimful.integrations.trainer_recovery import TrainerRecovery
+from brimful.integrations.trainer_sharding import parallelism_of, reduce_each_micro_batch
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
 from brimful.results import Recovery
@@ -50,6 +51,7 @@ class AppliedPlan:
         self._ends_evaluation = (lambda: None) if self._recovery is None else self._recovery.watch_evaluation()
         self._before = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
         self._set_batch(plan.settings.micro_batch_size, plan.settings.gradient_accumulation_steps)
+        self._ends_sharding = reduce_each_micro_batch(trainer)
         trainer.add_callback(self._callback)
 
     @property
@@ -60,13 +62,13 @@ class AppliedPlan:
     def begin(self, model: nn.Module, optimizer: Any) -> None:
         """Put the plan's actions in force on the model and the optimizer that training begins with."""
         self.end()
-        settings, optimizer = self.plan.settings, unwrapped(optimizer)
+        settings, wrapper, optimizer = self.plan.settings, optimizer, unwrapped(optimizer)
         _disable_cache(model, self._trainer)
         module = trained_module(self._trainer, model)
         with ExitStack() as changes:
             changes.callback(Prepared(settings, module, optimizer).remove)
             if self._recovery is not None:
-                changes.callback(self._recovery.begin(module, optimizer))
+                changes.callback(self._recovery.begin(module, optimizer, wrapper))
             self._changes = changes.pop_all()
 
     def end(self) -> None:
@@ -77,6 +79,7 @@ class AppliedPlan:
         """Restore the trainer's own batch size, accumulation and training loop."""
         self.end()
         self._ends_evaluation()
+        self._ends_sharding()
         self._trainer.remove_callback(self._callback)
         self._set_batch(*self._before)
 
@@ -159,6 +162,12 @@ def _check_for(plan: Plan, trainer: Trainer) -> None:
         raise UsageError(
             f"the plan is for {planned} samples a step on {settings.world_size} processes, and the trainer has "
             f"{wanted} on {trainer.args.world_size}. Plan again: `plan(trainer, …)`."
+        )
+    own = parallelism_of(trainer)
+    if settings.world_size > 1 and settings.parallelism is not own:
+        raise UsageError(
+            f"the plan is for {settings.parallelism.value}, and the trainer's processes train by {own.value}. "
+            "Plan again: `plan(trainer, …)`."
         )
     reason, size = why_not_divided(trainer), trainer.args.train_batch_size
     if reason is not None and settings.micro_batch_size != size:

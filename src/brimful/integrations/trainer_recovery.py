@@ -28,6 +28,7 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.loop_recovery import completed_update
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.random_state import RandomState
+from brimful.execution.scaled_update import ScaledUpdates, replace_step
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import IGNORED_LABEL
@@ -60,9 +61,22 @@ class TrainerRecovery:
         """Micro-batches of the current step whose gradients are complete."""
         self._reruns = False
         self._couples = False
+        self._forget_scaled: Callable[[], None] = lambda: None
+        """Of a loss scaler, whose step is taken again."""
+        self._run_micro_batch: Callable[[Any], object] = lambda _batch: None
+        """Forward and backward of a micro-batch of the current step."""
 
-    def begin(self, module: nn.Module, optimizer: Optimizer) -> Callable[[], None]:
-        """Watch a trainer's steps on what it trains; returns what ends that."""
+    def begin(self, module: nn.Module, optimizer: Optimizer, wrapper: Any) -> Callable[[], None]:
+        """Watch a trainer's steps on what it trains.
+
+        Args:
+            module: What it trains.
+            optimizer: Not in a wrapper.
+            wrapper: Accelerate's, of the optimizer.
+
+        Returns:
+            What ends that.
+        """
         trainer = self._trainer
         self._module = module
         self._buffers = BufferSnapshot(module)
@@ -74,8 +88,12 @@ class TrainerRecovery:
         changes.callback(replace_attribute(trainer, "training_step", partial(self._training_step, train)))
         clip = trainer._clip_grad_norm
         changes.callback(replace_attribute(trainer, "_clip_grad_norm", partial(self._clip_grad_norm, clip)))
-        if trainer.accelerator.scaler is None:  # a scaler cannot step twice
-            changes.callback(replace_attribute(optimizer, "step", self._resumable_step(optimizer)))
+        changes.callback(replace_step(optimizer, wrapper, self._resumable_step(optimizer)))
+        scaler = trainer.accelerator.scaler
+        if scaler is not None:
+            scaled = ScaledUpdates(scaler, optimizer, self._device, lambda unscale: unscale())
+            changes.callback(scaled.remove)
+            self._forget_scaled = scaled.forget
         return changes.close
 
     def watch_evaluation(self) -> Callable[[], None]:
@@ -116,6 +134,8 @@ class TrainerRecovery:
                 return own(model, batch, *others, **kwargs)
             return self._in_parts(own, model, batch, *others, **kwargs)
 
+        self._run_micro_batch = run
+
         def attempt() -> Tensor:
             if self._reruns:
                 for earlier in self._batches[: self._done]:
@@ -150,27 +170,32 @@ class TrainerRecovery:
         return torch.stack(losses).sum()
 
     def _clip_grad_norm(self, own: Callable[..., Any], model: nn.Module) -> Any:
-        """Clip once more where memory runs out before a gradient was scaled."""
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        versions = [gradient._version for gradient in gradients]
-        began = time.perf_counter()
+        """Unscale and clip; where memory runs out, some gradients may have been changed, and the step is run
+        again."""
+        began, reruns = time.perf_counter(), False
+        state = TrainerState(self._trainer)
+
+        def attempt() -> Any:
+            if reruns:
+                for micro_batch in self._batches[: self._done]:
+                    self._run_micro_batch(micro_batch)
+                state.restore()
+            return own(model)
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
-            if is_retry or versions != [gradient._version for gradient in gradients]:
-                raise self._out_of_memory(ran_out, "it ran out while gradients are clipped")
+            nonlocal reruns
+            self._undo()
+            reruns = True
+            if is_retry:
+                raise self._out_of_memory(ran_out, "it ran out twice while gradients are clipped")
             self._record(ran_out, began, before=self._size)
 
-        return with_retries(partial(own, model), recover, self._device)
+        return with_retries(attempt, recover, self._device)
 
     def _recover(self, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool) -> None:
         """Undo the step so far; from the second time on, halve the micro-batch."""
-        assert self._buffers is not None
-        assert self._random is not None
         before = self._size
-        self._module.zero_grad(set_to_none=True)
-        self._buffers.restore()
-        self._buffers.take()
-        self._random.restore(self._device)
+        self._undo()
         self._reruns = True
         if is_retry:
             self._size = self._smaller(inputs, ran_out)
@@ -180,6 +205,16 @@ class TrainerRecovery:
                 stacklevel=2,
             )
         self._record(ran_out, began, before=before)
+
+    def _undo(self) -> None:
+        """Undo the step so far."""
+        assert self._buffers is not None
+        assert self._random is not None
+        self._module.zero_grad(set_to_none=True)
+        self._forget_scaled()
+        self._buffers.restore()
+        self._buffers.take()
+        self._random.restore(self._device)
 
     def _record(self, ran_out: RanOut, began: float, *, before: int) -> None:
         self.recoveries.append(

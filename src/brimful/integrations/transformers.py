@@ -15,17 +15,27 @@ Checked with transformers 5.23, trl 1.16 and sentence-transformers 6.2.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
+import torch
 from transformers import Trainer
 
 from brimful.api import plan as plan_job
-from brimful.errors import InfeasibleError, UsageError
+from brimful.capture.sharding import permitted_in_process_group
+from brimful.distributed.ranks import init_distributed
+from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_plan import AppliedPlan
+from brimful.integrations.trainer_sharding import (
+    parallelism_of,
+    reshards_after_forward,
+    sharding_notes,
+    shards,
+)
 from brimful.job import Job
 from brimful.options import PlanKeywords
 from brimful.planner import Plan
@@ -37,8 +47,10 @@ _OF_THE_TRAINER = {
     "precision": "bf16 or fp16 in TrainingArguments",
     "optimizer": "optim in TrainingArguments",
     "allow_optimizers": "optim in TrainingArguments",
-    "parallelism": "torchrun, which starts DDP",
-    "param_dtype": "torchrun, which starts DDP",
+    "parallelism": "fsdp in TrainingArguments, and torchrun, which starts DDP without it",
+    "param_dtype": "bf16 in TrainingArguments, which FSDP2 gathers parameters in",
+    "reshard_after_forward": "fsdp_config in TrainingArguments",
+    "offload_parameters": "fsdp_config in TrainingArguments",
 }
 """Options of a plan that the trainer decides, and where."""
 
@@ -77,6 +89,9 @@ def plan(
     `gradient_accumulation_steps` × the number of processes. So do precision and optimizer. Where the loss
     compares the samples of a batch, as with in-batch negatives, the batch size per device stays too.
 
+    **Several processes.** Each calls this; the first plans, and all get its plan. DDP and FSDP2 are read from
+    the trainer, and the prediction is for each process.
+
     Args:
         trainer: As it is before `train()`.
         device: As for `brimful.plan`.
@@ -100,12 +115,18 @@ def plan(
             raise UsageError(f"{name}={options[name]!r} is not supported in a Trainer.")  # type: ignore[literal-required]
     asked: PlanKeywords = {**options, "precision": precision_of(trainer), "offload_optimizer": False}
     if trainer.args.world_size > 1:
-        asked["parallelism"] = "ddp"
+        asked["parallelism"] = parallelism_of(trainer)
+    if shards(trainer):
+        asked["reshard_after_forward"] = reshards_after_forward(trainer)
     reason = why_not_divided(trainer)
     if reason is not None:
         asked["micro_batch_size"] = _undivided(trainer, options.get("micro_batch_size"), reason)
-    with RandomState.kept():  # the trainer was seeded when it was made
-        try:
+    notes = sharding_notes(trainer)
+    if reason is not None:
+        notes += (f"the batch is not divided: {reason}",)
+
+    def planned() -> Plan:
+        with permitted_in_process_group(), RandomState.kept():  # the trainer was seeded when it was made
             found = plan_job(
                 job(trainer, longest=longest),
                 device,
@@ -113,17 +134,36 @@ def plan(
                 world_size=trainer.args.world_size,
                 **asked,
             )
-        except InfeasibleError as error:
-            if reason is None:
+        return replace(found, notes=(*found.notes, *notes))
+
+    try:
+        return _of_the_first_process(trainer, planned)
+    except InfeasibleError as error:
+        if reason is None:
+            raise
+        raise InfeasibleError(
+            f"{_without_asked_size(str(error), options)}\n  the batch is not divided: {reason}",
+            budget_bytes=error.budget_bytes,
+            smallest_peak_bytes=error.smallest_peak_bytes,
+        ) from None
+
+
+def _of_the_first_process(trainer: Trainer, planned: Callable[[], Plan]) -> Plan:
+    """One plan for all processes, which the first makes: what is free or measured may differ between them."""
+    found: Plan | BrimfulError | None = None
+    with init_distributed(torch.device(trainer.args.device)) as ranks:
+        if ranks.is_first:
+            try:
+                found = planned()
+            except BrimfulError as error:
+                found = error
+            except BaseException as error:
+                ranks.broadcast(BrimfulError(f"the first process cannot plan: {error!r}"))
                 raise
-            raise InfeasibleError(
-                f"{_without_asked_size(str(error), options)}\n  the batch is not divided: {reason}",
-                budget_bytes=error.budget_bytes,
-                smallest_peak_bytes=error.smallest_peak_bytes,
-            ) from None
-    return (
-        found if reason is None else replace(found, notes=(*found.notes, f"the batch is not divided: {reason}"))
-    )
+        shared = cast(Plan | BrimfulError, ranks.broadcast(found))
+    if isinstance(shared, BrimfulError):
+        raise shared
+    return shared
 
 
 def _without_asked_size(message: str, options: PlanKeywords) -> str:

@@ -23,6 +23,7 @@ def check_needs_no_closure(optimizer: Optimizer, *, job: str) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UsageError(
             f"{job}: {type(optimizer).__name__} computes the loss several times in a step, by a closure, and "
-            "brimful's step computes it once. Choose another optimizer, or give the job a loop that calls it, "
-            "to estimate and measure: Job(loop=...)."
+            "brimful's step computes it once. Choose another optimizer; or give the job a loop that calls it, "
+            "to estimate and measure: Job(loop=...); or plan forward and backward with optimizer='sgd', and "
+            "put the plan in force on your own loop: bf.prepare(plan, model)."
         )

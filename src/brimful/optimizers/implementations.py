@@ -29,6 +29,10 @@ def has_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
     return has_choice and is_open and not is_explicit and is_right
 
 
+_SCALES_ITSELF = "_step_supports_amp_scaling"
+"""Private attribute of torch's fused optimizers (2.13): a loss scaler leaves the check for infinity to them."""
+
+
 def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementation) -> None:
     """Let an optimizer go over its parameters in a certain way from now on.
 
@@ -48,7 +52,9 @@ def set_implementation(optimizer: Optimizer, implementation: OptimizerImplementa
         raise UsageError(f"{type(optimizer).__name__} has no {implementation} implementation.")
     for group in (optimizer.defaults, *optimizer.param_groups):
         group.update({name: value for name, value in flags.items() if name in group})
-    if implementation is OptimizerImplementation.FUSED:
+    if implementation is not OptimizerImplementation.FUSED:
+        vars(optimizer).pop(_SCALES_ITSELF, None)
+    else:
         for parameter, state in optimizer.state.items():
             if isinstance(state.get("step"), Tensor):  # a fused kernel reads the step count on its device
                 state["step"] = state["step"].to(parameter.device, torch.float32)
@@ -69,7 +75,10 @@ def kept_implementation(optimizer: Optimizer) -> Callable[[], None]:
         for group in (optimizer.defaults, *optimizer.param_groups)
     )
 
+    scales_itself = {name: value for name, value in vars(optimizer).items() if name == _SCALES_ITSELF}
+
     def restore() -> None:
+        vars(optimizer).update(scales_itself)
         optimizer.defaults.update(defaults)
         for number, group in enumerate(optimizer.param_groups):
             was_fused = group.get("fused")

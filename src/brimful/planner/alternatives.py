@@ -23,6 +23,9 @@ CURVE_POINTS = 12
 MOST_ALTERNATIVES = 6
 """Those listed in a plan."""
 
+_SAME_FRACTION = 0.001
+"""Memory and times that differ by less are equal. A choice."""
+
 
 def alternatives(
     request: Request, candidates: Sequence[CandidateSearch], found: Sequence[Estimate]
@@ -53,10 +56,10 @@ def _different(alternatives: Sequence[Alternative], listed: Sequence[Alternative
 
 
 def _is_equal(one: Alternative, other: Alternative) -> bool:
-    """Whether two take the same memory and time, up to rounding of sums."""
-    return one.predicted_peak_reserved_bytes == other.predicted_peak_reserved_bytes and math.isclose(
-        one.predicted_step_seconds, other.predicted_step_seconds, rel_tol=1e-9
-    )
+    """Whether two take the same memory and time, as a reader of three digits sees them."""
+    return math.isclose(
+        one.predicted_peak_reserved_bytes, other.predicted_peak_reserved_bytes, rel_tol=_SAME_FRACTION
+    ) and math.isclose(one.predicted_step_seconds, other.predicted_step_seconds, rel_tol=_SAME_FRACTION)
 
 
 def _searched(

@@ -20,6 +20,7 @@ from brimful.memory import replay_allocations
 from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, ScaledTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
+from brimful.status import reporting_part
 from brimful.trace import CUBLAS_WORKSPACE, Storage, Trace
 from brimful.trace.units import find_units
 
@@ -235,7 +236,11 @@ def survey_gpus(
             in_usual = _fit(_family_of(device, usual_base, capture, families, splitting), device)
         return replace(own, usual=_usual_of(in_usual, precision))
 
-    return tuple(fit(device) for device in devices)
+    fits = []
+    for number, device in enumerate(devices, start=1):
+        with reporting_part(f"{device.name}, {number} of {len(devices)}"):
+            fits.append(fit(device))
+    return tuple(fits)
 
 
 def _usual_of(fit: GpuFit, precision: Precision) -> UsualFit:
@@ -281,6 +286,7 @@ class _Family:
         self.precision = base.precision if device.supports(base.precision) else Precision.FP32
         self._base = replace(base, precision=self.precision)
         self._traces: dict[Settings, Trace] = {}
+        self._two_steps: dict[Settings, Trace] = {}
         self.baseline = self.trace(self._base)
         self._units = find_units(self.baseline)
 
@@ -301,6 +307,12 @@ class _Family:
         if settings not in self._traces:
             self._traces[settings] = self._scaled.at(settings)
         return self._traces[settings]
+
+    def two_steps(self, settings: Settings) -> Trace:
+        """Two of them: the second finds memory as the allocator was left by the first."""
+        if settings not in self._two_steps:
+            self._two_steps[settings] = self.trace(settings).with_last_step_again()
+        return self._two_steps[settings]
 
     def changed(self) -> Iterator[tuple[str, Settings]]:
         """Changes to the mathematics, cheapest first, each with the settings that take least."""
@@ -360,7 +372,7 @@ def _fit(family: _Family, device: Device) -> GpuFit:
 
     def peak(settings: Settings) -> int:
         if settings not in peaks:
-            peaks[settings] = _reserved_bytes(family.trace(settings), device)
+            peaks[settings] = _reserved_bytes(family.two_steps(settings), device)
         return peaks[settings]
 
     baseline_bytes = peak(candidates[0])
@@ -390,7 +402,7 @@ def _fit(family: _Family, device: Device) -> GpuFit:
 def _first_change_that_fits(family: _Family, device: Device, limit: int) -> str | None:
     for name, settings in family.changed():
         try:
-            trace = family.trace(settings)
+            trace = family.two_steps(settings)
         except CaptureError:  # an optimizer may not take these parameters
             continue
         if _reserved_bytes(trace, device) <= limit:
@@ -399,8 +411,8 @@ def _first_change_that_fits(family: _Family, device: Device, limit: int) -> str 
 
 
 def _reserved_bytes(trace: Trace, device: Device) -> int:
-    """The peak of two steps: the second finds memory as the allocator was left by the first."""
-    return replay_allocations(_on(device, trace).with_last_step_again()).peak_reserved_bytes
+    """The peak that the allocator reserves on a device."""
+    return replay_allocations(_on(device, trace)).peak_reserved_bytes
 
 
 def _on(device: Device, trace: Trace) -> Trace:

@@ -63,10 +63,12 @@ class ScaledTraces:
             CaptureError: The step cannot be run on fake tensors.
             BatchError: The job makes no batch of that size.
         """
+        if settings.micro_batch_size == 1:
+            return self._capture(settings)
         # Micro-batches after the second repeat it, so captures for two serve any number.
         steps = min(settings.gradient_accumulation_steps, 2)
         line = self._line(replace(settings, gradient_accumulation_steps=steps))
-        if line is None or settings.micro_batch_size == 1:
+        if line is None:
             return self._capture(settings)
         trace = line.at(settings.micro_batch_size)
         return trace if trace.is_own_loop else trace.with_settings(settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from brimful.memory import ModuleShare
@@ -160,38 +160,50 @@ def _allocator_listing(estimate: Estimate) -> Iterator[Listing]:
 
 
 def _module_listing(estimate: Estimate) -> Iterator[Listing]:
-    """The modules that hold most, as a tree that ends where it gets fine; numbered siblings are one row."""
-    least = _SHOWN_MODULE_FRACTION * estimate.predicted_peak_allocated_bytes
-    siblings: dict[tuple[str, str], list[ModuleShare]] = {}
+    """The modules that hold most, as a tree: the largest first, each followed by its largest submodules."""
+    children: dict[str, list[ModuleShare]] = {}
     for share in estimate.modules:
-        parent, _, name = share.fqn.rpartition(".")
         if share.depth:
-            siblings.setdefault((parent, share.class_name if name.isdecimal() else name), []).append(share)
-    rows: list[tuple[str, str]] = []
-    folded: tuple[str, ...] = ()
-    for (parent, _), group in siblings.items():
-        held = sum(share.held_bytes for share in group)
-        if held < least or f"{parent}.".startswith(folded):
-            continue
-        first, last = group[0], group[-1]
-        indent = "  " * (first.depth - 1)
-        if len(group) > 2:
-            folded += tuple(f"{share.fqn}." for share in group)
-            name = f"{first.fqn.rpartition('.')[2]}…{last.fqn.rpartition('.')[2]}"
-            rows.append((format_bytes(held), f"{indent}{name} ({len(group)} × {first.class_name})"))
-        else:
-            rows += [
-                (
-                    format_bytes(share.held_bytes),
-                    f"{indent}{share.fqn.rpartition('.')[2]}"
-                    + (f" ({share.class_name})" if share.class_name else ""),
-                )
-                for share in group
-                if share.held_bytes >= least
-            ]
+            children.setdefault(_parent_and_name(share)[0], []).append(share)
+    rows = list(_module_rows(children, "", _SHOWN_MODULE_FRACTION * estimate.predicted_peak_allocated_bytes))
     if rows:
-        title = "by module, submodules included"
-        yield Listing(title=title, line="    {:>9}  {}", rows=tuple(rows[:_LISTED_MODULES]), is_detail=True)
+        title = f"by module, submodules included, of at least {_SHOWN_MODULE_FRACTION:.0%} of the peak"
+        hidden = len(rows) - _LISTED_MODULES
+        more = [("…", f"{hidden} more")] if hidden > 0 else []
+        shown = (*rows[:_LISTED_MODULES], *more)
+        yield Listing(title=title, line="    {:>9}  {}", rows=shown, is_detail=True)
+
+
+def _module_rows(
+    children: Mapping[str, Sequence[ModuleShare]], parent: str, least_bytes: float
+) -> Iterator[tuple[str, str]]:
+    """Rows below one module. More than two numbered siblings of a class are one row, which is not opened."""
+    alike: dict[str, list[ModuleShare]] = {}
+    for share in children.get(parent, ()):
+        name = _parent_and_name(share)[1]
+        alike.setdefault(share.class_name if name.isdecimal() else name, []).append(share)
+    groups = [
+        part for group in alike.values() for part in ([group] if len(group) > 2 else [[x] for x in group])
+    ]
+    for group in sorted(groups, key=_held_bytes, reverse=True):
+        first, last, held_bytes = group[0], group[-1], _held_bytes(group)
+        if held_bytes < least_bytes:
+            continue
+        name, suffix = _parent_and_name(first)[1], f" ({first.class_name})" if first.class_name else ""
+        if len(group) > 1:
+            name, suffix = f"{name}…{_parent_and_name(last)[1]}", f" ({len(group)} × {first.class_name})"
+        yield format_bytes(held_bytes), f"{'  ' * (first.depth - 1)}{name}{suffix}"
+        if len(group) == 1:
+            yield from _module_rows(children, first.fqn, least_bytes)
+
+
+def _held_bytes(shares: Sequence[ModuleShare]) -> int:
+    return sum(share.held_bytes for share in shares)
+
+
+def _parent_and_name(share: ModuleShare) -> tuple[str, str]:
+    parent, _, name = share.fqn.rpartition(".")
+    return parent, name
 
 
 def _what_happens_at_capacity(estimate: Estimate) -> Iterator[Row]:
@@ -243,8 +255,8 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
     does_it = f"fits; {speed}" if plan.plain.fits else f"does not fit (would take {speed})"
     yield Row("baseline", f"{needs}: {does_it}")
     yield Row("plan", plan.settings.describe())
-    words = _unit_words(plan.settings.describe())
-    if words:
+    described = [plan.settings.describe(), *(other.settings.describe() for other in plan.alternatives)]
+    if words := _unit_words(", ".join(described)):
         yield Row("unit", words)
     used = plan.predicted_peak_device_bytes / plan.budget_bytes
     rate = format_rate(plan.predicted_samples_per_second)
@@ -264,10 +276,9 @@ def _plan_parts(plan: Plan) -> Iterator[Part]:
         yield Row("loss in chunks", f"{chunked.chunks} parts of the tokens, from {chunked.layer} on")
     yield from _curve_rows(plan)
     if plan.alternatives:
-        others = "" if words else _unit_words(", ".join(a.settings.describe() for a in plan.alternatives))
         yield Listing(
-            title="also considered" + (f" (unit: {others})" if others else ""),
-            line="    {}: {}, {}",
+            title="alternatives: peak, step time against the plan (90 %), settings",
+            line="    {:>9}  {:<27}  {}",
             rows=tuple(_alternative_row(other, plan, context) for other in plan.alternatives),
             is_detail=True,
         )
@@ -278,7 +289,7 @@ def _alternative_row(other: Alternative, plan: Plan, context_bytes: int) -> tupl
     by_hand = "" if other.label == other.settings.describe() else f"{other.label}: "
     fit = "" if other.fits else ", does not fit"
     size = format_bytes(other.predicted_peak_reserved_bytes + context_bytes)
-    return f"{by_hand}{other.settings.describe()}", size, f"{_slower(other, plan)}{fit}"
+    return size, _slower(other, plan), f"{by_hand}{other.settings.describe()}{fit}"
 
 
 def _unit_words(described: str) -> str:
@@ -311,12 +322,12 @@ def _seconds(result: Estimate | Plan) -> str:
 
 
 def _slower(other: Alternative, plan: Plan) -> str:
-    """The difference from the plan's time with its interval: "+3.1 % time (+1 to +5 %)"."""
+    """The difference from the plan's time with its interval: "+3.1% (+1.0% to +5.2%)"."""
     slower = other.predicted_step_seconds / plan.predicted_step_seconds - 1
     if other.predicted_difference_interval_seconds is None:
-        return f"{slower:+.1%} time"
+        return f"{slower:+.1%}"
     low, high = (each / plan.predicted_step_seconds for each in other.predicted_difference_interval_seconds)
-    return f"{slower:+.1%} time ({low:+.1%} to {high:+.1%})"
+    return f"{slower:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 _MOST_CURVE_POINTS = 6
@@ -337,7 +348,9 @@ def _curve_rows(plan: Plan) -> Iterator[Row]:
     others = [
         point
         for point in plan.budget_curve
-        if point is not one_more and _GAIN < abs(point.predicted_step_seconds / now - 1) <= _MOST_SLOWER
+        if point is not one_more
+        and format_bytes(point.budget_bytes) != format_bytes(plan.budget_bytes)
+        and _GAIN < abs(point.predicted_step_seconds / now - 1) <= _MOST_SLOWER
     ]
     if others:
         others = [
@@ -347,9 +360,9 @@ def _curve_rows(plan: Plan) -> Iterator[Row]:
         ]
         step = -(-len(others) // _MOST_CURVE_POINTS)
         listed = " · ".join(
-            f"{format_bytes(point.budget_bytes)} {_gain(point, now)}" for point in others[::step]
+            f"{format_bytes(point.budget_bytes)}: {_gain(point, now)}" for point in others[::step]
         )
-        yield Row("other budgets", f"step time against this: {listed}")
+        yield Row("other budgets", f"{listed} step time")
 
 
 def _gain(point: BudgetPoint, seconds: float) -> str:

@@ -109,6 +109,11 @@ CASES = {
     "kept": ({}, ()),
     "one micro-batch": ({"gradient_accumulation_steps": 1}, ()),
     "bf16": ({"precision": Precision.BF16}, ()),
+    "fp16": ({"precision": Precision.FP16}, ()),
+    "fp16, recomputed, adafactor": (
+        {"precision": Precision.FP16, "optimizer": "adafactor"},
+        ((LAYERS, RECOMPUTE),),
+    ),
     "fused": ({"optimizer_implementation": OptimizerImplementation.FUSED}, ()),
     "adafactor": ({"optimizer": "adafactor"}, ()),
     "optimizer on the host": ({"offload_optimizer": True}, ()),
@@ -130,6 +135,29 @@ def test_a_short_capture_gives_the_trace_of_a_whole_one(name: str, case: str) ->
     assert found is not None
     assert found == capture_step(JOBS[name], settings, DEVICE, steps=1)
     assert all(count < LAYERS for count in ran)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_rows_found_on_one_device_shorten_captures_on_another(precision: Precision) -> None:
+    settings, other = replace(PLAIN, precision=precision), find_device("V100 16GB PCIe")
+    job, ran = JOBS["gpt"], []
+
+    def counted_model() -> nn.Module:
+        model = job.model()
+        model.register_forward_pre_hook(lambda *_: ran.append("model"))
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda *_: ran.append("block"))
+        return model
+
+    counted = replace(job, model=counted_model)
+    with CachedCapture(counted, DEVICE) as found:
+        found(PLAIN)
+        found(replace(PLAIN, micro_batch_size=2))
+        ran.clear()
+        with CachedCapture(counted, other, like=found) as capture:
+            trace = capture(settings)
+    assert 0 < ran.count("block") < ran.count("model") * LAYERS
+    assert trace == capture_step(counted, settings, other, steps=1)
 
 
 def test_rows_end_where_a_block_differs() -> None:

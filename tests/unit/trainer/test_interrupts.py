@@ -78,7 +78,7 @@ def test_a_first_signal_finishes_the_step_saves_and_returns(tmp_path, number, wo
     assert output.splitlines()[-1] == f"returned {reason} {steps}"
     assert steps in (4, 5, 6)
     assert result["stopped_because"] == reason
-    assert "Ending after this step" in errors
+    assert "ending after this step" in errors
     assert set(load_file(run_dir / "weights.safetensors")) == {"weight", "bias"}
     assert len((run_dir / "metrics.jsonl").read_text().splitlines()) == steps
 
@@ -88,7 +88,7 @@ def test_a_second_ctrl_c_stops_at_once(tmp_path):
     process = start(tmp_path / "run", 20)
     read_forwards(process, 1)
     process.send_signal(signal.SIGINT)
-    assert any("Ending after this step" in line for line in iter(process.stderr.readline, ""))
+    assert any("ending after this step" in line for line in iter(process.stderr.readline, ""))
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=10)
     assert process.returncode != 0

@@ -211,8 +211,9 @@ class Run:
 
     def _handle_signal(self, number: signal.Signals) -> None:
         self._stop.handle(number)
-        if self._config.shows_progress:
-            write_from_signal("\nEnding after this step; the weights are saved. Once more to stop at once.\n")
+        write_from_signal(
+            f"\n{number.name}: ending after this step; the weights are saved. Once more to stop at once.\n"
+        )
 
 
 def _data_loading_notes(run: RunContext, steps: Sequence[StepRecord]) -> list[str]:

@@ -135,7 +135,7 @@ def _attention(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
 
 
 def _attention_backward(args: tuple[Any, ...], _outputs: list[Tensor]) -> int:
-    """A copy of the gradient (B, H, M, D) where its (B, M, H, D) is not contiguous; two blocks for each thread."""
+    """A copy of a gradient (B, H, M, D) whose (B, M, H, D) is not contiguous; two blocks for each thread."""
     grad, query, key = args[:3]
     rows, columns = _attention_block(query, key)
     copy = 0 if grad.transpose(1, 2).is_contiguous() else grad.nbytes

@@ -1,0 +1,112 @@
+"""Updates under a loss scaler of another loop's own, retried where memory runs out in them.
+
+A scaler divides the gradients by its scale once in a step, steps the optimizer unless one of them is infinite,
+and then changes the scale. Until the optimizer steps, the step so far can be run again, if the scaler forgets
+what it has found about the gradients. From then on the update is completed. The scale is changed last, by one
+op.
+
+Private torch API used here: `GradScaler._per_optimizer_states`, `OptState` (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import GradScaler, OptState
+from torch.optim import Optimizer
+
+from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries, with_room
+from brimful.replaced import replace_attribute
+
+_OF_FUSED = ("grad_scale", "found_inf")
+"""Attributes that a scaler gives an optimizer with a fused step, and leaves where its step raises."""
+
+
+class ScaledUpdates:
+    """Watches a loss scaler's part in the updates of one optimizer, until `remove`.
+
+    Args:
+        scaler: Steps the optimizer.
+        optimizer: Not in a wrapper; its own `step` is completed by someone else.
+        device: Where memory runs out.
+        run_unscaling: Runs an action that divides the gradients, and runs the step so far again where memory
+            runs out in it.
+    """
+
+    def __init__(
+        self,
+        scaler: GradScaler,
+        optimizer: Optimizer,
+        device: torch.device,
+        run_unscaling: Callable[[Callable[[], object]], object],
+    ) -> None:
+        self._scaler, self._optimizer, self._device = scaler, optimizer, device
+        self._run_unscaling = run_unscaling
+        self._changes = ExitStack()
+        self._changes.callback(replace_attribute(scaler, "step", partial(self._step, scaler.step)))
+        self._changes.callback(replace_attribute(scaler, "update", partial(self._update, scaler.update)))
+
+    def remove(self) -> None:
+        """Restore the scaler's methods."""
+        self._changes.close()
+
+    def forget(self) -> None:
+        """Let the scaler know nothing about the step's gradients, which are computed again."""
+        self._scaler._per_optimizer_states.pop(id(self._optimizer), None)
+        self._clear_attributes()
+
+    def _step(self, own: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if optimizer is not self._optimizer or not self._scaler.is_enabled():
+            return own(optimizer, *args, **kwargs)
+        states = self._scaler._per_optimizer_states
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        if states[id(optimizer)]["stage"] is OptState.READY and not is_fused:
+            self._run_unscaling(partial(self._scaler.unscale_, optimizer))
+
+        def recover(ran_out: RanOut, *, is_retry: bool) -> None:  # the optimizer has not stepped
+            self._clear_attributes()
+            if is_retry:
+                raise StepOutOfMemoryError(
+                    f"memory ran out twice where the loss scaler steps the optimizer: {ran_out.message}. "
+                    "Parameters and optimizer are as before. Plan for a smaller budget."
+                )
+
+        return with_retries(partial(own, optimizer, *args, **kwargs), recover, self._device)
+
+    def _update(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with_room(partial(own, *args, **kwargs), during="the loss scale is updated")
+
+    def _clear_attributes(self) -> None:
+        for name in _OF_FUSED:
+            vars(self._optimizer).pop(name, None)
+
+
+def replace_step(optimizer: Optimizer, wrapper: Any, step: Callable[..., Any]) -> Callable[[], None]:
+    """Replace an optimizer's `step`, also where Accelerate calls it for a loss scaler.
+
+    Accelerate 1.15 puts a method of its own in its place for each update, and afterwards the one that it found
+    when it wrapped the optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        wrapper: Accelerate's or another, or the optimizer itself.
+        step: In place of its `step`.
+
+    Returns:
+        What restores it.
+    """
+    changes = ExitStack()
+    changes.callback(replace_attribute(optimizer, "step", step))
+    if getattr(wrapper, "scaler", None) is not None and hasattr(wrapper, "_optimizer_patched_step_method"):
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            wrapper._accelerate_step_called = True
+            return step(*args, **kwargs)
+
+        for name, method in (("patched", called), ("original", step)):
+            changes.callback(replace_attribute(wrapper, f"_optimizer_{name}_step_method", method))
+    return changes.close
