@@ -56,6 +56,9 @@ class Data:
 
     train: Batch | Iterable[Batch] | Samples
     validation: Batch | Iterable[Batch] | None = None
+    training_sample: Batch | Iterable[Batch] | None = None
+    """Some of the training samples, without augmentation: each validation computes loss and metrics of them
+    too, and reports them as `training_loss`, `training_accuracy` and so on."""
     longest: Batch | Callable[[int], Batch] | None = None
     """The global batch of `train` with the highest peak memory, such as the one with the longest texts; or a
     function that makes it for a number of samples. It is run before the first step, so that memory does not run
@@ -79,6 +82,7 @@ _FUNCTIONS = {
     "embed": "embed(model, batch)",
     "loop": "loop(model, batches)",
     "metrics": "metrics(model, batch)",
+    "summarize": "summarize(means)",
     "split": "split(batch)",
     "collate": "collate(samples)",
     "shard": "shard(model, mesh)",
@@ -135,8 +139,13 @@ class Job:
     blocks."""
     data: Callable[[], Data] | None = None
     """Returns the training and validation data; only training needs it."""
-    metrics: Callable[[nn.Module, Batch], Mapping[str, Tensor | float]] | None = None
-    """`metrics(model, batch)`: means over a validation batch by name, such as ``{"accuracy": …}``."""
+    metrics: Callable[..., Mapping[str, Tensor | float]] | None = None
+    """`metrics(model, batch)`: means over a validation batch by name, such as ``{"accuracy": …}``. With `embed`
+    it may be `metrics(embeddings)`, of all samples of a validation batch, such as a retrieval accuracy."""
+    summarize: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor | float]] | None = None
+    """`summarize(means)`: the metrics to report, from the means of `metrics` over the validation data, which
+    may then be tensors of any shape. For metrics that are not means over samples, such as F1, which follows
+    from the means of true and false positives. None reports the means."""
     reduction: Literal["mean", "sum"] = "mean"
     """"mean" if `loss` is a mean over what `count` counts, "sum" if it is a sum over the samples: the losses of
     micro-batches are averaged or added."""
@@ -187,7 +196,18 @@ class Job:
                 f"{self.name!r} has both `embed` and `count`. A loss of all embeddings of the global batch is "
                 "not a mean over micro-batches, so nothing is weighted by a count. Omit `count`."
             )
+        if self.summarize is not None and self.metrics is None:
+            raise UsageError(
+                f"{self.name!r} has `summarize` and not `metrics`, whose means it takes. Give both or none."
+            )
         self._check_loss()
+
+    @property
+    def measures_embeddings(self) -> bool:
+        """Whether `metrics` is called with the embeddings of a batch, not with the model and a batch."""
+        return (
+            self.embed is not None and self.metrics is not None and not _takes(self.metrics, "model", "batch")
+        )
 
     def _check_loss(self) -> None:
         """Refuse a loss that cannot be called as it will be."""

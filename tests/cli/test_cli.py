@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -446,13 +448,23 @@ OPTIONS = {
     "train job": [*TRAIN, "--seq-len", "--image-size", "--set"],
     "train images": [
         *TRAIN, "--model", "--weights", "--augment", "--balance-classes", "--bad-samples", "--check-files",
-        "--image-size", "--validation-fraction", "--workers",
+        "--image-size", "--validation-fraction", "--workers", "--timm-transforms", "--training-metrics",
     ],
     "train text-classification": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",
         "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column",
         "--label-column", "--encoding", "--seq-len", "--balance-classes", "--validation-fraction",
-        "--bad-samples",
+        "--bad-samples", "--multi-label", "--label-separator", "--training-metrics",
+    ],
+    "train token-classification": [
+        *TRAIN, "--lora", "--quantize", "--merge-adapters",
+        "--model", "--tokenizer", "--validation-file", "--tokens-column", "--tags-column", "--encoding",
+        "--seq-len", "--training-metrics", "--validation-fraction", "--bad-samples",
+    ],
+    "train sentence-pairs": [
+        *TRAIN, "--lora", "--quantize", "--merge-adapters",
+        "--model", "--tokenizer", "--validation-file", "--text-column", "--pair-column", "--encoding",
+        "--seq-len", "--temperature", "--training-metrics", "--validation-fraction", "--bad-samples",
     ],
     "train language-model": [
         *TRAIN, "--lora", "--quantize", "--merge-adapters",
@@ -460,6 +472,27 @@ OPTIONS = {
         "--bad-samples",
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("record", "recipe"),
+    [
+        ("ImageOptions", "image_classification"),
+        ("TextClassificationOptions", "text_classification"),
+        ("TokenClassificationOptions", "token_classification"),
+        ("SentencePairsOptions", "sentence_pairs"),
+        ("LanguageModelOptions", "language_model"),
+    ],
+)
+def test_the_options_of_a_recipe_are_its_arguments_with_the_same_defaults(record: str, recipe: str) -> None:
+    from brimful import recipes
+    from brimful.cli import options
+
+    given = {field.name: field.default for field in fields(getattr(options, record))}
+    parameters = inspect.signature(getattr(recipes, recipe)).parameters.values()
+    taken = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    taken.pop("seed", None)
+    assert given == taken
 
 
 @pytest.mark.parametrize("command", OPTIONS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -228,13 +229,20 @@ def trained(job: Job, micro_batch_size: int, **options: Any) -> tuple[nn.Module,
 
 
 def test_training_split_is_training_whole_and_so_is_validation() -> None:
-    job = coupled_job(dropout=0.0)
+    def metrics(found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """How often a text is the nearest of its image: it depends on how many there are to choose from."""
+        nearest = (found["image"] @ found["text"].T).argmax(1)
+        return {"accuracy": (nearest == torch.arange(len(nearest))).float().mean()}
+
+    job = replace(coupled_job(dropout=0.0), metrics=metrics)
     _, whole = trained(job, 8, epochs=2)
     _, split = trained(job, 2, epochs=2)
     assert split.losses == pytest.approx(whole.losses, rel=1e-4)
     assert whole.losses[-1] < whole.losses[0]
     pairs_of = zip(whole.validations, split.validations, strict=True)
     assert all(a.loss == pytest.approx(b.loss, rel=1e-4) and a.samples == 20 for a, b in pairs_of)
+    assert split.validations[-1].metrics == whole.validations[-1].metrics
+    assert 0 < whole.validations[-1].metrics["accuracy"] < 1
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Any) -> None:

@@ -259,6 +259,19 @@ BalanceClasses = Annotated[
     bool,
     typer.Option("--balance-classes", help="Weigh samples so that each class weighs the same."),
 ]
+MultiLabel = Annotated[
+    bool,
+    typer.Option(
+        "--multi-label", help="Texts have several labels, or none: a list in JSON, or names in a text."
+    ),
+]
+TrainingMetrics = Annotated[
+    bool,
+    typer.Option(
+        "--training-metrics",
+        help="At each validation also compute loss and metrics of training samples, as many as for validation.",
+    ),
+]
 ValidationFraction = Annotated[float, typer.Option(help="Part of the samples to validate with.")]
 TokenizerOption = Annotated[
     Path | None,
@@ -279,6 +292,13 @@ class ImageOptions:
     ] = None
     image_size: Annotated[int, typer.Option(help="Pixels per side.", min=1)] = 224
     augment: Annotated[bool, typer.Option("--augment/--no-augment", help="Crop and flip at random.")] = True
+    timm_transforms: Annotated[
+        bool,
+        typer.Option(
+            "--timm-transforms", help="Crop and augment as timm does for its model; needs torchvision."
+        ),
+    ] = False
+    training_metrics: TrainingMetrics = False
     balance_classes: BalanceClasses = False
     validation_fraction: ValidationFraction = 0.1
     bad_samples: BadSamplesOption = "refuse"
@@ -334,7 +354,61 @@ class TextClassificationOptions:
     sequence_length: Annotated[
         int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
     ] = 512
+    multi_label: MultiLabel = False
+    label_separator: Annotated[
+        str, typer.Option(help="Separates the labels of a text, with --multi-label.")
+    ] = ","
     balance_classes: BalanceClasses = False
+    training_metrics: TrainingMetrics = False
+    validation_fraction: ValidationFraction = 0.1
+    lora: LoraOption = None
+    quantize: QuantizeOption = None
+    bad_samples: BadSamplesOption = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenClassificationOptions:
+    """Options of `recipes.token_classification`, under the same names."""
+
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
+    ] = "bert-base"
+    tokenizer: TokenizerOption = None
+    validation_file: Annotated[
+        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
+    ] = None
+    tokens_column: Annotated[str, typer.Option(help="Name of the words in a table.")] = "tokens"
+    tags_column: Annotated[str, typer.Option(help="Name of their tags in a table.")] = "tags"
+    encoding: Encoding = "utf-8"
+    sequence_length: Annotated[
+        int, typer.Option("--seq-len", help="Most tokens of a sentence, a multiple of 8.", min=8)
+    ] = 512
+    training_metrics: TrainingMetrics = False
+    validation_fraction: ValidationFraction = 0.1
+    lora: LoraOption = None
+    quantize: QuantizeOption = None
+    bad_samples: BadSamplesOption = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentencePairsOptions:
+    """Options of `recipes.sentence_pairs`, under the same names."""
+
+    model: Annotated[
+        str, typer.Option(help="A local directory of transformers, or a built-in one: bert-base, …")
+    ] = "bert-base"
+    tokenizer: TokenizerOption = None
+    validation_file: Annotated[
+        Path | None, typer.Option(help="Another such file to validate with. Default: a part of the first.")
+    ] = None
+    text_column: Annotated[str, typer.Option(help="Name of the first texts.")] = "text"
+    pair_column: Annotated[str, typer.Option(help="Name of the second texts.")] = "pair"
+    encoding: Encoding = "utf-8"
+    sequence_length: Annotated[
+        int, typer.Option("--seq-len", help="Most tokens of a text, a multiple of 8.", min=8)
+    ] = 128
+    temperature: Annotated[float, typer.Option(help="Divides the cosine similarities.")] = 0.05
+    training_metrics: TrainingMetrics = False
     validation_fraction: ValidationFraction = 0.1
     lora: LoraOption = None
     quantize: QuantizeOption = None

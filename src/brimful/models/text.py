@@ -18,6 +18,7 @@ operation, with its source.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +162,77 @@ _LLAMA_3_8B = _llama3(
 )
 
 
+def text_encoder(
+    name: str,
+    *,
+    class_suffix: str,
+    sequence_length: int,
+    num_labels: int | None = None,
+    vocab_size: int | None = None,
+    pad_token_id: int | None = None,
+) -> Callable[[], nn.Module]:
+    """A built-in encoder with another head than a sequence classifier's, or with none.
+
+    Args:
+        name: One of `TEXT_CLASSIFIERS`.
+        class_suffix: What transformers' class ends in: "ForTokenClassification", or "Model" for no head.
+        sequence_length: Maximum tokens per sample.
+        num_labels: Number of classes; None if there are none.
+        vocab_size: Number of tokens; None as published.
+        pad_token_id: The padding token; None as published.
+
+    Returns:
+        A function that builds it with random weights.
+
+    Raises:
+        UsageError: A number is out of range.
+    """
+    published, most_tokens = _ENCODERS[name]
+    check_range(name, "sequence_length", sequence_length, 1, most_tokens)
+    architecture = published.model_class.removesuffix("ForSequenceClassification")
+    labels = 2 if num_labels is None else num_labels
+    return _encoder_builder(
+        name,
+        replace(published, model_class=architecture + class_suffix),
+        num_labels=labels,
+        num_hidden_layers=None,
+        vocab_size=vocab_size,
+        pad_token_id=pad_token_id,
+    )[0]
+
+
+def _encoder_builder(
+    name: str,
+    published: Published,
+    *,
+    num_labels: int,
+    num_hidden_layers: int | None,
+    vocab_size: int | None,
+    pad_token_id: int | None,
+) -> tuple[Callable[[], nn.Module], range]:
+    """Builds an encoder; and the tokens that its batches may have."""
+    check_range(name, "num_labels", num_labels, 2)
+    if num_hidden_layers is not None:
+        check_range(name, "num_hidden_layers", num_hidden_layers, 1)
+    # ids from behind the padding id, which would say that a sequence is padded
+    padding = published.config["pad_token_id"] if pad_token_id is None else pad_token_id
+    check_range(name, "pad_token_id", padding, 0)
+    tokens = range(padding + 1, _vocabulary(name, published, vocab_size, least=padding + 2))
+
+    def build() -> nn.Module:
+        return build_model(
+            name,
+            published,
+            num_labels=num_labels,
+            num_hidden_layers=num_hidden_layers,
+            vocab_size=tokens.stop,
+            pad_token_id=padding,
+            problem_type="single_label_classification",  # else the first forward writes it into the config
+        )
+
+    return build, tokens
+
+
 def _classifier_job(
     name: str,
     published: Published,
@@ -173,29 +245,18 @@ def _classifier_job(
     pad_token_id: int | None = None,
 ) -> Job:
     check_range(name, "sequence_length", sequence_length, 1, most_tokens)
-    check_range(name, "num_labels", num_labels, 2)
-    if num_hidden_layers is not None:
-        check_range(name, "num_hidden_layers", num_hidden_layers, 1)
-    # ids from behind the padding id, which would say that a sequence is padded
-    padding = published.config["pad_token_id"] if pad_token_id is None else pad_token_id
-    check_range(name, "pad_token_id", padding, 0)
-    least_token = padding + 1
-    tokens = _vocabulary(name, published, vocab_size, least=least_token + 1)
-
-    def build() -> nn.Module:
-        return build_model(
-            name,
-            published,
-            num_labels=num_labels,
-            num_hidden_layers=num_hidden_layers,
-            vocab_size=tokens,
-            pad_token_id=padding,
-            problem_type="single_label_classification",  # else the first forward writes it into the config
-        )
+    build, tokens = _encoder_builder(
+        name,
+        published,
+        num_labels=num_labels,
+        num_hidden_layers=num_hidden_layers,
+        vocab_size=vocab_size,
+        pad_token_id=pad_token_id,
+    )
 
     def make_samples(samples: int) -> Batch:
         return {
-            "input_ids": torch.randint(least_token, tokens, (samples, sequence_length)),  # (B, T)
+            "input_ids": torch.randint(tokens.start, tokens.stop, (samples, sequence_length)),  # (B, T)
             "labels": torch.randint(0, num_labels, (samples,)),  # (B,)
         }
 
@@ -256,11 +317,17 @@ def _count_predicted_tokens(batch: Batch) -> Tensor:
     return predicted.sum()
 
 
+_ENCODERS = {
+    "bert-base": (_bert(_BASE), 512),
+    "bert-large": (_bert(_LARGE), 512),
+    "xlm-roberta-base": (_xlm_roberta(_BASE), 512),
+    "xlm-roberta-large": (_xlm_roberta(_LARGE), 512),
+}
+"""Each encoder by name, and its maximum number of tokens."""
+
 TEXT_CLASSIFIERS: dict[str, Callable[..., Job]] = {
-    "bert-base": partial(_classifier_job, "bert-base", _bert(_BASE), 512),
-    "bert-large": partial(_classifier_job, "bert-large", _bert(_LARGE), 512),
-    "xlm-roberta-base": partial(_classifier_job, "xlm-roberta-base", _xlm_roberta(_BASE), 512),
-    "xlm-roberta-large": partial(_classifier_job, "xlm-roberta-large", _xlm_roberta(_LARGE), 512),
+    name: partial(_classifier_job, name, published, most_tokens)
+    for name, (published, most_tokens) in _ENCODERS.items()
 }
 """Makes the job of each text classifier, by name."""
 

@@ -122,7 +122,8 @@ def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, ta
         model: A model of transformers; changed.
         lora: The adapters.
         quantization: One of `QUANTIZATIONS`; None keeps the weights as they are.
-        task: peft's name of the task: "CAUSAL_LM", or "SEQ_CLS", which trains the new head too.
+        task: peft's name of the task: "CAUSAL_LM" or "FEATURE_EXTRACTION"; or "SEQ_CLS" or "TOKEN_CLS", which
+            train the new head too.
 
     Returns:
         A `PeftModel`.
@@ -143,7 +144,7 @@ def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, ta
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or "all-linear",
         exclude_modules=rf"({'|'.join(map(re.escape, heads))})(\..*)?" if heads else None,
-        modules_to_save=heads if task == "SEQ_CLS" else None,
+        modules_to_save=heads if task in ("SEQ_CLS", "TOKEN_CLS") else None,
         task_type=task,
     )
     try:

@@ -46,11 +46,7 @@ class ImageReader:
 
     def read(self, index: int, random: torch.Generator | None) -> dict[str, Tensor]:
         """The pixels and the label of one image; with augmentation if `augments` and `random` is given."""
-        path = self.images.paths[index]
-        try:
-            whole = opened(path)
-        except Exception as error:  # Pillow's readers raise whatever the bytes lead to
-            raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        whole = read_image(self.images.paths[index])
         flips = False
         if self.augments and random is not None:
             box = random_box(whole.width, whole.height, random)
@@ -64,6 +60,24 @@ class ImageReader:
             "images": normalized.flip(-1) if flips else normalized,
             "labels": torch.tensor(self.images.labels[index]),
         }
+
+
+def read_image(path: Path) -> Image:
+    """Read an image.
+
+    Args:
+        path: The file.
+
+    Returns:
+        The image as `opened` returns it.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    try:
+        return opened(path)
+    except Exception as error:  # Pillow's readers raise whatever the bytes lead to
+        raise DataError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def opened(path: Path) -> Image:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from brimful.models.vision import VISION_ARCHITECTURES
 from brimful.optimizers import named_optimizer
 from brimful.recipes.bad_samples import BadSamples
 from brimful.recipes.checks import check_fraction, digest
+from brimful.recipes.choices import sample
 from brimful.recipes.classes import (
     accuracy,
     balanced_weights,
@@ -33,10 +34,8 @@ from brimful.recipes.classes import (
 from brimful.recipes.image_folders import LabelledImages, check_pillow, find_images, identities
 from brimful.recipes.image_reader import Channels, ImageReader
 from brimful.recipes.reading import ReadSamples
+from brimful.recipes.timm_reader import TimmReader, as_key, transform_options
 from brimful.recipes.weights import load_matching
-
-if TYPE_CHECKING:
-    pass
 
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
@@ -55,6 +54,8 @@ def image_classification(
     image_size: int = 224,
     validation_fraction: float = 0.1,
     augment: bool = True,
+    timm_transforms: bool = False,
+    training_metrics: bool = False,
     balance_classes: bool = False,
     bad_samples: str = "refuse",
     check_files: bool = True,
@@ -73,6 +74,10 @@ def image_classification(
         validation_fraction: Fraction of each class's images for validation, if the folder has no validation
             images.
         augment: Crop and flip training images at random.
+        timm_transforms: Transform images as timm does, with the crops, interpolation, mean and deviation of a
+            model of timm; training images also change their colors at random. Needs torchvision.
+        training_metrics: Also compute loss and metrics of training images at each validation, without
+            augmentation, of as many as there are validation images.
         balance_classes: Weight each sample by the inverse frequency of its class.
         bad_samples: "refuse" broken images and empty classes, or "skip" them with a warning.
         check_files: Decode every file once before training, so that a broken file does not end a run hours
@@ -93,7 +98,10 @@ def image_classification(
     check_fraction(validation_fraction)
     if weights is not None and not Path(weights).is_file():
         raise UsageError(f"there is no file {weights} to start from.")
+    if timm_transforms and not model.startswith(TIMM):
+        raise UsageError(f"timm's transforms are for its models, {TIMM}NAME, and the model is {model}.")
     found = _find_model(model, image_size)
+    options = transform_options(model.removeprefix(TIMM), image_size) if timm_transforms else None
     classes, training, validation = find_images(
         directory, validation_fraction, seed, bad=bad, decodes=check_files
     )
@@ -106,13 +114,19 @@ def image_classification(
             "labels": torch.randint(len(classes), (samples,)),
         }
 
-    def reader(images: LabelledImages, augments: bool) -> ImageReader:
-        return ImageReader(images, augments, image_size, found.mean, found.deviation)
+    def samples_of(images: LabelledImages, *, augments: bool = False) -> ReadSamples:
+        if options is not None:
+            return ReadSamples(TimmReader(images, augments, as_key(options)), workers=workers)
+        reader = ImageReader(images, augments, image_size, found.mean, found.deviation)
+        return ReadSamples(reader, workers=workers)
 
     def data() -> Data:
+        has_sample = training_metrics and len(validation.paths) > 0
+        some_training = training.some(sample(len(training.paths), len(validation.paths), seed))
         return Data(
-            train=ReadSamples(reader(training, augment), workers=workers),
-            validation=ReadSamples(reader(validation, False), workers=workers) if validation.paths else None,
+            train=samples_of(training, augments=augment),
+            validation=samples_of(validation) if validation.paths else None,
+            training_sample=samples_of(some_training) if has_sample else None,
         )
 
     return Job(
@@ -134,6 +148,7 @@ def image_classification(
             "mean": found.mean,
             "deviation": found.deviation,
             "augment": augment,
+            **({} if options is None else {"timm_transforms": options}),
             "balance_classes": balance_classes,
             "training_images": len(training.paths),
             "validation_images": len(validation.paths),

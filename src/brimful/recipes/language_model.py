@@ -15,6 +15,7 @@ from brimful.job import Batch, Data, Job
 from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
+from brimful.recipes.heads import LANGUAGE_MODEL
 from brimful.recipes.rows import TABLES, Row, read_rows, read_text, undecoded
 from brimful.recipes.text_models import find_text_model
 from brimful.recipes.tokens import Tokenizer, Tokens
@@ -70,6 +71,7 @@ def language_model(
     found = find_text_model(
         model,
         tokenizer,
+        head=LANGUAGE_MODEL,
         sequence_length=sequence_length,
         lora=None if lora is None else LoraOptions.parse(lora),
         quantization=quantize,

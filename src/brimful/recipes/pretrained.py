@@ -11,12 +11,13 @@ from torch import nn
 from brimful.codec import PositiveInt, from_json_document, parse_json, read_regular_file
 from brimful.errors import FileFormatError, UsageError
 from brimful.recipes.adapters import LoraOptions
+from brimful.recipes.heads import head_of
 from brimful.recipes.text_models import TextModel, find_text_model, silent_transformers
 from brimful.recipes.tokens import Pretrained
 from brimful.trainer.storage.run_directory import JOB
 from brimful.trainer.storage.weights import load_weights, read_tensors, weights_of_run
 
-TASKS = ("text-classification", "language-model")
+TASKS = ("text-classification", "token-classification", "sentence-pairs", "language-model")
 """Recipes whose models are of transformers, by their name in `Job.about`."""
 
 
@@ -47,6 +48,8 @@ def save_pretrained(run: Path | str, directory: Path | str | None = None, *, mer
     if about.classes is not None:
         model.config.id2label = dict(enumerate(about.classes))
         model.config.label2id = {name: number for number, name in enumerate(about.classes)}
+    if about.multi_label:
+        model.config.problem_type = "multi_label_classification"  # inference by sigmoids, not by softmax
     options = {} if about.lora is None or merge else {"save_embedding_layers": False}  # they are frozen
     with silent_transformers():
         model.save_pretrained(target, **options)
@@ -64,6 +67,7 @@ class RecipeRun:
     tokenizer: str
     sequence_length: PositiveInt
     classes: tuple[str, ...] | None = None
+    multi_label: bool = False
     lora: str | None = None
     quantization: str | None = None
 
@@ -79,8 +83,8 @@ class RecipeRun:
         return find_text_model(
             self.model,
             self.tokenizer,
+            head=head_of(self.task, 0 if self.classes is None else len(self.classes)),
             sequence_length=self.sequence_length,
-            num_labels=None if self.classes is None else len(self.classes),
             lora=None if self.lora is None else LoraOptions.parse(self.lora),
             quantization=self.quantization if is_quantised else None,
         )

@@ -33,6 +33,8 @@ class Row:
 
     where: str
     values: tuple[str, ...]
+    lists: tuple[tuple[str, ...], ...] = ()
+    """The values of columns of lists."""
 
 
 def read_text(path: Path, encoding: str) -> str:
@@ -89,13 +91,22 @@ def undecoded(text: str) -> str | None:
     return f"byte 0x{byte:02X}{where} is not UTF-8; another --encoding, such as latin-1, may fit"
 
 
-def read_rows(path: Path, columns: Sequence[str], encoding: str) -> Iterator[Row | BadSample]:
+def read_rows(
+    path: Path,
+    columns: Sequence[str],
+    encoding: str,
+    *,
+    lists: Sequence[str] = (),
+    separator: str | None = ",",
+) -> Iterator[Row | BadSample]:
     """Read the rows of a file, in order.
 
     Args:
         path: A .csv or .tsv file with a header, or a .jsonl file of objects.
         columns: Names of the columns to read.
         encoding: Encoding of the file.
+        lists: Names of columns with several values each: a list in JSON, else text that is split.
+        separator: Separates the values in text; None means spaces.
 
     Yields:
         A row with its values as text, or why the row cannot be used.
@@ -106,14 +117,15 @@ def read_rows(path: Path, columns: Sequence[str], encoding: str) -> Iterator[Row
     """
     text = read_text(path, encoding)
     suffix = path.suffix.lower()
+    names = (*columns, *lists)
     if suffix in _JSON_LINES:
-        records = _json_lines(path, text, columns)
+        records = _json_lines(path, text, names)
     elif suffix in _DELIMITERS:
-        records = _table(path, text, _DELIMITERS[suffix], columns)
+        records = _table(path, text, _DELIMITERS[suffix], names)
     else:
         raise UsageError(f"{path} is none of {', '.join(TABLES)}, by its name.")
     for where, record in records:
-        yield record if isinstance(record, BadSample) else _row(where, record, columns)
+        yield record if isinstance(record, BadSample) else _row(where, record, columns, lists, separator)
 
 
 _Records = Iterator[tuple[str, dict[str, Any] | BadSample]]
@@ -194,14 +206,39 @@ def _parsed_lines(path: Path, text: str) -> _Records:
             yield where, record if is_object else BadSample(where=where, why="not a JSON object")
 
 
-def _row(where: str, record: dict[str, Any], columns: Sequence[str]) -> Row | BadSample:
-    values = []
+def _row(
+    where: str,
+    record: dict[str, Any],
+    columns: Sequence[str],
+    lists: Sequence[str],
+    separator: str | None,
+) -> Row | BadSample:
+    values: list[str] = []
+    of_lists: list[tuple[str, ...]] = []
     for name in columns:
         text, why = _as_text(record.get(name))
         if why is not None:
             return BadSample(where=where, why=f"{name!r}: {why}")
         values.append(text)
-    return Row(where=where, values=tuple(values))
+    for name in lists:
+        several, why = _as_texts(record.get(name), separator)
+        if why is not None:
+            return BadSample(where=where, why=f"{name!r}: {why}")
+        of_lists.append(several)
+    return Row(where=where, values=tuple(values), lists=tuple(of_lists))
+
+
+def _as_texts(value: Any, separator: str | None) -> tuple[tuple[str, ...], str | None]:
+    """A value as texts, perhaps none, and why it cannot be used as texts, or None."""
+    if isinstance(value, str):
+        value = [part for part in map(str.strip, value.split(separator)) if part]
+    texts: list[str] = []
+    for part in value if isinstance(value, list) else [value]:
+        text, why = _as_text(part)
+        if why is not None:
+            return (), why if not isinstance(value, list) else f"entry {len(texts) + 1}: {why}"
+        texts.append(text.strip())
+    return tuple(texts), None
 
 
 def _as_text(value: Any) -> tuple[str, str | None]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.models.checks import check_multiple
 from brimful.recipes.adapters import LoraOptions
-from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
+from brimful.recipes.bad_samples import BadSamples
 from brimful.recipes.checks import check_fraction, digest
+from brimful.recipes.choices import sample, split_at_random
 from brimful.recipes.classes import (
     accuracy,
     balanced_weights,
@@ -26,72 +27,26 @@ from brimful.recipes.classes import (
     split_by_class,
     warn_without_validation,
 )
+from brimful.recipes.heads import text_classifier
+from brimful.recipes.labelled_rows import (
+    LabelsOf,
+    class_names,
+    contents,
+    good_rows,
+    rows_of_known_classes,
+)
+from brimful.recipes.multi_label import (
+    multi_label_counts,
+    multi_label_loss,
+    multi_label_scores,
+    positive_weights,
+    targets_of,
+)
 from brimful.recipes.rows import Row, read_rows
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokens import Encoded
-from brimful.trainer.data.length_buckets import LengthBuckets, pad_batch
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
 
-# B texts, T tokens
-
-_MULTIPLE = 8
-_NUMBER = re.compile(r"-?[0-9]+")
-_VALIDATION_TEXTS = 64
-"""Texts per validation batch, which is computed in micro-batches."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Texts:
-    """Tokenized texts with labels: `Samples`; iterating over them yields validation batches in order."""
-
-    encoded: Sequence[Encoded]
-    labels: Sequence[int]
-    padding: int
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def batches(self, size: int, *, seed: int, epoch: int, skip: int = 0) -> Iterator[Batch]:
-        """Batches of texts of similar length; see `Samples`."""
-        buckets = self._buckets(size, seed)
-        buckets.set_epoch(epoch)
-        return (self.batch(indices) for indices in list(buckets)[skip:])
-
-    def __iter__(self) -> Iterator[Batch]:
-        indices = range(len(self))
-        return (
-            self.batch(indices[start : start + _VALIDATION_TEXTS])
-            for start in range(0, len(self), _VALIDATION_TEXTS)
-        )
-
-    def longest(self, size: int) -> Batch:
-        """The batch that takes the most memory."""
-        return self.batch(self._buckets(size, 0).longest)
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """A batch of some of the texts, padded to the longest of them."""
-        samples = [
-            {name: torch.from_numpy(part).long() for name, part in self.encoded[index].items()}
-            | {"labels": self.labels[index]}
-            for index in indices
-        ]
-        values = {"input_ids": self.padding} | ({"token_type_ids": 0} if "token_type_ids" in samples[0] else {})
-        return pad_batch(samples, values, multiple_of=_MULTIPLE)
-
-    def some(self, indices: Sequence[int]) -> _Texts:
-        """A subset of the texts."""
-        return _Texts(
-            encoded=[self.encoded[index] for index in indices],
-            labels=[self.labels[index] for index in indices],
-            padding=self.padding,
-        )
-
-    @property
-    def most_tokens(self) -> int:
-        """Number of tokens in the longest text."""
-        return max((len(entry["input_ids"]) for entry in self.encoded), default=0)
-
-    def _buckets(self, size: int, seed: int) -> LengthBuckets:
-        return LengthBuckets([len(entry["input_ids"]) for entry in self.encoded], size, seed=seed)
+# B texts, T tokens, C classes
 
 
 def text_classification(
@@ -106,7 +61,10 @@ def text_classification(
     encoding: str = "utf-8",
     sequence_length: int = 512,
     validation_fraction: float = 0.1,
+    multi_label: bool = False,
+    label_separator: str = ",",
     balance_classes: bool = False,
+    training_metrics: bool = False,
     lora: str | None = None,
     quantize: str | None = None,
     bad_samples: str = "refuse",
@@ -130,7 +88,12 @@ def text_classification(
         encoding: Encoding of the files.
         sequence_length: Maximum tokens per text, a multiple of 8; longer texts are truncated at the end.
         validation_fraction: Fraction of each class's texts for validation, without a `validation_file`.
-        balance_classes: Weight each text by the inverse frequency of its class.
+        multi_label: Texts have several labels or none: a list of them in JSON, or one text of names.
+        label_separator: Separates the names of labels in one text.
+        balance_classes: Weight each text by the inverse frequency of its class; with `multi_label`, weight
+            the texts that have a label as much as those that do not.
+        training_metrics: Also compute loss and metrics of training texts at each validation, of as many as
+            there are validation texts.
         lora: Train LoRA adapters of peft over frozen weights, such as "r=16,alpha=32,targets=q_proj+v_proj";
             see `adapters.LoraOptions`. None trains all weights. Frozen weights of a directory keep their type.
         quantize: Quantise the frozen weights by bitsandbytes: "nf4" or "fp4", "nf4-dq" or "fp4-dq" with
@@ -139,39 +102,61 @@ def text_classification(
         seed: Seed of the choice of validation texts.
 
     Returns:
-        A job with data, the metric `accuracy`, and its classes in `about`.
+        A job with data, and its classes in `about`. Its metric is `accuracy`; with `multi_label` they are
+        `micro_f1`, `macro_f1` and `exact_match`.
 
     Raises:
         UsageError: A file, column, model or tokenizer does not exist, or a number is out of range.
         DataError: Rows are bad, and they are refused.
     """
     check_fraction(validation_fraction)
-    check_multiple("text classification", "sequence_length", sequence_length, _MULTIPLE)
+    check_multiple("text classification", "sequence_length", sequence_length, MULTIPLE)
     bad = BadSamples.parse(bad_samples)
-    columns = (text_column, label_column, *(() if pair_column is None else (pair_column,)))
-    rows = _good_rows(Path(file), columns, encoding, bad)
-    classes = _classes([_label(row) for row in rows], file)
+    pair = () if pair_column is None else (pair_column,)
+    columns = (text_column, *pair) if multi_label else (text_column, label_column, *pair)
+    labels_of: LabelsOf = _several if multi_label else _label
+
+    def read(path: Path) -> list[Row]:
+        lists = (label_column,) if multi_label else ()
+        rows = read_rows(path, columns, encoding, lists=lists, separator=label_separator)
+        return good_rows(rows, path, bad, labels_of=labels_of)
+
+    rows = read(Path(file))
+    classes = class_names((label for row in rows for label in labels_of(row)), file)
     found = find_text_model(
         model,
         tokenizer,
+        head=text_classifier(len(classes)),
         sequence_length=sequence_length,
-        num_labels=len(classes),
         lora=None if lora is None else LoraOptions.parse(lora),
         quantization=quantize,
     )
-    encode = partial(_encode, model=found, classes=classes, most_tokens=sequence_length)
+    encode = partial(
+        _encode,
+        model=found,
+        classes=classes,
+        most_tokens=sequence_length,
+        has_pairs=pair_column is not None,
+        multi_label=multi_label,
+    )
     training = encode(rows)
     of_validation: list[Row] = []
-    if validation_file is None:
-        for_training, for_validation = split_by_class(training.labels, validation_fraction, seed)
-        validation, training = training.some(for_validation), training.some(for_training)
-    else:
-        of_validation = _known(_good_rows(Path(validation_file), columns, encoding, bad), classes, bad)
+    if validation_file is not None:
+        of_validation = read(Path(validation_file))
+        of_validation = rows_of_known_classes(of_validation, classes, bad, labels_of=labels_of)
         validation = encode(of_validation)
-    warn_without_validation(classes, validation.labels)
-    weights = balanced_weights(training.labels, len(classes)) if balance_classes else None
-    longest = -(-max(training.most_tokens, validation.most_tokens) // _MULTIPLE) * _MULTIPLE
-    has_types = "token_type_ids" in training.encoded[0]
+    else:
+        split = (
+            split_at_random(len(training), validation_fraction, seed)
+            if multi_label
+            else split_by_class(_numbers(training), validation_fraction, seed)
+        )
+        training, validation = (training.some(indices) for indices in split)
+    warn_without_validation(classes, _numbers(validation))
+    task = _task(training, len(classes), multi_label=multi_label, balance_classes=balance_classes)
+    measures_training = training_metrics and len(validation) > 0
+    longest = rounded_up(max(training.most_tokens(), validation.most_tokens()))
+    has_types = "token_type_ids" in training.padding
     vocab_size = found.tokenizer.vocab_size
 
     def make_samples(samples: int) -> Batch:
@@ -179,81 +164,91 @@ def text_classification(
         batch = {
             "input_ids": torch.randint(vocab_size, shape),  # (B, T)
             "attention_mask": torch.ones(shape, dtype=torch.int64),
-            "labels": torch.randint(len(classes), (samples,)),  # (B,)
+            "labels": torch.randint(2, (samples, len(classes))).float()  # (B, C)
+            if multi_label
+            else torch.randint(len(classes), (samples,)),  # (B,)
         }
         return batch | ({"token_type_ids": torch.zeros(shape, dtype=torch.int64)} if has_types else {})
 
     return Job(
         model=found.build,
         weights=found.weights,
-        loss=partial(loss, logits_of=_logits, class_weights=weights),
-        count=None if weights is None else partial(count, class_weights=weights),
+        loss=task.loss,
+        count=task.count,
         batch=make_samples,
         optimizer=found.optimizer,
         data=lambda: Data(
-            train=training, validation=validation if len(validation) else None, longest=training.longest
+            train=training,
+            validation=validation if len(validation) else None,
+            training_sample=training.some(sample(len(training), len(validation), seed))
+            if measures_training
+            else None,
+            longest=training.longest,
         ),
-        metrics=partial(accuracy, logits_of=_logits),
+        metrics=task.metrics,
+        summarize=task.summarize,
         name=f"{Path(file).stem}-{Path(model).name}",
         about={
             "task": "text-classification",
             **found.about,
             "classes": list(classes),
-            "columns": list(columns),
+            "columns": [*columns, label_column] if multi_label else list(columns),
             "sequence_length": sequence_length,
             "balance_classes": balance_classes,
+            **({"multi_label": True} if multi_label else {}),
             "training_texts": len(training),
             "validation_texts": len(validation),
-            "data": digest(value for row in (*rows, *of_validation) for value in row.values),
+            "data": digest(contents((*rows, *of_validation))),
         },
     )
 
 
-def _good_rows(path: Path, columns: Sequence[str], encoding: str, asked: BadSamples) -> list[Row]:
-    rows = [_with_a_label(row) for row in read_rows(path, columns, encoding)]
-    check_bad_samples((row for row in rows if isinstance(row, BadSample)), of=len(rows), asked=asked)
-    good = [row for row in rows if isinstance(row, Row)]
-    if not good:
-        raise UsageError(f"{path} has no rows.")
-    return good
+def _label(row: Row) -> tuple[str]:
+    return (row.values[1].strip(),)
 
 
-def _with_a_label(row: Row | BadSample) -> Row | BadSample:
-    """Refuse NaN, which pandas and NumPy write for a missing label."""
-    if isinstance(row, BadSample) or _label(row).lower() != "nan":
-        return row
-    return BadSample(where=row.where, why="the label is NaN; rename the class if it is one")
+def _several(row: Row) -> tuple[str, ...]:
+    return row.lists[0]
 
 
-def _label(row: Row) -> str:
-    return row.values[1].strip()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What one label per text and several differ in."""
+
+    loss: Callable[..., Tensor]
+    count: Callable[[Batch], Tensor] | None = None
+    metrics: Callable[..., dict[str, Tensor]]
+    summarize: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
 
 
-def _classes(labels: Sequence[str], file: Path | str) -> tuple[str, ...]:
-    """Names of the classes, in numeric order if all are numbers."""
-    names = set(labels)
-    if len(names) < 2:
-        raise UsageError(f"{file} has labels of one class only, {labels[0]!r}; at least 2 are needed.")
-    are_numbers = all(_NUMBER.fullmatch(name) for name in names)
-    return tuple(sorted(names, key=lambda name: (int(name), name) if are_numbers else (0, name)))
-
-
-def _known(rows: list[Row], classes: tuple[str, ...], asked: BadSamples) -> list[Row]:
-    """The validation rows; refuse or skip those with a class that the training data lack."""
-    unknown = [row for row in rows if _label(row) not in classes]
-    check_bad_samples(
-        (
-            BadSample(where=row.where, why=f"class {_label(row)!r} is not in the training data")
-            for row in unknown
-        ),
-        of=len(rows),
-        asked=asked,
+def _task(encoded: TokenizedTexts, classes: int, *, multi_label: bool, balance_classes: bool) -> _Task:
+    """The loss and metrics, weighted by the classes of the training texts if asked."""
+    labels: Any = [entry["labels"] for entry in encoded.entries]
+    if multi_label:
+        weights = positive_weights(labels) if balance_classes else None
+        return _Task(
+            loss=partial(multi_label_loss, logits_of=_logits, positive_weights=weights),
+            metrics=partial(multi_label_counts, logits_of=_logits),
+            summarize=multi_label_scores,
+        )
+    weights = balanced_weights(labels, classes) if balance_classes else None
+    return _Task(
+        loss=partial(loss, logits_of=_logits, class_weights=weights),
+        count=None if weights is None else partial(count, class_weights=weights),
+        metrics=partial(accuracy, logits_of=_logits),
     )
-    return [row for row in rows if _label(row) in classes]
 
 
-def _encode(rows: Sequence[Row], *, model: TextModel, classes: Sequence[str], most_tokens: int) -> _Texts:
-    pairs = [row.values[2] for row in rows] if rows and len(rows[0].values) > 2 else None
+def _encode(
+    rows: Sequence[Row],
+    *,
+    model: TextModel,
+    classes: Sequence[str],
+    most_tokens: int,
+    has_pairs: bool,
+    multi_label: bool,
+) -> TokenizedTexts:
+    pairs = [row.values[-1] for row in rows] if has_pairs else None
     encoded, cut = model.tokenizer.encode([row.values[0] for row in rows], pairs, most_tokens)
     if cut:
         warnings.warn(
@@ -262,7 +257,27 @@ def _encode(rows: Sequence[Row], *, model: TextModel, classes: Sequence[str], mo
             stacklevel=3,
         )
     numbers = {name: number for number, name in enumerate(classes)}
-    return _Texts(encoded=encoded, labels=[numbers[_label(row)] for row in rows], padding=model.padding)
+    labels: list[Any] = (
+        [targets_of(_several(row), classes) for row in rows]
+        if multi_label
+        else [numbers[_label(row)[0]] for row in rows]
+    )
+    has_types = any("token_type_ids" in entry for entry in encoded)
+    return TokenizedTexts(
+        entries=[entry | {"labels": label} for entry, label in zip(encoded, labels, strict=True)],
+        padding={"input_ids": model.padding} | ({"token_type_ids": 0} if has_types else {}),
+    )
+
+
+def _numbers(texts: TokenizedTexts) -> list[int]:
+    """The numbers of all classes that texts have, text by text."""
+    return [
+        int(number)
+        for entry in texts.entries
+        for number in (
+            [entry["labels"]] if isinstance(entry["labels"], int) else np.flatnonzero(entry["labels"])
+        )
+    ]
 
 
 def _logits(model: nn.Module, batch: Batch) -> Tensor:

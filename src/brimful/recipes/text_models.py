@@ -17,10 +17,11 @@ from brimful.errors import UnknownNameError, UsageError
 from brimful.files import is_directory
 from brimful.models import find_architecture
 from brimful.models.huggingface import attention
-from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS
+from brimful.models.text import LANGUAGE_MODELS, TEXT_CLASSIFIERS, text_encoder
 from brimful.optimizers import NamedOptimizer, named_optimizer
 from brimful.recipes.adapters import LEARNING_RATE as ADAPTER_RATE
 from brimful.recipes.adapters import LoraOptions, adapted, check_quantization, load_base
+from brimful.recipes.heads import Head, without_pooler
 from brimful.recipes.tokens import Tokenizer, find_tokenizer
 from brimful.recipes.weights import check_most_is_loaded, unreadable, warn_new
 
@@ -60,8 +61,8 @@ def find_text_model(
     name: Path | str,
     tokenizer: Path | str | None,
     *,
+    head: Head,
     sequence_length: int,
-    num_labels: int | None = None,
     lora: LoraOptions | None = None,
     quantization: str | None = None,
 ) -> TextModel:
@@ -71,8 +72,8 @@ def find_text_model(
         name: A built-in architecture, or a directory saved by transformers.
         tokenizer: A directory or a `tokenizer.json`, or "bytes"; None uses that of the model's directory, or
             bytes for a built-in model.
+        head: The kind of model.
         sequence_length: Maximum tokens per sample.
-        num_labels: Number of classes of a classifier; None means a language model.
         lora: Adapters to train over frozen weights; None trains all weights.
         quantization: One of `adapters.QUANTIZATIONS`, for the frozen weights.
 
@@ -84,7 +85,7 @@ def find_text_model(
         UsageError: The directory has no such model, or it cannot take the tokenizer, the length or adapters.
     """
     check_quantization(quantization, has_adapters=lora is not None)
-    known = LANGUAGE_MODELS if num_labels is None else TEXT_CLASSIFIERS
+    known = LANGUAGE_MODELS if head.is_language_model else TEXT_CLASSIFIERS
     has_directory, is_built_in = is_directory(Path(name)), str(name) in known
     if has_directory and is_built_in:
         raise UsageError(
@@ -92,19 +93,20 @@ def find_text_model(
             "begin elsewhere for the built-in model."
         )
     if not has_directory and not is_built_in:
-        kind = "language model" if num_labels is None else "text classifier"
-        raise UnknownNameError(kind, str(name), known, hint="A directory that transformers saved does too.")
+        raise UnknownNameError(
+            head.what, str(name), known, hint="A directory that transformers saved does too."
+        )
     read_from = name if has_directory and tokenizer is None else tokenizer
     found = find_tokenizer(read_from)
     about = {"model": str(name), "tokenizer": "bytes" if read_from is None else str(read_from)}
     if is_built_in:
-        model = _built_in(str(name), found, about, sequence_length, num_labels)
+        model = _built_in(str(name), found, about, head, sequence_length)
     else:
         keeps_dtype = lora is not None  # frozen weights need no float32
-        model = _of_directory(Path(name), found, about, sequence_length, num_labels, keeps_dtype=keeps_dtype)
+        model = _of_directory(Path(name), found, about, head, sequence_length, keeps_dtype=keeps_dtype)
     if lora is None:
         return model
-    return _with_adapters(model, lora, quantization, task="CAUSAL_LM" if num_labels is None else "SEQ_CLS")
+    return _with_adapters(model, lora, quantization, task=head.peft_task)
 
 
 def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, task: str) -> TextModel:
@@ -116,16 +118,24 @@ def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None
 
 
 def _built_in(
-    name: str, tokenizer: Tokenizer, about: dict[str, str], sequence_length: int, num_labels: int | None
+    name: str, tokenizer: Tokenizer, about: dict[str, str], head: Head, sequence_length: int
 ) -> TextModel:
     padding = 0 if tokenizer.padding is None else tokenizer.padding
-    sizes = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
-    if num_labels is not None:
-        sizes |= {"num_labels": num_labels, "pad_token_id": padding}
-    job = find_architecture(name, **sizes)
-    assert callable(job.model)
+    vocab_size = tokenizer.vocab_size
+    if head.is_language_model:
+        build = find_architecture(name, sequence_length=sequence_length, vocab_size=vocab_size).model
+    else:
+        build = text_encoder(
+            name,
+            class_suffix=head.class_suffix,
+            sequence_length=sequence_length,
+            num_labels=head.num_labels,
+            vocab_size=vocab_size,
+            pad_token_id=padding,
+        )
+    assert callable(build)
     return TextModel(
-        build=job.model,
+        build=partial(_built, head, build),
         weights=None,
         tokenizer=tokenizer,
         padding=padding,
@@ -138,8 +148,8 @@ def _of_directory(
     directory: Path,
     tokenizer: Tokenizer,
     about: dict[str, str],
+    head: Head,
     sequence_length: int,
-    num_labels: int | None,
     *,
     keeps_dtype: bool,
 ) -> TextModel:
@@ -149,25 +159,28 @@ def _of_directory(
         raise UsageError(
             f"{directory} is read with transformers, which is not installed: pip install transformers."
         ) from error
-    make: Any = transformers.AutoModelForCausalLM
-    if num_labels is not None:
-        make = transformers.AutoModelForSequenceClassification
+    make: Any = getattr(transformers, head.auto_class)
     try:
         config = transformers.AutoConfig.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises whatever its files lead to
         raise UsageError(f"{directory} has no configuration that transformers can read: {error}") from error
+    if head.peft_task == "FEATURE_EXTRACTION" and getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{directory} has an encoder and a decoder, and a text has no target to decode. Give an "
+            "encoder, such as one of BERT or XLM-RoBERTa, or a decoder."
+        )
     config.use_cache = False
-    if num_labels is not None:
-        config.num_labels = num_labels
+    if head.num_labels is not None:
+        config.num_labels = head.num_labels
         config.problem_type = "single_label_classification"
     if getattr(config, "pad_token_id", None) is None:  # a classifier finds the last token of a text by it
         config.pad_token_id = tokenizer.end if tokenizer.padding is None else tokenizer.padding
     _check_sizes(directory, config, tokenizer, sequence_length)
     dtype = (getattr(config, "dtype", None) if keeps_dtype else None) or torch.float32
-    build = _builder(directory, make, config, sequence_length, dtype)
-    if num_labels is None:
+    build = _builder(directory, make, config, head, sequence_length, dtype)
+    if head.is_language_model:
         _check_causal(directory, build)
     has_weights = any((directory / f"{name}{end}").exists() for name in _WEIGHTS for end in ("", ".index.json"))
     if not has_weights:
@@ -176,7 +189,7 @@ def _of_directory(
     own_end = getattr(config, "eos_token_id", None)
     if end is None and isinstance(own_end, int) and own_end < tokenizer.vocab_size:
         end = own_end
-    load = partial(_load_pretrained, make=make, directory=directory, config=config, dtype=dtype)
+    load = partial(_load_pretrained, make=make, directory=directory, config=config, head=head, dtype=dtype)
     return TextModel(
         build=build,
         weights=load if has_weights else None,
@@ -204,19 +217,18 @@ def _check_sizes(directory: Path, config: Any, tokenizer: Tokenizer, sequence_le
 
 
 def _builder(
-    directory: Path, make: Any, config: Any, sequence_length: int, dtype: torch.dtype
+    directory: Path, make: Any, config: Any, head: Head, sequence_length: int, dtype: torch.dtype
 ) -> Callable[[], nn.Module]:
     """Builds the model with the first attention implementation it supports; each is tried on meta tensors."""
-    is_language_model = make.__name__ == "AutoModelForCausalLM"
     kinds = ["sdpa", "eager"]
-    if is_language_model and _masks_what_is_ahead_alone(config, sequence_length):
+    if head.is_language_model and _masks_what_is_ahead_alone(config, sequence_length):
         kinds.insert(0, attention(causal=True))
     refusals = []
     for kind in kinds:
 
         def build(kind: str = kind) -> nn.Module:
             model: Any = make.from_config(config, attn_implementation=kind, dtype=dtype)
-            return model.to(dtype)
+            return without_pooler(head, model.to(dtype))
 
         try:
             with torch.device("meta"):
@@ -225,8 +237,7 @@ def _builder(
             refusals.append(error)
         else:
             return build
-    what = "language model" if is_language_model else "text classifier"
-    raise UsageError(f"transformers makes no {what} of {directory}: {refusals[-1]}") from refusals[-1]
+    raise UsageError(f"transformers makes no {head.what} of {directory}: {refusals[-1]}") from refusals[-1]
 
 
 def _masks_what_is_ahead_alone(config: Any, sequence_length: int) -> bool:
@@ -249,7 +260,13 @@ def _check_causal(directory: Path, build: Callable[[], nn.Module]) -> None:
         )
 
 
-def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: Any, dtype: torch.dtype) -> None:
+def _built(head: Head, build: Callable[[], nn.Module]) -> nn.Module:
+    return without_pooler(head, build())
+
+
+def _load_pretrained(
+    model: nn.Module, *, make: Any, directory: Path, config: Any, head: Head, dtype: torch.dtype
+) -> None:
     """Load through transformers, which maps old names of tensors; a new head keeps its random weights."""
     try:
         with silent_transformers():
@@ -264,7 +281,9 @@ def _load_pretrained(model: nn.Module, *, make: Any, directory: Path, config: An
             )
     except Exception as error:  # transformers raises whatever its files lead to
         raise unreadable(directory, error) from error
+    pretrained = without_pooler(head, pretrained)
     new = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
+    new &= pretrained.state_dict().keys()
     check_most_is_loaded(pretrained, directory, [name for name in pretrained.state_dict() if name not in new])
     if hasattr(model, "get_base_model"):
         load_base(model, pretrained)

@@ -90,6 +90,10 @@ def set_up_run(config: RunConfig, ranks: Ranks) -> RunContext:
     )
     if data.validation is not None:
         check_validation(data.validation, layout)
+    if data.training_sample is not None:
+        if data.validation is None:
+            raise UsageError("a training_sample is evaluated beside validation data: Data(validation=…).")
+        check_validation(data.training_sample, layout, name="training_sample")
     refuse_single_samples(config.job, data, batches, start.settings.micro_batch_size)
     utilisation = Utilisation(config.plan, config.job)
     model = seeded_model(config, start)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +18,7 @@ from PIL import Image
 import brimful as bf
 from brimful.errors import DataError, UnknownNameError, UsageError
 from brimful.job import Data
-from brimful.recipes import image_classification
+from brimful.recipes import image_classification, timm_reader
 from brimful.recipes.image_reader import opened, random_box
 from brimful.trainer.data.rng import generator_of
 
@@ -275,3 +279,88 @@ def test_a_model_learns_the_colours(folder: Path) -> None:
         show_progress=False,
     ).fit()
     assert result.validations[-1].metrics["accuracy"] == 1.0
+
+
+def test_training_images_are_evaluated_as_validation_images_are(folder: Path) -> None:
+    data = data_of(job_of(folder, validation_fraction=0.2, training_metrics=True))
+    (sample,) = list(data.training_sample)  # type: ignore[arg-type]
+    assert len(sample["labels"]) == 6
+    plain = all_batches(job_of(folder, validation_fraction=0.2, augment=False))
+    known = torch.cat([batch["images"] for batch in plain])
+    assert all(any(torch.equal(image, other) for other in known) for image in sample["images"])
+    assert data_of(job_of(folder)).training_sample is None
+
+
+@dataclass(frozen=True)
+class Transform:
+    """As those of timm, it draws from every generator there is."""
+
+    is_training: bool
+
+    def __call__(self, image: Image.Image) -> torch.Tensor:
+        drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))] if self.is_training else [0.5]
+        return torch.tensor(drawn + [0.0] * (3 - len(drawn)))
+
+
+@pytest.fixture
+def timm_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of timm that are called, as torchvision cannot be imported beside every torch."""
+    config = SimpleNamespace(mean=(0.5,) * 3, std=(0.5,) * 3, fixed_input_size=False, to_dict=dict)
+    timm = ModuleType("timm")
+    timm.is_model = lambda _name: True  # type: ignore[attr-defined]
+    timm.get_pretrained_cfg = lambda _name: config  # type: ignore[attr-defined]
+    data = ModuleType("timm.data")
+    data.resolve_data_config = lambda args, pretrained_cfg: {"input_size": (3, 33, 33)}  # type: ignore[attr-defined]
+    data.create_transform = lambda input_size, is_training: Transform(is_training)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.setitem(sys.modules, "timm.data", data)
+    timm_reader._transform.cache_clear()
+
+
+@pytest.mark.usefixtures("timm_stub")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_timm_draws_depends_on_seed_epoch_and_image_alone(folder: Path, workers: int) -> None:
+    job = image_classification(folder, model="timm/any", timm_transforms=True, image_size=33, workers=workers)
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = float(torch.rand(())), random.random(), np.random.rand()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    first = all_batches(job)
+    assert (float(torch.rand(())), random.random(), np.random.rand()) == expected  # the steps draw as before
+    rest = all_batches(job, skip=2)
+    assert all(map(torch.equal, [batch["images"] for batch in first[2:]], [batch["images"] for batch in rest]))
+    drawn = torch.cat([batch["images"] for batch in first])
+    assert len(drawn.unique(dim=0)) == len(drawn) == 27
+    assert not torch.equal(drawn, torch.cat([batch["images"] for batch in all_batches(job, epoch=2)]))
+    (validation,) = list(data_of(job).validation)  # type: ignore[arg-type]
+    assert (validation["images"][:, 0] == 0.5).all()
+    assert job.about is not None
+    assert job.about["timm_transforms"] == {"input_size": [3, 33, 33]}
+
+
+def test_the_transforms_are_those_of_timm(folder: Path) -> None:
+    try:
+        import timm.data
+    except Exception as error:  # of torchvision beside another torch
+        pytest.skip(f"timm's transforms cannot be imported: {error}")
+    job = image_classification(folder, model="timm/resnet18", timm_transforms=True, image_size=64, workers=0)
+    assert job.about is not None
+    transform = timm.data.create_transform(**job.about["timm_transforms"])
+    batch = next(iter(data_of(job).validation))  # type: ignore[arg-type]
+    names = sorted(folder.rglob("blue/*"))
+    images = [transform(opened(path)) for path in names]
+    assert any(torch.equal(batch["images"][0], image) for image in images)
+    first, again = all_batches(job), all_batches(job)
+    assert all(map(torch.equal, [b["images"] for b in first], [b["images"] for b in again]))
+    assert first[0]["images"].shape == (8, 3, 64, 64)
+
+
+def test_timm_transforms_are_for_models_of_timm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="for its models"):
+        job_of(folder, timm_transforms=True)
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UsageError, match="timm's transforms cannot be imported"):
+        timm_reader.transform_options("resnet18", 64)

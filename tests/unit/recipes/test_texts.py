@@ -27,30 +27,6 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "good", "bad", "film", "a", "very"]
 
 
 @pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny pretrained model with its tokenizer, as transformers saves them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    folder = tmp_path_factory.mktemp("bert")
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
-    names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
-    config = transformers.BertConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-    )
-    transformers.BertModel(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     config = transformers.LlamaConfig(
@@ -116,7 +92,7 @@ def test_padding_changes_neither_loss_nor_gradients(tmp_path: Path, bert: Path) 
     job = classify(write_reviews(tmp_path / "reviews.csv"), bert)
     texts = data_of(job).train
     model = job.model().eval()  # type: ignore[operator]
-    lengths = [len(entry["input_ids"]) for entry in texts.encoded]  # type: ignore[union-attr]
+    lengths = [len(entry["input_ids"]) for entry in texts.entries]  # type: ignore[union-attr]
     short, long = lengths.index(min(lengths)), lengths.index(max(lengths))
     alone = job.loss(model, texts.batch([short]))  # type: ignore[union-attr]
     other = job.loss(model, texts.batch([long]))  # type: ignore[union-attr]
@@ -309,7 +285,7 @@ def test_of_two_texts_the_longer_is_cut_and_none_is_lost(tmp_path: Path, bert: P
     file.write_text("text,other,label\n" + (row + "a film,bad,1\n") * 4)
     with pytest.warns(UserWarning, match="4 of 8 texts have more than 16 tokens"):
         texts = data_of(classify(file, bert, pair_column="other")).train
-    longest = max(texts.encoded, key=lambda entry: len(entry["input_ids"]))["input_ids"]  # type: ignore[union-attr]
+    longest = max(texts.entries, key=lambda entry: len(entry["input_ids"]))["input_ids"]  # type: ignore[union-attr]
     assert [WORDS[token] for token in longest[-5:]] == ["[SEP]", "a", "good", "film", "[SEP]"]
     assert len(longest) == 16
     encoded, cut = Bytes().encode(["a" * 30, "ab"], ["bcd", "c" * 20], 16)

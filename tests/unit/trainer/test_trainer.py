@@ -199,6 +199,50 @@ def test_metrics_are_averaged_by_samples_and_the_loss_by_count(job_with, trained
     assert last.loss == pytest.approx(F.cross_entropy(logits, validation["y"]).item())
 
 
+def test_a_summary_of_means_does_not_depend_on_how_the_data_are_divided(job_with, trained, samples):
+    """F1 is no mean over batches: it follows from means of true and false positives."""
+    validation = {name: tensor[:18] for name, tensor in samples.items()}
+
+    def metrics(model, batch):
+        chosen = F.one_hot(model(batch["x"]).argmax(1), 3)
+        return {
+            "chosen": chosen.double().mean(0),
+            "right": (chosen * F.one_hot(batch["y"], 3)).double().mean(0),
+        }
+
+    def summarize(means):
+        return {"precision": (means["right"] / means["chosen"].clamp(min=1e-9)).mean()}
+
+    job = job_with(
+        model=lambda: nn.Linear(8, 3),
+        data=lambda: Data(train=samples, validation=validation, training_sample=samples),
+        metrics=metrics,
+        summarize=summarize,
+    )
+    trainer, result = trained(job, 7, epochs=1)
+    for prefix, part in (("", validation), ("training_", samples)):
+        with torch.no_grad():
+            expected = summarize(metrics(trainer.model, part))["precision"].item()
+        assert result.validations[-1].metrics[f"{prefix}precision"] == pytest.approx(expected)
+    loss = F.cross_entropy(trainer.model(samples["x"]), samples["y"]).item()
+    assert result.validations[-1].metrics["training_loss"] == pytest.approx(loss)
+
+
+def test_a_training_sample_leaves_the_training_as_it_is(job_with, trained, samples):
+    validation = {name: tensor[:18] for name, tensor in samples.items()}
+    losses = []
+    for sample in (None, samples):
+        data = Data(train=samples, validation=validation, training_sample=sample)
+        _, result = trained(job_with(data=lambda data=data: data), 16, epochs=2)
+        losses.append([*(step.loss for step in result.steps), *(record.loss for record in result.validations)])
+    assert losses[0] == losses[1]
+
+
+def test_a_training_sample_without_validation_data_is_refused(job_with, trained, samples):
+    with pytest.raises(UsageError, match="beside validation data"):
+        trained(job_with(data=lambda: Data(train=samples, training_sample=samples)), 16)
+
+
 @pytest.mark.parametrize(
     ("returned", "found"),
     [

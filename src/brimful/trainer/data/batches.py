@@ -244,18 +244,21 @@ def validation_batches(
         yield from ranks.micro_batches(batch, micro_batch_size, layout)
 
 
-def check_validation(validation: Batch | Iterable[Batch], layout: BatchLayout) -> None:
+def check_validation(
+    validation: Batch | Iterable[Batch], layout: BatchLayout, *, name: str = "validation"
+) -> None:
     """Check the validation data.
 
     Args:
-        validation: `Data.validation`.
+        validation: `Data.validation`, or `Data.training_sample`.
         layout: Finds the samples of a batch.
+        name: Name of the field of `Data`.
 
     Raises:
         UsageError: It is not validation data.
         BatchError: It is a batch without samples, or its entries have different numbers of samples.
     """
-    _check_data("validation", validation)
+    _check_data(name, validation)
     if is_one_batch(validation):
         _check_some(validation, layout)
 

@@ -130,7 +130,7 @@ class Run:
         stream, length = self._state.stream, self._config.length
         validator = None
         if self._run.data.validation is not None:
-            validator = Validator(self._config, self._state, self._run.data.validation, self._logger)
+            validator = Validator(self._config, self._state, self._run.data, self._logger)
         stopped_because = None
         while not (self._config.length.has_enough(self._state.step) or length.is_past(stream.position.epoch)):
             stopped_because = self._run_epoch(validator)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +18,14 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.out_of_memory import RanOut, make_room, unless_out_of_memory, with_room
 from brimful.execution.precision import autocast
-from brimful.job import Batch, Job
+from brimful.job import Batch, Data, Job
 from brimful.profiling.splitting import evaluation_mode
 from brimful.results import Recovery, ValidationRecord
 from brimful.trainer.data.batches import is_one_batch, validation_batches
 from brimful.trainer.data.rng import random_state_now, restore_random_state
 from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig
+from brimful.trainer.run.metrics import MetricSums, metrics_of
 from brimful.trainer.state import TrainState, whole_model
 
 T = TypeVar("T")
@@ -39,17 +39,16 @@ class Validator:
     Args:
         config: The configuration of the run.
         state: The state of the run; each pass restores the modes of its modules.
-        validation: One batch with all samples, or an iterable of batches.
+        data: Its `validation`, and perhaps a `training_sample`: each one batch with all samples, or an iterable
+            of batches.
         logger: Logs the validation, and each time that memory ran out.
     """
 
-    def __init__(
-        self, config: RunConfig, state: TrainState, validation: Batch | Iterable[Batch], logger: RunLogger
-    ) -> None:
+    def __init__(self, config: RunConfig, state: TrainState, data: Data, logger: RunLogger) -> None:
         self._config = config
         self._state = state
         self._job = config.job
-        self._validation = validation
+        self._data = data
         self._logger = logger
         self._micro_batch_size = state.settings.micro_batch_size
         self._buffers = BufferSnapshot(state.model)
@@ -71,14 +70,19 @@ class Validator:
         state, run_dir = self._state, self._config.run_dir
         state.ranks.broadcast_buffers(state.model)
         with nullcontext() if state.average is None else state.average.in_place():
-            record = self._validated(is_stopped)
+            record = self._validated(self._data.validation, is_stopped)
+            if record is not None and self._data.training_sample is not None:
+                of_training = self._validated(self._data.training_sample, is_stopped)
+                record = None if of_training is None else _with_training_sample(record, of_training)
             if record is None:
                 return None
             is_written = run_dir is not None and self._logger.history.is_best(record)
             self._logger.add_validation(record, whole_model(state, run_dir) if is_written else state.model)
         return record
 
-    def _validated(self, is_stopped: Callable[[], bool]) -> ValidationRecord | None:
+    def _validated(
+        self, samples: Batch | Iterable[Batch], is_stopped: Callable[[], bool]
+    ) -> ValidationRecord | None:
         """Run a pass; repeat it when memory runs out, and halve the micro-batch from the second time on."""
         state, stream = self._state, self._state.stream.randomness
         random, of_data = random_state_now(state.device), stream.state
@@ -88,7 +92,7 @@ class Validator:
             each = _Pass(
                 state=state,
                 job=self._job,
-                validation=self._validation,
+                validation=samples,
                 micro_batch_size=self._micro_batch_size,
                 is_stopped=is_stopped,
                 on_samples=self._logger.progress.show_validating,
@@ -170,7 +174,7 @@ class _Pass:
         move = InputMover.copying_to(state.device)
         samples, terms, loss = 0.0, 0.0, 0.0
         is_sum = job.reduction == "sum"
-        sums: defaultdict[str, float] = defaultdict(float)
+        sums = MetricSums(job)
         with evaluation_mode(state.model), torch.no_grad():
             batches = validation_batches(self.validation, self.micro_batch_size, layout, ranks)
             for host_batch, counts in _fetched(batches, state.stream.randomness.drawn_from):
@@ -185,20 +189,18 @@ class _Pass:
                 terms += batch_terms
                 if batch_terms:  # a mean over nothing is not a number
                     loss += float(batch_loss) * (1 if is_sum else batch_terms)
-                for name, value in metrics.items():
-                    sums[name] += value * batch_samples if batch_samples else 0.0
+                sums.add(metrics, batch_samples)
                 self.on_samples(int(samples))
         if ranks.any(self.is_stopped()):
             return None
-        names = sorted(sums)
-        samples, terms, loss, *totals = ranks.all_reduce(samples, terms, loss, *(sums[name] for name in names))
+        samples, terms, loss = ranks.all_reduce(samples, terms, loss)
         if not terms:
             raise UsageError(
                 f"the validation data of {job.name} have {samples:.0f} samples and nothing to count in them."
             )
         return self._record(
             loss * global_batch_size / samples if is_sum else loss / terms,
-            {name: total / samples for name, total in zip(names, totals, strict=True)},
+            sums.metrics(samples, ranks),
             int(samples),
             start,
         )
@@ -216,7 +218,7 @@ class _Pass:
             return state.executor.in_format(to_device(part))
 
         samples, total = 0, 0.0
-        sums: defaultdict[str, float] = defaultdict(float)
+        sums = MetricSums(job)
         with evaluation_mode(state.model), torch.no_grad():
             batches = _global_batches(self.validation, state.settings.global_batch_size, loss.layout)
             for batch in _fetched(batches, state.stream.randomness.drawn_from):
@@ -226,20 +228,20 @@ class _Pass:
                 with autocast(state.model, state.settings.precision):
                     gathered = gather_embeddings(embed, parts, move, count=loss.layout.count)
                     value = float(of_embeddings(gathered))
+                    if job.measures_embeddings:
+                        sums.add(metrics_of(job, gathered), loss.layout.count(batch))
                 samples += loss.layout.count(batch)
                 total += value * loss.layout.count(batch)
-                for part in parts if job.metrics is not None else ():
+                for part in parts if job.metrics is not None and not job.measures_embeddings else ():
                     with autocast(state.model, state.settings.precision):
-                        metrics = _metrics(job, move(part), state.model)
-                    for name, metric in metrics.items():
-                        sums[name] += metric * loss.layout.count(part)
+                        metrics = metrics_of(job, state.model, move(part))
+                    sums.add(metrics, loss.layout.count(part))
                 self.on_samples(samples)
         if self.is_stopped():
             return None
         if not samples:
             raise UsageError(f"the validation data of {job.name} have no samples.")
-        means = {name: sums[name] / samples for name in sorted(sums)}
-        return self._record(total / samples, means, samples, start)
+        return self._record(total / samples, sums.metrics(samples, state.ranks), samples, start)
 
     def _record(self, loss: float, metrics: dict[str, float], samples: int, start: float) -> ValidationRecord:
         return ValidationRecord(
@@ -271,34 +273,15 @@ def _fetched(batches: Iterator[T], fetching: Callable[[], AbstractContextManager
         yield batch
 
 
-def _loss_and_metrics(job: Job, batch: Batch, model: nn.Module) -> tuple[Tensor, Mapping[str, float]]:
-    return job.loss(model, batch), _metrics(job, batch, model)
+def _loss_and_metrics(job: Job, batch: Batch, model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    return job.loss(model, batch), metrics_of(job, model, batch)
 
 
-def _metrics(job: Job, batch: Batch, model: nn.Module) -> dict[str, float]:
-    if job.metrics is None:
-        return {}
-    found: Any = job.metrics(model, batch)
-    if not isinstance(found, Mapping):
-        raise UsageError(
-            f"Job(metrics=…) returned {type(found).__name__}; it must return names and numbers, such as "
-            '{"accuracy": 0.9}.'
-        )
-    return {_name(name): _number(name, value) for name, value in found.items()}
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise UsageError(f"Job(metrics=…) returned the name {name!r}; names of metrics must be text.")
-    return name
-
-
-def _number(name: str, value: Any) -> float:
-    found = type(value).__name__
-    try:
-        if not isinstance(value, Tensor) or value.numel() == 1:
-            return float(value)
-        found = f"a tensor of shape {tuple(value.shape)}"
-    except (TypeError, ValueError):
-        pass
-    raise UsageError(f"Job(metrics=…) returned {found} for {name!r}; it must return a number for each name.")
+def _with_training_sample(validated: ValidationRecord, of_training: ValidationRecord) -> ValidationRecord:
+    """A validation with the loss and metrics of training samples beside its own."""
+    added = {"loss": of_training.loss, **of_training.metrics}
+    return replace(
+        validated,
+        metrics={**validated.metrics, **{f"training_{name}": value for name, value in added.items()}},
+        seconds=validated.seconds + of_training.seconds,
+    )

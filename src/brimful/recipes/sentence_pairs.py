@@ -1,0 +1,247 @@
+"""Sentence pairs: a job that trains an encoder of texts by a contrastive loss over the pairs of a batch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from brimful.errors import UsageError
+from brimful.job import Batch, Data, Job
+from brimful.models.checks import check_multiple
+from brimful.recipes.adapters import LoraOptions
+from brimful.recipes.bad_samples import BadSamples
+from brimful.recipes.checks import check_fraction, digest
+from brimful.recipes.choices import sample, split_at_random
+from brimful.recipes.heads import ENCODER
+from brimful.recipes.labelled_rows import contents, good_rows
+from brimful.recipes.rows import Row, read_rows
+from brimful.recipes.text_models import TextModel, find_text_model
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
+
+# B pairs, T tokens, D model
+
+_SIDES = ("", "pair_")
+"""Prefixes of the entries of the two texts."""
+
+
+def sentence_pairs(
+    file: Path | str,
+    *,
+    model: Path | str = "bert-base",
+    tokenizer: Path | str | None = None,
+    validation_file: Path | str | None = None,
+    text_column: str = "text",
+    pair_column: str = "pair",
+    encoding: str = "utf-8",
+    sequence_length: int = 128,
+    temperature: float = 0.05,
+    validation_fraction: float = 0.1,
+    training_metrics: bool = False,
+    lora: str | None = None,
+    quantize: str | None = None,
+    bad_samples: str = "refuse",
+    seed: int = 0,
+) -> Job:
+    """Create a job that trains an encoder to place the two texts of each pair near each other.
+
+    A text's embedding is the mean of its tokens' last hidden states, normalized. The loss is InfoNCE in both
+    directions: each text is to be nearest to the other text of its pair among those of the global batch,
+    however that is split. Pairs that share a text are not contrasted with each other.
+
+    Args:
+        file: A .csv or .tsv file with a header, or a .jsonl file of objects.
+        model: A directory saved by transformers, to start from its weights; or a built-in encoder, such as
+            "bert-base", with random weights.
+        tokenizer: A directory or a `tokenizer.json`, or "bytes". None uses that of the model's directory; for
+            a built-in model, bytes.
+        validation_file: A file of validation pairs; None uses a random part of `file`.
+        text_column: Name of the column of first texts.
+        pair_column: Name of the column of second texts.
+        encoding: Encoding of the files.
+        sequence_length: Maximum tokens per text, a multiple of 8; longer texts are truncated at the end.
+        temperature: Divides the cosine similarities. Source of the default: Gao et al. 2021, SimCSE, section 3.
+        validation_fraction: Fraction of the pairs for validation, without a `validation_file`.
+        training_metrics: Also compute loss and metrics of training pairs at each validation, of as many as
+            there are validation pairs.
+        lora: Train LoRA adapters of peft over frozen weights; see `adapters.LoraOptions`.
+        quantize: Quantise the frozen weights by bitsandbytes; see `text_classification`.
+        bad_samples: "refuse" rows without two texts, or "skip" them with a warning.
+        seed: Seed of the choice of validation pairs.
+
+    Returns:
+        A job with data. Its metric `retrieval_accuracy` is the fraction of first texts that are nearest to the
+        other text of their pair, among the second texts of a validation batch of at most 64 pairs.
+
+    Raises:
+        UsageError: A file, column, model or tokenizer does not exist, or a number is out of range.
+        DataError: Rows are bad, and they are refused.
+
+    Source of the loss: van den Oord et al. 2018, equation 4; of both directions: Radford et al. 2021, CLIP,
+    figure 3.
+    """
+    check_fraction(validation_fraction)
+    check_multiple("sentence pairs", "sequence_length", sequence_length, MULTIPLE)
+    if not 0 < temperature < float("inf"):
+        raise UsageError(f"temperature is {temperature}; it must be positive and finite.")
+    bad = BadSamples.parse(bad_samples)
+    columns = (text_column, pair_column)
+
+    def read(path: Path) -> list[Row]:
+        return good_rows(read_rows(path, columns, encoding), path, bad)
+
+    rows = read(Path(file))
+    found = find_text_model(
+        model,
+        tokenizer,
+        head=ENCODER,
+        sequence_length=sequence_length,
+        lora=None if lora is None else LoraOptions.parse(lora),
+        quantization=quantize,
+    )
+    of_validation = [] if validation_file is None else read(Path(validation_file))
+    training = _encode(rows, found, sequence_length)
+    if validation_file is None:
+        for_training, for_validation = split_at_random(len(rows), validation_fraction, seed)
+        training, validation = training.some(for_training), training.some(for_validation)
+    else:
+        validation = _encode(of_validation, found, sequence_length)
+    if len(training) < 2:
+        raise UsageError(f"{file} has {len(training)} pair to train on; at least 2 are needed to contrast.")
+    measures_training = training_metrics and len(validation) > 0
+    vocab_size = found.tokenizer.vocab_size
+    longest = {
+        side: rounded_up(max(part.most_tokens(f"{side}input_ids") for part in (training, validation)))
+        for side in _SIDES
+    }
+
+    def make_samples(samples: int) -> Batch:
+        batch = {}
+        for side in _SIDES:
+            shape = (samples, longest[side])
+            batch[f"{side}input_ids"] = torch.randint(vocab_size, shape)  # (B, T)
+            batch[f"{side}attention_mask"] = torch.ones(shape, dtype=torch.int64)
+            batch[f"{side}text"] = torch.arange(samples)
+        return batch
+
+    return Job(
+        model=found.build,
+        weights=found.weights,
+        embed=embed,
+        loss=partial(contrast, temperature=temperature),
+        batch=make_samples,
+        optimizer=found.optimizer,
+        data=lambda: Data(
+            train=training,
+            validation=validation if len(validation) else None,
+            training_sample=training.some(sample(len(training), len(validation), seed))
+            if measures_training
+            else None,
+            longest=partial(_longest, training),
+        ),
+        metrics=retrieval,
+        name=f"{Path(file).stem}-{Path(model).name}",
+        about={
+            "task": "sentence-pairs",
+            **found.about,
+            "columns": list(columns),
+            "sequence_length": sequence_length,
+            "temperature": temperature,
+            "training_pairs": len(training),
+            "validation_pairs": len(validation),
+            "data": digest(contents((*rows, *of_validation))),
+        },
+    )
+
+
+def embed(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """The normalized embeddings of the texts of each pair, (B, D), and which texts these are, (B,)."""
+    found: dict[str, Tensor] = {}
+    for side in _SIDES:
+        mask = batch[f"{side}attention_mask"]  # (B, T)
+        hidden = model(input_ids=batch[f"{side}input_ids"], attention_mask=mask).last_hidden_state  # (B, T, D)
+        weights = (mask / mask.sum(1, keepdim=True)).to(hidden.dtype)
+        found[f"{side}embeddings"] = F.normalize((hidden * weights[:, :, None]).sum(1).float(), dim=1)
+        found[f"{side}text"] = batch[f"{side}text"]
+    return found
+
+
+def contrast(embeddings: dict[str, Tensor], *, temperature: float) -> Tensor:
+    """The mean cross-entropy of finding the second text of each pair among all, and the first.
+
+    Args:
+        embeddings: From `embed`, of the global batch.
+        temperature: Divides the cosine similarities.
+
+    Returns:
+        A scalar.
+    """
+    similarities = _similarities(embeddings) / temperature
+    own = torch.arange(len(similarities), device=similarities.device)
+    is_other = own[:, None] != own
+    logits = similarities.masked_fill(_belong_together(embeddings) & is_other, float("-inf"))
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+
+def retrieval(embeddings: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The fraction of first texts whose nearest second text is that of their pair, or of the same text."""
+    nearest = _similarities(embeddings).argmax(1, keepdim=True)
+    return {"retrieval_accuracy": _belong_together(embeddings).gather(1, nearest).float().mean()}
+
+
+def _similarities(embeddings: dict[str, Tensor]) -> Tensor:
+    """Cosine similarities of each first text to each second one, (B, B), in float32."""
+    first, second = embeddings["embeddings"], embeddings["pair_embeddings"]
+    with torch.autocast(first.device.type, enabled=False):
+        return first @ second.T
+
+
+def _belong_together(embeddings: dict[str, Tensor]) -> Tensor:
+    """Whether two pairs share a text, (B, B): then the other text of one is right for the other too."""
+    first, second = embeddings["text"], embeddings["pair_text"]
+    return (first[:, None] == first) | (second[:, None] == second)
+
+
+def _encode(rows: Sequence[Row], model: TextModel, most_tokens: int) -> TokenizedTexts:
+    """Both texts of each pair, as they are tokenized alone, and a number for each different text."""
+    entries: list[dict[str, Any]] = [{} for _ in rows]
+    cut = 0
+    for place, side in enumerate(_SIDES):
+        texts = [row.values[place] for row in rows]
+        encoded, cut_here = model.tokenizer.encode(texts, None, most_tokens)
+        cut += cut_here
+        numbers: dict[str, int] = {}
+        for entry, text, tokens in zip(entries, texts, encoded, strict=True):
+            ids = tokens["input_ids"]
+            entry[f"{side}input_ids"] = ids
+            entry[f"{side}attention_mask"] = np.ones(len(ids), dtype=np.int32)
+            entry[f"{side}text"] = numbers.setdefault(text, len(numbers))
+    if cut:
+        warnings.warn(
+            f"{cut} of {len(_SIDES) * len(rows)} texts have more than {most_tokens} tokens; what is beyond is "
+            "cut off.",
+            stacklevel=3,
+        )
+    padding = {"input_ids": model.padding, "attention_mask": 0}
+    return TokenizedTexts(
+        entries=entries, padding={f"{side}{name}": value for side in _SIDES for name, value in padding.items()}
+    )
+
+
+def _longest(pairs: TokenizedTexts, samples: int) -> Batch:
+    """The longest first texts beside the longest second ones: no batch takes more memory."""
+    batch: dict[str, Any] = {}
+    for side in _SIDES:
+        lengths = torch.tensor(pairs.lengths(f"{side}input_ids"))
+        chosen = pairs.batch(lengths.topk(min(samples, len(lengths))).indices.tolist())
+        batch |= {
+            name: entry for name, entry in chosen.items() if name.startswith("pair_") == (side == "pair_")
+        }
+    return batch
