@@ -10,7 +10,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from brimful.capture.fakes.wrapper import Wrapper
 from brimful.execution.attached import ATTRIBUTES, attached_views, is_of_library, public_attributes
 from brimful.replaced import replaced
+from brimful.wrapper_tensors import is_wrapper_tensor, remade
 
 
 def add_attached(model: nn.Module, fakes: dict[int, Any], mode: FakeTensorMode, wrapper: Wrapper) -> None:
@@ -84,6 +85,9 @@ def attach_in_place(model: nn.Module, fakes: dict[int, Any]) -> None:
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the same class and attributes, without values."""
+    if is_wrapper_tensor(parameter):
+        made: Any = remade(parameter, lambda inner: inner.to("meta"))
+        return cast("nn.Parameter", made)
     with torch._C.DisableTorchFunctionSubclass():
         meta = torch.Tensor.to(parameter.detach(), "meta")
         if is_of_library(parameter):
