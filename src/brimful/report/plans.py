@@ -66,7 +66,8 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     yield Row("settings", _settings(estimate))
     if estimate.trainable_parameter_count < estimate.parameter_count:
         yield Row(
-            "parameters", f"{estimate.parameter_count:,}, {estimate.trainable_parameter_count:,} of them trained"
+            "parameters",
+            f"{estimate.parameter_count:,}, {estimate.trainable_parameter_count:,} of them trained",
         )
     yield Row("predicted peak", _peak(estimate))
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
