@@ -6,6 +6,7 @@ these are `Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from brimful.errors import UsageError
-from brimful.wrapper_tensors import is_wrapper_tensor, with_inner_tensors
+from brimful.wrapper_tensors import is_wrapper_tensor, remade, with_inner_tensors
 
 ATTRIBUTES = "_brimful_attributes"
 """Attribute of a fake parameter: names of those that it has from the real one."""
@@ -70,14 +71,27 @@ def attached_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_of(public_attributes(module).items(), prefix, seen)
 
 
-def share_attached(original: nn.Module, copied: nn.Module) -> None:
+def copied_model(model: nn.Module) -> nn.Module:
+    """A copy of a model, also of its quantised weights; torchao's `NF4Tensor` would quantise again (0.18).
+
+    Args:
+        model: Any module.
+
+    Returns:
+        What `copy.deepcopy` makes otherwise.
+    """
+    tensors = filter(is_wrapper_tensor, (*model.parameters(), *model.buffers()))
+    copied = copy.deepcopy(
+        model, {id(tensor): remade(tensor, lambda inner: inner.detach().clone()) for tensor in tensors}
+    )
+    _share_attached(model, copied)
+    return copied
+
+
+def _share_attached(original: nn.Module, copied: nn.Module) -> None:
     """Let a copy of a model share attached objects between parameter and module as the original does.
 
     bitsandbytes' parameters copy what is attached to them by themselves, so that modules have a second one.
-
-    Args:
-        original: A model.
-        copied: Its copy by `copy.deepcopy`; changed.
     """
     for module, twin in zip(original.modules(), copied.modules(), strict=True):
         for name, parameter in module._parameters.items():

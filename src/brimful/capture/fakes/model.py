@@ -286,7 +286,8 @@ def to_fake(tensor: Tensor, mode: FakeTensorMode, *, parts: int = 1, wrapper: Wr
     if _is_lazy(tensor):
         raise CaptureError("a lazy parameter has no shape yet. Run one forward pass first, or give the sizes.")
     if is_wrapper_tensor(tensor):
-        return remade(tensor, lambda inner: to_fake(inner, mode, parts=parts, wrapper=wrapper))
+        maker, storages = wrapper or Wrapper(), dict[int, torch.UntypedStorage]()
+        return remade(tensor, lambda inner: maker.fake_view(mode, inner, storages))
     if parts == 1:
         with torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
