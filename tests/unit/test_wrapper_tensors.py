@@ -1,4 +1,4 @@
-"""Tensors made of others are seen through: what they are made of, by name, and the same class of other parts."""
+"""Tensors made of others are seen through: what they are made of, by name; the same class of other parts."""
 
 import torch
 from torch import nn
