@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import brimful as bf
+from brimful.distributed.ranks import Ranks
+from brimful.distributed.strategies import data_parallel
 from brimful.execution.setup import build_model
 from brimful.module_names import plain_state
-from brimful.settings import Action, UnitAction
+from brimful.settings import Action, Parallelism, UnitAction
 from brimful.trace import Category
 from brimful.wrapper_tensors import inner_tensors, is_wrapper_tensor
 from helpers.captured_jobs import A100, CPU, capture
@@ -107,6 +111,26 @@ def test_adapters_have_the_gradients_that_they_have_without_brimful() -> None:
     found = gradients(model, job, batch)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_ddp_trains_around_them_and_fsdp2_refuses(tmp_path: Path) -> None:
+    job = adapted_job("llama", TORCHAO["int8"])
+    batch, model = job.batch(SAMPLES), adapted_model("llama", TORCHAO["int8"])
+    expected = gradients(adapted_model("llama", TORCHAO["int8"]), job, batch)
+    settings = bf.Settings(micro_batch_size=SAMPLES, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ranks, device = Ranks(rank=0, count=2), torch.device("cpu")
+        with pytest.raises(bf.UsageError, match="FSDP2 cannot shard them"):
+            data_parallel(job, model, replace(settings, parallelism=Parallelism.FSDP2), device, ranks)
+        parallel = data_parallel(job, model, settings, device, ranks)
+        parallel.loss(model, batch).backward()
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        parallel.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
