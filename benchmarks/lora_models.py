@@ -15,6 +15,8 @@ from brimful.recipes.adapters import quantise_linear_layers
 VOCABULARY = 512
 _SHAPE = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256}
 _FEW_KEYS = {"num_key_value_heads": 2}
+_SCALES = 32
+"""Scales that share one of their own; their number must be a multiple of it."""
 _IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,7 +47,7 @@ class Weights:
 
     dtype: torch.dtype = torch.float32
     quantised: str | None = None
-    """nf4, fp4 or int8; None as they are."""
+    """nf4, fp4 or int8 by bitsandbytes, or a format of torchao; None as they are."""
     is_double: bool = False
     """Whether the scales of 4-bit weights are quantised too."""
     is_prepared: bool = False
@@ -65,6 +67,17 @@ WEIGHTS = {
     "int8, checkpointed": Weights(quantised="int8", is_prepared=True),
 }
 
+TORCHAO = {
+    "int8": Weights(quantised="torchao int8"),
+    "int8, checkpointed": Weights(quantised="torchao int8", is_prepared=True),
+    "int8, bf16": Weights(dtype=torch.bfloat16, quantised="torchao int8"),
+    "int8, groups": Weights(quantised="torchao int8, groups"),
+    "int4 in bytes": Weights(quantised="torchao int4 in bytes"),
+    "nf4": Weights(quantised="torchao nf4"),
+}
+"""Formats of torchao that have a gradient: 8 bits with a scale for each row or for groups of 32, 4 bits that
+are kept in 8, 4-bit normal floats. Its packed int4 has none; see docs/howto/lora.md."""
+
 
 def base_model(family: str) -> nn.Module:
     """Random weights, without dropout."""
@@ -80,10 +93,30 @@ def base_model(family: str) -> nn.Module:
 
 
 def quantise(model: nn.Module, weights: Weights) -> nn.Module:
-    """Linear layers but the head become bitsandbytes' quantised ones."""
+    """Linear layers but the head become quantised ones."""
     assert weights.quantised is not None
+    if weights.quantised.startswith("torchao "):
+        _quantise_by_torchao(model, weights.quantised.removeprefix("torchao "))
+        return model
     quantise_linear_layers(model, f"{weights.quantised}-dq" if weights.is_double else weights.quantised)
     return model
+
+
+def _quantise_by_torchao(model: Any, name: str) -> None:
+    """Linear layers but the head get weights of one of torchao's classes."""
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_, to_nf4
+
+    if name == "nf4":
+        for layer in model.base_model.modules():
+            if isinstance(layer, nn.Linear):
+                layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, _SCALES), requires_grad=False)
+        return
+    config = {
+        "int8": Int8WeightOnlyConfig(),
+        "int8, groups": Int8WeightOnlyConfig(granularity=PerGroup(32)),
+        "int4 in bytes": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32)),
+    }[name]
+    quantize_(model.base_model, config)
 
 
 def adapted_model(family: str, weights: Weights, adapter: str = "lora") -> nn.Module:

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from brimful.wrapper_tensors import with_inner_tensors
+
 _COMPILED = ("torch._dynamo.eval_frame", "OptimizedModule")
 _INNER = {
     _COMPILED: "_orig_mod",
@@ -84,9 +86,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def plain_state(model: nn.Module) -> dict[str, Any]:
-    """A model's `state_dict` by plain names."""
+    """A model's `state_dict` by plain names, with the inner tensors of those that are made of others."""
     plain_name = plain_namer(model)
-    return {plain_name(name): value for name, value in model.state_dict().items()}
+    return {plain_name(name): value for name, value in with_inner_tensors(model.state_dict()).items()}
 
 
 def wrapped_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def wrapped_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         The same values; names that the model does not have are unchanged.
     """
     plain_name = plain_namer(model)
-    own = {plain_name(name): name for name in model.state_dict()}
+    own = {plain_name(name): name for name in with_inner_tensors(model.state_dict())}
     return {own.get(resolved(name, own), name): value for name, value in state.items()}
 
 

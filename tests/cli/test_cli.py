@@ -86,6 +86,7 @@ ESTIMATE_KEYS = {
     "corrections",
     "uncertain_ops",
     "parameter_count",
+    "trainable_parameter_count",
     "notes",
 }
 PLAN_KEYS = {

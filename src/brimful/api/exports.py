@@ -8,6 +8,7 @@ from brimful.api.plans import check_plan
 from brimful.capture.fakes.model import fake_model
 from brimful.distributed.fsdp import sharded_units
 from brimful.errors import UnknownNameError
+from brimful.execution.attached import parameter_count
 from brimful.exports import Export, ExportSource, ExportTool, write_export
 from brimful.job import Job
 from brimful.optimizers import NamedOptimizer
@@ -59,7 +60,7 @@ def _source(job: Job, plan: Plan) -> ExportSource:
         counts=job.count is not None,
         sums=job.reduction == "sum",
         couples=job.embed is not None,
-        parameter_count=0 if model is None else sum(p.numel() for p in model.parameters()),
+        parameter_count=0 if model is None else parameter_count(model.parameters()),
         sharded_modules=(
             ()
             if model is None

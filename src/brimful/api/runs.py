@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from functools import partial
 from typing import Unpack
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from brimful import profiling
 from brimful.distributed.ranks import current_rank
 from brimful.errors import InterruptedRunError, UsageError
+from brimful.execution.attached import copied_model
 from brimful.execution.in_force import Prepared
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.setup import choose_device
@@ -234,7 +234,7 @@ def _trained_plainly(job: Job, plan: Plan | Settings, options: TrainKeywords) ->
         "replan": False,
         "callbacks": (),
     }
-    untouched = copy.deepcopy(job.model) if isinstance(job.model, nn.Module) else job.model
+    untouched = copied_model(job.model) if isinstance(job.model, nn.Module) else job.model
     baseline = replace(job, model=untouched, name=f"{job.name}, plain")
     result = Trainer(baseline, plan.plain.settings, **(options | alone)).fit()
     if result.stopped_because is not StopReason.FINISHED:

@@ -11,6 +11,7 @@ from brimful.execution.attached import attached_tensors
 from brimful.job import Batch
 from brimful.module_names import plain_namer
 from brimful.trace import Category
+from brimful.wrapper_tensors import with_inner_tensors
 
 
 def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = True) -> None:
@@ -19,8 +20,9 @@ def mark_model(model: nn.Module, recorder: Recorder, *, with_parameters: bool = 
     So is what libraries attach to parameters.
     """
     plain_name = plain_namer(model)
-    parameters = dict(model.named_parameters()) if with_parameters else {}
-    for tensors in (parameters, dict(model.named_buffers()), attached_tensors(model)):
+    parameters = with_inner_tensors(dict(model.named_parameters())) if with_parameters else {}
+    buffers = with_inner_tensors(dict(model.named_buffers()))
+    for tensors in (parameters, buffers, attached_tensors(model)):
         recorder.mark(tensors.values(), Category.PARAMETERS, map(plain_name, tensors))
 
 

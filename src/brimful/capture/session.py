@@ -38,6 +38,7 @@ from brimful.capture.triton_kernels import triton_launches_recorded
 from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
 from brimful.distributed.fsdp import Sharded
+from brimful.execution.attached import parameter_count
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
@@ -239,8 +240,8 @@ class CaptureSession:
             guess=self._known.guess,
             sizes_depend_on_values=facts.sizes_depend_on_values,
             convolves_images=_convolves(recorded.ops) and any(p.dim() > _SEQUENCES for p in parameters),
-            parameter_count=sum(p.numel() for p in parameters),
-            trainable_parameter_count=sum(p.numel() for p in parameters if p.requires_grad),
+            parameter_count=parameter_count(parameters),
+            trainable_parameter_count=parameter_count(p for p in parameters if p.requires_grad),
             couples_samples=self._job.embed is not None and self._job.loop is None,
             global_batch=facts.global_batch,
             host_state_bytes=facts.host_state_bytes,

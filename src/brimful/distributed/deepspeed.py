@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 
 from brimful.distributed.fsdp import Around
 from brimful.errors import UsageError
+from brimful.execution.attached import parameter_count
 from brimful.module_names import plain_namer, plain_state
 from brimful.settings import Parallelism
 from brimful.trace.zero import STAGES, zero_options
@@ -412,5 +413,5 @@ def _config(model: nn.Module, parallelism: Parallelism) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": zero_options(parallelism, sum(p.numel() for p in model.parameters())),
+        "zero_optimization": zero_options(parallelism, parameter_count(model.parameters())),
     }

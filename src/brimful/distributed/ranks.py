@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from brimful.batches import BatchLayout
 from brimful.errors import TrainingError, UsageError
 from brimful.execution.out_of_memory import with_room
 from brimful.job import Batch
+from brimful.wrapper_tensors import inner_tensors
 
 T = TypeVar("T")
 
@@ -111,8 +113,8 @@ class Ranks:
         """Copy the first rank's parameters and buffers to every rank."""
         self.broadcast_buffers(model)
         if self.is_distributed:
-            for parameter in model.parameters():
-                dist.broadcast(parameter.detach(), src=0)
+            for part in chain.from_iterable(map(inner_tensors, model.parameters())):
+                dist.broadcast(part.detach(), src=0)
 
     def with_room(self, action: Callable[[], T], *, during: str) -> T:
         """What an action returns that all ranks do together; alone, called once more where memory runs out.

@@ -26,6 +26,7 @@ from brimful.errors import UsageError
 from brimful.execution.precision import autocast
 from brimful.job import Batch, Job
 from brimful.settings import Parallelism, Precision, Settings
+from brimful.wrapper_tensors import is_wrapper_tensor
 
 T = TypeVar("T")
 
@@ -90,12 +91,18 @@ class DataParallel:
 class _Replicated(DataParallel):
     """DDP: every rank has the whole model."""
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
+    def __init__(self, job: Job, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(job)
+        has_wrappers = any(map(is_wrapper_tensor, model.parameters()))
+        if has_wrappers:  # DDP would flatten them, as torchao's cannot be
+            ranks.broadcast_parameters(model)
         # A branch that no sample takes on one rank may be taken on another, which would wait for ever if unused
         # parameters were not looked for.
         self._ddp: DistributedDataParallel | None = DistributedDataParallel(
-            Around(model), gradient_as_bucket_view=True, find_unused_parameters=True
+            Around(model),
+            gradient_as_bucket_view=True,
+            find_unused_parameters=True,
+            init_sync=not has_wrappers,
         )
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -218,12 +225,17 @@ def data_parallel(
     if not ranks.is_distributed:
         return DataParallel(job)
     if settings.parallelism is Parallelism.DDP:
-        return _Replicated(job, model)
+        return _Replicated(job, model, ranks)
     engine = "DeepSpeed's ZeRO" if settings.parallelism.is_zero else "FSDP2"
     if settings.precision is Precision.FP16:
         raise UsageError(
             f"fp16 is not trained under {engine}: its loss scaler would have to look at every rank's "
             "gradients. Take bf16, or DDP."
+        )
+    if any(map(is_wrapper_tensor, model.parameters())):
+        raise UsageError(
+            "the model has weights that torchao quantised, or other tensors made of tensors, and "
+            f"{engine} cannot shard them. Train by DDP."
         )
     if settings.offloaded or settings.chunked_loss is not None:
         raise UsageError(

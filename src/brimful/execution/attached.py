@@ -6,13 +6,17 @@ these are `Params4bit.quant_state`, `Int8Params.SCB` and, from the first forward
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from brimful.errors import UsageError
+from brimful.wrapper_tensors import is_wrapper_tensor, remade, with_inner_tensors
 
 ATTRIBUTES = "_brimful_attributes"
 """Attribute of a fake parameter: names of those that it has from the real one."""
@@ -67,14 +71,27 @@ def attached_views(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_of(public_attributes(module).items(), prefix, seen)
 
 
-def share_attached(original: nn.Module, copied: nn.Module) -> None:
+def copied_model(model: nn.Module) -> nn.Module:
+    """A copy of a model, also of its quantised weights; torchao's `NF4Tensor` would quantise again (0.18).
+
+    Args:
+        model: Any module.
+
+    Returns:
+        What `copy.deepcopy` makes otherwise.
+    """
+    tensors = filter(is_wrapper_tensor, (*model.parameters(), *model.buffers()))
+    copied = copy.deepcopy(
+        model, {id(tensor): remade(tensor, lambda inner: inner.detach().clone()) for tensor in tensors}
+    )
+    _share_attached(model, copied)
+    return copied
+
+
+def _share_attached(original: nn.Module, copied: nn.Module) -> None:
     """Let a copy of a model share attached objects between parameter and module as the original does.
 
     bitsandbytes' parameters copy what is attached to them by themselves, so that modules have a second one.
-
-    Args:
-        original: A model.
-        copied: Its copy by `copy.deepcopy`; changed.
     """
     for module, twin in zip(original.modules(), copied.modules(), strict=True):
         for name, parameter in module._parameters.items():
@@ -114,24 +131,45 @@ def stay_trainable(model: nn.Module) -> None:
             vars(module)["support_avx512bf16_for_cpu"] = False
 
 
+def parameter_count(parameters: Iterable[Tensor]) -> int:
+    """Number of parameters, of which two or more may be packed into one element of a 4-bit weight.
+
+    Args:
+        parameters: Real or fake ones.
+
+    Returns:
+        The number before they were quantised.
+    """
+    return sum(math.prod(getattr(getattr(p, "quant_state", None), "shape", p.shape)) for p in parameters)
+
+
 def is_quantization_metadata(name: str) -> bool:
     """Whether an entry of `state_dict` is JSON of 4-bit weights, whose length depends on its numbers."""
     return ".quant_state.bitsandbytes__" in name
 
 
 def load_state(model: nn.Module, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """`model.load_state_dict(state, strict=False)`, which loads the scales of 4-bit weights too.
+    """`model.load_state_dict(state, strict=False)`, which loads what quantised weights consist of too.
 
-    bitsandbytes' `Linear4bit` writes them into `state_dict` and does not read them (0.50.2).
+    bitsandbytes' `Linear4bit` writes scales into `state_dict` and does not read them (0.50.2).
 
     Args:
-        model: Its 4-bit weights are quantised already.
-        state: By the names of `model.state_dict`.
+        model: Its weights are quantised already.
+        state: By the names of `model.state_dict`, with the inner tensors of those that are made of others.
 
     Returns:
         The missing names and the unexpected ones.
+
+    Raises:
+        RuntimeError: A tensor has another shape.
     """
-    missing, unexpected = model.load_state_dict(state, strict=False)
+    own = model.state_dict()
+    made = {name: value for name, value in own.items() if is_wrapper_tensor(value)}
+    inner = with_inner_tensors(made)
+    _copy_alike(inner, state)
+    others = {name: value for name, value in state.items() if name not in inner}
+    missing, unexpected = model.load_state_dict(others, strict=False)
+    missing = [name for name in missing if name not in made] + [name for name in inner if name not in state]
     loaded = set[str]()
     for prefix, module in model.named_modules():
         weight: Any = module._parameters.get("weight")
@@ -146,6 +184,20 @@ def load_state(model: nn.Module, state: Mapping[str, Any]) -> tuple[list[str], l
         vars(module)["quant_state"] = read
         loaded.update(of_weight)
     return missing, [name for name in unexpected if name not in loaded]
+
+
+def _copy_alike(targets: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Copy what is there, if all of it has the right shape."""
+    found = {name: state[name] for name in targets if name in state}
+    for name, value in found.items():
+        if value.shape != targets[name].shape:
+            raise RuntimeError(
+                f"size mismatch for {name}: {tuple(value.shape)} was saved, and the model has "
+                f"{tuple(targets[name].shape)}"
+            )
+    with torch.no_grad():
+        for name, value in found.items():
+            targets[name].copy_(value)
 
 
 def public_attributes(module: nn.Module) -> dict[str, Any]:

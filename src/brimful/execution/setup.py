@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 
@@ -10,7 +9,7 @@ import torch
 from torch import nn
 
 from brimful.errors import UsageError
-from brimful.execution.attached import share_attached, stay_trainable
+from brimful.execution.attached import copied_model, stay_trainable
 from brimful.execution.host_allocator import keep_freed_memory
 from brimful.job import Job
 from brimful.settings import Settings
@@ -140,9 +139,7 @@ def build_model(job: Job, *, is_copied: bool = False) -> nn.Module:
                 "compiled in place without that: it runs eagerly. Give a function that builds and compiles it.",
                 stacklevel=4,
             )
-        chosen = copy.deepcopy(job.model) if is_copied else job.model
-        if is_copied:
-            share_attached(job.model, chosen)
+        chosen = copied_model(job.model) if is_copied else job.model
         stay_trainable(chosen)
         return chosen
     model = job.model()

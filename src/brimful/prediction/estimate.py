@@ -134,6 +134,8 @@ class Estimate(PrintedResult):
     corrections: tuple[Correction, ...]
     uncertain_ops: tuple[str, ...]
     parameter_count: int
+    """Number of parameters before any were quantised."""
+    trainable_parameter_count: int
     own_checkpoints: int = 0
     """Number of forward regions that the model itself recomputes in backward; their time is in
     `step_time.recompute_seconds`."""
@@ -281,6 +283,7 @@ def _estimate(
         corrections=trace.corrections,
         uncertain_ops=(*trace.uncertain_ops, *_of_compiled_code(trace), *_of_device(device)),
         parameter_count=trace.parameter_count,
+        trainable_parameter_count=trace.trainable_parameter_count,
         own_checkpoints=trace.own_checkpoints,
     )
 

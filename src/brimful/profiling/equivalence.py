@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from brimful.batches import InputMover, layout_of, make_batch, map_tensors
 from brimful.errors import EquivalenceError, PartialUpdateError
+from brimful.execution.attached import copied_model
 from brimful.execution.coupled_loss import check_coupled
 from brimful.execution.executor import StepExecutor, Transfers
 from brimful.execution.hooks import StepHooks
@@ -333,7 +333,7 @@ def _in_float64(tensor: Tensor) -> Tensor:
 
 def _copied(model: nn.Module) -> nn.Module:
     """A copy of a model, whose parameters are leaves; torch keeps a graph to those of a scripted model."""
-    copied = copy.deepcopy(model)
+    copied = copied_model(model)
     for parameter, own in zip(copied.parameters(), model.parameters(), strict=True):
         if not parameter.is_leaf:
             parameter.detach_().requires_grad_(own.requires_grad)

@@ -19,6 +19,7 @@ from brimful.job import Job
 from brimful.profiling.local_device import local_gpu
 from brimful.profiling.nvml import NvmlGpu, opened_nvml
 from brimful.quantities import format_bytes
+from brimful.wrapper_tensors import inner_tensors
 
 WORTH_SAYING_FRACTION = 0.01
 """Of a GPU's memory: what others hold below this is counted and not reported. A choice."""
@@ -268,7 +269,8 @@ def _model_bytes(job: Job | None, device: torch.device) -> int:
     """Bytes of the job's model that are on the GPU already, if it was built before."""
     if job is None or not isinstance(job.model, nn.Module):
         return 0
-    tensors = [*job.model.parameters(), *job.model.buffers()]
+    held = (*job.model.parameters(), *job.model.buffers())
+    tensors = [part for tensor in held for part in inner_tensors(tensor)]
     storages = {
         storage.data_ptr(): storage.nbytes()
         for tensor in tensors

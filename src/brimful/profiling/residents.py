@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from brimful.batches import named_tensors, own_part
 from brimful.execution.attached import attached_tensors
 from brimful.job import Batch
+from brimful.wrapper_tensors import inner_tensors
 
 
 def resident_storages(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
@@ -20,8 +21,9 @@ def resident_storages(model: nn.Module, optimizer: Optimizer) -> dict[int, int]:
     """
     return {
         storage.data_ptr(): storage.nbytes()
-        for tensor in _residents(model, optimizer)
-        if (storage := own_part(tensor).untyped_storage()).nbytes() > 0
+        for resident in _residents(model, optimizer)
+        for tensor in inner_tensors(own_part(resident))
+        if (storage := tensor.untyped_storage()).nbytes() > 0
     }
 
 

@@ -64,6 +64,11 @@ def _estimate_parts(estimate: Estimate) -> Iterator[Part]:
     )
     yield Gauge(bars=(peak,), limit=estimate.capacity_bytes)
     yield Row("settings", _settings(estimate))
+    if estimate.trainable_parameter_count < estimate.parameter_count:
+        yield Row(
+            "parameters",
+            f"{estimate.parameter_count:,}, {estimate.trainable_parameter_count:,} of them trained",
+        )
     yield Row("predicted peak", _peak(estimate))
     if (low, high) != (estimate.predicted_peak_device_bytes,) * 2:
         context = estimate.predicted_peak_device_bytes - estimate.predicted_peak_reserved_bytes

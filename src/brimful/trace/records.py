@@ -236,6 +236,7 @@ class Trace:
     convolves_images: bool = False
     """Whether the step has 2-d or 3-d convolutions, whose speed depends on the memory format."""
     parameter_count: NonNegativeInt = 0
+    """Number of parameters before any were quantised, as 4-bit weights have two in a byte."""
     trainable_parameter_count: NonNegativeInt = 0
     couples_samples: bool = False
     """Whether the loss couples all samples of the global batch (`Job.embed`): its memory is not affine in the

@@ -25,6 +25,7 @@ from brimful.errors import UsageError
 from brimful.job import Batch
 from brimful.optimizers import has_gaps
 from brimful.settings import MemoryFormat, Parallelism, Settings
+from brimful.wrapper_tensors import is_wrapper_tensor
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -207,7 +208,7 @@ def _check_convertible(model: nn.Module, found: list[Tensor], memory_format: Mem
 def _convertible(model: nn.Module) -> Iterator[Tensor]:
     """4-d and 5-d parameters and buffers that are alone in their memory."""
     found = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
-    tensors = [tensor for tensor in found if not nn.parameter.is_lazy(tensor)]
+    tensors = [each for each in found if not nn.parameter.is_lazy(each) and not is_wrapper_tensor(each)]
     plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
     shared = Counter(tensor.untyped_storage()._cdata for tensor in plain if tensor.layout is torch.strided)
     for tensor in tensors:

@@ -40,6 +40,7 @@ from brimful.memory import chosen_to_leave
 from brimful.memory import pinned_host as host
 from brimful.settings import Action, UnitAction
 from brimful.transforms.host_link import give_back, to_device, to_device_done, to_host, to_host_done
+from brimful.wrapper_tensors import inner_tensors
 
 
 class OffloadSchedule:
@@ -154,7 +155,8 @@ def _run(
 
     with saved_tensors_hooks(pack, _Saved.tensor):
         result = function(*args, **kwargs)
-    own = chain.from_iterable((*module.parameters(), *module.buffers()) for module in modules)
+    held = chain.from_iterable((*module.parameters(), *module.buffers()) for module in modules)
+    own = chain.from_iterable(map(inner_tensors, held))
     stays = {_address(tensor) for tensor in chain(given, own, tensors_in(result)) if _has_storage(tensor)}
     handles = [handle for each in saved if (handle := each()) is not None]
     device = given[0].device if given else None

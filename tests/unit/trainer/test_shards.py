@@ -86,18 +86,18 @@ def test_parts_that_are_missing_or_of_another_shape_are_refused(tmp_path: Path) 
     save(tmp_path / "shards", 4, {f"model.{name}": tensor for name, tensor in model.state_dict().items()})
     save_file({}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     other = nn.Linear(3, 8)
-    load_model(other, tmp_path, "model.safetensors")
+    load_model(other, tmp_path, ["model.safetensors"])
     assert torch.equal(other.weight, model.weight)
     assert torch.equal(other.bias, model.bias)
     with pytest.raises(ResumeError, match=r"'weight' has shape \(8, 4\), and \(8, 3\) was saved"):
-        load_model(nn.Linear(4, 8), tmp_path, "model.safetensors")
+        load_model(nn.Linear(4, 8), tmp_path, ["model.safetensors"])
     with pytest.raises(ResumeError, match=r"the model has no \['bias'\]"):
-        load_model(nn.Linear(3, 8, bias=False), tmp_path, "model.safetensors")
+        load_model(nn.Linear(3, 8, bias=False), tmp_path, ["model.safetensors"])
     with pytest.raises(ResumeError, match=r"has no \['0.bias'"):
-        load_model(nn.Sequential(nn.Linear(3, 8)), tmp_path, "model.safetensors")
+        load_model(nn.Sequential(nn.Linear(3, 8)), tmp_path, ["model.safetensors"])
     (tmp_path / "shards" / "1.safetensors").unlink()
     with pytest.raises(ResumeError, match=r"a part of 'model\.bias' is missing"):
-        load_model(other, tmp_path, "model.safetensors")
+        load_model(other, tmp_path, ["model.safetensors"])
 
 
 def test_the_state_of_an_optimizer_over_fewer_parameters_is_not_given_to_it(tmp_path: Path) -> None:
@@ -135,6 +135,6 @@ def test_tied_weights_are_written_once_and_come_back_tied_or_not(tmp_path: Path,
     other = Tied(tied=tied)
     with torch.no_grad():
         other.scale.zero_()
-    load_model(other, tmp_path, "model.safetensors")
+    load_model(other, tmp_path, ["model.safetensors"])
     assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
     assert (other.head.weight is other.embedding.weight) is tied

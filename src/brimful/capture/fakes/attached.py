@@ -1,6 +1,6 @@
 """Quantised weights on fake tensors, with what their library attached to them.
 
-Private torch APIs used here: `torch._C._DisableTorchDispatch`, `UntypedStorage._cdata` (checked: torch 2.13);
+Private torch APIs used here: `UntypedStorage._cdata` (checked: torch 2.13);
 of bitsandbytes: `Params4bit._quantize`, `Int8Params._quantize` (checked: 0.50).
 """
 
@@ -10,15 +10,16 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from brimful.capture.fakes.wrapper import Wrapper
+from brimful.capture.fakes.wrapper import Wrapper, view_on_meta
 from brimful.execution.attached import ATTRIBUTES, attached_views, is_of_library, public_attributes
 from brimful.replaced import replaced
+from brimful.wrapper_tensors import is_wrapper_tensor, remade
 
 
 def add_attached(model: nn.Module, fakes: dict[int, Any], mode: FakeTensorMode, wrapper: Wrapper) -> None:
@@ -38,14 +39,7 @@ def add_attached(model: nn.Module, fakes: dict[int, Any], mode: FakeTensorMode, 
     for _name, tensor in attached_views(model):
         if id(tensor) in fakes:
             continue
-        original = tensor.untyped_storage()
-        storage = storages.get(original._cdata)
-        if storage is None:
-            storage = storages[original._cdata] = torch.UntypedStorage(original.nbytes(), device="meta")
-        with torch._C._DisableTorchDispatch():
-            meta = torch.empty(0, dtype=tensor.dtype, device="meta")
-            meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        fakes[id(tensor)] = wrapper.fake(mode, meta, torch.device("cpu"))
+        fakes[id(tensor)] = wrapper.fake_view(mode, tensor, storages)
 
 
 def attach_to_parameters(model: nn.Module, memo: dict[int, Any]) -> None:
@@ -84,6 +78,9 @@ def attach_in_place(model: nn.Module, fakes: dict[int, Any]) -> None:
 
 def on_meta(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter of the same class and attributes, without values."""
+    if is_wrapper_tensor(parameter):
+        made: Any = remade(parameter, view_on_meta)
+        return cast("nn.Parameter", made)
     with torch._C.DisableTorchFunctionSubclass():
         meta = torch.Tensor.to(parameter.detach(), "meta")
         if is_of_library(parameter):

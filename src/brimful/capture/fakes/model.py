@@ -36,6 +36,7 @@ from brimful.execution.attached import is_of_library, stay_trainable
 from brimful.job import Job
 from brimful.replaced import replaced
 from brimful.trace import Guess
+from brimful.wrapper_tensors import is_wrapper_tensor, remade
 
 
 def fake_model(job: Job) -> nn.Module:
@@ -284,6 +285,9 @@ def to_fake(tensor: Tensor, mode: FakeTensorMode, *, parts: int = 1, wrapper: Wr
     """
     if _is_lazy(tensor):
         raise CaptureError("a lazy parameter has no shape yet. Run one forward pass first, or give the sizes.")
+    if is_wrapper_tensor(tensor):
+        maker, storages = wrapper or Wrapper(), dict[int, torch.UntypedStorage]()
+        return remade(tensor, lambda inner: maker.fake_view(mode, inner, storages))
     if parts == 1:
         with torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -14,6 +14,24 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
+def view_on_meta(tensor: Tensor, storage: torch.UntypedStorage | None = None) -> Tensor:
+    """A tensor of the same shape and place in its storage, without values.
+
+    Args:
+        tensor: On any device.
+        storage: On `meta`; None makes one as large as that of `tensor`.
+
+    Returns:
+        A tensor on `meta`.
+    """
+    if storage is None:
+        storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
+    with torch._C._DisableTorchDispatch():
+        meta = torch.empty(0, dtype=tensor.dtype, device="meta")
+        meta.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return meta
+
+
 class Wrapper:
     """Makes fake tensors of one mode and device after another.
 
@@ -49,6 +67,25 @@ class Wrapper:
             torch._C._set_throw_on_mutable_data_ptr(fake)
         fake.__dict__.update(self._attributes)
         return fake
+
+    def fake_view(
+        self, mode: FakeTensorMode, tensor: Tensor, storages: dict[int, torch.UntypedStorage]
+    ) -> FakeTensor:
+        """What stands for a tensor that may be a part of its storage, or share it.
+
+        Args:
+            mode: The fake mode it belongs to.
+            tensor: On any device.
+            storages: Fake storages by the address of the real ones, to which that of `tensor` is added.
+
+        Returns:
+            A fake CPU tensor.
+        """
+        original = tensor.untyped_storage()
+        storage = storages.get(original._cdata)
+        if storage is None:
+            storage = storages[original._cdata] = torch.UntypedStorage(original.nbytes(), device="meta")
+        return self.fake(mode, view_on_meta(tensor, storage), torch.device("cpu"))
 
     def empty(
         self,

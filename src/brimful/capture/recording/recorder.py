@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -35,6 +34,7 @@ from brimful.capture.recording.value_reader import ValueReader
 from brimful.capture.recording.work import work_of
 from brimful.capture.values.known import KnownValues, is_followed
 from brimful.trace import Category, Op, Phase
+from brimful.wrapper_tensors import calls_ops_on_parts
 
 _DEVICE_OF = torch.ops.prim.device.default
 
@@ -109,8 +109,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_paused:
             return func(*args, **kwargs)
-        if DTensor in types:
-            return NotImplemented  # it calls its ops on this rank's parts, which come here again
+        if any(map(calls_ops_on_parts, types)):
+            return NotImplemented  # the ops on the parts come here again
         info = self._infos.get(func)
         if info is None:
             info = self._infos[func] = describe_op(func, self._rules)

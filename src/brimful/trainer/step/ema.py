@@ -11,12 +11,13 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from brimful.errors import ResumeError
 from brimful.execution.out_of_memory import with_room
+from brimful.wrapper_tensors import is_wrapper_tensor
 
 
 class MovingAverage:
     """Averages parameters: `average = decay × average + (1 - decay) × parameter` after each update.
 
-    Buffers are not averaged.
+    Buffers and quantised weights are not averaged.
 
     Args:
         model: The average starts from its parameters.
@@ -24,7 +25,11 @@ class MovingAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self._parameters = dict(model.named_parameters())
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not is_wrapper_tensor(parameter) and (parameter.is_floating_point() or parameter.is_complex())
+        }
         self._averages = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._fold_in = get_ema_multi_avg_fn(decay)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import date
 
+from brimful.execution.attached import parameter_count
 from brimful.planner import Plan
 from brimful.profiling import device_record
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration
@@ -39,7 +40,7 @@ def keep_factors(
         config.job,
         device_record(state.device),
         found.settings,
-        parameter_count=sum(each.numel() for each in state.model.parameters()),
+        parameter_count=parameter_count(state.model.parameters()),
     )
     if kind.key != plan.job_kind:
         return None

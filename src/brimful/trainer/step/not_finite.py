@@ -13,6 +13,7 @@ from brimful.errors import NonFiniteError
 from brimful.execution.out_of_memory import with_room
 from brimful.results import StepRecord
 from brimful.settings import Precision, Settings
+from brimful.wrapper_tensors import inner_tensors
 
 
 def has_finite_parameters(model: nn.Module) -> bool:
@@ -20,7 +21,8 @@ def has_finite_parameters(model: nn.Module) -> bool:
 
     Buffers are not checked: an attention mask may be infinite.
     """
-    return all(_is_finite(own_part(parameter).detach()) for parameter in model.parameters())
+    parts = (part for parameter in model.parameters() for part in inner_tensors(own_part(parameter)))
+    return all(_is_finite(part.detach()) for part in parts)
 
 
 def is_finite_on_all_ranks(model: nn.Module, ranks: Ranks) -> bool:

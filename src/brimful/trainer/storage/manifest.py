@@ -25,6 +25,8 @@ from brimful.errors import FileFormatError
 
 VERSION = 4
 MODEL, RUN, STATE, MANIFEST = "model.safetensors", "run.json", "state.pt", "manifest.json"
+FROZEN = "frozen.safetensors"
+"""Is there if the model has parameters that are not trained and no shards."""
 SHARDS = "shards"
 _SHARD = re.compile(SHARDS + r"/[0-9]{5}-of-[0-9]{5}\.safetensors")
 _NAME = re.compile(r"step-[0-9]{1,18}")
@@ -117,7 +119,7 @@ def check_names(save: Path, manifest: Manifest) -> None:
         FileFormatError: A file is missing in the manifest, or is not one of a save.
     """
     for name in manifest.files:
-        if name not in (MODEL, RUN, STATE) and not _SHARD.fullmatch(name):
+        if name not in (MODEL, FROZEN, RUN, STATE) and not _SHARD.fullmatch(name):
             raise FileFormatError(f"its {MANIFEST} names {name!r}, which is not a file of a save")
     if missing := {MODEL, RUN, STATE} - manifest.files.keys():
         raise FileFormatError(f"its {MANIFEST} does not name {min(missing)}")

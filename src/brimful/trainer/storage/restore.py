@@ -8,7 +8,7 @@ checks is refused, and the one before it is used.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from brimful.execution.out_of_memory import with_room
 from brimful.module_names import plain_state, wrapped_state
 from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.manifest import (
+    FROZEN,
     MODEL,
     RUN,
     SHARDS,
@@ -64,9 +65,9 @@ class Save:
         """
         try:
             if (self.path / SHARDS).is_dir() or any(isinstance(p, DTensor) for p in model.parameters()):
-                load_model(model, self.path, MODEL)
+                load_model(model, self.path, self._whole_names())
             else:
-                _load_whole(model, self.path / MODEL)
+                _load_whole(model, [self.path / name for name in self._whole_names()])
         except FileFormatError as error:
             raise ResumeError(f"the run cannot be resumed: {error}") from error
 
@@ -83,6 +84,10 @@ class Save:
             ResumeError: The saved optimizer has other parameters.
         """
         return load_optimizer_state(optimizer, self.checkpoint.state.optimizer, self.path)
+
+    def _whole_names(self) -> list[str]:
+        """The names of the files of unsharded tensors."""
+        return [name for name in (MODEL, FROZEN) if name == MODEL or (self.path / name).exists()]
 
     def release(self) -> None:
         """Free the optimizer state and the average, once they are loaded."""
@@ -185,6 +190,8 @@ def _read(path: Path, ranks: Ranks, *, maps: bool) -> Save:
     for name in sorted(manifest.files)[ranks.rank :: ranks.count]:
         check_file(path, name, manifest.files[name])
     read_tied(path / MODEL, elsewhere=(path / SHARDS).is_dir())
+    if FROZEN in manifest.files:
+        read_tied(path / FROZEN)
     checkpoint = Checkpoint.from_documents(
         read_regular_file(path / RUN, what="file"), _load_state(path / STATE, maps=maps), where="its "
     )
@@ -206,14 +213,15 @@ def _load_state(path: Path, *, maps: bool) -> object:
         raise FileFormatError(f"its {path.name} cannot be read ({reason})") from error
 
 
-def _load_whole(model: nn.Module, path: Path) -> None:
-    """Load a model from a file that has the same names, shapes and types."""
-    tensors = read_tensors(path)
+def _load_whole(model: nn.Module, paths: Sequence[Path]) -> None:
+    """Load a model from files that together have the same names, shapes and types."""
+    tensors = {name: tensor for path in paths for name, tensor in read_tensors(path).items()}
     own = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
     if own.keys() != tensors.keys():
         raise ResumeError(
-            f"the run cannot be resumed with this model: {path} has no {sorted(own.keys() - tensors.keys())}, "
-            f"and the model has no {sorted(tensors.keys() - own.keys())}."
+            f"the run cannot be resumed with this model: {paths[0].parent} has no "
+            f"{sorted(own.keys() - tensors.keys())}, and the model has no "
+            f"{sorted(tensors.keys() - own.keys())}."
         )
     for name, value in own.items():
         if not is_quantization_metadata(name):

@@ -29,7 +29,9 @@ from brimful.execution.out_of_memory import with_room
 from brimful.files import bring_to_disk, free_bytes
 from brimful.quantities import format_bytes
 from brimful.trainer.storage.checkpoint import Checkpoint
+from brimful.trainer.storage.frozen import frozen_to_share, split_frozen, write_frozen
 from brimful.trainer.storage.manifest import (
+    FROZEN,
     MANIFEST,
     MODEL,
     RUN,
@@ -60,9 +62,12 @@ class _Copies:
     """None if nothing is sharded."""
     tensors: dict[str, Tensor]
     tied: dict[str, str]
+    frozen: dict[str, Tensor]
+    """Parameters that are not trained, if nothing is sharded; saves share their file."""
+    frozen_tied: dict[str, str]
     run: dict[str, Any]
     state: dict[str, Any]
-    """The last four are empty on every rank but the first."""
+    """The last six are empty on every rank but the first."""
 
     @property
     def file_bytes(self) -> int:
@@ -159,14 +164,18 @@ class Saves:
         whole, divided, tied_parts = divided_of_model(model)
         of_optimizer, divided_state = divided_of_optimizer(checkpoint.state.optimizer)
         divided |= divided_state
-        is_first = self._ranks.is_first
-        tensors, tied = distinct_tensors(whole, copies=True) if is_first else ({}, {})
+        is_first, is_sharded = self._ranks.is_first, self._ranks.is_distributed
+        frozen, rest = ({}, whole) if is_sharded else split_frozen(model, whole)
+        tensors, tied = distinct_tensors(rest, copies=True) if is_first else ({}, {})
+        frozen_tensors, frozen_tied = distinct_tensors(frozen, copies=True)
         state = checkpoint.with_optimizer(of_optimizer).state_document() if is_first else {}
         return _Copies(
             step=checkpoint.state.step,
-            shards=Shards(divided) if self._ranks.is_distributed else None,
+            shards=Shards(divided) if is_sharded else None,
             tensors=tensors,
             tied=tied | tied_parts,
+            frozen=frozen_tensors,
+            frozen_tied=frozen_tied,
             run=checkpoint.run_document() if is_first else {},
             state=tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state),
         )
@@ -241,6 +250,10 @@ class Saves:
             write_tensors(copies.tensors, partial / MODEL, {TIED: json.dumps(copies.tied)})
             self._write_documents(copies, partial)
             names += [MODEL, RUN, STATE]
+            if copies.frozen:
+                before = frozen_to_share(self._directory, keep=self._keep)
+                write_frozen(copies.frozen, copies.frozen_tied, partial / FROZEN, before)
+                names.append(FROZEN)
         if copies.shards is not None:
             names.append(f"{SHARDS}/{self._ranks.rank + 1:05d}-of-{self._ranks.count:05d}.safetensors")
             copies.shards.write(partial / names[-1])

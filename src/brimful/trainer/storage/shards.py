@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -162,19 +162,21 @@ def divided_of_optimizer(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict
     return {**state, "state": rest}, divided
 
 
-def load_model(model: nn.Module, save: Path, whole_name: str) -> None:
+def load_model(model: nn.Module, save: Path, whole_names: Sequence[str]) -> None:
     """Load the parameters and buffers of a save into a model; each rank reads its shards alone.
 
     Args:
         model: A model with the structure of the saved one, sharded or not.
         save: The directory of the save.
-        whole_name: The name of its file of unsharded tensors.
+        whole_names: The names of its files of unsharded tensors.
 
     Raises:
         ResumeError: The structure differs.
     """
     wanted = {name: value for name, value in plain_state(model).items() if isinstance(value, Tensor)}
-    tied = read_tied(save / whole_name, elsewhere=True)
+    tied = {
+        name: first for file in whole_names for name, first in read_tied(save / file, elsewhere=True).items()
+    }
     saved_names = {name: tied.get(name, name) for name in wanted}
     known: set[str] = set()
     for source, prefix in ((SavedTensors(save), ""), (SavedTensors(save / SHARDS), _MODEL)):
