@@ -33,8 +33,9 @@ import brimful as bf
 from attacks.inputs import TABLES
 from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
 from attacks.saves import EXECUTING, sign, sign_manifest
+from brimful.api.kept_plans import keep_refusal, kept_plan
 from brimful.devices import find_device
-from brimful.errors import BrimfulError, FileFormatError, UsageError
+from brimful.errors import BrimfulError, FileFormatError, InfeasibleError, UsageError
 from brimful.planner import prices_of
 from brimful.profiling import calibrate, with_kept_calibration
 from brimful.profiling.cache import write_kept
@@ -118,10 +119,17 @@ def read_document(reader: Callable[[], Any]) -> Any:
 # Files that brimful wrote
 
 
+def network() -> nn.Module:
+    """Its last bias is not trained."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 2))
+    model[-1].bias.requires_grad_(False)
+    return model
+
+
 def job() -> bf.Job:
     samples = {"x": torch.arange(64.0).reshape(16, WIDTH) / 64, "y": torch.arange(16) % 2}
     return bf.Job(
-        model=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, 2)),
+        model=network,
         loss=lambda model, batch: nn.functional.cross_entropy(model(batch["x"]), batch["y"]),
         batch=samples,
         data=lambda: bf.Data(train=samples, validation=samples),
@@ -230,7 +238,7 @@ def resumed(written: Path, place: Path, expected: list[float]) -> Callable[[Call
     return check
 
 
-FILES = ("manifest.json", "model.safetensors", "state.pt")
+FILES = ("manifest.json", "model.safetensors", "frozen.safetensors", "state.pt")
 NEWEST = Path("saves") / "step-000000002"
 
 
@@ -356,6 +364,18 @@ def test_a_changed_calibration_is_used_or_measured_again(kept: Path, random: Ran
 def test_a_calibration_that_is_no_file_is_left_alone(kept: Path, kind: str) -> None:
     put(kind, kept)
     assert read(lambda: with_kept_calibration(find_device("T4"))) == find_device("T4")
+
+
+@fuzzed(60)
+@given(random=randoms)
+def test_a_changed_cached_answer_is_given_or_searched_again(
+    monkeypatch: pytest.MonkeyPatch, place: Path, random: Random
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
+    keep_refusal("asked", InfeasibleError("nothing fits", budget_bytes=1, smallest_peak_bytes=2))
+    (kept,) = (place / "brimful" / "plans").iterdir()
+    kept.write_text(mutate_json(json.loads(kept.read_text()), random).text)
+    assert read(lambda: kept_plan("asked")) is None  # no other error than that nothing fits
 
 
 JOB = JobKind(

@@ -11,6 +11,7 @@ from torch import nn
 import brimful as bf
 from brimful.api import kept_plans, plans
 from brimful.devices import find_device
+from brimful.errors import InfeasibleError
 from brimful.planner import Plan
 
 DEVICE = find_device("RTX 3090")
@@ -68,6 +69,21 @@ def test_another_version_is_searched(searches: list[int], monkeypatch: pytest.Mo
     planned()
     monkeypatch.setattr(kept_plans, "_sources", lambda: ["planner/search.py 1 1"])
     planned()
+    assert len(searches) == 2
+
+
+def test_that_nothing_fits_is_answered_from_disk_too(searches: list[int], tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        with pytest.raises(InfeasibleError) as refused:
+            planned(budget="1KiB")
+        found.append((str(refused.value), refused.value.budget_bytes, refused.value.smallest_peak_bytes))
+    assert found[0] == found[1]
+    assert len(searches) == 1
+    (kept,) = (tmp_path / "brimful" / "plans").iterdir()
+    kept.write_bytes(b"{")
+    with pytest.raises(InfeasibleError):
+        planned(budget="1KiB")
     assert len(searches) == 2
 
 

@@ -44,6 +44,7 @@ STATE = "test_a_save_that_holds_code_is_not_executed"
 LAUNCH = "test_changed_settings_of_a_launch_before_are_read_or_refused"
 WEIGHTS = "test_changed_weights_are_read_or_refused"
 OTHERS_WEIGHTS = "test_weights_that_hold_code_are_refused"
+REFUSAL = "test_a_changed_cached_answer_is_given_or_searched_again"
 CALIBRATION = "test_a_changed_calibration_is_used_or_measured_again"
 TABLES = "test_damaged_tables_and_texts_are_read_or_refused"
 PRICES = "test_changed_prices_are_read_or_refused"
@@ -60,6 +61,7 @@ TRANSFORMERS = "by transformers, local and without remote code; benchmarks/attac
 
 READERS = {
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
+    "api/kept_plans.py": {"read_regular_file": REFUSAL, "parse_json": REFUSAL},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
     "codec.py": {"os.open": PLAN, "fdopen": PLAN, "parse_json": PLAN},
@@ -95,6 +97,7 @@ READERS = {
     },
     "trainer/storage/checkpoint.py": {"decode_json": RUN},
     "trainer/monitor/history.py": {"parse_json": RUN},
+    "trainer/storage/frozen.py": {"safe_open": RUN},
     "trainer/storage/manifest.py": {
         "read_regular_file": MANIFEST,
         "parse_json": MANIFEST,

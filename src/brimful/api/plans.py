@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, Unpack
 
-from brimful.api.kept_plans import fingerprint, keep_plan, kept_plan
+from brimful.api.kept_plans import fingerprint, keep_plan, keep_refusal, kept_plan
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.devices import Device
@@ -156,7 +156,11 @@ def _searched(capture: CachedCapture, asked: Request, calibration: JobCalibratio
     name = fingerprint(asked, capture(request.baseline_settings()), calibration)
     plan = kept_plan(name)
     if plan is None:
-        plan = found()
+        try:
+            plan = found()
+        except InfeasibleError as error:
+            keep_refusal(name, error)
+            raise
         keep_plan(name, plan)
     return plan
 
