@@ -30,9 +30,18 @@ def plan_report(plan: Plan) -> Report:
     """The chosen settings of a plan, their memory and time, and the alternatives."""
     heading = (
         f"{plan.job} on {plan.device}, global batch {plan.settings.global_batch_size}, "
-        f"budget {format_bytes(plan.budget_bytes)}"
+        f"budget {format_bytes(plan.budget_bytes)}{_origin_of_budget(plan)}"
     )
     return Report(heading=heading, parts=tuple(_plan_parts(plan)))
+
+
+def _origin_of_budget(plan: Plan) -> str:
+    """What a budget is that was not given in bytes: " (50% of the baseline)"."""
+    asked = plan.asked.budget
+    if asked is None:
+        less = " less 5%" if plan.device_kind == "cuda" else ""
+        return f" (default: what the device has{less})"
+    return f" ({asked} of the baseline)" if asked.endswith("%") else ""
 
 
 def phase_lines(estimate: Estimate) -> Iterator[str]:
