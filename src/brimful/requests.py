@@ -76,11 +76,18 @@ def request_of(
             world_size=world_size,
             num_nodes=num_nodes,
             parallelisms=parallelisms,
-            reshard_after_forward=options.reshard_after_forward,
+            reshard_after_forward=_resharding(job, options, parallelisms),
             param_dtype=options.param_dtype,
             offload_parameters=options.offload_parameters,
         ),
     )
+
+
+def _resharding(job: Job, options: PlanOptions, parallelisms: Sequence[Parallelism]) -> bool | None:
+    """Whether FSDP2 frees gathered parameters after forward; None tries both, unless `Job.shard` decides."""
+    if options.reshard_after_forward is None and job.shard is not None and Parallelism.FSDP2 in parallelisms:
+        return True
+    return options.reshard_after_forward
 
 
 def _permits(job: Job, device: Device, options: PlanOptions, *, is_here: bool) -> Permits:

@@ -143,6 +143,15 @@ def test_a_model_that_its_job_does_not_shard_is_refused() -> None:
         capture_step(job, FSDP2, resolve_device("cpu"))
 
 
+@pytest.mark.parametrize(
+    "asked", [{"param_dtype": "bfloat16", "precision": "bf16"}, {"offload_parameters": True}]
+)
+def test_what_the_job_s_own_calls_decide_is_refused_elsewhere(asked: dict[str, Any]) -> None:
+    job = replace(make_job(linear=True), shard=shard_by_hand)
+    with pytest.raises(UsageError, match=f"{next(iter(asked))}=.* has no effect on Job.shard"):
+        bf.plan(job, "cpu", global_batch_size=8, world_size=2, parallelism="fsdp2", **asked)
+
+
 @pytest.mark.slow
 def test_gathering_in_halves_is_autocast_where_layers_are_linear_and_near_it_elsewhere(
     by_ranks: list[Any],

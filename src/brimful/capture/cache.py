@@ -39,7 +39,8 @@ class CachedCapture:
             lambda settings, shortening: capture_short_step(job, settings, device, shortening),
         )
         self._repeated = RepeatedBlocks(short)
-        if like is not None and self._repeated.learn_from(like._repeated):
+        if like is not None:
+            self._repeated.learn_from(like._repeated)
             self._updates.permit_short()
         self._traces: dict[tuple[Settings, int], Trace] = {}
         self._exit = ExitStack()

@@ -130,10 +130,15 @@ class RepeatedBlocks:
         self._rows: tuple[tuple[str, ...], ...] | None = None
         """Blocks that ran alike in the first capture; None before they are looked for."""
 
-    def learn_from(self, other: RepeatedBlocks) -> bool:
-        """Take the rows that captures of the same job on another device found; False if it has found none."""
-        self._rows = other._rows
-        return bool(self._rows and other._captures)
+    def learn_from(self, other: RepeatedBlocks) -> None:
+        """Take the rows that captures of the same job on another device found, and those captures that hold.
+
+        Args:
+            other: Has the same short captures, on that device; until it has looked for rows, nothing is taken.
+        """
+        if other._rows is not None:
+            failed = len(self._captures) - len(other._captures)
+            self._rows, self._captures = other._rows, self._captures[failed:]
 
     def learn(self, settings: Settings, trace: Trace) -> None:
         """Take a whole capture to look for repeated blocks in, if it is the first that may show them."""

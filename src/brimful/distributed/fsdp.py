@@ -44,8 +44,8 @@ class Sharded:
         shard: `Job.shard`, in place of `sharded_units`; then `compute` is to call the model itself.
 
     Raises:
-        UsageError: `shard` leaves out the model itself, blocks share parameters, or BatchNorm's would be of
-            another type than its statistics.
+        UsageError: `shard` leaves out the model itself, settings ask for what it decides, blocks share
+            parameters, or BatchNorm's would be of another type than its statistics.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Sharded:
         if shard is None:
             self._root: Callable[[Any], Any] = _sharded_by_blocks(model, mesh, settings)
         else:
+            _check_own_calls(settings)
             shard(model, mesh)
             if not isinstance(model, FSDPModule):
                 raise UsageError(
@@ -85,6 +86,22 @@ def _sharded_by_blocks(model: nn.Module, mesh: DeviceMesh, settings: Settings) -
     for unit in sharded_units(model):
         fully_shard(unit, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, **policies)
     return cast(nn.Module, fully_shard(Around(model), mesh=mesh, **policies))
+
+
+def _check_own_calls(settings: Settings) -> None:
+    """Refuse what `Job.shard` decides by its arguments of `fully_shard`."""
+    arguments = {
+        f"param_dtype={settings.param_dtype!r}": (
+            settings.param_dtype is not None, "mp_policy=MixedPrecisionPolicy(param_dtype=…)"
+        ),
+        "offload_parameters=True": (settings.offload_parameters, "offload_policy=CPUOffloadPolicy()"),
+    }  # fmt: skip
+    for asked, (is_asked, argument) in arguments.items():
+        if is_asked:
+            raise UsageError(
+                f"{asked} has no effect on Job.shard, which calls fully_shard itself. Pass {argument} there, "
+                "or leave shard out."
+            )
 
 
 def _call_with(model: nn.Module, compute: Callable[[nn.Module], T]) -> T:
