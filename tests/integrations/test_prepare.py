@@ -288,7 +288,10 @@ def test_an_optimizer_that_calls_its_closure_several_times_is_not_retried() -> N
 
 
 def trained_scaled(fault: OutOfMemoryAt, kind: str) -> tuple[dict[str, Tensor], float, Prepared]:
-    """As `trained_with_retries`, in fp16: the loop unscales and clips, or the scaler alone unscales."""
+    """As `trained_with_retries`, in fp16: the loop unscales and clips, or the scaler alone unscales.
+
+    "outside" unscales outside `retry` what is clipped inside.
+    """
     model = noisy()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind == "fused")
     own, scaler = optimizer, torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
@@ -308,9 +311,12 @@ def trained_scaled(fault: OutOfMemoryAt, kind: str) -> tuple[dict[str, Tensor], 
             loss = loss_of(model, *part)
         scaler.scale(loss / (SAMPLES // MICRO)).backward()
 
+    def clip() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
     def unscale_and_clip() -> None:
         scaler.unscale_(own)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        clip()
 
     for number, (x, y) in enumerate(batches()):
         parts = list(zip(x.split(MICRO), y.split(MICRO), strict=True))
@@ -320,6 +326,9 @@ def trained_scaled(fault: OutOfMemoryAt, kind: str) -> tuple[dict[str, Tensor], 
             prepared.retry(forward_backward, part)
         if kind == "clipped":
             prepared.retry(unscale_and_clip)
+        if kind == "outside":
+            scaler.unscale_(own)
+            prepared.retry(clip)
         if kind == "accelerate":
             optimizer.step()
         else:
@@ -329,11 +338,11 @@ def trained_scaled(fault: OutOfMemoryAt, kind: str) -> tuple[dict[str, Tensor], 
             fault.__exit__(None, None, None)
         optimizer.zero_grad()
     prepared.remove()
-    assert not {"step", "update"} & set(vars(scaler))
+    assert not {"unscale_", "step", "update"} & set(vars(scaler))
     return model.state_dict(), scaler.get_scale(), prepared
 
 
-@pytest.mark.parametrize("kind", ["clipped", "plain", "fused", "accelerate"])
+@pytest.mark.parametrize("kind", ["clipped", "outside", "plain", "fused", "accelerate"])
 def test_memory_may_run_out_in_a_step_of_fp16(kind: str) -> None:
     """At ops spread over the step, and at each near those of the scaler."""
     counting = OutOfMemoryAt()
@@ -352,6 +361,76 @@ def test_memory_may_run_out_in_a_step_of_fp16(kind: str) -> None:
         assert its_scale == scale
         assert all(torch.equal(found[name], value) for name, value in expected.items()), ops[number]
         assert len(prepared.recoveries) <= 1
+
+
+class Scaled:
+    """One weight, whose gradient is 2, in a loop with a loss scaler; a plain step takes 0.5 from it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, **options)
+        self.model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(self.model.weight)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
+        self.norms: list[float] = []
+
+    def prepared(self, precision: Precision) -> Prepared:
+        plain = settings(precision=precision, units=())
+        return bf.prepare(plain, self.model, self.optimizer, scaler=self.scaler)
+
+    def forward_backward(self, x: Tensor) -> None:
+        self.scaler.scale(self.model(x).sum()).backward()
+
+    def clip_at_second(self) -> None:
+        """Clips to a norm of 1; memory runs out in the first call."""
+        self.norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))
+        if len(self.norms) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def train(self, prepared: Prepared) -> None:
+        prepared.retry(self.forward_backward, torch.full((1, 1), 2.0))
+        self.scaler.unscale_(self.optimizer)
+        prepared.retry(self.clip_at_second)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def test_gradients_unscaled_outside_retry_are_unscaled_again() -> None:
+    """Clipped while scaled they had a norm of 2048, and the update was 0.0005."""
+    loop = Scaled()
+    prepared = loop.prepared(Precision.FP16)
+    loop.train(prepared)
+    assert len(prepared.recoveries) == 1
+    assert loop.norms == [2.0, 2.0]
+    assert loop.model.weight.item() == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
+def test_a_disabled_scaler_is_none(precision: Precision) -> None:
+    loop = Scaled(enabled=False)
+    prepared = loop.prepared(precision)
+    loop.train(prepared)
+    assert len(prepared.recoveries) == 1
+    assert loop.norms == [2.0, 2.0]
+    assert loop.model.weight.item() == pytest.approx(-0.5)
+
+
+def test_a_disabled_scaler_retries_no_step_of_fp16() -> None:
+    loop = Scaled(enabled=False)
+    with pytest.raises(torch.OutOfMemoryError, match=r"memory\.$"):
+        loop.prepared(Precision.FP16).retry(loop.clip_at_second)
+
+
+def test_a_step_that_the_scaler_skipped_is_not_run_again() -> None:
+    """Its zeroed gradients are there before the next step, so that one is not retried either."""
+    loop = Scaled()
+    prepared = loop.prepared(Precision.FP16)
+    prepared.retry(loop.forward_backward, torch.full((1, 1), torch.inf))
+    loop.scaler.step(loop.optimizer)
+    loop.scaler.update()
+    loop.model.zero_grad(set_to_none=False)
+    prepared.retry(loop.forward_backward, torch.full((1, 1), 2.0))
+    with pytest.raises(torch.OutOfMemoryError, match="gradients before its first action"):
+        prepared.retry(loop.clip_at_second)
 
 
 def test_with_fp16_and_without_the_scaler_nothing_is_retried() -> None:

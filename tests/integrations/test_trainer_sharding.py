@@ -13,10 +13,13 @@ from accelerate.utils import DistributedType
 import brimful.integrations.transformers as bft
 from brimful.errors import UsageError
 from brimful.integrations.trainer_plan import AppliedPlan
+from brimful.integrations.trainer_sharding import reduce_each_micro_batch
 from brimful.settings import Parallelism, Settings
 from helpers.sharded_trainers import call_sharded
 from helpers.torchrun import result_of_two_ranks
 from helpers.trainers import trainer
+
+GATHERED_IN_BF16 = "FSDP2 gathers parameters in bfloat16 and averages gradients in it, without autocast"
 
 RANK = """
 import sys
@@ -40,6 +43,7 @@ def least(values):  # of both processes
     return int(found)
 
 CASES = {
+    "bf16": ({"bf16": True}, {"recompute": "all", "micro_batch_size": 4}),
     "recomputed": ({}, {"recompute": "all", "micro_batch_size": 4}),
     "accumulated": (
         {"gradient_accumulation_steps": 2, "fsdp_config": {"activation_checkpointing": True}},
@@ -59,6 +63,8 @@ for name, (changes, options) in CASES.items():
     found[name] = {
         "parallelism": plan.settings.parallelism,
         "ranks": plan.settings.world_size,
+        "notes": plan.notes,
+        "precision": plan.settings.precision,
         "planned": losses(planned),
         "alone": losses(alone),
         "predicted": plan.predicted_peak_allocated_bytes,
@@ -81,10 +87,15 @@ def test_fsdp2_trains_and_takes_what_was_planned(tmp_path: Path) -> None:
     for name, case in found.items():
         assert (case["parallelism"], case["ranks"]) == ("fsdp2", 2)
         assert len(case["planned"]) == 4
-        if name == "recomputed":
+        if name != "accumulated":
             assert case["planned"] == case["alone"]  # bit for bit
         assert case["planned"] == pytest.approx(case["alone"], rel=1e-5)
-        assert case["predicted"] == pytest.approx(case["measured"], rel=0.01), name
+        # in bfloat16 the plan notes that it does not know what the CPU's library takes; measured: 3.7 % more
+        tolerance = 0.05 if name == "bf16" else 0.01
+        assert case["predicted"] == pytest.approx(case["measured"], rel=tolerance), name
+    assert found["bf16"]["precision"] == "fp32"
+    assert GATHERED_IN_BF16 in found["bf16"]["notes"]
+    assert GATHERED_IN_BF16 not in found["recomputed"]["notes"]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +104,7 @@ def test_fsdp2_trains_and_takes_what_was_planned(tmp_path: Path) -> None:
         ({}, {"fsdp_version": 1}, r'with FSDP1\. Set fsdp_config={"version": 2}'),
         ({}, {"cpu_offload": True}, "Leave cpu_offload out"),
         ({"fp16": True}, {}, "Set bf16=True"),
+        ({}, {}, "FSDP2 in one process.* Start more .* or leave fsdp out"),
     ],
 )
 def test_other_ways_to_shard_are_refused(
@@ -120,6 +132,29 @@ def test_a_plan_for_another_way_to_shard_is_not_applied(
     plan: Any = SimpleNamespace(settings=settings)
     with pytest.raises(UsageError, match="the plan is for fsdp2, and the trainer's processes train by ddp"):
         AppliedPlan(plan, own, recovers=True, reports=False)
+
+
+def test_a_plan_without_sharding_is_not_applied_under_fsdp2(tmp_path: Path) -> None:
+    own = trainer(tmp_path)
+    call_sharded(own)
+    plan: Any = SimpleNamespace(settings=Settings(micro_batch_size=8))
+    with pytest.raises(UsageError, match="the plan is for ddp, and the trainer's processes train by fsdp2"):
+        AppliedPlan(plan, own, recovers=True, reports=False)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_gradients_are_averaged_after_each_micro_batch_until_undone(tmp_path: Path, before: bool) -> None:
+    """Under FSDP2; `Trainer` reads it as here."""
+    own = trainer(tmp_path)
+    options = own.accelerator.gradient_state.plugin_kwargs
+    options["sync_each_batch"] = before
+    reduce_each_micro_batch(own)
+    assert options["sync_each_batch"] is before
+    call_sharded(own)
+    undo = reduce_each_micro_batch(own)
+    assert options["sync_each_batch"]
+    undo()
+    assert options["sync_each_batch"] is before
 
 
 def test_fsdp_that_accelerate_leaves_out_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

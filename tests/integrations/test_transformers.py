@@ -364,8 +364,10 @@ def scaled_trainer(folder: Path, **changes: Any) -> tuple[Trainer, torch.amp.Gra
     return own, scaler
 
 
-def train_scaled(folder: Path, context: Any, implementation: str) -> tuple[Trainer, float, Any]:
-    own, scaler = scaled_trainer(folder, callbacks=[During(2, context)])
+def train_scaled(
+    folder: Path, context: Any, implementation: str, *, kind: type[Trainer] = Trainer, **changes: Any
+) -> tuple[Trainer, float, Any]:
+    own, scaler = scaled_trainer(folder, kind=kind, callbacks=[During(2, context)], **changes)
     units = tuple(UnitAction(fqn=f"transformer.h.{block}", action=Action.RECOMPUTE) for block in range(4))
     settings = Settings(
         micro_batch_size=4,
@@ -378,7 +380,8 @@ def train_scaled(folder: Path, context: Any, implementation: str) -> tuple[Train
     applied = bft.apply(plan, own, report=False)
     train(own)
     applied.remove()
-    assert "step" not in vars(scaler)
+    assert not {"unscale_", "step", "update"} & set(vars(scaler))
+    assert "_get_grad_norm" not in vars(own)
     return own, scaler.get_scale(), applied
 
 
@@ -404,7 +407,57 @@ def test_memory_may_run_out_in_the_update_of_fp16(tmp_path: Path, implementation
 
 def test_an_update_of_fp16_in_which_memory_runs_out_twice_ends_before_it(tmp_path: Path) -> None:
     fault = OutOfMemoryAt(fails=lambda name, _args: name.startswith("aten._amp_foreach_non_finite"))
-    with pytest.raises(torch.OutOfMemoryError, match="ran out twice while gradients are clipped"):
+    with pytest.raises(torch.OutOfMemoryError, match="ran out twice while gradients are unscaled or clipped"):
         train_scaled(tmp_path, fault, "for-loop")
     fault.__exit__(None, None, None)
     assert fault.raised == 2
+
+
+class ClipsLater(Trainer):
+    """Takes no norm, so that the scaler's step unscales, after a change of the scaled gradients."""
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> None:
+        return None
+
+    def _clip_grad_norm(self, model: torch.nn.Module) -> None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "norm"), [(Trainer, 0.0), (ClipsLater, 1.0)], ids=["the norm alone", "in the scaler's step"]
+)
+def test_memory_may_run_out_where_gradients_are_unscaled_without_clipping(
+    tmp_path: Path, kind: type[Trainer], norm: float
+) -> None:
+    def run(context: Any) -> tuple[Trainer, float, Any]:
+        return train_scaled(tmp_path, context, "for-loop", kind=kind, max_grad_norm=norm)
+
+    counting = OutOfMemoryAt()
+    calm, scale, _ = run(counting)
+    unscaling = counting.ops.index("aten._amp_foreach_non_finite_check_and_unscale_.default")
+    for number in (unscaling - 1, unscaling):
+        fault = OutOfMemoryAt(number)
+        own, its_scale, applied = run(fault)
+        assert fault.raised == 1
+        assert its_scale == scale
+        assert_same(own, calm, exactly=True)
+        assert len(applied.recoveries) == 1
+
+
+def test_memory_may_run_out_where_a_norm_is_taken_in_fp32(tmp_path: Path) -> None:
+    def run(context: Any) -> tuple[Trainer, Any]:
+        own = trainer(tmp_path, max_grad_norm=0.0, callbacks=[During(2, context)])
+        own.accelerator.scaler = torch.amp.GradScaler("cpu", enabled=False)
+        plan: Any = SimpleNamespace(settings=Settings(micro_batch_size=4, gradient_accumulation_steps=2))
+        applied = bft.apply(plan, own, report=False)
+        train(own)
+        return own, applied
+
+    counting = OutOfMemoryAt()
+    calm, _ = run(counting)
+    for number in (10, counting.ops.index("aten._foreach_norm.Scalar")):
+        fault = OutOfMemoryAt(number)
+        own, applied = run(fault)
+        assert fault.raised == 1
+        assert_same(own, calm, exactly=True)
+        assert len(applied.recoveries) == 1

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from brimful.errors import UsageError
 from brimful.execution.loop_recovery import LoopRecovery
 from brimful.execution.precision import device_of
+from brimful.execution.scaled_update import enabled
 from brimful.execution.setup import set_up_allocator
 from brimful.optimizers import check_gaps, kept_implementation, set_implementation
 from brimful.results import Recovery
@@ -64,7 +65,7 @@ class Prepared:
         """The settings: divide each global batch into micro-batches of `settings.micro_batch_size`."""
         self._model, self._optimizer = model, None if optimizer is None else unwrapped(optimizer)
         self._wrapper = optimizer
-        self._scaler: GradScaler | None = scaler or getattr(optimizer, "scaler", None)
+        self._scaler = enabled(scaler or getattr(optimizer, "scaler", None))
         self._recovery: LoopRecovery | None = None
         if not _is_captured(model):  # an estimate leaves the process's allocator as it is
             set_up_allocator(settings, device_of(model))
@@ -95,8 +96,8 @@ class Prepared:
         again, once. An `optimizer.step` in which memory runs out is completed. The next call after
         `optimizer.step` or `optimizer.zero_grad` begins the next step.
 
-        With fp16, divide the scaled gradients (`scaler.unscale_`) in an action or leave it to `scaler.step`;
-        without the loop's scaler nothing is retried. Nor is it with several processes, which would wait for
+        With fp16, pass the loop's scaler to `prepare`: its `unscale_`, inside an action or outside, is repeated
+        with the step. Without it nothing is retried. Nor is it with several processes, which would wait for
         each other.
 
         Args:

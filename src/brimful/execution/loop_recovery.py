@@ -1,9 +1,10 @@
 """Out-of-memory recovery in a loop that runs the steps itself: the actions of the step so far are run again.
 
-The loop calls what it does in a step through `LoopRecovery.run`: forward and backward of each micro-batch,
-and clipping. Where memory runs out in one of them, the gradients of the step are cleared, random numbers and
-buffers are restored to those of its start, and all of its actions are run again. An update in which memory runs
-out is completed. A loss scaler forgets what it found about gradients that are computed again.
+The loop calls what it does in a step through `LoopRecovery.run`: forward and backward of each micro-batch, and
+clipping. Its calls of a loss scaler's `unscale_` are run so too. Where memory runs out in one of them, the
+gradients of the step are cleared, random numbers and buffers are restored to those of its start, and all of its
+actions are run again. An update in which memory runs out is completed. A loss scaler forgets what it found
+about gradients that are computed again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, make_room, with_retries, with_room
 from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
-from brimful.execution.scaled_update import ScaledUpdates, replace_step
+from brimful.execution.scaled_update import ScaledUpdates, enabled, replace_step
 from brimful.execution.update import ResumableUpdate
 from brimful.replaced import replace_attribute
 from brimful.results import Recovery
@@ -43,7 +44,7 @@ class LoopRecovery:
         model: The model, before or after it is wrapped.
         optimizer: Not in a wrapper. Its `step` ends a step.
         micro_batch_size: For the record.
-        scaler: The loop's loss scaler; it steps the optimizer.
+        scaler: The loop's loss scaler; it steps the optimizer. A disabled one is left alone.
         wrapper: Accelerate's, of the optimizer; None without one.
     """
 
@@ -76,8 +77,8 @@ class LoopRecovery:
         self._changes.callback(replace_step(optimizer, wrapper, self._step_of(optimizer)))
         self._changes.callback(replace_attribute(optimizer, "zero_grad", self._zero_grad_of(optimizer)))
         self._scaled: ScaledUpdates | None = None
-        if scaler is not None:
-            self._scaled = ScaledUpdates(scaler, optimizer, self._device, self.run)
+        if (scaling := enabled(scaler)) is not None:
+            self._scaled = ScaledUpdates(scaling, optimizer, self._device, self.run, self._end)
             self._changes.callback(self._scaled.remove)
 
     def remove(self) -> None:

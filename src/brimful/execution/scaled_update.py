@@ -26,15 +26,21 @@ _OF_FUSED = ("grad_scale", "found_inf")
 """Attributes that a scaler gives an optimizer with a fused step, and leaves where its step raises."""
 
 
+def enabled(scaler: GradScaler | None) -> GradScaler | None:
+    """A loss scaler that scales; None for a disabled one, which keeps nothing about gradients."""
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
 class ScaledUpdates:
     """Watches a loss scaler's part in the updates of one optimizer, until `remove`.
 
     Args:
-        scaler: Steps the optimizer.
+        scaler: Steps the optimizer; not disabled.
         optimizer: Not in a wrapper; its own `step` is completed by someone else.
         device: Where memory runs out.
-        run_unscaling: Runs an action that divides the gradients, and runs the step so far again where memory
-            runs out in it.
+        run_unscaling: Runs an action that divides the gradients, runs the step so far again where memory runs
+            out in it, and repeats the action where memory runs out later in the step.
+        end_step: Called when the scale has been updated.
     """
 
     def __init__(
@@ -43,12 +49,14 @@ class ScaledUpdates:
         optimizer: Optimizer,
         device: torch.device,
         run_unscaling: Callable[[Callable[[], object]], object],
+        end_step: Callable[[], None],
     ) -> None:
         self._scaler, self._optimizer, self._device = scaler, optimizer, device
-        self._run_unscaling = run_unscaling
+        self._run_unscaling, self._end_step = run_unscaling, end_step
         self._changes = ExitStack()
-        self._changes.callback(replace_attribute(scaler, "step", partial(self._step, scaler.step)))
-        self._changes.callback(replace_attribute(scaler, "update", partial(self._update, scaler.update)))
+        for name, method in (("unscale_", self._unscale), ("step", self._step), ("update", self._update)):
+            watched = partial(method, getattr(scaler, name))
+            self._changes.callback(replace_attribute(scaler, name, watched))
 
     def remove(self) -> None:
         """Restore the scaler's methods."""
@@ -59,13 +67,19 @@ class ScaledUpdates:
         self._scaler._per_optimizer_states.pop(id(self._optimizer), None)
         self._clear_attributes()
 
+    def _unscale(self, own: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+        if optimizer is self._optimizer:
+            self._run_unscaling(partial(own, optimizer))
+        else:
+            own(optimizer)
+
     def _step(self, own: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if optimizer is not self._optimizer or not self._scaler.is_enabled():
+        if optimizer is not self._optimizer:
             return own(optimizer, *args, **kwargs)
         states = self._scaler._per_optimizer_states
         is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         if states[id(optimizer)]["stage"] is OptState.READY and not is_fused:
-            self._run_unscaling(partial(self._scaler.unscale_, optimizer))
+            self._scaler.unscale_(optimizer)
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:  # the optimizer has not stepped
             self._clear_attributes()
@@ -79,6 +93,7 @@ class ScaledUpdates:
 
     def _update(self, own: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         with_room(partial(own, *args, **kwargs), during="the loss scale is updated")
+        self._end_step()
 
     def _clear_attributes(self) -> None:
         for name in _OF_FUSED:

@@ -20,7 +20,7 @@ from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, precision_of
 from brimful.integrations.trainer_modules import trained_module
 from brimful.integrations.trainer_recovery import TrainerRecovery
-from brimful.integrations.trainer_sharding import parallelism_of, reduce_each_micro_batch
+from brimful.integrations.trainer_sharding import parallelism_of, reduce_each_micro_batch, shards
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
 from brimful.results import Recovery
@@ -164,7 +164,7 @@ def _check_for(plan: Plan, trainer: Trainer) -> None:
             f"{wanted} on {trainer.args.world_size}. Plan again: `plan(trainer, …)`."
         )
     own = parallelism_of(trainer)
-    if settings.world_size > 1 and settings.parallelism is not own:
+    if (settings.world_size > 1 or shards(trainer)) and settings.parallelism is not own:
         raise UsageError(
             f"the plan is for {settings.parallelism.value}, and the trainer's processes train by {own.value}. "
             "Plan again: `plan(trainer, …)`."

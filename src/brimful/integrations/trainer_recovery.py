@@ -2,7 +2,8 @@
 
 The trainer fetches all micro-batches of an optimizer step before it trains on the first. So where memory runs
 out in one of them, the gradients of the step are cleared, random numbers and buffers are restored to those of
-its start, and all micro-batches up to this one are run again.
+its start, and all micro-batches up to this one are run again. So it is where memory runs out when gradients are
+unscaled or clipped, or their norm is taken.
 
 Checked with transformers 5.23.
 """
@@ -11,30 +12,29 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer
-from transformers.trainer_pt_utils import nested_concat
 
-from brimful.batches import BatchLayout
-from brimful.errors import BatchError
 from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.loop_recovery import completed_update
 from brimful.execution.out_of_memory import RanOut, StepOutOfMemoryError, with_retries
 from brimful.execution.random_state import RandomState
-from brimful.execution.scaled_update import ScaledUpdates, replace_step
+from brimful.execution.scaled_update import ScaledUpdates, enabled, replace_step
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_job import IGNORED_LABEL
 from brimful.integrations.trainer_modules import TrainerState
+from brimful.integrations.trainer_parts import is_scaled_for_step, joined_results, shares_of_loss
 from brimful.replaced import replace_attribute
 from brimful.results import Recovery
+
+Result = TypeVar("Result")
 
 
 class TrainerRecovery:
@@ -65,6 +65,10 @@ class TrainerRecovery:
         """Of a loss scaler, whose step is taken again."""
         self._run_micro_batch: Callable[[Any], object] = lambda _batch: None
         """Forward and backward of a micro-batch of the current step."""
+        self._after_backward: list[Callable[[], object]] = []
+        """What the current step has done with the gradients of all micro-batches."""
+        self._is_within = False
+        """Whether a micro-batch or one of these is running."""
 
     def begin(self, module: nn.Module, optimizer: Optimizer, wrapper: Any) -> Callable[[], None]:
         """Watch a trainer's steps on what it trains.
@@ -86,12 +90,13 @@ class TrainerRecovery:
         get_batch_samples = partial(self._get_batch_samples, fetch)
         changes.callback(replace_attribute(trainer, "get_batch_samples", get_batch_samples))
         changes.callback(replace_attribute(trainer, "training_step", partial(self._training_step, train)))
-        clip = trainer._clip_grad_norm
+        clip, norm = trainer._clip_grad_norm, trainer._get_grad_norm
         changes.callback(replace_attribute(trainer, "_clip_grad_norm", partial(self._clip_grad_norm, clip)))
+        changes.callback(replace_attribute(trainer, "_get_grad_norm", partial(self._get_grad_norm, norm)))
         changes.callback(replace_step(optimizer, wrapper, self._resumable_step(optimizer)))
-        scaler = trainer.accelerator.scaler
-        if scaler is not None:
-            scaled = ScaledUpdates(scaler, optimizer, self._device, lambda unscale: unscale())
+        if (scaler := enabled(trainer.accelerator.scaler)) is not None:
+            run = self._run_after_backward
+            scaled = ScaledUpdates(scaler, optimizer, self._device, run, end_step=lambda: None)
             changes.callback(scaled.remove)
             self._forget_scaled = scaled.forget
         return changes.close
@@ -113,7 +118,7 @@ class TrainerRecovery:
 
     def _get_batch_samples(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         found = own(*args, **kwargs)
-        self._batches, self._done = found[0], 0
+        self._batches, self._done, self._after_backward = found[0], 0, []
         return found
 
     def _training_step(
@@ -143,7 +148,8 @@ class TrainerRecovery:
                 state.restore()  # metrics that were collected in the attempt before and in these again
             return run(inputs)
 
-        loss = with_retries(attempt, partial(self._recover, inputs, began), self._device)
+        with self._within():
+            loss = with_retries(attempt, partial(self._recover, inputs, began), self._device)
         self._done += 1
         return loss
 
@@ -154,9 +160,11 @@ class TrainerRecovery:
         trainer = self._trainer
         parts = self._layout.split(inputs, self._size)
         items = others[0] if others else kwargs.get("num_items_in_batch")
-        if _is_scaled(trainer, items):  # each part's loss is a sum divided by the count of the whole step
+        if is_scaled_for_step(
+            trainer, items
+        ):  # each part's loss is a sum divided by the count of the whole step
             return torch.stack([own(model, part, *others, **kwargs) for part in parts]).sum()
-        weights = _weights(parts, self._layout)
+        weights = shares_of_loss(parts, self._layout)
         steps = trainer.current_gradient_accumulation_steps
         losses = []
         try:
@@ -170,27 +178,51 @@ class TrainerRecovery:
         return torch.stack(losses).sum()
 
     def _clip_grad_norm(self, own: Callable[..., Any], model: nn.Module) -> Any:
-        """Unscale and clip; where memory runs out, some gradients may have been changed, and the step is run
+        return self._run_after_backward(partial(own, model))
+
+    def _get_grad_norm(self, own: Callable[..., Any], model: nn.Module, grad_norm: Any = None) -> Any:
+        """The norm that clipping found; without clipping (`max_grad_norm=0`) it is taken after unscaling."""
+        if grad_norm is not None:
+            return own(model, grad_norm=grad_norm)
+        return self._run_after_backward(partial(own, model))
+
+    def _run_after_backward(self, action: Callable[[], Result]) -> Result:
+        """Unscale or clip; where memory runs out, some gradients may have been changed, and the step is run
         again."""
+        if self._is_within:
+            return action()
         began, reruns = time.perf_counter(), False
         state = TrainerState(self._trainer)
 
-        def attempt() -> Any:
+        def attempt() -> Result:
             if reruns:
                 for micro_batch in self._batches[: self._done]:
                     self._run_micro_batch(micro_batch)
+                for earlier in self._after_backward:
+                    earlier()
                 state.restore()
-            return own(model)
+            return action()
 
         def recover(ran_out: RanOut, *, is_retry: bool) -> None:
             nonlocal reruns
             self._undo()
             reruns = True
             if is_retry:
-                raise self._out_of_memory(ran_out, "it ran out twice while gradients are clipped")
+                raise self._out_of_memory(ran_out, "it ran out twice while gradients are unscaled or clipped")
             self._record(ran_out, began, before=self._size)
 
-        return with_retries(attempt, recover, self._device)
+        with self._within():
+            found = with_retries(attempt, recover, self._device)
+        self._after_backward.append(action)
+        return found
+
+    @contextmanager
+    def _within(self) -> Iterator[None]:
+        self._is_within = True
+        try:
+            yield
+        finally:
+            self._is_within = False
 
     def _recover(self, inputs: Any, began: float, ran_out: RanOut, *, is_retry: bool) -> None:
         """Undo the step so far; from the second time on, halve the micro-batch."""
@@ -276,40 +308,4 @@ class TrainerRecovery:
             )
 
         found = with_retries(attempt, recover, self._device)
-        return found[0] if len(found) == 1 else _joined(found, _weights(parts, self._layout))
-
-
-def _is_scaled(trainer: Trainer, items: Any) -> bool:
-    """Whether `compute_loss` divides by the count of labels of the whole step, as `training_step` asks."""
-    if trainer.loss_is_scaled_for_ga is not None:
-        return bool(trainer.loss_is_scaled_for_ga)
-    return items is not None
-
-
-def _weights(parts: list[Any], layout: BatchLayout) -> list[float]:
-    """Each part's share in the mean loss of all: of labels that count, of tokens, else of samples."""
-    labels = [part.get("labels") for part in parts]
-    if all(isinstance(each, Tensor) and each.dim() > 1 and not each.is_floating_point() for each in labels):
-        counts = [float(each.ne(IGNORED_LABEL).sum()) for each in labels]
-    else:
-        counts = [float(layout.count(part)) for part in parts]
-    total = sum(counts)
-    if not total:
-        raise BatchError("a micro-batch has no labels that count, so its loss cannot be divided among parts.")
-    return [count / total for count in counts]
-
-
-def _joined(found: list[Any], weights: list[float]) -> tuple[Any, Any, Any]:
-    """(loss, logits, labels) of parts as of one batch."""
-    losses = [loss for loss, _, _ in found]
-    loss = None
-    if all(each is not None for each in losses):
-        loss = sum(each * weight for each, weight in zip(losses, weights, strict=True))
-    joined = []
-    for place in (1, 2):
-        values = [each[place] for each in found]
-        whole = values[0]
-        for value in values[1:]:
-            whole = None if whole is None else nested_concat(whole, value, padding_index=IGNORED_LABEL)
-        joined.append(whole)
-    return loss, joined[0], joined[1]
+        return found[0] if len(found) == 1 else joined_results(found, shares_of_loss(parts, self._layout))

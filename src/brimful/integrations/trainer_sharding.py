@@ -154,6 +154,8 @@ def _check_fsdp(trainer: Trainer) -> None:
         "FSDP2 and a loss module beside the model. Train by DDP": (
             trained_module(trainer) is not trainer.model
         ),
+        "FSDP2 in one process, which divides nothing. Start more by torchrun --nproc-per-node, or leave fsdp "
+        "out of TrainingArguments": trainer.args.world_size == 1,
         "a model that FSDP2 has sharded already. Plan before `train()`": isinstance(trainer.model, FSDPModule),
     }
     for reason, holds in reasons.items():
