@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from brimful.errors import UsageError
 from brimful.job import Batch, Data, Job
 from brimful.models.checks import check_multiple
 from brimful.recipes.adapters import LoraOptions
@@ -87,7 +88,8 @@ def text_classification(
         label_column: Name of the label column.
         encoding: Encoding of the files.
         sequence_length: Maximum tokens per text, a multiple of 8; longer texts are truncated at the end.
-        validation_fraction: Fraction of each class's texts for validation, without a `validation_file`.
+        validation_fraction: Fraction of each class's texts for validation, without a `validation_file`; with
+            `multi_label`, of all texts, chosen at random.
         multi_label: Texts have several labels or none: a list of them in JSON, or one text of names.
         label_separator: Separates the names of labels in one text.
         balance_classes: Weight each text by the inverse frequency of its class; with `multi_label`, weight
@@ -111,6 +113,8 @@ def text_classification(
     """
     check_fraction(validation_fraction)
     check_multiple("text classification", "sequence_length", sequence_length, MULTIPLE)
+    if multi_label and not label_separator:
+        raise UsageError("label_separator is empty; give the character between labels, such as a comma.")
     bad = BadSamples.parse(bad_samples)
     pair = () if pair_column is None else (pair_column,)
     columns = (text_column, *pair) if multi_label else (text_column, label_column, *pair)
