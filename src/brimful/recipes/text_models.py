@@ -106,12 +106,12 @@ def find_text_model(
         model = _of_directory(Path(name), found, about, head, sequence_length, keeps_dtype=keeps_dtype)
     if lora is None:
         return model
-    return _with_adapters(model, lora, quantization, task=head.peft_task)
+    return _with_adapters(model, lora, quantization, head=head)
 
 
-def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, task: str) -> TextModel:
+def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, head: Head) -> TextModel:
     def build() -> nn.Module:
-        return adapted(model.build(), lora, quantization, task=task)
+        return adapted(model.build(), lora, quantization, head=head)
 
     added = {"lora": str(lora)} | ({} if quantization is None else {"quantization": quantization})
     return replace(model, build=build, about=model.about | added, has_adapters=True)
@@ -166,7 +166,7 @@ def _of_directory(
         )
     except Exception as error:  # transformers raises whatever its files lead to
         raise UsageError(f"{directory} has no configuration that transformers can read: {error}") from error
-    if head.peft_task == "FEATURE_EXTRACTION" and getattr(config, "is_encoder_decoder", False):
+    if head.is_encoder and getattr(config, "is_encoder_decoder", False):
         raise UsageError(
             f"{directory} has an encoder and a decoder, and a text has no target to decode. Give an "
             "encoder, such as one of BERT or XLM-RoBERTa, or a decoder."
