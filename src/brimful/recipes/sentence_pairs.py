@@ -15,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.errors import UsageError
-from brimful.job import Batch, Data, Job
+from brimful.job import Batch, Job
 from brimful.models.checks import check_multiple
-from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
-from brimful.recipes.choices import sample, split_at_random
+from brimful.recipes.choices import split_at_random
 from brimful.recipes.heads import ENCODER
 from brimful.recipes.labelled_rows import contents, good_rows
 from brimful.recipes.rows import Row, read_rows
+from brimful.recipes.splits import split_or_both
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts
 
 # B pairs, T tokens, D model
 
@@ -106,16 +106,17 @@ def sentence_pairs(
         tokenizer,
         head=ENCODER,
         sequence_length=sequence_length,
-        lora=None if lora is None else LoraOptions.parse(lora),
+        lora=lora,
         quantization=quantize,
     )
-    of_validation = [] if validation_file is None else read(Path(validation_file))
-    training = _encode(rows, found, sequence_length, bad)
-    if validation_file is None:
-        for_training, for_validation = split_at_random(len(training), validation_fraction, seed)
-        training, validation = training.some(for_training), training.some(for_validation)
-    else:
-        validation = _encode(of_validation, found, sequence_length, bad)
+    of_validation = None if validation_file is None else read(Path(validation_file))
+    split = split_or_both(
+        rows,
+        of_validation,
+        encode=partial(_encode, model=found, most_tokens=sequence_length, bad=bad),
+        choose=lambda pairs: split_at_random(len(pairs), validation_fraction, seed),
+    )
+    training, validation = split.training, split.validation
     if len(training) < 2:
         beside = f" beside {len(validation)} for validation" if validation_file is None else ""
         way_out = "a --validation-file, or more pairs" if beside else "more pairs"
@@ -123,12 +124,8 @@ def sentence_pairs(
             f"{file} has {len(training)} pair to train on{beside}; at least 2 are needed to contrast. "
             f"Give {way_out}."
         )
-    measures_training = training_metrics and len(validation) > 0
     vocab_size = found.tokenizer.vocab_size
-    longest = {
-        side: rounded_up(max(part.most_tokens(f"{side}input_ids") for part in (training, validation)))
-        for side in _SIDES
-    }
+    longest = {side: split.padded_length(f"{side}input_ids") for side in _SIDES}
 
     def make_samples(samples: int) -> Batch:
         batch = {}
@@ -146,13 +143,8 @@ def sentence_pairs(
         loss=partial(contrast, temperature=temperature),
         batch=make_samples,
         optimizer=found.optimizer,
-        data=lambda: Data(
-            train=training,
-            validation=validation if len(validation) else None,
-            training_sample=training.some(sample(len(training), len(validation), seed))
-            if measures_training
-            else None,
-            longest=partial(_longest, training),
+        data=lambda: split.data(
+            training_metrics=training_metrics, seed=seed, longest=partial(_longest, training)
         ),
         metrics=retrieval,
         name=f"{Path(file).stem}-{Path(model).name}",
@@ -164,7 +156,7 @@ def sentence_pairs(
             "temperature": temperature,
             "training_pairs": len(training),
             "validation_pairs": len(validation),
-            "data": digest(contents((*rows, *of_validation))),
+            "data": digest(contents((*rows, *(of_validation or ())))),
         },
     )
 
@@ -232,7 +224,7 @@ def _share_a_text(embeddings: dict[str, Tensor]) -> Tensor:
     return (first[:, None] == first) | (second[:, None] == second) | across | across.T
 
 
-def _encode(rows: Sequence[Row], model: TextModel, most_tokens: int, bad: BadSamples) -> TokenizedTexts:
+def _encode(rows: Sequence[Row], *, model: TextModel, most_tokens: int, bad: BadSamples) -> TokenizedTexts:
     """Both texts of each pair, as they are tokenized alone, and a number for each different text."""
     entries: list[dict[str, Any]] = [{} for _ in rows]
     numbers: dict[str, int] = {}  # of both columns
@@ -254,7 +246,7 @@ def _encode(rows: Sequence[Row], model: TextModel, most_tokens: int, bad: BadSam
         warnings.warn(
             f"{cut} of {len(_SIDES) * len(rows)} texts have more than {most_tokens} tokens; what is beyond is "
             "cut off.",
-            stacklevel=3,
+            stacklevel=4,
         )
     padding = {"input_ids": model.padding, "attention_mask": 0}
     return TokenizedTexts(

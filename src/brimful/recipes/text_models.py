@@ -63,7 +63,7 @@ def find_text_model(
     *,
     head: Head,
     sequence_length: int,
-    lora: LoraOptions | None = None,
+    lora: str | None = None,
     quantization: str | None = None,
 ) -> TextModel:
     """Find a model and its tokenizer.
@@ -74,7 +74,7 @@ def find_text_model(
             bytes for a built-in model.
         head: The kind of model.
         sequence_length: Maximum tokens per sample.
-        lora: Adapters to train over frozen weights; None trains all weights.
+        lora: Adapters to train over frozen weights, see `LoraOptions.parse`; None trains all weights.
         quantization: One of `adapters.QUANTIZATIONS`, for the frozen weights.
 
     Returns:
@@ -84,7 +84,8 @@ def find_text_model(
         UnknownNameError: `name` is neither.
         UsageError: The directory has no such model, or it cannot take the tokenizer, the length or adapters.
     """
-    check_quantization(quantization, has_adapters=lora is not None)
+    adapters = None if lora is None else LoraOptions.parse(lora)
+    check_quantization(quantization, has_adapters=adapters is not None)
     known = LANGUAGE_MODELS if head.is_language_model else TEXT_CLASSIFIERS
     has_directory, is_built_in = is_directory(Path(name)), str(name) in known
     if has_directory and is_built_in:
@@ -102,11 +103,11 @@ def find_text_model(
     if is_built_in:
         model = _built_in(str(name), found, about, head, sequence_length)
     else:
-        keeps_dtype = lora is not None  # frozen weights need no float32
+        keeps_dtype = adapters is not None  # frozen weights need no float32
         model = _of_directory(Path(name), found, about, head, sequence_length, keeps_dtype=keeps_dtype)
-    if lora is None:
+    if adapters is None:
         return model
-    return _with_adapters(model, lora, quantization, head=head)
+    return _with_adapters(model, adapters, quantization, head=head)
 
 
 def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, head: Head) -> TextModel:

@@ -95,7 +95,7 @@ def encoded(rows: list[tuple[str, str]], vectors: dict[str, list[float]]) -> dic
     """The rows as the recipe numbers their texts, embedded by a table."""
     model = TextModel(build=torch.nn.Identity, weights=None, tokenizer=Bytes(), padding=0, end=1, about={})
     pairs_of = [Row(where=str(place), values=row) for place, row in enumerate(rows)]
-    batch = _encode(pairs_of, model, 16, BadSamples.REFUSE).batch(range(len(rows)))
+    batch = _encode(pairs_of, model=model, most_tokens=16, bad=BadSamples.REFUSE).batch(range(len(rows)))
     first, second = (torch.tensor([vectors[row[side]] for row in rows]) for side in (0, 1))
     return embedded(first, second, batch["text"].tolist(), batch["pair_text"].tolist())
 
