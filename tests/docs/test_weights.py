@@ -151,6 +151,8 @@ def test_sentence_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.no_grad():
         expected = job.embed(model.eval(), batch)["embeddings"]  # type: ignore[misc]
     torch.testing.assert_close(names["embed"](texts), expected)
+    longer = " ".join(["a"] * 14 + ["good"] * 10)  # 16 tokens are kept, 2 of them special
+    torch.testing.assert_close(names["embed"]([longer]), names["embed"]([" ".join(["a"] * 14)]))
     library = pytest.importorskip("sentence_transformers").SentenceTransformer(str(names["directory"]))
     found = library.encode(texts, convert_to_tensor=True, normalize_embeddings=True)
     torch.testing.assert_close(found.cpu(), expected)

@@ -171,7 +171,7 @@ def text_encoder(
     vocab_size: int | None = None,
     pad_token_id: int | None = None,
 ) -> Callable[[], nn.Module]:
-    """A built-in encoder with another head than a sequence classifier's, or with none.
+    """A built-in encoder with a head, or with none.
 
     Args:
         name: One of `TEXT_CLASSIFIERS`.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from brimful.errors import UnknownNameError, UsageError
+from brimful.recipes.heads import Head
 
 QUANTIZATIONS: Mapping[str, tuple[str, bool]] = {
     "nf4": ("nf4", False),
@@ -115,15 +116,14 @@ def check_quantization(name: str | None, *, has_adapters: bool) -> None:
         raise UsageError(f"--quantize {name} needs bitsandbytes: pip install bitsandbytes.") from error
 
 
-def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, task: str) -> nn.Module:
+def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, head: Head) -> nn.Module:
     """A model with frozen weights and trainable adapters.
 
     Args:
         model: A model of transformers; changed.
         lora: The adapters.
         quantization: One of `QUANTIZATIONS`; None keeps the weights as they are.
-        task: peft's name of the task: "CAUSAL_LM" or "FEATURE_EXTRACTION"; or "SEQ_CLS" or "TOKEN_CLS", which
-            train the new head too.
+        head: The kind of model; the new head of a classifier is trained too.
 
     Returns:
         A `PeftModel`.
@@ -144,8 +144,8 @@ def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, ta
         lora_dropout=lora.dropout,
         target_modules=list(lora.targets) or "all-linear",
         exclude_modules=rf"({'|'.join(map(re.escape, heads))})(\..*)?" if heads else None,
-        modules_to_save=heads if task in ("SEQ_CLS", "TOKEN_CLS") else None,
-        task_type=task,
+        modules_to_save=heads if head.is_classifier else None,
+        task_type=head.peft_task,
     )
     try:
         with warnings.catch_warnings():  # of transformers, about a name that peft reads

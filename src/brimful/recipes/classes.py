@@ -1,4 +1,4 @@
-"""Classification of images or texts: loss, counts, the split for validation, class weights."""
+"""Classification of images or texts: loss, accuracy, F1, the split for validation, class weights."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def count(batch: Batch, *, class_weights: Tensor) -> Tensor:
 def accuracy(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str, Tensor]:
     """The fraction of samples whose class is predicted correctly."""
     return {"accuracy": (logits_of(model, batch).argmax(1) == batch["labels"]).float().mean()}
+
+
+def f1(true_positives: Tensor, predicted_and_labels: Tensor) -> Tensor:
+    """The harmonic mean of precision and recall.
+
+    Args:
+        true_positives: Number or fraction of what is predicted correctly.
+        predicted_and_labels: Those of predictions and of labels, added.
+
+    Returns:
+        F1; 0 where nothing is predicted and there are no labels.
+    """
+    is_some = predicted_and_labels > 0
+    return torch.where(is_some, 2 * true_positives / predicted_and_labels.where(is_some, 1), 0)
 
 
 def split_by_class(labels: Sequence[int], fraction: float, seed: int) -> tuple[list[int], list[int]]:

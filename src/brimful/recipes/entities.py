@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.job import Batch
-from brimful.recipes.classes import LogitsOf
-from brimful.recipes.multi_label import f1
+from brimful.recipes.classes import LogitsOf, f1
 
 # B sentences, T tokens, C tags
 

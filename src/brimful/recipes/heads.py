@@ -18,19 +18,23 @@ class Head:
     class_suffix: str
     """What the name of its class ends in, after that of the architecture."""
     peft_task: str
-    """peft's name of the task."""
+    """What peft calls the task in the configuration of adapters."""
     num_labels: int | None = None
     """Number of classes; None if there are none."""
+    is_language_model: bool = False
+    """Whether it predicts the next token."""
+    has_pooler: bool = False
+    """Whether the pooler of some encoders, such as BERT's, is part of it."""
 
     @property
-    def is_language_model(self) -> bool:
-        """Whether it predicts the next token."""
-        return self.peft_task == "CAUSAL_LM"
+    def is_classifier(self) -> bool:
+        """Whether it has a new head, which is trained beside adapters too."""
+        return self.num_labels is not None
 
     @property
-    def has_pooler(self) -> bool:
-        """Whether the pooler of some encoders, such as BERT's, is part of it."""
-        return self.peft_task == "SEQ_CLS"
+    def is_encoder(self) -> bool:
+        """Whether it has no head: its output is the hidden states of tokens."""
+        return not self.is_classifier and not self.is_language_model
 
 
 LANGUAGE_MODEL = Head(
@@ -38,6 +42,7 @@ LANGUAGE_MODEL = Head(
     auto_class="AutoModelForCausalLM",
     class_suffix="LMHeadModel",
     peft_task="CAUSAL_LM",
+    is_language_model=True,
 )
 ENCODER = Head(
     what="text encoder",
@@ -63,6 +68,7 @@ def text_classifier(num_labels: int) -> Head:
         class_suffix="ForSequenceClassification",
         peft_task="SEQ_CLS",
         num_labels=num_labels,
+        has_pooler=True,
     )
 
 

@@ -58,7 +58,11 @@ def class_names(labels: Iterable[str], file: Path | str) -> tuple[str, ...]:
     names = set(labels)
     if len(names) < 2:
         found = f"labels of one class only, {min(names)!r}" if names else "no labels"
-        raise UsageError(f"{file} has {found}; at least 2 classes are needed.")
+        raise UsageError(
+            f"{file} has {found}; at least 2 classes are needed. Check the column (--label-column, "
+            "--tags-column). A single label that some texts lack makes two classes without --multi-label: give "
+            "those texts a label too."
+        )
     are_numbers = all(_NUMBER.fullmatch(name) for name in names)
     return tuple(sorted(names, key=lambda name: (int(name), name) if are_numbers else (0, name)))
 

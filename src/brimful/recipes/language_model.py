@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from brimful.errors import DataError, UsageError
 from brimful.job import Batch, Data, Job
-from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
 from brimful.recipes.heads import LANGUAGE_MODEL
@@ -73,7 +72,7 @@ def language_model(
         tokenizer,
         head=LANGUAGE_MODEL,
         sequence_length=sequence_length,
-        lora=None if lora is None else LoraOptions.parse(lora),
+        lora=lora,
         quantization=quantize,
     )
     if found.end is None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from brimful.job import Batch
-from brimful.recipes.classes import LogitsOf
+from brimful.recipes.classes import LogitsOf, f1
 
 # B samples, C classes
 
@@ -39,12 +39,14 @@ def positive_weights(targets: Sequence[Targets]) -> Tensor:
         targets: Targets of the training samples.
 
     Returns:
-        Negatives per positive of each class, (C,); 1 where a class has no positives.
+        Negatives per positive of each class, (C,); 1 where all samples have a label or none has it: there is
+        nothing to balance, and a weight of 0 would leave the label without a gradient.
 
     Source: torch.nn.BCEWithLogitsLoss, `pos_weight`.
     """
     positives = torch.from_numpy(np.stack(targets)).sum(0)
-    return torch.where(positives > 0, (len(targets) - positives) / positives.clamp(min=1), 1.0)
+    has_both = (positives > 0) & (positives < len(targets))
+    return torch.where(has_both, (len(targets) - positives) / positives.clamp(min=1), 1.0)
 
 
 def multi_label_loss(
@@ -57,7 +59,7 @@ def multi_label_loss(
 
 
 def multi_label_counts(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str, Tensor]:
-    """Means over samples from which `multi_label_scores` computes F1; a label is predicted from 50 % on."""
+    """Means over samples from which `multi_label_scores` computes F1; a label is predicted above 50 %."""
     predicted = logits_of(model, batch) > 0  # (B, C)
     labels = batch["labels"] > 0.5
     return {
@@ -85,17 +87,3 @@ def multi_label_scores(means: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "macro_f1": f1(right, every).mean(),
         "exact_match": means["exact"],
     }
-
-
-def f1(true_positives: Tensor, predicted_and_labels: Tensor) -> Tensor:
-    """The harmonic mean of precision and recall.
-
-    Args:
-        true_positives: Number or fraction of what is predicted correctly.
-        predicted_and_labels: Those of predictions and of labels, added.
-
-    Returns:
-        F1; 0 where nothing is predicted and there are no labels.
-    """
-    is_some = predicted_and_labels > 0
-    return torch.where(is_some, 2 * true_positives / predicted_and_labels.where(is_some, 1), 0)

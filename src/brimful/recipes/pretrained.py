@@ -10,7 +10,6 @@ from torch import nn
 
 from brimful.codec import PositiveInt, from_json_document, parse_json, read_regular_file
 from brimful.errors import FileFormatError, UsageError
-from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.heads import head_of
 from brimful.recipes.text_models import TextModel, find_text_model, silent_transformers
 from brimful.recipes.tokens import Pretrained
@@ -85,7 +84,7 @@ class RecipeRun:
             self.tokenizer,
             head=head_of(self.task, 0 if self.classes is None else len(self.classes)),
             sequence_length=self.sequence_length,
-            lora=None if self.lora is None else LoraOptions.parse(self.lora),
+            lora=self.lora,
             quantization=self.quantization if is_quantised else None,
         )
 

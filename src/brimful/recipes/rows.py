@@ -97,7 +97,7 @@ def read_rows(
     encoding: str,
     *,
     lists: Sequence[str] = (),
-    separator: str | None = ",",
+    separator: str = ",",
 ) -> Iterator[Row | BadSample]:
     """Read the rows of a file, in order.
 
@@ -106,7 +106,7 @@ def read_rows(
         columns: Names of the columns to read.
         encoding: Encoding of the file.
         lists: Names of columns with several values each: a list in JSON, else text that is split.
-        separator: Separates the values in text; None means spaces.
+        separator: Separates the values in text; not empty.
 
     Yields:
         A row with its values as text, or why the row cannot be used.
@@ -211,7 +211,7 @@ def _row(
     record: dict[str, Any],
     columns: Sequence[str],
     lists: Sequence[str],
-    separator: str | None,
+    separator: str,
 ) -> Row | BadSample:
     values: list[str] = []
     of_lists: list[tuple[str, ...]] = []
@@ -228,7 +228,7 @@ def _row(
     return Row(where=where, values=tuple(values), lists=tuple(of_lists))
 
 
-def _as_texts(value: Any, separator: str | None) -> tuple[tuple[str, ...], str | None]:
+def _as_texts(value: Any, separator: str) -> tuple[tuple[str, ...], str | None]:
     """A value as texts, perhaps none, and why it cannot be used as texts, or None."""
     if isinstance(value, str):
         value = [part for part in map(str.strip, value.split(separator)) if part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from brimful.errors import UsageError
-from brimful.job import Batch, Data, Job
+from brimful.job import Batch, Job
 from brimful.models.checks import check_multiple
-from brimful.recipes.adapters import LoraOptions
-from brimful.recipes.bad_samples import BadSamples
+from brimful.recipes.bad_samples import BadSample, BadSamples, check_bad_samples
 from brimful.recipes.checks import check_fraction, digest
-from brimful.recipes.choices import sample, split_at_random
+from brimful.recipes.choices import split_at_random
 from brimful.recipes.heads import ENCODER
 from brimful.recipes.labelled_rows import contents, good_rows
 from brimful.recipes.rows import Row, read_rows
+from brimful.recipes.splits import split_or_both
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts
 
 # B pairs, T tokens, D model
 
@@ -54,7 +55,8 @@ def sentence_pairs(
 
     A text's embedding is the mean of its tokens' last hidden states, normalized. The loss is InfoNCE in both
     directions: each text is to be nearest to the other text of its pair among those of the global batch,
-    however that is split. Pairs that share a text are not contrasted with each other.
+    however that is split. Pairs that share a text, be it in the same column or not, are not contrasted with
+    each other.
 
     Args:
         file: A .csv or .tsv file with a header, or a .jsonl file of objects.
@@ -73,12 +75,13 @@ def sentence_pairs(
             there are validation pairs.
         lora: Train LoRA adapters of peft over frozen weights; see `adapters.LoraOptions`.
         quantize: Quantise the frozen weights by bitsandbytes; see `text_classification`.
-        bad_samples: "refuse" rows without two texts, or "skip" them with a warning.
+        bad_samples: "refuse" rows without two texts of at least one token, or "skip" them with a warning.
         seed: Seed of the choice of validation pairs.
 
     Returns:
         A job with data. Its metric `retrieval_accuracy` is the fraction of first texts that are nearest to the
-        other text of their pair, among the second texts of a validation batch of at most 64 pairs.
+        other text of their pair, among the second texts that the loss contrasts it with in a validation batch
+        of at most 64 pairs.
 
     Raises:
         UsageError: A file, column, model or tokenizer does not exist, or a number is out of range.
@@ -103,24 +106,26 @@ def sentence_pairs(
         tokenizer,
         head=ENCODER,
         sequence_length=sequence_length,
-        lora=None if lora is None else LoraOptions.parse(lora),
+        lora=lora,
         quantization=quantize,
     )
-    of_validation = [] if validation_file is None else read(Path(validation_file))
-    training = _encode(rows, found, sequence_length)
-    if validation_file is None:
-        for_training, for_validation = split_at_random(len(rows), validation_fraction, seed)
-        training, validation = training.some(for_training), training.some(for_validation)
-    else:
-        validation = _encode(of_validation, found, sequence_length)
+    of_validation = None if validation_file is None else read(Path(validation_file))
+    split = split_or_both(
+        rows,
+        of_validation,
+        encode=partial(_encode, model=found, most_tokens=sequence_length, bad=bad),
+        choose=lambda pairs: split_at_random(len(pairs), validation_fraction, seed),
+    )
+    training, validation = split.training, split.validation
     if len(training) < 2:
-        raise UsageError(f"{file} has {len(training)} pair to train on; at least 2 are needed to contrast.")
-    measures_training = training_metrics and len(validation) > 0
+        beside = f" beside {len(validation)} for validation" if validation_file is None else ""
+        way_out = "a --validation-file, or more pairs" if beside else "more pairs"
+        raise UsageError(
+            f"{file} has {len(training)} pair to train on{beside}; at least 2 are needed to contrast. "
+            f"Give {way_out}."
+        )
     vocab_size = found.tokenizer.vocab_size
-    longest = {
-        side: rounded_up(max(part.most_tokens(f"{side}input_ids") for part in (training, validation)))
-        for side in _SIDES
-    }
+    longest = {side: split.padded_length(f"{side}input_ids") for side in _SIDES}
 
     def make_samples(samples: int) -> Batch:
         batch = {}
@@ -138,13 +143,8 @@ def sentence_pairs(
         loss=partial(contrast, temperature=temperature),
         batch=make_samples,
         optimizer=found.optimizer,
-        data=lambda: Data(
-            train=training,
-            validation=validation if len(validation) else None,
-            training_sample=training.some(sample(len(training), len(validation), seed))
-            if measures_training
-            else None,
-            longest=partial(_longest, training),
+        data=lambda: split.data(
+            training_metrics=training_metrics, seed=seed, longest=partial(_longest, training)
         ),
         metrics=retrieval,
         name=f"{Path(file).stem}-{Path(model).name}",
@@ -156,7 +156,7 @@ def sentence_pairs(
             "temperature": temperature,
             "training_pairs": len(training),
             "validation_pairs": len(validation),
-            "data": digest(contents((*rows, *of_validation))),
+            "data": digest(contents((*rows, *(of_validation or ())))),
         },
     )
 
@@ -183,17 +183,27 @@ def contrast(embeddings: dict[str, Tensor], *, temperature: float) -> Tensor:
     Returns:
         A scalar.
     """
-    similarities = _similarities(embeddings) / temperature
-    own = torch.arange(len(similarities), device=similarities.device)
-    is_other = own[:, None] != own
-    logits = similarities.masked_fill(_belong_together(embeddings) & is_other, float("-inf"))
+    logits = _candidates(embeddings) / temperature
+    own = torch.arange(len(logits), device=logits.device)
     return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
 
 
 def retrieval(embeddings: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The fraction of first texts whose nearest second text is that of their pair, or of the same text."""
-    nearest = _similarities(embeddings).argmax(1, keepdim=True)
-    return {"retrieval_accuracy": _belong_together(embeddings).gather(1, nearest).float().mean()}
+    """The fraction of first texts whose nearest second text is that of their pair.
+
+    The candidates are those of `contrast`. So neither the text itself nor another right answer to it counts as
+    an error; a first text that has no candidate but its own second text counts as found.
+    """
+    nearest = _candidates(embeddings).argmax(1)
+    own = torch.arange(len(nearest), device=nearest.device)
+    return {"retrieval_accuracy": (nearest == own).float().mean()}
+
+
+def _candidates(embeddings: dict[str, Tensor]) -> Tensor:
+    """Cosine similarities of each first text to each second one, (B, B); -inf where two pairs share a text."""
+    similarities = _similarities(embeddings)
+    is_other = ~torch.eye(len(similarities), dtype=torch.bool, device=similarities.device)
+    return similarities.masked_fill(_share_a_text(embeddings) & is_other, float("-inf"))
 
 
 def _similarities(embeddings: dict[str, Tensor]) -> Tensor:
@@ -203,35 +213,45 @@ def _similarities(embeddings: dict[str, Tensor]) -> Tensor:
         return first @ second.T
 
 
-def _belong_together(embeddings: dict[str, Tensor]) -> Tensor:
-    """Whether two pairs share a text, (B, B): then the other text of one is right for the other too."""
+def _share_a_text(embeddings: dict[str, Tensor]) -> Tensor:
+    """Whether two pairs share a text in any column, (B, B).
+
+    Then no text of the one is wrong for the other: of the pairs (a, b) and (b, a), the second text of the
+    other pair is the first of the own; of (a, b) and (a, c), both b and c are right for a.
+    """
     first, second = embeddings["text"], embeddings["pair_text"]
-    return (first[:, None] == first) | (second[:, None] == second)
+    across = first[:, None] == second
+    return (first[:, None] == first) | (second[:, None] == second) | across | across.T
 
 
-def _encode(rows: Sequence[Row], model: TextModel, most_tokens: int) -> TokenizedTexts:
+def _encode(rows: Sequence[Row], *, model: TextModel, most_tokens: int, bad: BadSamples) -> TokenizedTexts:
     """Both texts of each pair, as they are tokenized alone, and a number for each different text."""
     entries: list[dict[str, Any]] = [{} for _ in rows]
+    numbers: dict[str, int] = {}  # of both columns
     cut = 0
     for place, side in enumerate(_SIDES):
         texts = [row.values[place] for row in rows]
         encoded, cut_here = model.tokenizer.encode(texts, None, most_tokens)
         cut += cut_here
-        numbers: dict[str, int] = {}
         for entry, text, tokens in zip(entries, texts, encoded, strict=True):
             ids = tokens["input_ids"]
             entry[f"{side}input_ids"] = ids
             entry[f"{side}attention_mask"] = np.ones(len(ids), dtype=np.int32)
             entry[f"{side}text"] = numbers.setdefault(text, len(numbers))
+    has_tokens = [all(len(entry[f"{side}input_ids"]) for side in _SIDES) for entry in entries]
+    without = [row.where for row, is_good in zip(rows, has_tokens, strict=True) if not is_good]
+    why = "a text that the tokenizer has no tokens of"  # and whose mean over tokens is NaN
+    check_bad_samples((BadSample(where=where, why=why) for where in without), of=len(rows), asked=bad)
     if cut:
         warnings.warn(
             f"{cut} of {len(_SIDES) * len(rows)} texts have more than {most_tokens} tokens; what is beyond is "
             "cut off.",
-            stacklevel=3,
+            stacklevel=4,
         )
     padding = {"input_ids": model.padding, "attention_mask": 0}
     return TokenizedTexts(
-        entries=entries, padding={f"{side}{name}": value for side in _SIDES for name, value in padding.items()}
+        entries=list(compress(entries, has_tokens)),
+        padding={f"{side}{name}": value for side in _SIDES for name, value in padding.items()},
     )
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from brimful.job import Batch, Data, Job
+from brimful.errors import UsageError
+from brimful.job import Batch, Job
 from brimful.models.checks import check_multiple
-from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSamples
 from brimful.recipes.checks import check_fraction, digest
-from brimful.recipes.choices import sample, split_at_random
+from brimful.recipes.choices import split_at_random
 from brimful.recipes.classes import (
     accuracy,
     balanced_weights,
@@ -43,8 +43,9 @@ from brimful.recipes.multi_label import (
     targets_of,
 )
 from brimful.recipes.rows import Row, read_rows
+from brimful.recipes.splits import split_or_both
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts
 
 # B texts, T tokens, C classes
 
@@ -87,7 +88,8 @@ def text_classification(
         label_column: Name of the label column.
         encoding: Encoding of the files.
         sequence_length: Maximum tokens per text, a multiple of 8; longer texts are truncated at the end.
-        validation_fraction: Fraction of each class's texts for validation, without a `validation_file`.
+        validation_fraction: Fraction of each class's texts for validation, without a `validation_file`; with
+            `multi_label`, of all texts, chosen at random.
         multi_label: Texts have several labels or none: a list of them in JSON, or one text of names.
         label_separator: Separates the names of labels in one text.
         balance_classes: Weight each text by the inverse frequency of its class; with `multi_label`, weight
@@ -111,6 +113,8 @@ def text_classification(
     """
     check_fraction(validation_fraction)
     check_multiple("text classification", "sequence_length", sequence_length, MULTIPLE)
+    if multi_label and not label_separator:
+        raise UsageError("label_separator is empty; give the character between labels, such as a comma.")
     bad = BadSamples.parse(bad_samples)
     pair = () if pair_column is None else (pair_column,)
     columns = (text_column, *pair) if multi_label else (text_column, label_column, *pair)
@@ -128,9 +132,18 @@ def text_classification(
         tokenizer,
         head=text_classifier(len(classes)),
         sequence_length=sequence_length,
-        lora=None if lora is None else LoraOptions.parse(lora),
+        lora=lora,
         quantization=quantize,
     )
+    of_validation = None
+    if validation_file is not None:
+        of_validation = rows_of_known_classes(read(Path(validation_file)), classes, bad, labels_of=labels_of)
+
+    def choose(texts: TokenizedTexts) -> tuple[list[int], list[int]]:
+        if multi_label:
+            return split_at_random(len(texts), validation_fraction, seed)
+        return split_by_class(_numbers(texts), validation_fraction, seed)
+
     encode = partial(
         _encode,
         model=found,
@@ -139,25 +152,13 @@ def text_classification(
         has_pairs=pair_column is not None,
         multi_label=multi_label,
     )
-    training = encode(rows)
-    of_validation: list[Row] = []
-    if validation_file is not None:
-        of_validation = read(Path(validation_file))
-        of_validation = rows_of_known_classes(of_validation, classes, bad, labels_of=labels_of)
-        validation = encode(of_validation)
-    else:
-        split = (
-            split_at_random(len(training), validation_fraction, seed)
-            if multi_label
-            else split_by_class(_numbers(training), validation_fraction, seed)
-        )
-        training, validation = (training.some(indices) for indices in split)
+    split = split_or_both(rows, of_validation, encode=encode, choose=choose)
+    training, validation = split.training, split.validation
     warn_without_validation(classes, _numbers(validation))
     task = _task(training, len(classes), multi_label=multi_label, balance_classes=balance_classes)
-    measures_training = training_metrics and len(validation) > 0
-    longest = rounded_up(max(training.most_tokens(), validation.most_tokens()))
     has_types = "token_type_ids" in training.padding
     vocab_size = found.tokenizer.vocab_size
+    longest = split.padded_length()
 
     def make_samples(samples: int) -> Batch:
         shape = (samples, longest)
@@ -177,14 +178,7 @@ def text_classification(
         count=task.count,
         batch=make_samples,
         optimizer=found.optimizer,
-        data=lambda: Data(
-            train=training,
-            validation=validation if len(validation) else None,
-            training_sample=training.some(sample(len(training), len(validation), seed))
-            if measures_training
-            else None,
-            longest=training.longest,
-        ),
+        data=lambda: split.data(training_metrics=training_metrics, seed=seed),
         metrics=task.metrics,
         summarize=task.summarize,
         name=f"{Path(file).stem}-{Path(model).name}",
@@ -198,7 +192,7 @@ def text_classification(
             **({"multi_label": True} if multi_label else {}),
             "training_texts": len(training),
             "validation_texts": len(validation),
-            "data": digest(contents((*rows, *of_validation))),
+            "data": digest(contents((*rows, *(of_validation or ())))),
         },
     )
 
@@ -254,7 +248,7 @@ def _encode(
         warnings.warn(
             f"{cut} of {len(rows)} texts have more than {most_tokens} tokens; what is beyond is cut off"
             f"{', first of the longer of a pair' if pairs else ''}.",
-            stacklevel=3,
+            stacklevel=4,
         )
     numbers = {name: number for number, name in enumerate(classes)}
     labels: list[Any] = (

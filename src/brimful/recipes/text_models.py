@@ -63,7 +63,7 @@ def find_text_model(
     *,
     head: Head,
     sequence_length: int,
-    lora: LoraOptions | None = None,
+    lora: str | None = None,
     quantization: str | None = None,
 ) -> TextModel:
     """Find a model and its tokenizer.
@@ -74,7 +74,7 @@ def find_text_model(
             bytes for a built-in model.
         head: The kind of model.
         sequence_length: Maximum tokens per sample.
-        lora: Adapters to train over frozen weights; None trains all weights.
+        lora: Adapters to train over frozen weights, see `LoraOptions.parse`; None trains all weights.
         quantization: One of `adapters.QUANTIZATIONS`, for the frozen weights.
 
     Returns:
@@ -84,7 +84,8 @@ def find_text_model(
         UnknownNameError: `name` is neither.
         UsageError: The directory has no such model, or it cannot take the tokenizer, the length or adapters.
     """
-    check_quantization(quantization, has_adapters=lora is not None)
+    adapters = None if lora is None else LoraOptions.parse(lora)
+    check_quantization(quantization, has_adapters=adapters is not None)
     known = LANGUAGE_MODELS if head.is_language_model else TEXT_CLASSIFIERS
     has_directory, is_built_in = is_directory(Path(name)), str(name) in known
     if has_directory and is_built_in:
@@ -102,16 +103,16 @@ def find_text_model(
     if is_built_in:
         model = _built_in(str(name), found, about, head, sequence_length)
     else:
-        keeps_dtype = lora is not None  # frozen weights need no float32
+        keeps_dtype = adapters is not None  # frozen weights need no float32
         model = _of_directory(Path(name), found, about, head, sequence_length, keeps_dtype=keeps_dtype)
-    if lora is None:
+    if adapters is None:
         return model
-    return _with_adapters(model, lora, quantization, task=head.peft_task)
+    return _with_adapters(model, adapters, quantization, head=head)
 
 
-def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, task: str) -> TextModel:
+def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, head: Head) -> TextModel:
     def build() -> nn.Module:
-        return adapted(model.build(), lora, quantization, task=task)
+        return adapted(model.build(), lora, quantization, head=head)
 
     added = {"lora": str(lora)} | ({} if quantization is None else {"quantization": quantization})
     return replace(model, build=build, about=model.about | added, has_adapters=True)
@@ -166,7 +167,7 @@ def _of_directory(
         )
     except Exception as error:  # transformers raises whatever its files lead to
         raise UsageError(f"{directory} has no configuration that transformers can read: {error}") from error
-    if head.peft_task == "FEATURE_EXTRACTION" and getattr(config, "is_encoder_decoder", False):
+    if head.is_encoder and getattr(config, "is_encoder_decoder", False):
         raise UsageError(
             f"{directory} has an encoder and a decoder, and a text has no target to decode. Give an "
             "encoder, such as one of BERT or XLM-RoBERTa, or a decoder."

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from brimful.errors import UsageError
-from brimful.job import Batch, Data, Job
+from brimful.job import Batch, Job
 from brimful.models.checks import check_multiple
-from brimful.recipes.adapters import LoraOptions
 from brimful.recipes.bad_samples import BadSamples
 from brimful.recipes.checks import check_fraction, digest
-from brimful.recipes.choices import sample, split_at_random
+from brimful.recipes.choices import split_at_random
 from brimful.recipes.classes import warn_without_validation
 from brimful.recipes.entities import IGNORED, count_labelled, tag_counts, tag_loss, tag_scores
 from brimful.recipes.heads import token_classifier
 from brimful.recipes.labelled_rows import class_names, contents, good_rows, rows_of_known_classes
 from brimful.recipes.rows import Row
+from brimful.recipes.splits import split_or_both
 from brimful.recipes.tagged_text import read_tagged
 from brimful.recipes.text_models import TextModel, find_text_model
-from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts, rounded_up
+from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts
 
 # B sentences, T tokens
 
@@ -97,26 +97,23 @@ def token_classification(
         tokenizer,
         head=token_classifier(len(classes)),
         sequence_length=sequence_length,
-        lora=None if lora is None else LoraOptions.parse(lora),
+        lora=lora,
         quantization=quantize,
     )
-    of_validation: list[Row] = []
-    if validation_file is None:
-        training, validation = (
-            _encode([rows[index] for index in part], found, classes, sequence_length)
-            for part in split_at_random(len(rows), validation_fraction, seed)
-        )
-    else:
-        of_validation = read(Path(validation_file))
-        of_validation = rows_of_known_classes(of_validation, classes, bad, labels_of=_tags)
-        training, validation = (
-            _encode(part, found, classes, sequence_length) for part in (rows, of_validation)
-        )
+    of_validation = None
+    if validation_file is not None:
+        of_validation = rows_of_known_classes(read(Path(validation_file)), classes, bad, labels_of=_tags)
+    split = split_or_both(
+        rows,
+        of_validation,
+        encode=partial(_encode, model=found, classes=classes, most_tokens=sequence_length),
+        choose=lambda sentences: split_at_random(len(sentences), validation_fraction, seed),
+    )
+    training, validation = split.training, split.validation
     if not len(training):
         raise UsageError(f"{file} has no words that the tokenizer has tokens of.")
     warn_without_validation(classes, sorted(_labels(validation)))
-    longest = rounded_up(max(training.most_tokens(), validation.most_tokens()))
-    measures_training = training_metrics and len(validation) > 0
+    longest = split.padded_length()
 
     def make_samples(samples: int) -> Batch:
         shape = (samples, longest)
@@ -134,14 +131,7 @@ def token_classification(
         counted="words",
         batch=make_samples,
         optimizer=found.optimizer,
-        data=lambda: Data(
-            train=training,
-            validation=validation if len(validation) else None,
-            training_sample=training.some(sample(len(training), len(validation), seed))
-            if measures_training
-            else None,
-            longest=training.longest,
-        ),
+        data=lambda: split.data(training_metrics=training_metrics, seed=seed),
         metrics=partial(tag_counts, logits_of=_logits, tags=classes),
         summarize=tag_scores,
         name=f"{Path(file).stem}-{Path(model).name}",
@@ -153,7 +143,7 @@ def token_classification(
             "sequence_length": sequence_length,
             "training_sentences": len(training),
             "validation_sentences": len(validation),
-            "data": digest(contents((*rows, *of_validation))),
+            "data": digest(contents((*rows, *(of_validation or ())))),
         },
     )
 
@@ -162,7 +152,9 @@ def _tags(row: Row) -> Sequence[str]:
     return row.lists[1]
 
 
-def _encode(rows: Sequence[Row], model: TextModel, classes: Sequence[str], most_tokens: int) -> TokenizedTexts:
+def _encode(
+    rows: Sequence[Row], *, model: TextModel, classes: Sequence[str], most_tokens: int
+) -> TokenizedTexts:
     """Sentences with at least one labelled token."""
     numbers = {name: number for number, name in enumerate(classes)}
     entries, without = [], 0
@@ -178,7 +170,7 @@ def _encode(rows: Sequence[Row], model: TextModel, classes: Sequence[str], most_
         warnings.warn(
             f"{without} of {len(rows)} sentences have words without a label: words beyond {most_tokens} tokens "
             "are cut off, and some characters have no token. They are neither trained on nor validated.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return TokenizedTexts(entries=entries, padding={"input_ids": model.padding, "labels": IGNORED})
 

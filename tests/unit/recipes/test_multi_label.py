@@ -15,7 +15,12 @@ import torch.nn.functional as F
 import brimful as bf
 from brimful.errors import DataError, UsageError
 from brimful.recipes import save_pretrained, text_classification
-from brimful.recipes.multi_label import multi_label_counts, multi_label_scores
+from brimful.recipes.multi_label import (
+    multi_label_counts,
+    multi_label_scores,
+    positive_weights,
+    targets_of,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,5 +134,16 @@ def test_rows_without_labels_are_samples_and_missing_labels_are_bad_rows(tmp_pat
     assert job.about is not None
     assert job.about["training_texts"] + job.about["validation_texts"] == 96
     (tmp_path / "none.csv").write_text("text,label\na film,\na good film,good\n")
-    with pytest.raises(UsageError, match="one class only, 'good'"):
+    with pytest.raises(UsageError, match=r"one class only, 'good'.* Check the column .*without --multi-label"):
         classify(tmp_path / "none.csv", bert)
+
+
+def test_balancing_leaves_labels_of_all_texts_or_of_none_as_they_are() -> None:
+    targets = [targets_of(labels, ("all", "none", "some")) for labels in (["all", "some"], ["all"], ["all"])]
+    assert positive_weights(targets).tolist() == [1, 1, 2]
+
+
+def test_an_empty_separator_is_refused_where_labels_are_separated(tmp_path: Path, bert: Path) -> None:
+    file = write_films(tmp_path / "films.csv")
+    with pytest.raises(UsageError, match="label_separator is empty; give the character between labels"):
+        classify(file, bert, label_separator="")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,13 @@ import torch
 import torch.nn.functional as F
 
 import brimful as bf
-from brimful.errors import UsageError
+from brimful.errors import DataError, UsageError
 from brimful.recipes import save_pretrained, sentence_pairs
-from brimful.recipes.sentence_pairs import contrast, embed, retrieval
+from brimful.recipes.bad_samples import BadSamples
+from brimful.recipes.rows import Row
+from brimful.recipes.sentence_pairs import _encode, contrast, embed, retrieval
+from brimful.recipes.text_models import TextModel
+from brimful.recipes.tokens import Bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -85,19 +91,75 @@ def test_the_loss_is_info_nce_in_both_directions() -> None:
     assert contrast(found, temperature=0.1).item() == pytest.approx(sum(expected).item() / 2, rel=1e-5)
 
 
-def test_pairs_that_share_a_text_are_not_contrasted_with_each_other() -> None:
+def encoded(rows: list[tuple[str, str]], vectors: dict[str, list[float]]) -> dict[str, Any]:
+    """The rows as the recipe numbers their texts, embedded by a table."""
+    model = TextModel(build=torch.nn.Identity, weights=None, tokenizer=Bytes(), padding=0, end=1, about={})
+    pairs_of = [Row(where=str(place), values=row) for place, row in enumerate(rows)]
+    batch = _encode(pairs_of, model=model, most_tokens=16, bad=BadSamples.REFUSE).batch(range(len(rows)))
+    first, second = (torch.tensor([vectors[row[side]] for row in rows]) for side in (0, 1))
+    return embedded(first, second, batch["text"].tolist(), batch["pair_text"].tolist())
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [("a", "b"), ("c", "d"), ("e", "f")],
+        [("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")],
+        [("a", "b"), ("a", "c"), ("d", "b"), ("e", "f")],
+        [("a", "b"), ("b", "c"), ("c", "d"), ("e", "e")],
+        [("a", "b"), ("a", "b"), ("c", "d")],
+    ],
+    ids=["different", "both orders", "same column", "a chain", "twice"],
+)
+def test_pairs_that_share_a_text_are_not_contrasted_with_each_other(rows: list[tuple[str, str]]) -> None:
     torch.manual_seed(0)
-    first, second = torch.randn(3, 8), torch.randn(3, 8)
-    once = contrast(embedded(first, second, [0, 1, 2], [0, 1, 2]), temperature=0.1)
-    twice = embedded(first.repeat(2, 1), second.repeat(2, 1), [0, 1, 2] * 2, [0, 1, 2] * 2)
-    assert contrast(twice, temperature=0.1).item() != pytest.approx(once.item(), rel=1e-3)  # 2 of 4 others
-    assert torch.isfinite(contrast(twice, temperature=0.1))
-    same_query = embedded(torch.ones(2, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), [7, 7], [0, 1])
-    assert contrast(same_query, temperature=0.1) == 0  # nothing is left to contrast with
-    assert retrieval(same_query)["retrieval_accuracy"] == 1
-    other_query = embedded(torch.ones(2, 2), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), [6, 7], [0, 1])
-    assert contrast(other_query, temperature=0.1) > 0.5
-    assert retrieval(other_query)["retrieval_accuracy"] == 0.5
+    vectors = {text: F.normalize(torch.randn(4), dim=0).tolist() for text in "abcdef"}
+
+    def similarity(one: str, other: str) -> float:
+        return sum(x * y for x, y in zip(vectors[one], vectors[other], strict=True))
+
+    losses, hits = [], 0
+    for place, (first, second) in enumerate(rows):
+        others = [row for row in rows[:place] + rows[place + 1 :] if not {first, second} & set(row)]
+        own, seconds = similarity(first, second), [similarity(first, other) for _, other in others]
+        firsts = [similarity(other, second) for other, _ in others]
+        for candidates in (seconds, firsts):
+            losses.append(math.log(sum(math.exp(each / 0.1) for each in (own, *candidates))) - own / 0.1)
+        hits += own > max(seconds, default=-1)
+    found = encoded(rows, vectors)
+    assert contrast(found, temperature=0.1).item() == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert retrieval(found)["retrieval_accuracy"].item() == pytest.approx(hits / len(rows))
+
+
+def test_a_perfect_encoder_has_no_loss_and_finds_all_where_texts_are_in_both_columns() -> None:
+    """A text would be nearest to itself, which is the second text of the reversed pair."""
+    vectors = {"a": [1.0, 0.1], "b": [1.0, -0.1], "c": [-1.0, 0.1], "d": [-1.0, -0.1]}
+    found = encoded([("a", "b"), ("b", "a"), ("c", "d"), ("d", "c")], vectors)
+    assert contrast(found, temperature=0.05).item() == pytest.approx(0, abs=1e-6)
+    assert retrieval(found)["retrieval_accuracy"] == 1
+    wrong = encoded([("a", "c"), ("c", "a"), ("b", "d"), ("d", "b")], vectors)
+    assert retrieval(wrong)["retrieval_accuracy"] == 0
+
+
+def test_texts_without_tokens_are_bad_samples(tmp_path: Path, bert: Path) -> None:
+    """Their mean over tokens would be NaN, and with it the loss of the whole batch."""
+    tokenizer = json.loads((bert / "tokenizer.json").read_text())
+    tokenizer["post_processor"], tokenizer["model"]["unk_token"] = None, "none"
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"Regex": "[^a-z ]"}, "content": ""}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    rows = ["text,pair", "a film,…", *["a film,good", "very good,film"] * 4]
+    (tmp_path / "pairs.csv").write_text("\n".join(rows), encoding="utf-8")
+    options = {"tokenizer": tmp_path / "tokenizer.json"}
+    with pytest.raises(
+        DataError, match=r"1 of 9 .*\n.*pairs\.csv:2: a text that the tokenizer has no tokens of"
+    ):
+        pairs(tmp_path / "pairs.csv", bert, **options)
+    with pytest.warns(UserWarning, match="1 of 9 samples cannot be used"):
+        job = pairs(tmp_path / "pairs.csv", bert, bad_samples="skip", **options)
+    assert job.about is not None
+    assert job.about["training_pairs"] + job.about["validation_pairs"] == 8
+    batch = job.data().train.batch(range(7))  # type: ignore[misc, union-attr]
+    assert torch.isfinite(job.loss(embed(job.model(), batch)))  # type: ignore[operator, call-arg, arg-type]
 
 
 def test_padding_changes_no_embedding(tmp_path: Path, bert: Path) -> None:
@@ -136,7 +198,13 @@ def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
 
 def test_a_single_pair_and_a_wrong_temperature_are_refused(tmp_path: Path, bert: Path) -> None:
     (tmp_path / "one.csv").write_text("text,pair\na film,film\nfilm,a\n")
-    with pytest.raises(UsageError, match="1 pair to train on"):
+    with pytest.raises(
+        UsageError, match=r"1 pair to train on beside 1 for validation; .* --validation-file, or more"
+    ):
         pairs(tmp_path / "one.csv", bert)
+    file = write_pairs(tmp_path / "pairs.csv")
+    (tmp_path / "one.csv").write_text("text,pair\na film,film\n")
+    with pytest.raises(UsageError, match=r"1 pair to train on; .* Give more pairs"):
+        pairs(tmp_path / "one.csv", bert, validation_file=file)
     with pytest.raises(UsageError, match="temperature is 0"):
         pairs(write_pairs(tmp_path / "pairs.csv"), bert, temperature=0)

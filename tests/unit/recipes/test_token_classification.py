@@ -15,7 +15,10 @@ import torch.nn.functional as F
 import brimful as bf
 from brimful.errors import DataError
 from brimful.recipes import save_pretrained, token_classification
+from brimful.recipes.bad_samples import BadSample
 from brimful.recipes.entities import entities, tag_counts, tag_scores
+from brimful.recipes.rows import Row
+from brimful.recipes.tagged_text import read_tagged
 from brimful.recipes.tokens import Bytes, Pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -174,3 +177,56 @@ def test_bad_sentences_are_listed_by_line_and_cut_words_are_reported(tmp_path: P
     with pytest.warns(UserWarning, match=r"1 of \d sentences have words without a label"):
         job = tag(tmp_path / "long.conll", bert, validation_fraction=0.2)
     assert len(job.data().longest(1)["labels"][0]) == 16  # type: ignore[misc, operator]
+
+
+def test_columns_are_separated_by_tabs_else_by_spaces_and_other_white_space_is_of_a_word(
+    tmp_path: Path,
+) -> None:
+    lines = [
+        "10\u00a0000 X O",
+        "a\u3000film  B-X\r",
+        "",
+        "very good\tB-X\r",
+        "bad\t O \t",
+        "\t",
+        "\u00a0",
+        "a O",
+    ]
+    (tmp_path / "a.conll").write_bytes("\n".join(lines).encode())
+    (tmp_path / "a.csv").write_text("tokens,tags\n10\u00a0000 a,O B-X\n", encoding="utf-8")
+    rows = read_tagged(tmp_path / "a.conll", (), "utf-8")
+    assert [row.lists for row in rows if isinstance(row, Row)] == [
+        (("10\u00a0000", "a\u3000film"), ("O", "B-X")),
+        (("very good", "bad"), ("B-X", "O")),
+        (("a",), ("O",)),
+    ]
+    (row,) = read_tagged(tmp_path / "a.csv", ("tokens", "tags"), "utf-8")
+    assert isinstance(row, Row)
+    assert row.lists == (("10\u00a0000", "a"), ("O", "B-X"))
+    (tmp_path / "bad.conll").write_text("\tO\n\n\u00a0 O\n\na\t\n\na\t\u00a0", encoding="utf-8")
+    whys = [row.why for row in read_tagged(tmp_path / "bad.conll", (), "utf-8") if isinstance(row, BadSample)]
+    assert [why.partition(";")[0] for why in whys] == [
+        "no word in the first column",
+        "no word in the first column",
+        "one column",
+        "no tag in the last column",
+    ]
+
+
+def test_comments_are_listed_and_skipped_and_the_word_hash_is_kept(tmp_path: Path, bert: Path) -> None:
+    """As MultiCoNER writes comments, with as many columns as its words, or with a tab."""
+    comments = ("# id 12 domain=en", "# id 5239d808\tdomain=en")
+    sentences = [
+        [comments[n % 2], *(["# _ _ O"] if n < 2 else []), "a _ _ O", "film _ _ B-X"] for n in range(8)
+    ]
+    (tmp_path / "a.conll").write_text("\n\n".join(map("\n".join, sentences)))
+    with pytest.raises(
+        DataError, match=r"8 of 16 .*\n.*a\.conll:1: a comment, '# id 12 domain=en', has no word"
+    ):
+        tag(tmp_path / "a.conll", bert)
+    with pytest.warns(UserWarning, match="8 of 16 samples cannot be used and are skipped"):
+        job = tag(tmp_path / "a.conll", bert, bad_samples="skip")
+    assert job.about is not None
+    assert job.about["classes"] == ["B-X", "O"]
+    rows = [row for row in read_tagged(tmp_path / "a.conll", (), "utf-8") if isinstance(row, Row)]
+    assert [row.lists[0] for row in rows] == [("#", "a", "film")] * 2 + [("a", "film")] * 6
