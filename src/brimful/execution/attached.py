@@ -99,6 +99,8 @@ def _share_attached(original: nn.Module, copied: nn.Module) -> None:
                 continue
             attributes = vars(twin._parameters[name])
             for key, value in vars(parameter).items():
+                if isinstance(value, bool | int | float | str | None):  # equal ones are one object by chance
+                    continue
                 if value is module:
                     attributes[key] = twin
                 for own, attribute in public_attributes(module).items():

@@ -136,6 +136,11 @@ def _transformers(source: ExportSource) -> Export:
         remarks.append("The model recomputes its own layers, which may differ from the units of the plan.")
     if settings.precision.autocast_dtype:
         remarks.append(_COPIED_OUTPUTS)
+    if settings.gradient_accumulation_steps > 1:
+        remarks.append(
+            "Classifiers, BERT, T5 and all models whose loss ignores num_items_in_batch: set "
+            "trainer.loss_is_scaled_for_ga = False. Otherwise the Trainer adds up the means of micro-batches."
+        )
     if settings.world_size > 1:
         remarks.append(_torchrun(source))
     return _export(source, tool, document, expressed=expressed, remarks=tuple(remarks))

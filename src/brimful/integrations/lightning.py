@@ -19,7 +19,7 @@ from typing import Any, Unpack
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from brimful.api import plan as plan_job
 from brimful.errors import UsageError
@@ -134,7 +134,7 @@ def loader(plan: Plan, loader: DataLoader[Any]) -> DataLoader[Any]:
     return DataLoader(
         loader.dataset,
         batch_size=plan.settings.micro_batch_size,
-        sampler=loader.sampler,
+        sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -184,6 +184,7 @@ class PlanCallback(Callback):
                 f"the plan is for {self.plan.settings.world_size} processes, and the trainer has "
                 f"{trainer.world_size}. Pass world_size={trainer.world_size} to plan()."
             )
+        _check_batch_size(self.plan, trainer.train_dataloader)
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
         self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)
         self._changes.callback(self._prepared.remove)
@@ -227,6 +228,16 @@ class PlanCallback(Callback):
             self.recoveries += self._prepared.recoveries
             self._prepared = None
         self._changes.close()
+
+
+def _check_batch_size(plan: Plan, loader: Any) -> None:
+    """Refuse a loader of other batches than the plan's micro-batches."""
+    size, planned = getattr(loader, "batch_size", None), plan.settings.micro_batch_size
+    if isinstance(size, int) and size != planned:
+        raise UsageError(
+            f"the plan runs {planned} samples at a time, and the training loader has batches of {size}. Pass "
+            "trainer.fit(module, loader(plan, train_loader))."
+        )
 
 
 def _first_batch(loader: DataLoader[Any]) -> Batch:

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import Trainer
 
+from brimful.capture import capture_step
+from brimful.devices import find_device
 from brimful.errors import UsageError
 from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
 from brimful.integrations.trainer_kinds import check_kind
+from brimful.integrations.trainer_loss import IGNORED_LABEL, ignores_count, may_ignore_count, noticing_use
 from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
 from brimful.integrations.trainer_sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
-
-IGNORED_LABEL = -100
-"""Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""
+from brimful.settings import Settings
 
 
 def effective_batch_size(trainer: Trainer) -> int:
@@ -54,7 +55,7 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
         inputs = dict(batch)  # the trainer takes the labels out
         items = None if count is None else count(inputs)
         own = stand_ins.with_module(module)
-        with _as_prepared(own):
+        with _as_prepared(own), noticing_use(trainer, items):
             found: Tensor = own.compute_loss(own.model, inputs, **_items(own, items))
         return found
 
@@ -70,6 +71,13 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
         counted="tokens" if counts else "counted",
         name=type(trainer.model).__name__,
     )
+
+
+def find_use_of_count(trainer: Trainer) -> None:
+    """Run a trainer's loss on fake tensors, unless it ran, to find whether it uses the count of labels."""
+    if may_ignore_count(trainer) and ignores_count(trainer) is None:
+        any_gpu = find_device("T4")  # of the table, so that nothing is measured; the loss is the same on all
+        capture_step(job_of_trainer(trainer), Settings(micro_batch_size=1), any_gpu, steps=1)
 
 
 def _check_supported(trainer: Trainer) -> None:

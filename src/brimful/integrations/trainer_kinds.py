@@ -46,8 +46,10 @@ def check_kind(trainer: Trainer) -> None:
         trainer: Any.
 
     Raises:
-        UsageError: The trainer is another one of TRL's, or its batches have all samples in one row.
+        UsageError: It is not a trainer, or another one of TRL's, or its batches have all samples in one row.
     """
+    if not isinstance(trainer, Trainer):
+        raise UsageError(f"this takes a transformers.Trainer, and got a {type(trainer).__name__}.")
     if is_of_trl(trainer) and not is_of_trl(trainer, *_PAIRS, _OTHERS_OF_TRL):
         raise UsageError(
             f"{type(trainer).__name__} is not supported. Of TRL, plans are made for SFTTrainer, DPOTrainer and "

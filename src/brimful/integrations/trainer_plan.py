@@ -16,8 +16,10 @@ from transformers import Trainer, TrainerCallback
 
 from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared, unwrapped
+from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_job import effective_batch_size, precision_of
+from brimful.integrations.trainer_job import effective_batch_size, find_use_of_count, precision_of
+from brimful.integrations.trainer_loss import LossDivision
 from brimful.integrations.trainer_modules import trained_module
 from brimful.integrations.trainer_recovery import TrainerRecovery
 from brimful.integrations.trainer_sharding import parallelism_of, reduce_each_micro_batch, shards
@@ -41,8 +43,11 @@ class AppliedPlan:
         """Highest measured peak of a step on a GPU; 0 on a CPU, where it is not measured."""
         self._trainer = trainer
         self._reports = reports
+        layout, size = layout_of_trainer(trainer), plan.settings.micro_batch_size
+        find_use_of_count(trainer)
+        self._division = LossDivision(trainer, layout, size)
         self._recovery = (
-            TrainerRecovery(trainer, plan.settings.micro_batch_size)
+            TrainerRecovery(trainer, size, self._division)
             if recovers and trainer.args.world_size == 1
             else None
         )
@@ -67,6 +72,7 @@ class AppliedPlan:
         module = trained_module(self._trainer, model)
         with ExitStack() as changes:
             changes.callback(Prepared(settings, module, optimizer).remove)
+            changes.callback(self._division.begin())
             if self._recovery is not None:
                 changes.callback(self._recovery.begin(module, optimizer, wrapper))
             self._changes = changes.pop_all()

@@ -29,8 +29,9 @@ from brimful.execution.random_state import RandomState
 from brimful.execution.scaled_update import ScaledUpdates, enabled, replace_step
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
+from brimful.integrations.trainer_loss import LossDivision, is_scaled_for_step, items_counter
 from brimful.integrations.trainer_modules import TrainerState
-from brimful.integrations.trainer_parts import is_scaled_for_step, joined_results, shares_of_loss
+from brimful.integrations.trainer_parts import joined_results, shares_of_loss
 from brimful.replaced import replace_attribute
 from brimful.results import Recovery
 
@@ -43,15 +44,17 @@ class TrainerRecovery:
     Args:
         trainer: In one process.
         micro_batch_size: The plan's.
+        division: Weighs its micro-batches.
     """
 
-    def __init__(self, trainer: Trainer, micro_batch_size: int) -> None:
+    def __init__(self, trainer: Trainer, micro_batch_size: int, division: LossDivision) -> None:
         self.recoveries: list[Recovery] = []
         self._trainer = trainer
         self._device = torch.device(trainer.args.device)
         self._size = micro_batch_size
         self._planned_size = micro_batch_size
         self._layout = layout_of_trainer(trainer)
+        self._count, self._division = items_counter(trainer, self._layout), division
         self._module: nn.Module = trainer.model
         self._undivided = why_not_divided(trainer)
         self._buffers: BufferSnapshot | None = None
@@ -135,6 +138,7 @@ class TrainerRecovery:
         state = TrainerState(self._trainer)
 
         def run(batch: Any) -> Tensor:
+            self._division.weigh(batch, others[0] if others else kwargs.get("num_items_in_batch"))
             if self._size >= self._planned_size:
                 return own(model, batch, *others, **kwargs)
             return self._in_parts(own, model, batch, *others, **kwargs)
@@ -164,7 +168,7 @@ class TrainerRecovery:
             trainer, items
         ):  # each part's loss is a sum divided by the count of the whole step
             return torch.stack([own(model, part, *others, **kwargs) for part in parts]).sum()
-        weights = shares_of_loss(parts, self._layout)
+        weights = shares_of_loss(parts, self._count)
         steps = trainer.current_gradient_accumulation_steps
         losses = []
         try:
@@ -308,4 +312,4 @@ class TrainerRecovery:
             )
 
         found = with_retries(attempt, recover, self._device)
-        return found[0] if len(found) == 1 else joined_results(found, shares_of_loss(parts, self._layout))
+        return found[0] if len(found) == 1 else joined_results(found, shares_of_loss(parts, self._count))

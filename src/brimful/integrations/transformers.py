@@ -30,6 +30,7 @@ from brimful.execution.random_state import RandomState
 from brimful.integrations.trainer_batches import reading_notes
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
+from brimful.integrations.trainer_kinds import check_kind
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.integrations.trainer_sharding import (
     parallelism_of,
@@ -48,6 +49,8 @@ _OF_THE_TRAINER = {
     "precision": "bf16 or fp16 in TrainingArguments",
     "optimizer": "optim in TrainingArguments",
     "allow_optimizers": "optim in TrainingArguments",
+    "global_batch_size": "per_device_train_batch_size and gradient_accumulation_steps in TrainingArguments",
+    "world_size": "the number of processes of torchrun",
     "parallelism": "fsdp in TrainingArguments, and torchrun, which starts DDP without it",
     "param_dtype": "bf16 in TrainingArguments, which FSDP2 gathers parameters in",
     "reshard_after_forward": "fsdp_config in TrainingArguments",
@@ -108,6 +111,7 @@ def plan(
         InfeasibleError: Nothing permitted fits.
         CaptureError: The step cannot be run on fake tensors.
     """
+    check_kind(trainer)
     for name in options:
         if name in _OF_THE_TRAINER:
             raise UsageError(f"{name} is decided by the trainer: set {_OF_THE_TRAINER[name]}.")

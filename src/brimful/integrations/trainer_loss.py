@@ -1,0 +1,177 @@
+"""How the losses of a trainer's micro-batches add up to that of a step, whatever micro-batches a plan chooses.
+
+`Trainer.training_step` divides a loss by the number of micro-batches, unless `compute_loss` is given the count
+of labels of the whole step. Models that accept this count need not use it: classifiers, BERT and T5 return a
+mean over their own batch, so the trainer adds up means. The loss of a step then grows with the number of
+micro-batches, and a plan that divides the batch would multiply it.
+
+So each micro-batch gets the weight that it has in the user's own micro-batches. Where the loss is a mean over
+labels, that is by its number of labels, else of samples.
+
+Checked with transformers 5.23, whose `current_gradient_accumulation_steps` and `loss_is_scaled_for_ga` are set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import Trainer
+
+from brimful.batches import BatchLayout
+from brimful.replaced import replace_attribute
+
+IGNORED_LABEL = -100
+"""Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""
+
+_uses_count: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
+"""Whether `compute_loss` reads the count of labels, for trainers whose loss ran."""
+
+
+def may_ignore_count(trainer: Trainer) -> bool:
+    """Whether a trainer leaves losses undivided, because it takes them to be divided by the count of labels."""
+    is_counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    return bool(trainer.loss_is_scaled_for_ga is None and is_counted)
+
+
+def ignores_count(trainer: Trainer) -> bool | None:
+    """Whether a trainer's loss is not divided by the count of labels; None before its loss ran once."""
+    uses = _uses_count.get(trainer)
+    return None if uses is None else not uses
+
+
+@contextmanager
+def noticing_use(trainer: Trainer, items: Tensor | None) -> Iterator[None]:
+    """Within, note for `ignores_count` whether an op reads the count of labels."""
+    watch = _Watch(items)
+    with watch:
+        yield
+    _uses_count[trainer] = watch.is_used
+
+
+class _Watch(TorchFunctionMode):
+    """Notes whether one tensor is an argument of an op."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self.is_used = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._tensor is not None and getattr(func, "__name__", "") != "__get__":  # not of its device or type
+            self.is_used |= any(each is self._tensor for each in (*args, *kwargs.values()))
+        return func(*args, **kwargs)
+
+
+def items_counter(trainer: Trainer, layout: BatchLayout) -> Callable[[Any], float]:
+    """Counts what a trainer's loss of a batch is a mean over: labels of tokens that count, else samples."""
+    shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
+
+    def count(batch: Any) -> float:
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+            return float(layout.count(batch))
+        shifted = batch.get("shift_labels")
+        if shifted is None:
+            shifted = labels[..., 1:] if shifts else labels
+        return float(shifted.ne(IGNORED_LABEL).sum())
+
+    return count
+
+
+class LossDivision:
+    """Weighs the losses of a trainer's micro-batches as in the micro-batches that its user set.
+
+    Args:
+        trainer: Before a plan is in force.
+        layout: Of its batches.
+        planned_size: The micro-batch of the plan.
+    """
+
+    def __init__(self, trainer: Trainer, layout: BatchLayout, planned_size: int) -> None:
+        self._trainer, self._layout = trainer, layout
+        self._count = items_counter(trainer, layout)
+        self._size, self._planned_size = int(trainer.args.train_batch_size), planned_size
+        self._batches: Sequence[Any] = ()
+
+    def begin(self) -> Callable[[], None]:
+        """Weigh losses from now on; returns what ends that."""
+        trainer, changes = self._trainer, ExitStack()
+        self._adds_means = may_ignore_count(trainer) and bool(ignores_count(trainer))
+        if self._adds_means:
+            changes.callback(replace_attribute(trainer, "loss_is_scaled_for_ga", False))
+        fetch, train = trainer.get_batch_samples, trainer.training_step
+        changes.callback(replace_attribute(trainer, "get_batch_samples", partial(self._fetch, fetch)))
+        changes.callback(replace_attribute(trainer, "training_step", partial(self._train, train)))
+        return changes.close
+
+    def weigh(self, batch: Any, items: Any) -> None:
+        """Have the trainer divide the next loss by the inverse of a micro-batch's weight.
+
+        Args:
+            batch: A micro-batch of the step; of another one, such as a part, the divisor stays.
+            items: The count of labels that the trainer has for the whole step.
+        """
+        place = next((i for i, each in enumerate(self._batches) if each is batch), None)
+        if place is None or self._is_weighed_by_trainer(items):
+            return
+        group, of_group = self._users_micro_batches(place)
+        divisor = sum(group) / self._counts[place] / of_group if self._counts[place] else math.inf
+        self._trainer.current_gradient_accumulation_steps = (
+            divisor if self._adds_means else divisor * self._of_user
+        )
+
+    def _is_weighed_by_trainer(self, items: Any) -> bool:
+        is_as_planned = self._planned_size == self._size or is_scaled_for_step(self._trainer, items)
+        return is_as_planned and not self._adds_means
+
+    def _users_micro_batches(self, place: int) -> tuple[list[float], int]:
+        """Counts of the micro-batches with which one makes up the user's, and how many of those these are."""
+        together, rest = divmod(self._size, self._planned_size)
+        if rest or not together:
+            return self._counts, self._of_user
+        first = place - place % together
+        return self._counts[first : first + together], 1
+
+    @property
+    def _of_user(self) -> int:
+        """Micro-batches that the step has without a plan."""
+        return math.ceil(sum(map(self._layout.count, self._batches)) / self._size)
+
+    @cached_property
+    def _counts(self) -> list[float]:
+        return [self._count(batch) for batch in self._batches]
+
+    def _fetch(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        self._batches = found[0]
+        vars(self).pop("_counts", None)
+        return found
+
+    def _train(self, own: Callable[..., Any], model: Any, inputs: Any, *others: Any, **kwargs: Any) -> Any:
+        self.weigh(inputs, others[0] if others else kwargs.get("num_items_in_batch"))
+        return own(model, inputs, *others, **kwargs)
+
+
+def is_scaled_for_step(trainer: Trainer, items: Any) -> bool:
+    """Whether `training_step` leaves a loss as `compute_loss` returns it.
+
+    Args:
+        trainer: The trainer.
+        items: The count of labels, as `training_step` gets it; None without one.
+
+    Returns:
+        Whether it does; otherwise it divides the loss by `current_gradient_accumulation_steps`.
+    """
+    if trainer.loss_is_scaled_for_ga is not None:
+        return bool(trainer.loss_is_scaled_for_ga)
+    return items is not None or trainer.compute_loss_func is not None
