@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import brimful as bf
 from brimful.errors import UsageError
@@ -215,6 +215,27 @@ def test_a_trainer_without_the_plan_s_accumulation_is_refused(tmp_path: Path) ->
     plan = planned(module, loader, micro_batch_size=16)
     with pytest.raises(UsageError, match=r"accumulates 4 micro-batches, and the trainer 1"):
         fitted(module, loader, tmp_path, callbacks=[bfl.PlanCallback(plan)])
+
+
+def test_a_loader_without_the_plan_s_micro_batches_is_refused(tmp_path: Path) -> None:
+    module, loader = Classifier(), samples()
+    plan = planned(module, loader, micro_batch_size=16)
+    with pytest.raises(
+        UsageError, match=r"runs 16 samples at a time, and the training loader has batches of 64"
+    ):
+        fitted(module, loader, tmp_path, callbacks=[bfl.PlanCallback(plan)], **bfl.trainer_options(plan))
+
+
+def test_the_loader_of_a_stream_has_the_plan_s_micro_batches() -> None:
+    class Stream(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(samples(shuffle=False).dataset)
+
+    stream = DataLoader(Stream(), batch_size=64)
+    plan = planned(Classifier(), stream, micro_batch_size=16)
+    given = [x for x, _ in stream]
+    assert torch.equal(torch.cat([x for x, _ in bfl.loader(plan, stream)]), torch.cat(given))
+    assert next(iter(bfl.loader(plan, stream)))[0].shape[0] == 16
 
 
 def test_several_optimizers_are_refused() -> None:

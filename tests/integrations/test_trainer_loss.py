@@ -104,6 +104,7 @@ def test_the_sum_of_the_users_own_micro_batches_stays(
     make = partial(KINDS["own loss"], tmp_path, **changes)
     alone, planned, whole = make(), make(), KINDS["own loss"](tmp_path)
     ended = applied(planned, planned_size)
+    assert any("adds up the means" in note for note in ended.plan.notes)
     for each in (alone, planned, whole):
         train(each)
     assert_same(planned, alone, exactly=False)

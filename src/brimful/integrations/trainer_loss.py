@@ -46,6 +46,18 @@ def ignores_count(trainer: Trainer) -> bool | None:
     return None if uses is None else not uses
 
 
+def division_notes(trainer: Trainer) -> tuple[str, ...]:
+    """What a plan says where a trainer adds up the means of its micro-batches."""
+    accumulation = trainer.args.gradient_accumulation_steps
+    if accumulation == 1 or not (may_ignore_count(trainer) and ignores_count(trainer)):
+        return ()
+    return (
+        f"the loss ignores num_items_in_batch, so the trainer adds up the means of its {accumulation} "
+        f"micro-batches: loss and gradient are {accumulation} times those of the whole batch, with a plan as "
+        "without. trainer.loss_is_scaled_for_ga = False has it average them",
+    )
+
+
 @contextmanager
 def noticing_use(trainer: Trainer, items: Tensor | None) -> Iterator[None]:
     """Within, note for `ignores_count` whether an op reads the count of labels."""

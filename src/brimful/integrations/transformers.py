@@ -31,6 +31,7 @@ from brimful.integrations.trainer_batches import reading_notes
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_kinds import check_kind
+from brimful.integrations.trainer_loss import division_notes
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.integrations.trainer_sharding import (
     parallelism_of,
@@ -139,7 +140,7 @@ def plan(
                 world_size=trainer.args.world_size,
                 **asked,
             )
-        return replace(found, notes=(*found.notes, *notes))
+        return replace(found, notes=(*found.notes, *notes, *division_notes(trainer)))
 
     try:
         return _of_the_first_process(trainer, planned)
