@@ -169,8 +169,11 @@ def test_ranks_of_one_model_are_launched_by_each_tool() -> None:
     launched = yaml.safe_load(write_export(exported(settings), ExportTool.ACCELERATE).text)
     assert (launched["num_processes"], launched["num_machines"]) == (4, 2)
     assert launched["distributed_type"] == "MULTI_GPU"
-    (remark,) = write_export(exported(settings), ExportTool.TRANSFORMERS).remarks
+    of_losses, remark = write_export(exported(settings), ExportTool.TRANSFORMERS).remarks
+    assert "trainer.loss_is_scaled_for_ga = False" in of_losses
     assert remark == "Start it by torchrun --nnodes 2 --nproc-per-node 2."
+    whole = replace(settings, gradient_accumulation_steps=1)
+    assert write_export(exported(whole), ExportTool.TRANSFORMERS).remarks == (remark,)
 
 
 def test_the_peak_is_predicted_without_what_is_not_expressed() -> None:
