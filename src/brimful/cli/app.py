@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 import warnings
@@ -356,11 +357,17 @@ def _job_of_checked(
 _PREDICTING = ("estimate", "plan", "gpus")
 """Commands that run nothing for real."""
 
+_OF_TORCHAO = ("torchao", "torch.utils._pytree")
+"""Loggers by which torchao 0.18 warns that its kernels for GPUs cannot be loaded on a CPU, and that torch 2.13
+deprecates how it registers enums. Transformers imports it wherever it is installed."""
+
 
 def main() -> None:
     """Run the command line."""
     replace_standard_streams()
     warnings.showwarning = show_warning  # type: ignore[assignment]  # it is called by position
+    for name in _OF_TORCHAO:
+        logging.getLogger(name).setLevel(logging.ERROR)
     if "WORLD_SIZE" in os.environ:  # DDP logs that looking for unused parameters takes time, once on every rank
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.argv[1:2] and sys.argv[1] in _PREDICTING:
