@@ -265,6 +265,14 @@ def test_a_file_and_model_options_name_a_job(folder: Path) -> None:
     assert json.loads(large.stdout)["parameter_count"] > 100 * json.loads(small.stdout)["parameter_count"]
 
 
+def test_what_libraries_warn_of_at_import_is_not_shown(folder: Path) -> None:
+    pytest.importorskip("torchao", reason="torchao is not installed")  # transformers imports it then
+    done = brimful(folder, "estimate", "bert-base", "--device", "T4")
+    assert done.returncode == 0
+    assert "torchao" not in done.stderr
+    assert "_pytree" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "status", "words"),
     [
