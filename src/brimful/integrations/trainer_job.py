@@ -1,14 +1,15 @@
 """A Transformers `Trainer`, as its user wrote it, read as a job.
 
-Private API of transformers 5.23 used here: `_loss_shifts_labels`. Checked with trl 1.16 and
+Checked with trl 1.16 and
 sentence-transformers 6.2.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate.utils import convert_outputs_to_fp32
@@ -21,7 +22,13 @@ from brimful.devices import find_device
 from brimful.errors import UsageError
 from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
 from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import IGNORED_LABEL, ignores_count, may_ignore_count, noticing_use
+from brimful.integrations.trainer_loss import (
+    counted_labels,
+    ignores_count,
+    may_ignore_count,
+    noticing_use,
+    passes_count,
+)
 from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
 from brimful.integrations.trainer_sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
@@ -47,8 +54,8 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
     _check_supported(trainer)
     _checkpoint_as_asked(trainer)
     batch = batches_of_longest(trainer, longest)
-    counts = _counts_labels(trainer, batch(1))
-    count = _label_counter(trainer) if counts else None
+    counts = passes_count(trainer) and isinstance(batch(1).get("labels"), Tensor)
+    count = partial(counted_labels, trainer) if counts else None
     stand_ins, layout = StandIns(trainer), layout_of_trainer(trainer)
 
     def loss(module: nn.Module, batch: Batch) -> Tensor:
@@ -123,24 +130,6 @@ def _items(trainer: Trainer, items: Tensor | None) -> dict[str, Tensor]:
     """The count of labels as an argument of `compute_loss`; older overrides do not take it."""
     takes = "num_items_in_batch" in inspect.signature(trainer.compute_loss).parameters
     return {"num_items_in_batch": items} if takes and items is not None else {}
-
-
-def _counts_labels(trainer: Trainer, batch: Batch) -> bool:
-    """Whether the trainer divides the loss by the number of labels of the whole step."""
-    is_counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    return bool(is_counted and isinstance(batch.get("labels"), Tensor))
-
-
-def _label_counter(trainer: Trainer) -> Callable[[Batch], Tensor]:
-    shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
-
-    def count(batch: Batch) -> Tensor:
-        labels = batch.get("shift_labels")
-        if labels is None:
-            labels = batch["labels"][..., 1:] if shifts else batch["labels"]
-        return labels.ne(IGNORED_LABEL).sum()
-
-    return count
 
 
 def _make_optimizer(trainer: Trainer, stand_ins: StandIns, module: nn.Module) -> Optimizer:

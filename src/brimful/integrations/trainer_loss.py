@@ -8,13 +8,14 @@ micro-batches, and a plan that divides the batch would multiply it.
 So each micro-batch gets the weight that it has in the user's own micro-batches. Where the loss is a mean over
 labels, that is by its number of labels, else of samples.
 
-Checked with transformers 5.23, whose `current_gradient_accumulation_steps` and `loss_is_scaled_for_ga` are set.
+Private API used here: `Trainer._loss_shifts_labels`. Checked with transformers 5.23, whose
+`current_gradient_accumulation_steps` and `loss_is_scaled_for_ga` are set.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -34,10 +35,14 @@ _uses_count: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
 """Whether `compute_loss` reads the count of labels, for trainers whose loss ran."""
 
 
+def passes_count(trainer: Trainer) -> bool:
+    """Whether a trainer passes the count of labels of the whole step to its loss."""
+    return bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+
+
 def may_ignore_count(trainer: Trainer) -> bool:
     """Whether a trainer leaves losses undivided, because it takes them to be divided by the count of labels."""
-    is_counted = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
-    return bool(trainer.loss_is_scaled_for_ga is None and is_counted)
+    return trainer.loss_is_scaled_for_ga is None and passes_count(trainer)
 
 
 def ignores_count(trainer: Trainer) -> bool | None:
@@ -84,18 +89,23 @@ class _Watch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def counted_labels(trainer: Trainer, batch: Mapping[str, Any]) -> Tensor:
+    """The number of labels of a batch that count, as the trainer counts them."""
+    labels = batch.get("shift_labels")
+    if labels is None:
+        labels = batch["labels"]
+        labels = labels[..., 1:] if getattr(trainer, "_loss_shifts_labels", False) else labels
+    count: Tensor = labels.ne(IGNORED_LABEL).sum()
+    return count
+
+
 def items_counter(trainer: Trainer, layout: BatchLayout) -> Callable[[Any], float]:
     """Counts what a trainer's loss of a batch is a mean over: labels of tokens that count, else samples."""
-    shifts = bool(getattr(trainer, "_loss_shifts_labels", False))
 
     def count(batch: Any) -> float:
         labels = batch.get("labels")
-        if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
-            return float(layout.count(batch))
-        shifted = batch.get("shift_labels")
-        if shifted is None:
-            shifted = labels[..., 1:] if shifts else labels
-        return float(shifted.ne(IGNORED_LABEL).sum())
+        is_of_tokens = isinstance(labels, Tensor) and labels.dim() > 1 and not labels.is_floating_point()
+        return float(counted_labels(trainer, batch) if is_of_tokens else layout.count(batch))
 
     return count
 
@@ -114,11 +124,11 @@ class LossDivision:
         self._count = items_counter(trainer, layout)
         self._size, self._planned_size = int(trainer.args.train_batch_size), planned_size
         self._batches: Sequence[Any] = ()
+        self._adds_means = may_ignore_count(trainer) and bool(ignores_count(trainer))
 
     def begin(self) -> Callable[[], None]:
         """Weigh losses from now on; returns what ends that."""
         trainer, changes = self._trainer, ExitStack()
-        self._adds_means = may_ignore_count(trainer) and bool(ignores_count(trainer))
         if self._adds_means:
             changes.callback(replace_attribute(trainer, "loss_is_scaled_for_ga", False))
         fetch, train = trainer.get_batch_samples, trainer.training_step
