@@ -26,7 +26,7 @@ from scipy.optimize import nnls
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from brimful.cost.kernels.factors import memory_kind
-from brimful.cost.uncertainty import DEVIATIONS, STEP_SPREAD
+from brimful.cost.uncertainty import DEVIATIONS, SPREADS, STEP_SPREAD
 from brimful.devices import Device, find_device
 from machine import keep
 from times.archive import read_steps
@@ -37,11 +37,15 @@ FOLDS = 4
 VISIBLE = 0.03
 """A class counts as seen in a row from this part of its time on."""
 LEAST_SPREAD = 0.05
-UNSEEN_SPREAD = 0.35
+UNSEEN_SPREAD = 0.5
+"""Of a class that nothing measured shows. In the cross-validation, rows of a class that the rest does not show
+are off by this much: `errors_of_unseen_classes` in the result, the root of the mean square over families."""
 MOST_ERROR = 0.7
 """Errors beyond count as this: a row may have been disturbed."""
-LEAST_ROWS = 10
-"""A class that fewer rows show has `UNSEEN_SPREAD`."""
+LEAST_ROWS, LEAST_FAMILIES = 10, FOLDS
+"""A class that fewer rows or families show has at least `UNSEEN_SPREAD`."""
+DOMINATING = 0.3
+"""Part of a row's time from which on its error is taken for that of a class."""
 ASSUMED = {"half": 0.9, "tf32": 0.85, "fp32": 0.85, "attention": ATTENTION}
 """Fractions of products in types that no measurement of a GPU shows."""
 ASSUMED_ATTENTION = {"Ampere HBM": 0.5, "Hopper HBM": 0.3, "Blackwell HBM": 0.14}
@@ -85,13 +89,13 @@ def main() -> None:
     rows, modelled = _rows(table, held_out), modelled_steps(table)
     shares = table.shares(parameters)
     errors = np.log(held_out / table.measured)
-    spreads = _spreads(table.classes, shares[modelled], errors[modelled])
+    spreads = _class_spreads(table, shares, errors, modelled)
     factors = _factors(table, parameters, shares, spreads, folds)
     fractions = _fractions(table, parameters)
     gpus_held_out = _gpus_held_out(table, parameters)
     gpu_errors = _gpu_errors(table, parameters, gpus_held_out)
     other_gpu_spread = float(np.sqrt(np.mean(np.square(list(gpu_errors.values())))))
-    uncertainty = Uncertainty(table, shares, held_out, folds)
+    uncertainty = Uncertainty(table, parameters, held_out, folds, other_gpu_spread)
     content: dict[str, Any] = {
         "steps": len(table.steps),
         "not_fitted": NOT_FITTED,
@@ -109,6 +113,7 @@ def main() -> None:
         "ratios_of_gpus": ratios([row for row in rows if row["source"] in OFFSET_SOURCES]),
         "gpus_held_out": by(_rows(table, gpus_held_out), "gpu"),
         "errors_of_gpus_held_out": gpu_errors,
+        "errors_of_unseen_classes": _unseen_errors(table, shares, errors, folds),
         "other_gpu_spread": other_gpu_spread,
         "coverage_of_90_percent_intervals": uncertainty.coverage(),
         "pairs_of_layouts": len(uncertainty.pairs),
@@ -196,17 +201,21 @@ def ratios(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 class Uncertainty:
     """How far held-out predictions are off, in standard deviations that other folds' errors claim."""
 
-    def __init__(self, table: Table, shares: Numbers, held_out: Numbers, folds: Sequence[Fold]) -> None:
+    def __init__(
+        self, table: Table, parameters: Numbers, held_out: Numbers, folds: Sequence[Fold], gpu_spread: float
+    ) -> None:
         self._table, self._held_out, self._folds = table, held_out, folds
-        self._seconds = shares * held_out[:, None]
         errors, modelled = np.log(held_out / table.measured), modelled_steps(table)
+        host = _host_shares(table, held_out, folds)
+        shares = table.shares(parameters) * (1 - host)[:, None]
+        self._seconds = shares * held_out[:, None]
         self._spreads = np.zeros(shares.shape)
         for fold in folds:
-            others = modelled & ~fold.held
-            spreads = _spreads(table.classes, shares[others], errors[others])
-            self._spreads[fold.held] = np.maximum(spreads, LEAST_SPREAD)
-        deviations = np.sqrt(((self._spreads * shares) ** 2).sum(1) + GPU_SPREAD**2)
-        self.steps = abs(errors) / deviations
+            self._spreads[fold.held] = _class_spreads(table, shares, errors, modelled & ~fold.held)
+        of_gpu = np.array([GPU_SPREAD if each else gpu_spread for each in _on_modelled_gpus(table)])
+        variances = ((self._spreads * shares) ** 2).sum(1) + (SPREADS["host"] * host) ** 2 + of_gpu**2
+        self.steps = abs(errors) / np.sqrt(variances)
+        self.with_offsets = abs(errors + np.log(table.offset(parameters))) / np.sqrt(variances)
         self.pairs = _pairs(table)
         self.differences = np.array([self._difference(*pair) for pair in self.pairs])
 
@@ -229,6 +238,9 @@ class Uncertainty:
         sources = np.array([step.source for step in self._table.steps])
         found = {source: covered[sources == source].mean() for source in sorted(set(sources.tolist()))}
         found["all"] = covered.mean()
+        found["gpus_with_the_factor_of_each_model"] = (
+            self.with_offsets[sources == "gpus"] <= DEVIATIONS
+        ).mean()
         inside = np.zeros(len(self.pairs), dtype=bool)
         for fold in self._folds:
             held = np.array([fold.held[one] for one, _ in self.pairs], dtype=bool)
@@ -284,6 +296,48 @@ def _spreads(classes: Sequence[str], shares: Numbers, errors: Numbers) -> Number
     return np.array([of_group[_group(name)] for name in classes])
 
 
+def _class_spreads(table: Table, shares: Numbers, errors: Numbers, chosen: NDArray[np.bool_]) -> Numbers:
+    """The standard deviation of each class's error as the chosen rows show it, (C,)."""
+    spreads = np.maximum(_spreads(table.classes, shares[chosen], errors[chosen]), LEAST_SPREAD)
+    return np.where(_are_seen(table, shares, chosen), spreads, np.maximum(spreads, UNSEEN_SPREAD))
+
+
+def _are_seen(table: Table, shares: Numbers, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether enough of the chosen rows and families show each class, (C,)."""
+    visible = (shares > VISIBLE) & chosen[:, None]
+    families = np.array([np.unique(table.families[each]).size for each in visible.T])
+    return (visible.sum(0) >= LEAST_ROWS) & (families >= LEAST_FAMILIES)
+
+
+def _unseen_errors(table: Table, shares: Numbers, errors: Numbers, folds: Sequence[Fold]) -> dict[str, float]:
+    """Median logarithm of predicted / measured of held-out families that a class dominates which the other
+    folds do not show, and the root of their mean square."""
+    modelled, found = modelled_steps(table), {}
+    for fold in folds:
+        unseen = ~_are_seen(table, shares, ~fold.held)
+        for index in np.flatnonzero(unseen):
+            rows = modelled & fold.held & (shares[:, index] > DOMINATING)
+            families = {str(each) for each in table.families[rows]}
+            medians = {each: np.median(errors[rows & (table.families == each)]) for each in sorted(families)}
+            name = table.classes[index]
+            found |= {f"{name} of {each}": round(float(error), 3) for each, error in medians.items()}
+    return found | {"root_mean_square": round(float(np.sqrt(np.mean(np.square(list(found.values()))))), 3)}
+
+
+def _host_shares(table: Table, held_out: Numbers, folds: Sequence[Fold]) -> Numbers:
+    """The part of each held-out prediction in which the GPU waits for the host, (S,)."""
+    work = np.zeros(len(table.steps))
+    for fold in folds:
+        work[fold.held] = table.work(fold.parameters)[fold.held]
+    return 1 - work / held_out
+
+
+def _on_modelled_gpus(table: Table) -> list[bool]:
+    """Of each step, whether its GPU has steps without what is not modelled."""
+    modelled = {step.gpu for step in table.steps if step.source not in OFFSET_SOURCES}
+    return [step.gpu in modelled for step in table.steps]
+
+
 def _factors(
     table: Table, parameters: Numbers, shares: Numbers, spreads: Numbers, folds: Sequence[Fold]
 ) -> dict[str, dict[str, float]]:
@@ -292,11 +346,10 @@ def _factors(
     found = {}
     for index, name in enumerate(table.classes):
         rows = int((shares[:, index] > VISIBLE).sum())
-        spread = max(float(spreads[index]), LEAST_SPREAD) if rows >= LEAST_ROWS else UNSEEN_SPREAD
         found[name] = {
             "passes": round(float(passes[index]), 3),
             "slowdown": round(float(slowdowns[index]), 3),
-            "spread": round(spread, 3),
+            "spread": round(float(spreads[index]), 3),
             "rows": rows,
             "share_of_time": round(float(shares[:, index].mean()), 4),
             "passes_of_folds": sorted(
@@ -336,6 +389,7 @@ def _fraction_rows(fractions: dict[str, dict[str, float]], spread: float = 0.0) 
         groups[device.architecture, memory_kind(device)].append(found)
         own = GPU_SPREAD if found["modelled"] else round(spread, 3)
         rows[gpu] = {**_assumed(device), **found, "spread": own, "rows": found["steps"]}
+        rows[gpu]["attention_spread"] = 0.0 if "attention" in found else UNSEEN_SPREAD
     for (architecture, memory), members in groups.items():
         means = {
             name: round(float(np.exp(np.mean([np.log(each[name]) for each in members if name in each]))), 3)
@@ -343,6 +397,7 @@ def _fraction_rows(fractions: dict[str, dict[str, float]], spread: float = 0.0) 
             if any(name in each for each in members)
         }
         about = {"architecture": architecture, "memory": memory, "spread": round(spread, 3)}
+        about["attention_spread"] = 0.0 if "attention" in means else UNSEEN_SPREAD
         count = sum(each["steps"] for each in members)
         rows[f"{architecture} {memory}"] = {
             **_assumed(device_of[architecture, memory]),

@@ -230,8 +230,11 @@ class Table:
 
     def predict(self, parameters: Numbers) -> Numbers:
         """Seconds of each step, (S,)."""
-        work = np.bincount(self._row, self.kernel_seconds(parameters), minlength=len(self.steps))
-        return np.maximum(work, self._host)
+        return np.maximum(self.work(parameters), self._host)
+
+    def work(self, parameters: Numbers) -> Numbers:
+        """Seconds of each step's kernels, (S,)."""
+        return np.bincount(self._row, self.kernel_seconds(parameters), minlength=len(self.steps))
 
     def offset(self, parameters: Numbers) -> Numbers:
         """The factor of what is not modelled in each step, (S,)."""

@@ -49,6 +49,14 @@ def test_a_gpu_that_was_not_measured_has_a_wider_interval() -> None:
     assert width(time_interval(one, find_device("RTX 3070"))) > width(time_interval(one, GPU))
 
 
+def test_attention_is_uncertain_on_a_gpu_where_nobody_measured_it() -> None:
+    """Its kernels reach another fraction of the peak on each generation; other products do not."""
+    attention, product = step(attention=1.0), step(matmul=1.0)
+    measured = find_device("RTX 4090")
+    assert width(time_interval(attention, measured)) == pytest.approx(width(time_interval(product, measured)))
+    assert width(time_interval(attention, GPU)) > 3 * width(time_interval(product, GPU))
+
+
 def test_errors_of_several_classes_partly_cancel() -> None:
     spread = step(elementwise=0.25, layer_norm=0.25, softmax=0.25, pooling=0.25)
     assert width(time_interval(spread, GPU)) < width(time_interval(step(elementwise=1.0), GPU))

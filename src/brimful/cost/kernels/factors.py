@@ -13,9 +13,10 @@ blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+from brimful.cost.kernels.classes import FUSED_ATTENTION
 from brimful.devices import Device, RateCurve
 from brimful.devices.data_rows import listed, read_rows
 from brimful.devices.peaks import memory_type_of
@@ -88,6 +89,8 @@ class PeakFractions:
     """Of the peak of float32 outside tensor cores, for products."""
     attention: float
     """Of the peak of the type in fused attention, whose kernels do not use all that newer GPUs have."""
+    attention_spread: float
+    """Least spread of the classes of fused attention: 0 on GPUs where it was measured."""
     spread: float
     """Standard deviation of the logarithm of a step's time between GPUs of one generation."""
     rows: int
@@ -126,8 +129,11 @@ class FactorTable:
         return cls(_measured_fractions(device, rates, reached), dict(_measured_factors(rates)))
 
     def factors(self, name: str) -> KernelFactors:
-        """The factors of a class."""
-        return self._factors.get(name) or self._factors[UNKNOWN]
+        """The factors of a class, with the spread that they have on this GPU."""
+        found = self._factors.get(name) or self._factors[UNKNOWN]
+        if name not in FUSED_ATTENTION:
+            return found
+        return replace(found, spread=max(found.spread, self.reached.attention_spread))
 
 
 def _marginal_rate(curve: RateCurve) -> float:
@@ -175,6 +181,7 @@ def _measured_fractions(device: Device, rates: Mapping[str, float], table: PeakF
         tf32=found.get("matmul:tf32", table.tf32),
         fp32=found.get("matmul:float32", table.fp32),
         attention=table.attention,
+        attention_spread=table.attention_spread,
         spread=MEASURED_SPREAD,
         rows=len(found),
     )
@@ -230,6 +237,7 @@ def _reached(name: str, architecture: str, memory: str) -> PeakFractions:
         tf32=float(found["tf32"]),
         fp32=float(found["fp32"]),
         attention=float(found["attention"]),
+        attention_spread=float(found["attention_spread"]),
         spread=float(found["spread"]),
         rows=int(found["rows"]),
     )
