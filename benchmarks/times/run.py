@@ -3,8 +3,8 @@
     python benchmarks/times/run.py DIRECTORY
 
 The directory has the files of measurements, `gpu_time_vision.csv` and others, which are not part of this
-project; a comparison whose file is missing is skipped with a line. Vision models are sampled. Each script
-writes its JSON into `results/`.
+project; a comparison whose file, or timm, is missing is skipped with a line. Vision models are sampled. Each
+script writes its JSON into `results/`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ COMPARISONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("torch_estimator.py", "gpu_time_vision.csv", ("--sample", "24")),
 )
 
+OF_TIMM = ("gpu_time_vision.csv", "gpu_time_vision_forward.csv")
+"""Measurements of timm's models."""
+
 
 def main() -> int:
     """The number of comparisons that failed."""
@@ -45,6 +49,9 @@ def main() -> int:
     for script, file, options in COMPARISONS:
         if not (directory / file).is_file():
             print(f"{script}: skipped, {directory / file} is missing", flush=True)
+            continue
+        if file in OF_TIMM and find_spec("timm") is None:
+            print(f"{script}: skipped, timm is missing: pip install timm, torchvision without its torch")
             continue
         command = [sys.executable, str(HERE / script), str(directory / file), *options]
         started = time.perf_counter()
