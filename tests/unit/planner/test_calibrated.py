@@ -56,6 +56,17 @@ def test_predictions_are_multiplied_and_a_note_has_factors_date_and_the_way_out(
     assert Plan.from_json(found.to_json()) == found
 
 
+@pytest.mark.parametrize(
+    ("times", "peaks", "expected"),
+    [(1.0002, 1.0, ()), (2.0, 1.0, (": times × 2.000. ",))],
+)
+def test_factors_of_one_are_not_noted(times: float, peaks: float | None, expected: tuple[str, ...]) -> None:
+    keep_factors(times, peaks)
+    notes = [note for note in planned().notes if "multiplied" in note]
+    assert len(notes) == len(expected)
+    assert all(part in note for part, note in zip(expected, notes, strict=True))
+
+
 def test_what_is_chosen_fits_the_budget_with_the_factor() -> None:
     plain = keep_factors(1.0, 1.25)
     budget_bytes = round(
