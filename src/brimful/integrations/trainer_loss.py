@@ -68,11 +68,11 @@ def division_notes(trainer: Trainer) -> tuple[str, ...]:
 def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
     """The notes of a plan, where the one about the mean of a loss is for a trainer's user, or needless.
 
-    It is needless where the user's own micro-batches stay, and for the losses of transformers' models, which are
-    means over samples or labels.
+    It is needless where the user's own micro-batches stay, and for the losses of the libraries, which are means
+    over samples or labels where a plan may divide their batches.
     """
     size = int(trainer.args.train_batch_size)
-    is_kept = plan.settings.micro_batch_size == size or _loss_is_of_transformers(trainer)
+    is_kept = plan.settings.micro_batch_size == size or not _loss_is_of_user(trainer)
     of_loss = (
         "Micro-batches weigh by their samples, or by their labels other than -100 where each token has one: the "
         f"loss must be such a mean. For a mean over something else, pass micro_batch_size={size} to plan()."
@@ -81,12 +81,18 @@ def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
     return (*others, *([] if is_kept or len(others) == len(plan.notes) else [of_loss]))
 
 
-def _loss_is_of_transformers(trainer: Trainer) -> bool:
-    """Whether neither the trainer's class nor its user changes the loss that a model of transformers returns."""
-    is_own = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
+def _loss_is_of_user(trainer: Trainer) -> bool:
+    """Whether the loss is computed by code of the user: a function, a trainer's class, or the model's."""
+    of_loss = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
+    if trainer.compute_loss_func is not None or not _is_of_library(of_loss):
+        return True
     model: Any = model_of(trainer.model)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # under adapters of peft
-    return not is_own and type(base).__module__.startswith("transformers.")
+    return not _is_of_library(type(base))
+
+
+def _is_of_library(made: type) -> bool:
+    return made.__module__.partition(".")[0] in ("transformers", "trl", "sentence_transformers")
 
 
 @contextmanager
