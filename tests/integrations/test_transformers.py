@@ -308,13 +308,17 @@ def test_a_model_that_train_makes_anew_gets_the_plan_too(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("has_labels", "message"),
     [
-        (lambda _index: False, r"needs labels\. .* on a batch with input_ids and without labels\. Add the column"),
+        (
+            lambda _index: False,
+            r"needs labels\. .* on a batch with input_ids and without labels\. Add the column",
+        ),
         (lambda index: index % 2 == 0, "KeyError: 'labels'.*columns input_ids, labels and input_ids"),
     ],
 )
 def test_samples_without_labels_are_refused_by_name(tmp_path: Path, has_labels: Any, message: str) -> None:
     rows = [
-        {"input_ids": sample["input_ids"][:6]} | ({"labels": sample["input_ids"][:6]} if has_labels(index) else {})
+        {"input_ids": sample["input_ids"][:6]}
+        | ({"labels": sample["input_ids"][:6]} if has_labels(index) else {})
         for index, sample in enumerate(Texts())
     ]
     own = trainer(tmp_path)

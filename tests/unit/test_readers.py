@@ -90,8 +90,8 @@ READERS = {
     "recipes/text_models.py": {"from_pretrained": TRANSFORMERS},
     "recipes/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
     "recipes/weights.py": {
-        **{name: OTHERS_WEIGHTS for name in ("load_file", "torch.load")},
-        **{name: NAMES for name in ("safe_open", "read_regular_file", "parse_json")},
+        **dict.fromkeys(("load_file", "torch.load"), OTHERS_WEIGHTS),
+        **dict.fromkeys(("safe_open", "read_regular_file", "parse_json"), NAMES),
     },
     "trace/file_format.py": {
         "read_regular_file": TRACE,

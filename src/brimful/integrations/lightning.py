@@ -258,8 +258,12 @@ def _without_logging(module: nn.Module) -> Iterator[None]:
     if not isinstance(module, LightningModule) or type(module).log is not LightningModule.log:
         yield
         return
-    with replaced(module, "log", lambda *args, **kwargs: None):
+    with replaced(module, "log", _log_nothing):
         yield
+
+
+def _log_nothing(*_args: Any, **_options: Any) -> None:
+    """Stands for `self.log`."""
 
 
 def _notes_of_few_samples(loader: DataLoader[Any], size: int) -> tuple[str, ...]:

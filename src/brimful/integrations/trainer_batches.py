@@ -69,7 +69,7 @@ def reading_notes(trainer: Trainer, longest: Any | None) -> tuple[str, ...]:
 
 
 def few_samples_notes(trainer: Trainer, size: int) -> tuple[str, ...]:
-    """That no step of an epoch is as large as planned, if the data have fewer samples than the effective batch."""
+    """That no step is as large as planned, if the data have fewer samples than the effective batch."""
     dataset = trainer.train_dataset
     found = len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, dict) else size
     if found >= size:
@@ -144,12 +144,14 @@ def _checked(collate: _Collate) -> _Collate:
         try:
             return collate(samples)
         except Exception as error:
-            columns = dict.fromkeys(", ".join(sample) for sample in samples if isinstance(sample, Mapping))
+            columns = dict.fromkeys(
+                ", ".join(map(str, sample)) for sample in samples if isinstance(sample, Mapping)
+            )
             found = f" The samples have the columns {' and '.join(columns)}." if columns else ""
             raise UsageError(
-                f"the data_collator cannot make a batch of samples of the train_dataset: {type(error).__name__}: "
-                f"{error}.{found} Training would fail too: give all samples the columns that it reads, or pass "
-                "another data_collator."
+                "the data_collator cannot make a batch of samples of the train_dataset: "
+                f"{type(error).__name__}: {error}.{found} Training would fail too: give all samples the "
+                "columns that it reads, or pass another data_collator."
             ) from error
 
     return checked

@@ -119,9 +119,9 @@ def _naming_missing_labels(trainer: Trainer, batch: Mapping[str, Any]) -> Iterat
             raise
         raise UsageError(
             f"the loss of {type(trainer.model).__name__} needs labels. It raised {type(error).__name__}: "
-            f"{str(error).rstrip('.')}, on a batch with {', '.join(batch)} and without {' or '.join(wanted)}. Add the column to the "
-            "train_dataset, or have the data_collator make it, as DataCollatorForLanguageModeling(tokenizer, "
-            "mlm=False) does."
+            f"{str(error).rstrip('.')}, on a batch with {', '.join(batch)} and without {' or '.join(wanted)}. "
+            "Add the column to the train_dataset, or have the data_collator make it, as "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) does."
         ) from error
 
 

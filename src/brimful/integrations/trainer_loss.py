@@ -74,8 +74,8 @@ def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
     size = int(trainer.args.train_batch_size)
     is_kept = plan.settings.micro_batch_size == size or not _loss_is_of_user(trainer)
     of_loss = (
-        "Micro-batches weigh by their samples, or by their labels other than -100 where each token has one: the "
-        f"loss must be such a mean. For a mean over something else, pass micro_batch_size={size} to plan()."
+        "Micro-batches weigh by their samples, or by their labels other than -100 where each token has one: "
+        f"the loss must be such a mean. For a mean over something else, pass micro_batch_size={size} to plan()."
     )
     others = [note for note in plan.notes if note != MEAN_OVER_SAMPLES_NOTE]
     return (*others, *([] if is_kept or len(others) == len(plan.notes) else [of_loss]))

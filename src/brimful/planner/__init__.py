@@ -32,6 +32,7 @@ from brimful.planner.request import JobTraits, OptimizerChoice, Permits, Pins, R
 from brimful.planner.search import search
 
 __all__ = [
+    "MEAN_OVER_SAMPLES_NOTE",
     "SORTS",
     "Alternative",
     "GpuFit",

@@ -26,10 +26,11 @@ _OWN_LOOP_NOTE = (
 )
 
 MEAN_OVER_SAMPLES_NOTE = (
-    "The loss must be a mean over samples. For a mean over something else, such as tokens that are not ignored, "
-    'pass Job(count=...); for a sum, Job(reduction="sum").'
+    "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
+    'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
 )
-"""Of a plan that splits the batch of a job without a count; integrations, whose users have no `Job`, replace it."""
+"""Of a plan that splits the batch of a job without a count. Integrations, whose users have no `Job`, replace
+it."""
 
 _FUSED_NOTE = (
     "The optimizer runs as one fused kernel: the same formula, rounded in another order, in the last digits."

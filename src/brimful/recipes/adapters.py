@@ -155,7 +155,9 @@ def adapted(
     try:
         with warnings.catch_warnings():  # of transformers, about a name that peft reads, and of peft
             warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6")
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to False")  # peft sets it for Conv1D
+            warnings.filterwarnings(
+                "ignore", message="fan_in_fan_out is set to False"
+            )  # peft sets it for Conv1D
             made: nn.Module = get_peft_model(model, config)
     except ValueError as error:
         names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if _is_linear(layer)})

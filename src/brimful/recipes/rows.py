@@ -134,8 +134,10 @@ def read_rows(
     else:
         raise UsageError(f"{path} is none of {', '.join(TABLES)}, by its name.")
     for where, record in records:
-        yield record if isinstance(record, BadSample) else _row(
-            where, record, tuple(columns.values()), tuple(lists.values()), separator
+        yield (
+            record
+            if isinstance(record, BadSample)
+            else _row(where, record, tuple(columns.values()), tuple(lists.values()), separator)
         )
 
 
@@ -182,8 +184,8 @@ def _check_columns(path: Path, found: Sequence[str], columns: Columns) -> None:
     if missing:
         flags = ", ".join(f"{option} (--{option.replace('_', '-')})" for option in missing)
         raise UsageError(
-            f"{path} has no column {', '.join(missing.values())}. It has {', '.join(found) or 'none'}. Name the "
-            f"right one: {flags}."
+            f"{path} has no column {', '.join(missing.values())}. It has {', '.join(found) or 'none'}. Name "
+            f"the right one: {flags}."
         )
 
 

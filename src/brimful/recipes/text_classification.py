@@ -125,9 +125,7 @@ def text_classification(
 
     def read(path: Path) -> list[Row]:
         lists = labels if multi_label else NO_COLUMNS
-        rows = read_rows(
-            path, columns, encoding, lists=lists, labels=label_column, separator=label_separator
-        )
+        rows = read_rows(path, columns, encoding, lists=lists, labels=label_column, separator=label_separator)
         return good_rows(rows, path, bad, labels_of=labels_of)
 
     rows = read(Path(file))

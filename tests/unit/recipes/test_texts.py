@@ -446,7 +446,10 @@ def test_a_model_without_its_tokenizer_is_not_trained_on_unknown_words(tmp_path:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"label_column": "verdict"}, "no column verdict. It has text, label. Name the right one: label_column"),
+        (
+            {"label_column": "verdict"},
+            "no column verdict. It has text, label. Name the right one: label_column",
+        ),
         ({"pair_column": "answer"}, "no column answer. It has text, label. Name the right one: pair_column"),
         ({"text_column": "review"}, r"--text-column"),
     ],

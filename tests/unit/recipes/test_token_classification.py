@@ -206,7 +206,9 @@ def test_columns_are_separated_by_tabs_else_by_spaces_and_other_white_space_is_o
     assert isinstance(row, Row)
     assert row.lists == (("10\u00a0000", "a"), ("O", "B-X"))
     (tmp_path / "bad.conll").write_text("\tO\n\n\u00a0 O\n\na\t\n\na\t\u00a0", encoding="utf-8")
-    whys = [row.why for row in read_tagged(tmp_path / "bad.conll", NAMED, "utf-8") if isinstance(row, BadSample)]
+    whys = [
+        row.why for row in read_tagged(tmp_path / "bad.conll", NAMED, "utf-8") if isinstance(row, BadSample)
+    ]
     assert [why.partition(";")[0] for why in whys] == [
         "no word in the first column",
         "no word in the first column",

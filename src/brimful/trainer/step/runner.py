@@ -158,7 +158,7 @@ class StepRunner:
 
         Args:
             batch: The batch that takes most memory.
-            measure_memory: Measure its peak too, and keep it as `peak` if it is above that of the step measured.
+            measure_memory: Measure its peak, and keep it as `peak` if it is above that of the measured step.
 
         Raises:
             OutOfMemoryError: It does not fit, and no settings take less.
