@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import brimful as bf
+from brimful import recipes
 from brimful.job import Job
 from brimful.recipes import (
     image_classification,
@@ -186,3 +187,23 @@ def test_adapters() -> None:
     with torch.no_grad():
         adapted, merged = (names[name].eval()(tokens).logits for name in ("adapted", "merged"))
     torch.testing.assert_close(adapted, merged)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated and will be removed in v6")  # of peft's calls
+def test_adapters_of_classifiers(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over a model whose files have no pooler."""
+    pytest.importorskip("peft")
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(**sizes, intermediate_size=32, max_position_embeddings=64)
+    save_pretrained("bert", config, transformers.BertForMaskedLM)
+    rows = "".join(f"a very {word} film,{word}\n" for word in ("good", "bad", "very") * 8)
+    Path("reviews.csv").write_text(f"text,label\n{rows}")
+    job = text_classification("reviews.csv", model="bert", sequence_length=16, lora="r=2")
+    with pytest.warns(UserWarning, match="start from random"):
+        train(job, "runs/adapted-reviews")
+    names: dict[str, Any] = {}
+    exec(snippet("Adapters of classifiers"), names)
+    assert capsys.readouterr().out.splitlines()[-1] in names["classes"]
+    merged = recipes.save_pretrained("runs/adapted-reviews", "merged", merge=True)
+    whole = transformers.AutoModelForSequenceClassification.from_pretrained(merged).eval()
+    torch.testing.assert_close(names["model"](**names["tokens"]).logits, whole(**names["tokens"]).logits)

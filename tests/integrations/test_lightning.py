@@ -245,3 +245,20 @@ def test_several_optimizers_are_refused() -> None:
 
     with pytest.raises(UsageError, match="has 2 optimizers"):
         planned(Two(), samples())
+
+
+def test_planning_shows_no_warnings_of_lightning() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        plan = bfl.plan(Classifier(), samples(), "cpu", micro_batch_size=16)
+    assert not [warning for warning in caught if "self.log" in str(warning.message)]
+    assert any("micro_batch_size=64 to plan()" in note for note in plan.notes)
+    assert not any("Job(" in note for note in plan.notes)
+
+
+def test_a_loader_of_fewer_samples_than_a_step_is_noted_or_refused() -> None:
+    data = TensorDataset(torch.randn(12, 64), torch.randint(0, 10, (12,)))
+    plan = planned(Classifier(), DataLoader(data, batch_size=16), micro_batch_size=16)
+    assert any("12 samples, fewer than a step's 16" in note for note in plan.notes)
+    with pytest.raises(UsageError, match=r"batch_size=16, drop_last=True\) of 12 samples gives no batch"):
+        planned(Classifier(), DataLoader(data, batch_size=16, drop_last=True))

@@ -15,6 +15,7 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    default_data_collator,
 )
 
 import brimful as bf
@@ -302,6 +303,51 @@ def test_a_model_that_train_makes_anew_gets_the_plan_too(tmp_path: Path) -> None
     bft.apply(bft.plan(lazy, "cpu", budget="1GiB", recompute="all", micro_batch_size=8), lazy, report=False)
     train(lazy)
     assert_same(lazy, alone, exactly=True)
+
+
+@pytest.mark.parametrize(
+    ("has_labels", "message"),
+    [
+        (
+            lambda _index: False,
+            r"needs labels\. .* on a batch with input_ids and without labels\. Add the column",
+        ),
+        (lambda index: index % 2 == 0, "KeyError: 'labels'.*columns input_ids, labels and input_ids"),
+    ],
+)
+def test_samples_without_labels_are_refused_by_name(tmp_path: Path, has_labels: Any, message: str) -> None:
+    rows = [
+        {"input_ids": sample["input_ids"][:6]}
+        | ({"labels": sample["input_ids"][:6]} if has_labels(index) else {})
+        for index, sample in enumerate(Texts())
+    ]
+    own = trainer(tmp_path)
+    own.train_dataset, own.data_collator = rows, default_data_collator
+    with pytest.raises(UsageError, match=message):
+        bft.plan(own, "cpu")
+
+
+def test_more_samples_a_step_than_there_are_is_noted(tmp_path: Path) -> None:
+    few = len(Texts())
+    plan = bft.plan(trainer(tmp_path, per_device_train_batch_size=few + 4), "cpu", micro_batch_size=4)
+    assert any(f"has {few} samples, fewer than the effective batch of {few + 4}" in note for note in plan.notes)
+
+
+class OwnLoss(Trainer):
+    """With a loss of its own, of which no one knows what it is a mean over."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
+@pytest.mark.parametrize("kind", [Trainer, OwnLoss])
+def test_advice_about_the_loss_is_for_who_has_a_trainer(tmp_path: Path, kind: type[Trainer]) -> None:
+    own = trainer(tmp_path, kind=kind)
+    own.model_accepts_loss_kwargs = False
+    notes = bft.plan(own, "cpu", micro_batch_size=2).notes
+    advice = [note for note in notes if "pass micro_batch_size=8 to plan()" in note]
+    assert bool(advice) is (kind is OwnLoss)
+    assert not any("Job(" in note for note in notes)
 
 
 def test_a_trainer_without_samples_is_refused(tmp_path: Path) -> None:

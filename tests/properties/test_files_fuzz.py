@@ -26,6 +26,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import save_file
 from torch import nn
 from typer.testing import CliRunner
 
@@ -42,7 +43,7 @@ from brimful.profiling.cache import write_kept
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration, kept_job_calibration
 from brimful.recipes import image_classification, language_model, text_classification, token_classification
 from brimful.recipes.pretrained import RecipeRun, read_recipe_run
-from brimful.recipes.weights import load_matching
+from brimful.recipes.weights import load_matching, names_of_tensors
 from brimful.results import JobCalibration, Recovery
 from brimful.results.self_correction import LARGEST_PEAK_FACTOR, LARGEST_TIME_FACTOR
 from brimful.settings import Precision
@@ -306,6 +307,19 @@ def test_weights_that_hold_code_are_refused(place: Path, write: Callable[..., No
     with pytest.raises(UsageError), bounded():
         load_matching(model, path=place / "weights.pt")
     assert not (place / "canary").exists()
+
+
+@fuzzed(40)
+@given(random=randoms, name=st.sampled_from(["model.safetensors", "model.safetensors.index.json"]))
+def test_changed_names_of_tensors_are_read_or_refused(place: Path, random: Random, name: str) -> None:
+    path = place / name
+    if name.endswith("json"):
+        path.write_text(mutate_json({"metadata": {}, "weight_map": {"a": "b.safetensors"}}, random).text)
+    else:
+        save_file({"a.pooler": torch.zeros(2)}, path)
+        path.write_bytes(mutate_bytes(path.read_bytes(), random)[0])
+    read(lambda: names_of_tensors(place))
+    path.unlink()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,6 +44,7 @@ STATE = "test_a_save_that_holds_code_is_not_executed"
 LAUNCH = "test_changed_settings_of_a_launch_before_are_read_or_refused"
 WEIGHTS = "test_changed_weights_are_read_or_refused"
 OTHERS_WEIGHTS = "test_weights_that_hold_code_are_refused"
+NAMES = "test_changed_names_of_tensors_are_read_or_refused"
 REFUSAL = "test_a_changed_cached_answer_is_given_or_searched_again"
 CALIBRATION = "test_a_changed_calibration_is_used_or_measured_again"
 TABLES = "test_damaged_tables_and_texts_are_read_or_refused"
@@ -88,7 +89,10 @@ READERS = {
     "recipes/tagged_text.py": {"read_text": LISTS},
     "recipes/text_models.py": {"from_pretrained": TRANSFORMERS},
     "recipes/tokens.py": {"from_pretrained": TRANSFORMERS, "PreTrainedTokenizerFast": TRANSFORMERS},
-    "recipes/weights.py": {"load_file": OTHERS_WEIGHTS, "torch.load": OTHERS_WEIGHTS},
+    "recipes/weights.py": {
+        **dict.fromkeys(("load_file", "torch.load"), OTHERS_WEIGHTS),
+        **dict.fromkeys(("safe_open", "read_regular_file", "parse_json"), NAMES),
+    },
     "trace/file_format.py": {
         "read_regular_file": TRACE,
         "parse_json": TRACE,

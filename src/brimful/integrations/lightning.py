@@ -12,7 +12,9 @@ Private API of Lightning used here: `_AutomaticOptimization._make_closure`, whos
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator, Sized
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
@@ -27,15 +29,21 @@ from brimful.execution.in_force import Prepared
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
-from brimful.planner import Plan
+from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
 from brimful.profiling.named_device import DeviceLike
-from brimful.replaced import replace_attribute
+from brimful.replaced import replace_attribute, replaced
 from brimful.results import Recovery
 
 __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
 
 _PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 """Lightning's names. TF32 is a setting of torch: `torch.set_float32_matmul_precision("high")`."""
+
+
+_MEAN_NOTE = (
+    "Lightning averages the losses of micro-batches evenly: training_step's must be a mean over samples. For a "
+    "mean over something else, such as tokens that are not ignored, pass micro_batch_size={size} to plan()."
+)
 
 
 def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
@@ -58,7 +66,8 @@ def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
         )
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        found = model.training_step(batch, 0)  # type: ignore[operator]
+        with _without_logging(model):
+            found = model.training_step(batch, 0)  # type: ignore[operator]
         return found["loss"] if isinstance(found, dict) else found
 
     return Job(
@@ -107,7 +116,10 @@ def plan(
     if world_size > 1:
         asked["parallelism"] = "ddp"
     with RandomState.kept():
-        return plan_job(job(module, loader), device, global_batch_size=size, world_size=world_size, **asked)
+        found = plan_job(job(module, loader), device, global_batch_size=size, world_size=world_size, **asked)
+    of_loss = _MEAN_NOTE.format(size=size // world_size)
+    notes = (of_loss if note == MEAN_OVER_SAMPLES_NOTE else note for note in found.notes)
+    return replace(found, notes=(*notes, *_notes_of_few_samples(loader, size)))
 
 
 def trainer_options(plan: Plan) -> dict[str, Any]:
@@ -240,6 +252,31 @@ def _check_batch_size(plan: Plan, loader: Any) -> None:
         )
 
 
+@contextmanager
+def _without_logging(module: nn.Module) -> Iterator[None]:
+    """Within, `self.log` does nothing: without a trainer it would only warn that there is none."""
+    if not isinstance(module, LightningModule) or type(module).log is not LightningModule.log:
+        yield
+        return
+    with replaced(module, "log", _log_nothing):
+        yield
+
+
+def _log_nothing(*_args: Any, **_options: Any) -> None:
+    """Stands for `self.log`."""
+
+
+def _notes_of_few_samples(loader: DataLoader[Any], size: int) -> tuple[str, ...]:
+    """That no step of an epoch is as large as planned, if the data have too few samples."""
+    found = len(loader.dataset) if isinstance(loader.dataset, Sized) else size
+    if found >= size:
+        return ()
+    return (
+        f"the loader has {found} samples, fewer than a step's {size}: each epoch is one smaller step. Give the "
+        "loader a smaller batch_size, or pass a smaller global_batch_size",
+    )
+
+
 def _first_batch(loader: DataLoader[Any]) -> Batch:
     """The first batch; the next iteration has the same order as without this."""
     generator = loader.generator
@@ -247,6 +284,13 @@ def _first_batch(loader: DataLoader[Any]) -> Batch:
     try:
         with RandomState.kept():
             return next(iter(loader))
+    except StopIteration:
+        size = f"batch_size={loader.batch_size}" + (", drop_last=True" if loader.drop_last else "")
+        samples = f" of {len(loader.dataset)} samples" if isinstance(loader.dataset, Sized) else ""
+        raise UsageError(
+            f"the loader ({size}){samples} gives no batch, of which a plan is made. Give it samples, or a "
+            "smaller batch_size."
+        ) from None
     finally:
         if generator is not None and state is not None:
             generator.set_state(state)

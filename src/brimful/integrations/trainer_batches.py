@@ -68,6 +68,19 @@ def reading_notes(trainer: Trainer, longest: Any | None) -> tuple[str, ...]:
     )
 
 
+def few_samples_notes(trainer: Trainer, size: int) -> tuple[str, ...]:
+    """That no step is as large as planned, if the data have fewer samples than the effective batch."""
+    dataset = trainer.train_dataset
+    found = len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, dict) else size
+    if found >= size:
+        return ()
+    return (
+        f"the train_dataset has {found} samples, fewer than the effective batch of {size}: each epoch is one "
+        "smaller step. Set a smaller per_device_train_batch_size or gradient_accumulation_steps in "
+        "TrainingArguments",
+    )
+
+
 def layout_of_trainer(trainer: Trainer) -> BatchLayout:
     """How a trainer's batches are counted and divided."""
     return BatchLayout(to_samples=split_pairs, collate=join_pairs) if has_pairs(trainer) else BatchLayout()
@@ -114,7 +127,7 @@ def join_pairs(samples: list[dict[str, Any]]) -> Batch:
 
 def _sources_and_collator(trainer: Trainer) -> tuple[list[Any], _Collate]:
     """Datasets, of one of which each batch is, and the collator of their samples."""
-    dataset, collate = trainer.train_dataset, trainer.data_collator
+    dataset, collate = trainer.train_dataset, _checked(trainer.data_collator)
     if dataset is None:
         raise UsageError("the trainer has no train_dataset, from which a plan takes its longest sample.")
     if is_of_sentence_transformers(trainer):  # its loader keeps all columns
@@ -122,6 +135,26 @@ def _sources_and_collator(trainer: Trainer) -> tuple[list[Any], _Collate]:
     if type(dataset).__module__.startswith("datasets.") and isinstance(dataset, Sized):
         return [trainer._remove_unused_columns(dataset, description="training")], collate
     return [dataset], trainer._get_collator_with_removed_columns(collate, description="training")
+
+
+def _checked(collate: _Collate) -> _Collate:
+    """The collator, which names the columns of samples of which it cannot make a batch."""
+
+    def checked(samples: list[Any]) -> Mapping[str, Any]:
+        try:
+            return collate(samples)
+        except Exception as error:
+            columns = dict.fromkeys(
+                ", ".join(map(str, sample)) for sample in samples if isinstance(sample, Mapping)
+            )
+            found = f" The samples have the columns {' and '.join(columns)}." if columns else ""
+            raise UsageError(
+                "the data_collator cannot make a batch of samples of the train_dataset: "
+                f"{type(error).__name__}: {error}.{found} Training would fail too: give all samples the "
+                "columns that it reads, or pass another data_collator."
+            ) from error
+
+    return checked
 
 
 def _longest(samples: Any, collate: _Collate, *, collates_all: bool) -> list[Any]:
@@ -138,7 +171,7 @@ def _longest(samples: Any, collate: _Collate, *, collates_all: bool) -> list[Any
         At least one sample.
 
     Raises:
-        UsageError: The dataset is empty.
+        UsageError: The dataset is empty, or samples of different columns make no batch.
     """
     first = next(iter(_some_of(samples)), None)
     if first is None:
@@ -153,7 +186,19 @@ def _longest(samples: Any, collate: _Collate, *, collates_all: bool) -> list[Any
             for each in heapq.nlargest(_MOST_COLLATED, texts, key=partial(_size_of, name))
         ]
         return _longest_by(most, lambda sample: _lengths(collate([sample])), stops=False)
-    return _longest_by(_some_of(samples), _lengths)
+    of_columns: dict[tuple[str, ...], Any] = {}
+    longest = _longest_by(_noting_columns(_some_of(samples), of_columns), _lengths)
+    if len(of_columns) > 1:
+        collate(list(of_columns.values()))  # says which columns differ, if a batch of both cannot be made
+    return longest
+
+
+def _noting_columns(samples: Iterable[Any], of_columns: dict[tuple[str, ...], Any]) -> Iterator[Any]:
+    """The samples; notes one for each set of columns."""
+    for sample in samples:
+        if isinstance(sample, Mapping):
+            of_columns.setdefault(tuple(sorted(sample)), sample)
+        yield sample
 
 
 def _size_of(name: str, sample: Mapping[str, Any]) -> int:

@@ -7,7 +7,7 @@ sentence-transformers 6.2.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ def job_of_trainer(trainer: Trainer, *, longest: Any | None = None) -> Job:
         inputs = dict(batch)  # the trainer takes the labels out
         items = None if count is None else count(inputs)
         own = stand_ins.with_module(module)
-        with _as_prepared(own), noticing_use(trainer, items):
+        with _as_prepared(own), noticing_use(trainer, items), _naming_missing_labels(trainer, batch):
             found: Tensor = own.compute_loss(own.model, inputs, **_items(own, items))
         return found
 
@@ -106,6 +106,23 @@ def _checkpoint_as_asked(trainer: Trainer) -> None:
             options = getattr(args, f"{name}_kwargs", None)
             enable(**{f"{name}_kwargs": dict(options)} if options else {})
             return
+
+
+@contextmanager
+def _naming_missing_labels(trainer: Trainer, batch: Mapping[str, Any]) -> Iterator[None]:
+    """Within, an error of the loss of a batch without labels names them."""
+    wanted = trainer.label_names or ["labels"]
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if any(name in batch for name in wanted):
+            raise
+        raise UsageError(
+            f"the loss of {type(trainer.model).__name__} needs labels. It raised {type(error).__name__}: "
+            f"{str(error).rstrip('.')}, on a batch with {', '.join(batch)} and without {' or '.join(wanted)}. "
+            "Add the column to the train_dataset, or have the data_collator make it, as "
+            "DataCollatorForLanguageModeling(tokenizer, mlm=False) does."
+        ) from error
 
 
 @contextmanager

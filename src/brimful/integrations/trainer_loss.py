@@ -26,6 +26,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import Trainer
 
 from brimful.batches import BatchLayout
+from brimful.integrations.trainer_modules import model_of
+from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
 from brimful.replaced import replace_attribute
 
 IGNORED_LABEL = -100
@@ -61,6 +63,36 @@ def division_notes(trainer: Trainer) -> tuple[str, ...]:
         f"micro-batches: loss and gradient are {accumulation} times those of the whole batch, with a plan as "
         "without. trainer.loss_is_scaled_for_ga = False has it average them",
     )
+
+
+def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
+    """The notes of a plan, where the one about the mean of a loss is for a trainer's user, or needless.
+
+    It is needless where the user's own micro-batches stay, and for the losses of the libraries, which are means
+    over samples or labels where a plan may divide their batches.
+    """
+    size = int(trainer.args.train_batch_size)
+    is_kept = plan.settings.micro_batch_size == size or not _loss_is_of_user(trainer)
+    of_loss = (
+        "Micro-batches weigh by their samples, or by their labels other than -100 where each token has one: "
+        f"the loss must be such a mean. For a mean over something else, pass micro_batch_size={size} to plan()."
+    )
+    others = [note for note in plan.notes if note != MEAN_OVER_SAMPLES_NOTE]
+    return (*others, *([] if is_kept or len(others) == len(plan.notes) else [of_loss]))
+
+
+def _loss_is_of_user(trainer: Trainer) -> bool:
+    """Whether the loss is computed by code of the user: a function, a trainer's class, or the model's."""
+    of_loss = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
+    if trainer.compute_loss_func is not None or not _is_of_library(of_loss):
+        return True
+    model: Any = model_of(trainer.model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # under adapters of peft
+    return not _is_of_library(type(base))
+
+
+def _is_of_library(made: type) -> bool:
+    return made.__module__.partition(".")[0] in ("transformers", "trl", "sentence_transformers")
 
 
 @contextmanager

@@ -27,11 +27,11 @@ from brimful.capture.sharding import permitted_in_process_group
 from brimful.distributed.ranks import init_distributed
 from brimful.errors import BrimfulError, InfeasibleError, UsageError
 from brimful.execution.random_state import RandomState
-from brimful.integrations.trainer_batches import reading_notes
+from brimful.integrations.trainer_batches import few_samples_notes, reading_notes
 from brimful.integrations.trainer_coupling import why_not_divided
 from brimful.integrations.trainer_job import effective_batch_size, job_of_trainer, precision_of
 from brimful.integrations.trainer_kinds import check_kind
-from brimful.integrations.trainer_loss import division_notes
+from brimful.integrations.trainer_loss import division_notes, notes_for_trainer
 from brimful.integrations.trainer_plan import AppliedPlan
 from brimful.integrations.trainer_sharding import (
     parallelism_of,
@@ -127,7 +127,8 @@ def plan(
     reason = why_not_divided(trainer)
     if reason is not None:
         asked["micro_batch_size"] = _undivided(trainer, options.get("micro_batch_size"), reason)
-    notes = (*reading_notes(trainer, longest), *sharding_notes(trainer))
+    size = effective_batch_size(trainer)
+    notes = (*reading_notes(trainer, longest), *few_samples_notes(trainer, size), *sharding_notes(trainer))
     if reason is not None:
         notes += (f"the batch is not divided: {reason}",)
 
@@ -136,11 +137,11 @@ def plan(
             found = plan_job(
                 job(trainer, longest=longest),
                 device,
-                global_batch_size=effective_batch_size(trainer),
+                global_batch_size=size,
                 world_size=trainer.args.world_size,
                 **asked,
             )
-        return replace(found, notes=(*found.notes, *notes, *division_notes(trainer)))
+        return replace(found, notes=(*notes_for_trainer(found, trainer), *notes, *division_notes(trainer)))
 
     try:
         return _of_the_first_process(trainer, planned)

@@ -24,6 +24,7 @@ from brimful.planner.calibrated import (
 from brimful.planner.check import PlanCheck, check_trace
 from brimful.planner.coupling import what_splitting_changes
 from brimful.planner.gpus import SORTS, GpuFit, GpuSurvey, UsualFit, survey_gpus
+from brimful.planner.notes import MEAN_OVER_SAMPLES_NOTE
 from brimful.planner.plan import Alternative, JobSource, Plan, PlanStatus, settings_of
 from brimful.planner.prices import prices_of
 from brimful.planner.replays import estimate_of
@@ -31,6 +32,7 @@ from brimful.planner.request import JobTraits, OptimizerChoice, Permits, Pins, R
 from brimful.planner.search import search
 
 __all__ = [
+    "MEAN_OVER_SAMPLES_NOTE",
     "SORTS",
     "Alternative",
     "GpuFit",

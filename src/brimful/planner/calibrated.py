@@ -44,7 +44,7 @@ def plan_calibrated(plan: Plan, request: Request, calibration: JobCalibration) -
         calibration: Of this job on this device.
 
     Returns:
-        The plan, with a note of the factors.
+        The plan, with a note of the factors other than 1.
     """
     low_high = plan.predicted_step_seconds_interval
     times = calibration.time_factor
@@ -73,7 +73,7 @@ def plan_calibrated(plan: Plan, request: Request, calibration: JobCalibration) -
             )
             for point in plan.budget_curve
         ),
-        notes=(_note(calibration), *plan.notes),
+        notes=(*_notes(calibration), *plan.notes),
         job_calibration=calibration,
     )
 
@@ -92,10 +92,13 @@ def infeasible_calibrated(
         The error to raise.
     """
     context_bytes, factor = request.device.context_bytes, calibration.factor_of_peak
-    return InfeasibleError(
+    corrected = (
         f"a budget of {format_bytes(request.budget_bytes)} counts as {format_bytes(error.budget_bytes)} of "
         f"what is predicted, as training measured peaks × {factor:.3f} on {calibration.measured_on}; the sizes "
-        f"below are without that factor, which job_calibration=False (--no-job-calibration) ignores.\n{error}",
+        "below are without that factor, which job_calibration=False (--no-job-calibration) ignores.\n"
+    )
+    return InfeasibleError(
+        f"{corrected if _changes_what_is_shown(factor) else ''}{error}",
         budget_bytes=request.budget_bytes,
         smallest_peak_bytes=context_bytes + round((error.smallest_peak_bytes - context_bytes) * factor),
     )
@@ -134,13 +137,20 @@ def _alternative(alternative: Alternative, calibration: JobCalibration) -> Alter
     )
 
 
-def _note(calibration: JobCalibration) -> str:
-    peaks = (
-        "peaks as predicted" if calibration.peak_factor is None else f"peaks × {calibration.peak_factor:.3f}"
-    )
+def _changes_what_is_shown(factor: float) -> bool:
+    """Whether a factor is other than 1 as notes show it."""
+    return f"{factor:.3f}" != "1.000"
+
+
+def _notes(calibration: JobCalibration) -> tuple[str, ...]:
+    """The factors that change what is predicted; none if no factor does."""
+    factors = {"times": calibration.time_factor, "peaks": calibration.factor_of_peak}
+    shown = [f"{what} × {factor:.3f}" for what, factor in factors.items() if _changes_what_is_shown(factor)]
+    if not shown:
+        return ()
     return (
         f"Predictions are multiplied by what training measured on {calibration.measured_on} in "
-        f"{calibration.measured_steps} steps of this job on this device: times × "
-        f"{calibration.time_factor:.3f}, {peaks}. Notes on the search have sizes and times without it. To "
-        "ignore it, set job_calibration=False (--no-job-calibration)."
+        f"{calibration.measured_steps} steps of this job on this device: {', '.join(shown)}. Notes on the "
+        "search have sizes and times without it. To ignore it, set job_calibration=False "
+        "(--no-job-calibration).",
     )

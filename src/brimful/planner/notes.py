@@ -25,6 +25,13 @@ _OWN_LOOP_NOTE = (
     "optimizer. `estimate` follows the loop."
 )
 
+MEAN_OVER_SAMPLES_NOTE = (
+    "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
+    'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
+)
+"""Of a plan that splits the batch of a job without a count. Integrations, whose users have no `Job`, replace
+it."""
+
 _FUSED_NOTE = (
     "The optimizer runs as one fused kernel: the same formula, rounded in another order, in the last digits."
 )
@@ -325,10 +332,7 @@ def _what_splitting_changes(settings: Settings, baseline: Trace, request: Reques
             "twice, without gradients for its embeddings, then for their gradient."
         )
     elif not request.job.weighs_by_count:
-        changes.append(
-            "The loss must be a mean over samples. For a mean over something else, such as tokens that are not "
-            'ignored, pass Job(count=...); for a sum, Job(reduction="sum").'
-        )
+        changes.append(MEAN_OVER_SAMPLES_NOTE)
     for change in what_splitting_changes(baseline.batch_norm_modules, baseline.stateful_modules, settings):
         changes.append(f"{change[0].upper()}{change[1:]}.")
     if any(op.random for op in baseline.ops):

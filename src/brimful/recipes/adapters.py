@@ -116,7 +116,9 @@ def check_quantization(name: str | None, *, has_adapters: bool) -> None:
         raise UsageError(f"--quantize {name} needs bitsandbytes: pip install bitsandbytes.") from error
 
 
-def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, head: Head) -> nn.Module:
+def adapted(
+    model: nn.Module, lora: LoraOptions, quantization: str | None, *, head: Head, trains_pooler: bool = False
+) -> nn.Module:
     """A model with frozen weights and trainable adapters.
 
     Args:
@@ -124,6 +126,8 @@ def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, he
         lora: The adapters.
         quantization: One of `QUANTIZATIONS`; None keeps the weights as they are.
         head: The kind of model; the new head of a classifier is trained too.
+        trains_pooler: Train the pooler of the encoder too, if it has one: where it is new, nothing else would
+            keep its random weights.
 
     Returns:
         A `PeftModel`.
@@ -138,6 +142,7 @@ def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, he
     if quantization is not None:
         quantise_linear_layers(model, quantization)
     heads = [name for name, layer in _outside(model) if any(True for _ in layer.parameters())]
+    heads += _poolers(model) if trains_pooler else []
     config = LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
@@ -148,8 +153,11 @@ def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, he
         task_type=head.peft_task,
     )
     try:
-        with warnings.catch_warnings():  # of transformers, about a name that peft reads
+        with warnings.catch_warnings():  # of transformers, about a name that peft reads, and of peft
             warnings.filterwarnings("ignore", message=".* is deprecated and will be removed in v6")
+            warnings.filterwarnings(
+                "ignore", message="fan_in_fan_out is set to False"
+            )  # peft sets it for Conv1D
             made: nn.Module = get_peft_model(model, config)
     except ValueError as error:
         names = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if _is_linear(layer)})
@@ -157,6 +165,12 @@ def adapted(model: nn.Module, lora: LoraOptions, quantization: str | None, *, he
             f"--lora {lora}: {str(error).splitlines()[0]} The linear layers are {', '.join(names)}."
         ) from error
     return made
+
+
+def _poolers(model: Any) -> list[str]:
+    """The path of the pooler of a classifier's encoder; empty without one."""
+    has_one = isinstance(getattr(model.base_model, "pooler", None), nn.Module)
+    return [f"{model.base_model_prefix}.pooler"] if has_one else []
 
 
 def quantise_linear_layers(model: nn.Module, quantization: str) -> None:

@@ -31,6 +31,11 @@ def count(batch: Batch, *, class_weights: Tensor) -> Tensor:
     return class_weights.to(batch["labels"].device)[batch["labels"]].sum()
 
 
+def count_samples(batch: Batch) -> int:
+    """The number of samples of a batch."""
+    return len(batch["labels"])
+
+
 def accuracy(model: nn.Module, batch: Batch, *, logits_of: LogitsOf) -> dict[str, Tensor]:
     """The fraction of samples whose class is predicted correctly."""
     return {"accuracy": (logits_of(model, batch).argmax(1) == batch["labels"]).float().mean()}

@@ -28,6 +28,7 @@ from brimful.recipes.classes import (
     accuracy,
     balanced_weights,
     count,
+    count_samples,
     loss,
     warn_without_validation,
 )
@@ -133,7 +134,7 @@ def image_classification(
         model=partial(found.build, num_classes=len(classes), image_size=image_size),
         weights=None if weights is None else partial(load_matching, path=Path(weights)),
         loss=partial(loss, logits_of=_logits, class_weights=class_weights),
-        count=None if class_weights is None else partial(count, class_weights=class_weights),
+        count=count_samples if class_weights is None else partial(count, class_weights=class_weights),
         batch=make_samples,
         optimizer=named_optimizer("adamw", learning_rate=1e-3 if weights is None else _RATE_OF_PRETRAINED),
         data=data,

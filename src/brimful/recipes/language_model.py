@@ -134,7 +134,7 @@ def _read(paths: Sequence[Path], text_column: str, encoding: str, asked: BadSamp
 def _texts_of(path: Path, text_column: str, encoding: str) -> Iterator[Row | BadSample]:
     try:
         if path.suffix.lower() in TABLES:
-            yield from read_rows(path, (text_column,), encoding)
+            yield from read_rows(path, {"text_column": text_column}, encoding)
             return
         text = read_text(path, encoding)
     except DataError as error:

@@ -7,14 +7,20 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from brimful.codec import DOCUMENT_BYTES, read_regular_file
 from brimful.errors import DataError, UsageError
 from brimful.recipes.bad_samples import BadSample
+from brimful.recipes.label_types import Records, of_one_type
+
+Columns = Mapping[str, str]
+"""Names of columns in a file, by the option of the recipe that names them, such as `text_column`."""
+NO_COLUMNS: Columns = MappingProxyType({})
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _JSON_LINES = (".jsonl", ".ndjson")
@@ -93,19 +99,22 @@ def undecoded(text: str) -> str | None:
 
 def read_rows(
     path: Path,
-    columns: Sequence[str],
+    columns: Columns,
     encoding: str,
     *,
-    lists: Sequence[str] = (),
+    lists: Columns = NO_COLUMNS,
+    labels: str | None = None,
     separator: str = ",",
 ) -> Iterator[Row | BadSample]:
     """Read the rows of a file, in order.
 
     Args:
         path: A .csv or .tsv file with a header, or a .jsonl file of objects.
-        columns: Names of the columns to read.
+        columns: The columns to read.
         encoding: Encoding of the file.
-        lists: Names of columns with several values each: a list in JSON, else text that is split.
+        lists: Columns with several values each: a list in JSON, else text that is split.
+        labels: The column of labels. Rows of JSON whose labels are of another type than most, texts among
+            numbers or numbers among texts, cannot be used.
         separator: Separates the values in text; not empty.
 
     Yields:
@@ -117,21 +126,22 @@ def read_rows(
     """
     text = read_text(path, encoding)
     suffix = path.suffix.lower()
-    names = (*columns, *lists)
+    named = {**columns, **lists}
     if suffix in _JSON_LINES:
-        records = _json_lines(path, text, names)
+        records = of_one_type(_json_lines(path, text, named), labels)
     elif suffix in _DELIMITERS:
-        records = _table(path, text, _DELIMITERS[suffix], names)
+        records = _table(path, text, _DELIMITERS[suffix], named)
     else:
         raise UsageError(f"{path} is none of {', '.join(TABLES)}, by its name.")
     for where, record in records:
-        yield record if isinstance(record, BadSample) else _row(where, record, columns, lists, separator)
+        yield (
+            record
+            if isinstance(record, BadSample)
+            else _row(where, record, tuple(columns.values()), tuple(lists.values()), separator)
+        )
 
 
-_Records = Iterator[tuple[str, dict[str, Any] | BadSample]]
-
-
-def _table(path: Path, text: str, delimiter: str, columns: Sequence[str]) -> _Records:
+def _table(path: Path, text: str, delimiter: str, columns: Columns) -> Records:
     before = csv.field_size_limit(_MOST_CHARACTERS)
     try:
         reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
@@ -157,28 +167,29 @@ def _table(path: Path, text: str, delimiter: str, columns: Sequence[str]) -> _Re
         csv.field_size_limit(before)
 
 
-def _header(path: Path, reader: Any, columns: Sequence[str]) -> list[str]:
+def _header(path: Path, reader: Any, columns: Columns) -> list[str]:
     try:
         header: list[str] = next(reader, [])
     except csv.Error as error:
         raise UsageError(f"{path} has no header that can be read: {error}.") from error
-    twice = [name for name in columns if header.count(name) > 1]
+    twice = [name for name in columns.values() if header.count(name) > 1]
     if twice:
         raise UsageError(f"{path} has several columns {', '.join(twice)}. Give each a name of its own.")
     _check_columns(path, header, columns)
     return header
 
 
-def _check_columns(path: Path, found: Sequence[str], columns: Sequence[str]) -> None:
-    missing = [name for name in columns if name not in found]
+def _check_columns(path: Path, found: Sequence[str], columns: Columns) -> None:
+    missing = {option: name for option, name in columns.items() if name not in found}
     if missing:
+        flags = ", ".join(f"{option} (--{option.replace('_', '-')})" for option in missing)
         raise UsageError(
-            f"{path} has no column {', '.join(missing)}. It has {', '.join(found) or 'none'}. Name those "
-            "that are meant: --text-column and the like."
+            f"{path} has no column {', '.join(missing.values())}. It has {', '.join(found) or 'none'}. Name "
+            f"the right one: {flags}."
         )
 
 
-def _json_lines(path: Path, text: str, columns: Sequence[str]) -> _Records:
+def _json_lines(path: Path, text: str, columns: Columns) -> Records:
     records = list(_parsed_lines(path, text))
     names = {name for _, record in records if isinstance(record, dict) for name in record}
     if names:
@@ -186,7 +197,7 @@ def _json_lines(path: Path, text: str, columns: Sequence[str]) -> _Records:
     yield from records
 
 
-def _parsed_lines(path: Path, text: str) -> _Records:
+def _parsed_lines(path: Path, text: str) -> Records:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -95,7 +95,7 @@ def sentence_pairs(
     if not 0 < temperature < float("inf"):
         raise UsageError(f"temperature is {temperature}; it must be positive and finite.")
     bad = BadSamples.parse(bad_samples)
-    columns = (text_column, pair_column)
+    columns = {"text_column": text_column, "pair_column": pair_column}
 
     def read(path: Path) -> list[Row]:
         return good_rows(read_rows(path, columns, encoding), path, bad)
@@ -151,7 +151,7 @@ def sentence_pairs(
         about={
             "task": "sentence-pairs",
             **found.about,
-            "columns": list(columns),
+            "columns": list(columns.values()),
             "sequence_length": sequence_length,
             "temperature": temperature,
             "training_pairs": len(training),

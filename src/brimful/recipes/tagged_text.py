@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from brimful.recipes.bad_samples import BadSample
-from brimful.recipes.rows import TABLES, Row, read_rows, read_text, undecoded
+from brimful.recipes.rows import NO_COLUMNS, TABLES, Columns, Row, read_rows, read_text, undecoded
 
 _DOCUMENT_START = "-DOCSTART-"
 """First word of a line that begins a document. Source: Tjong Kim Sang & De Meulder 2003, CoNLL-2003."""
@@ -17,7 +17,7 @@ _MOST_SHOWN = 60
 """Characters of a line in a message."""
 
 
-def read_tagged(path: Path, columns: Sequence[str], encoding: str) -> Iterator[Row | BadSample]:
+def read_tagged(path: Path, columns: Columns, encoding: str) -> Iterator[Row | BadSample]:
     """Read sentences, in order.
 
     Args:
@@ -25,7 +25,7 @@ def read_tagged(path: Path, columns: Sequence[str], encoding: str) -> Iterator[R
             spaces; or any other file with one word a line, its tag in the last column, and an empty line after
             each sentence, as in CoNLL-2003. Columns are separated by tabs in a line that has one, else by
             spaces; other white space is part of a word.
-        columns: Names of the columns of words and of tags in a table.
+        columns: The columns of words and of tags in a table, in this order.
         encoding: Encoding of the file.
 
     Yields:
@@ -36,7 +36,8 @@ def read_tagged(path: Path, columns: Sequence[str], encoding: str) -> Iterator[R
         DataError: The file is not in that encoding.
     """
     if path.suffix.lower() in TABLES:
-        rows = read_rows(path, (), encoding, lists=columns, separator=" ")
+        _, tags = columns.values()
+        rows = read_rows(path, NO_COLUMNS, encoding, lists=columns, labels=tags, separator=" ")
         yield from (row if isinstance(row, BadSample) else _checked(row) for row in rows)
         return
     sentences = list(_sentences(read_text(path, encoding)))

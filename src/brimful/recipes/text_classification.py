@@ -23,6 +23,7 @@ from brimful.recipes.classes import (
     accuracy,
     balanced_weights,
     count,
+    count_samples,
     loss,
     split_by_class,
     warn_without_validation,
@@ -42,7 +43,7 @@ from brimful.recipes.multi_label import (
     positive_weights,
     targets_of,
 )
-from brimful.recipes.rows import Row, read_rows
+from brimful.recipes.rows import NO_COLUMNS, Row, read_rows
 from brimful.recipes.splits import split_or_both
 from brimful.recipes.text_models import TextModel, find_text_model
 from brimful.recipes.tokenized import MULTIPLE, TokenizedTexts
@@ -116,13 +117,15 @@ def text_classification(
     if multi_label and not label_separator:
         raise UsageError("label_separator is empty; give the character between labels, such as a comma.")
     bad = BadSamples.parse(bad_samples)
-    pair = () if pair_column is None else (pair_column,)
-    columns = (text_column, *pair) if multi_label else (text_column, label_column, *pair)
+    labels = {"label_column": label_column}
+    columns = {"text_column": text_column, **({} if multi_label else labels)}
+    if pair_column is not None:
+        columns["pair_column"] = pair_column
     labels_of: LabelsOf = _several if multi_label else _label
 
     def read(path: Path) -> list[Row]:
-        lists = (label_column,) if multi_label else ()
-        rows = read_rows(path, columns, encoding, lists=lists, separator=label_separator)
+        lists = labels if multi_label else NO_COLUMNS
+        rows = read_rows(path, columns, encoding, lists=lists, labels=label_column, separator=label_separator)
         return good_rows(rows, path, bad, labels_of=labels_of)
 
     rows = read(Path(file))
@@ -186,7 +189,7 @@ def text_classification(
             "task": "text-classification",
             **found.about,
             "classes": list(classes),
-            "columns": [*columns, label_column] if multi_label else list(columns),
+            "columns": [*columns.values(), *(labels.values() if multi_label else ())],
             "sequence_length": sequence_length,
             "balance_classes": balance_classes,
             **({"multi_label": True} if multi_label else {}),
@@ -210,7 +213,7 @@ class _Task:
     """What one label per text and several differ in."""
 
     loss: Callable[..., Tensor]
-    count: Callable[[Batch], Tensor] | None = None
+    count: Callable[[Batch], Tensor | int]
     metrics: Callable[..., dict[str, Tensor]]
     summarize: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] | None = None
 
@@ -222,13 +225,14 @@ def _task(encoded: TokenizedTexts, classes: int, *, multi_label: bool, balance_c
         weights = positive_weights(labels) if balance_classes else None
         return _Task(
             loss=partial(multi_label_loss, logits_of=_logits, positive_weights=weights),
+            count=count_samples,
             metrics=partial(multi_label_counts, logits_of=_logits),
             summarize=multi_label_scores,
         )
     weights = balanced_weights(labels, classes) if balance_classes else None
     return _Task(
         loss=partial(loss, logits_of=_logits, class_weights=weights),
-        count=None if weights is None else partial(count, class_weights=weights),
+        count=count_samples if weights is None else partial(count, class_weights=weights),
         metrics=partial(accuracy, logits_of=_logits),
     )
 

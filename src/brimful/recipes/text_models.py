@@ -23,7 +23,7 @@ from brimful.recipes.adapters import LEARNING_RATE as ADAPTER_RATE
 from brimful.recipes.adapters import LoraOptions, adapted, check_quantization, load_base
 from brimful.recipes.heads import Head, without_pooler
 from brimful.recipes.tokens import Tokenizer, find_tokenizer
-from brimful.recipes.weights import check_most_is_loaded, unreadable, warn_new
+from brimful.recipes.weights import check_most_is_loaded, names_of_tensors, unreadable, warn_new
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """File names of transformers; with ".index.json" appended if the weights are in several files."""
@@ -45,6 +45,8 @@ class TextModel:
     """Metadata of the model, for `Job.about`."""
     has_adapters: bool = False
     """Whether adapters are trained, over frozen weights."""
+    lacks_pooler: bool = False
+    """Whether the pooler of a classifier is new too: its directory has weights, and none for it."""
 
     @property
     def optimizer(self) -> NamedOptimizer:
@@ -112,7 +114,7 @@ def find_text_model(
 
 def _with_adapters(model: TextModel, lora: LoraOptions, quantization: str | None, *, head: Head) -> TextModel:
     def build() -> nn.Module:
-        return adapted(model.build(), lora, quantization, head=head)
+        return adapted(model.build(), lora, quantization, head=head, trains_pooler=model.lacks_pooler)
 
     added = {"lora": str(lora)} | ({} if quantization is None else {"quantization": quantization})
     return replace(model, build=build, about=model.about | added, has_adapters=True)
@@ -198,7 +200,12 @@ def _of_directory(
         padding=config.pad_token_id or 0,
         end=end,
         about=about | {"starts_from": "pretrained weights" if has_weights else "random weights"},
+        lacks_pooler=keeps_dtype and head.has_pooler and has_weights and not _has_pooler(directory),
     )
+
+
+def _has_pooler(directory: Path) -> bool:
+    return any("pooler" in name.split(".") for name in names_of_tensors(directory))
 
 
 def _check_sizes(directory: Path, config: Any, tokenizer: Tokenizer, sequence_length: int) -> None:

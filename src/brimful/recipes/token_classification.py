@@ -85,7 +85,7 @@ def token_classification(
     check_fraction(validation_fraction)
     check_multiple("token classification", "sequence_length", sequence_length, MULTIPLE)
     bad = BadSamples.parse(bad_samples)
-    columns = (tokens_column, tags_column)
+    columns = {"tokens_column": tokens_column, "tags_column": tags_column}
 
     def read(path: Path) -> list[Row]:
         return good_rows(read_tagged(path, columns, encoding), path, bad, labels_of=_tags)
@@ -139,7 +139,7 @@ def token_classification(
             "task": "token-classification",
             **found.about,
             "classes": list(classes),
-            "columns": list(columns),
+            "columns": list(columns.values()),
             "sequence_length": sequence_length,
             "training_sentences": len(training),
             "validation_sentences": len(validation),

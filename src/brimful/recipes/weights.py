@@ -8,9 +8,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from brimful.codec import parse_json, read_regular_file
 from brimful.errors import UsageError
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.files import is_file
@@ -38,6 +40,37 @@ def load_matching(model: nn.Module, *, path: Path) -> None:
     model.load_state_dict(fitting, strict=False)
     if new:
         warn_new(path, new)
+
+
+def names_of_tensors(directory: Path) -> Collection[str]:
+    """Names of the tensors that a directory saved by transformers has.
+
+    Args:
+        directory: With weights in one file or several.
+
+    Returns:
+        The names, which old versions of transformers may have chosen.
+
+    Raises:
+        UsageError: A file cannot be read.
+        FileFormatError: The index is not JSON.
+    """
+    for index in sorted(directory.glob("*.index.json")):
+        document = parse_json(read_regular_file(index, what="index of weights"), where=str(index))
+        names = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(names, dict):
+            raise UsageError(f"{index} has no weight_map, which names the tensors of each file.")
+        return tuple(names)
+    path = directory / "model.safetensors"
+    if not path.exists():
+        return _read(directory / "pytorch_model.bin").keys()
+    if not is_file(path):  # opening a FIFO would wait
+        raise UsageError(f"{path} has no weights that can be read: it is not a regular file.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return tuple(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise unreadable(path, error) from error
 
 
 def check_most_is_loaded(model: nn.Module, path: Path, fitting: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from brimful.planner import Plan
 from brimful.profiling import job_calibrations
 from brimful.profiling.timing import WaitsForCores
 from brimful.results import JobCalibration
-from helpers.wrong_plans import SAMPLES, gpt_job
+from helpers.wrong_plans import LENGTH, SAMPLES, gpt_job
 
 
 def keep_factors(times: float, peaks: float | None) -> Plan:
@@ -54,6 +54,17 @@ def test_predictions_are_multiplied_and_a_note_has_factors_date_and_the_way_out(
     for expected in ("2026-11-24", "× 2.000", "× 1.250", "--no-job-calibration"):
         assert expected in note
     assert Plan.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("times", "peaks", "expected"),
+    [(1.0002, 1.0, ()), (2.0, 1.0, (": times × 2.000. ",))],
+)
+def test_factors_of_one_are_not_noted(times: float, peaks: float | None, expected: tuple[str, ...]) -> None:
+    keep_factors(times, peaks)
+    notes = [note for note in planned().notes if "multiplied" in note]
+    assert len(notes) == len(expected)
+    assert all(part in note for part, note in zip(expected, notes, strict=True))
 
 
 def test_what_is_chosen_fits_the_budget_with_the_factor() -> None:
@@ -141,19 +152,18 @@ def test_times_of_a_busy_machine_are_not_kept(before: float | None, monkeypatch:
     assert after.peak_factor == pytest.approx(1.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("plans_longest", [False, True])
-def test_a_peak_of_shorter_batches_does_not_lower_later_predictions(plans_longest: bool) -> None:
-    """A run whose batches take less than its plan is for."""
-    plan = planned()
-    peak_bytes = round(plan.predicted_peak_reserved_bytes * 1.5)
-    larger = replace(plan, predicted_peak_reserved_bytes=peak_bytes, predicted_peak_device_bytes=peak_bytes)
-    job = gpt_job()
-    assert job.data is not None
-    longest = job.batch if plans_longest else None
-    bf.fit(job, larger, steps=8, data=replace(job.data(), longest=longest), show_progress=False)
+@pytest.mark.parametrize("knows_longest", [False, True])
+def test_the_peak_of_the_longest_batch_is_measured_where_steps_have_shorter_ones(knows_longest: bool) -> None:
+    plan, job = planned(), gpt_job()
+    short = {"x": job.batch["x"][:, : LENGTH // 2]}  # (B, T)
+    data = bf.Data(train=[short] * 8, longest=job.batch if knows_longest else None)
+    result, _ = bf.fit(job, plan, steps=8, data=data, show_progress=False)
+    measured = result.measured_peak_allocated_bytes
+    assert measured is not None
+    assert (measured == plan.predicted_peak_allocated_bytes) is knows_longest
     after = planned().job_calibration
     assert after is not None
-    assert after.peak_factor == pytest.approx(1.0 if plans_longest else 1 / 1.5, rel=1e-3)
+    assert (after.peak_factor == 1.0) is knows_longest
 
 
 @pytest.mark.usefixtures("idle")

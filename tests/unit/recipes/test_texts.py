@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_bad_rows_are_listed_by_line(tmp_path: Path, bert: Path) -> None:
 
 def test_a_row_that_is_nested_too_deeply_is_a_bad_row(tmp_path: Path) -> None:
     (tmp_path / "deep.jsonl").write_text('{"text": "a"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
-    good, bad = read_rows(tmp_path / "deep.jsonl", ("text",), "utf-8")
+    good, bad = read_rows(tmp_path / "deep.jsonl", {"text_column": "text"}, "utf-8")
     assert isinstance(good, Row)
     assert bad == BadSample(where=f"{tmp_path / 'deep.jsonl'}:2", why="not JSON: nested too deeply")
 
@@ -244,7 +245,7 @@ def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
         + b"x" * 200000
         + b'",b\r\n'
     )
-    rows = list(read_rows(file, ("text", "label"), "utf-8"))
+    rows = list(read_rows(file, {"text_column": "text", "label_column": "label"}, "utf-8"))
     assert [row.values for row in rows if isinstance(row, Row)][:2] == [
         ('one\ntwo "three"', "a"),
         ("four\u2028five", "b"),
@@ -257,13 +258,13 @@ def test_tables_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 def test_lone_surrogates_and_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "half.jsonl").write_text('{"text": "\\ud83d"}\n{"text": "whole"}')
-    first, second = read_rows(tmp_path / "half.jsonl", ("text",), "utf-8")
+    first, second = read_rows(tmp_path / "half.jsonl", {"text_column": "text"}, "utf-8")
     assert isinstance(first, BadSample)
     assert "half of a pair" in first.why
     assert isinstance(second, Row)
     (tmp_path / "twice.csv").write_text("text,text,label\na,b,c\n")
     with pytest.raises(UsageError, match="several columns text"):
-        list(read_rows(tmp_path / "twice.csv", ("text", "label"), "utf-8"))
+        list(read_rows(tmp_path / "twice.csv", {"text_column": "text", "label_column": "label"}, "utf-8"))
 
 
 def test_classes_are_numbered_alike_in_every_process(tmp_path: Path, bert: Path) -> None:
@@ -370,11 +371,6 @@ def test_a_wrong_encoding_is_told_with_the_line(tmp_path: Path, bert: Path) -> N
     assert job.about["training_texts"] == 2
 
 
-def test_a_missing_column_is_told_with_those_there_are(tmp_path: Path, bert: Path) -> None:
-    with pytest.raises(UsageError, match=r"no column verdict\. It has text, label"):
-        classify(write_reviews(tmp_path / "reviews.csv"), bert, label_column="verdict")
-
-
 def test_classes_only_in_the_validation_data_are_refused(tmp_path: Path, bert: Path) -> None:
     train, other = write_reviews(tmp_path / "train.csv"), tmp_path / "other.csv"
     other.write_text("text,label\na good film,pos\na film,meh\n")
@@ -445,3 +441,55 @@ def test_a_model_without_its_tokenizer_is_not_trained_on_unknown_words(tmp_path:
     transformers.BertModel(config).save_pretrained(tmp_path / "bare")
     with pytest.raises(UsageError, match=r"bare has no tokenizer: .* special tokens and no words.*--tokenizer"):
         text_classification(write_reviews(tmp_path / "reviews.csv"), model=tmp_path / "bare")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"label_column": "verdict"},
+            "no column verdict. It has text, label. Name the right one: label_column",
+        ),
+        ({"pair_column": "answer"}, "no column answer. It has text, label. Name the right one: pair_column"),
+        ({"text_column": "review"}, r"--text-column"),
+    ],
+)
+def test_an_error_names_the_option_of_the_column_that_does_not_exist(
+    options: dict[str, Any], expected: str, tmp_path: Path, bert: Path
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(expected)):
+        classify(write_reviews(tmp_path / "reviews.csv"), bert, **options)
+
+
+def test_rows_with_labels_of_another_type_are_refused_or_skipped(tmp_path: Path, bert: Path) -> None:
+    labels = ["good", "bad", "good", "bad", 1, "good", "bad", True]
+    rows = [json.dumps({"text": "a film", "label": label}) for label in labels]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("\n".join(rows))
+    with pytest.raises(DataError) as refused:
+        classify(file, bert)
+    for expected in (
+        "2 of 8 samples",
+        "mixed.jsonl:5: 'label': 1 is a number, and of 6 rows it is a text",
+        "mixed.jsonl:8: 'label': True is a boolean",
+    ):
+        assert expected in str(refused.value)
+    with pytest.warns(UserWarning, match="2 of 8 samples"):
+        job = classify(file, bert, bad_samples="skip")
+    assert job.about is not None
+    assert job.about["classes"] == ["bad", "good"]
+
+
+def test_whole_and_decimal_numbers_are_labels_of_one_type(tmp_path: Path, bert: Path) -> None:
+    rows = [json.dumps({"text": "a film", "label": label}) for label in (0, 1.0, 0.0, 1)]
+    (tmp_path / "numbers.jsonl").write_text("\n".join(rows))
+    job = classify(tmp_path / "numbers.jsonl", bert)
+    assert job.about is not None
+    assert job.about["classes"] == ["0", "1"]
+
+
+def test_a_plan_that_splits_texts_gives_no_advice_about_a_count(tmp_path: Path, bert: Path) -> None:
+    job = classify(write_reviews(tmp_path / "reviews.csv"), bert)
+    plan = bf.plan(job, "cpu", global_batch_size=8, micro_batch_size=2)
+    assert plan.settings.gradient_accumulation_steps == 4
+    assert not any("count" in note for note in plan.notes)

@@ -23,6 +23,8 @@ from brimful.recipes.tokens import Bytes, Pretrained
 
 transformers = pytest.importorskip("transformers")
 
+NAMED = {"tokens_column": "tokens", "tags_column": "tags"}
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*start from random weights")
 
 
@@ -194,17 +196,19 @@ def test_columns_are_separated_by_tabs_else_by_spaces_and_other_white_space_is_o
     ]
     (tmp_path / "a.conll").write_bytes("\n".join(lines).encode())
     (tmp_path / "a.csv").write_text("tokens,tags\n10\u00a0000 a,O B-X\n", encoding="utf-8")
-    rows = read_tagged(tmp_path / "a.conll", (), "utf-8")
+    rows = read_tagged(tmp_path / "a.conll", NAMED, "utf-8")
     assert [row.lists for row in rows if isinstance(row, Row)] == [
         (("10\u00a0000", "a\u3000film"), ("O", "B-X")),
         (("very good", "bad"), ("B-X", "O")),
         (("a",), ("O",)),
     ]
-    (row,) = read_tagged(tmp_path / "a.csv", ("tokens", "tags"), "utf-8")
+    (row,) = read_tagged(tmp_path / "a.csv", NAMED, "utf-8")
     assert isinstance(row, Row)
     assert row.lists == (("10\u00a0000", "a"), ("O", "B-X"))
     (tmp_path / "bad.conll").write_text("\tO\n\n\u00a0 O\n\na\t\n\na\t\u00a0", encoding="utf-8")
-    whys = [row.why for row in read_tagged(tmp_path / "bad.conll", (), "utf-8") if isinstance(row, BadSample)]
+    whys = [
+        row.why for row in read_tagged(tmp_path / "bad.conll", NAMED, "utf-8") if isinstance(row, BadSample)
+    ]
     assert [why.partition(";")[0] for why in whys] == [
         "no word in the first column",
         "no word in the first column",
@@ -228,5 +232,13 @@ def test_comments_are_listed_and_skipped_and_the_word_hash_is_kept(tmp_path: Pat
         job = tag(tmp_path / "a.conll", bert, bad_samples="skip")
     assert job.about is not None
     assert job.about["classes"] == ["B-X", "O"]
-    rows = [row for row in read_tagged(tmp_path / "a.conll", (), "utf-8") if isinstance(row, Row)]
+    rows = [row for row in read_tagged(tmp_path / "a.conll", NAMED, "utf-8") if isinstance(row, Row)]
     assert [row.lists[0] for row in rows] == [("#", "a", "film")] * 2 + [("a", "film")] * 6
+
+
+def test_tags_of_two_types_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"tokens": ["a", "b"], "tags": [0, 1]}\n' * 2 + '{"tokens": ["a"], "tags": ["O"]}\n')
+    (bad,) = [row for row in read_tagged(file, NAMED, "utf-8") if isinstance(row, BadSample)]
+    assert bad.where.endswith("a.jsonl:3")
+    assert "'O' is a text, and of 2 rows it is a number" in bad.why

@@ -82,12 +82,6 @@ def test_memory_left_is_a_reason_to_search_where_the_curve_over_budgets_gains(pl
     assert not may_be_better(plain, measured(plan, peaks=0.6))
 
 
-def test_memory_left_by_batches_that_may_be_shorter_is_no_reason_to_search(plan: bf.Plan) -> None:
-    left = measured(plan, peaks=0.6)
-    assert may_be_better(plan, left)
-    assert not may_be_better(plan, replace(left, plans_longest=True))
-
-
 def test_better_settings_fit_with_the_measured_factor_and_are_faster_by_more_than_the_uncertainty(
     plan: bf.Plan,
 ) -> None:

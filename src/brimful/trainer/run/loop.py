@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from brimful.display import write_from_signal
 from brimful.execution.precision import matmul_precision
+from brimful.execution.random_state import RandomState
 from brimful.job import Batch
 from brimful.report.data_loading import feeding_lines
 from brimful.results import StepRecord, StopReason, TrainingResult
@@ -58,7 +59,6 @@ class Run:
             run.state,
             self._runner,
             self._logger,
-            plans_longest=run.data.longest is not None,
         )
 
     def train(self) -> TrainingResult:
@@ -117,12 +117,14 @@ class Run:
             )
 
     @worker_errors()
-    def _dry_run(self) -> None:
+    def _dry_run(self, *, measure_memory: bool = False) -> None:
         """Check that the longest batch fits in memory, if the data know which one it is."""
         longest = self._run.data.longest
-        if longest is not None:
-            samples = self._state.settings.global_batch_size
-            self._runner.dry_run(longest(samples) if callable(longest) else longest)
+        if longest is None:
+            return
+        with RandomState.kept():
+            batch = longest(self._state.settings.global_batch_size) if callable(longest) else longest
+        self._runner.dry_run(batch, measure_memory=measure_memory)
 
     @worker_errors()
     def _run_epochs(self) -> StopReason:
@@ -204,6 +206,8 @@ class Run:
                 data_seconds=data_seconds,
                 measure_memory=is_measured,
             )
+            if self._runner.peak is not None and is_measured:  # memory is planned for the longest batch
+                self._dry_run(measure_memory=True)
             return replace(record, mfu=self._run.utilisation.of(record, batch))
         finally:
             if self._state.step > before:

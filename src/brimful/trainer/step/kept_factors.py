@@ -16,20 +16,16 @@ from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
 
 
-def keep_factors(
-    config: RunConfig, state: TrainState, plan: Plan, found: SelfCorrection, *, plans_longest: bool
-) -> str | None:
+def keep_factors(config: RunConfig, state: TrainState, plan: Plan, found: SelfCorrection) -> str | None:
     """Keep the factors, where the predictions are of this device and these versions.
 
-    The time of steps that waited for cores is not kept. Where memory is planned for the longest batch, the
-    measured steps may have had shorter ones: then a peak below the prediction is not kept either.
+    The time of steps that waited for cores is not kept.
 
     Args:
         config: Has the job.
         state: Has the model and the device.
         plan: Whose predictions were compared.
         found: What was predicted and measured.
-        plans_longest: Whether memory is planned for the longest batch of the data.
 
     Returns:
         Why a factor is not kept: it is implausible, or the machine was busy; else None.
@@ -50,8 +46,6 @@ def keep_factors(
     if before is not None:  # the plan's predictions were multiplied by these
         times *= before.time_factor
         peaks = None if peaks is None else peaks * before.factor_of_peak
-    if peaks is not None and plans_longest:
-        peaks = max(peaks, 1.0 if before is None else before.factor_of_peak)
     if not _is_plausible(times, LARGEST_TIME_FACTOR):
         return _refused_times(found, times)
     if not _is_plausible(peaks, LARGEST_PEAK_FACTOR):

@@ -33,15 +33,10 @@ class MeasuredSteps:
     """None if it could not be measured."""
     core_wait_fraction: float | None = None
     """As in `Measurement`."""
-    plans_longest: bool = False
-    """Whether memory is planned for the longest batch of the data: these steps may have had shorter ones."""
 
     def peak_factor(self, predicted_reserved_bytes: int) -> float:
-        """Measured over predicted peak of the plan; at least 1 if these steps may have had shorter batches."""
-        if self.peak_reserved_bytes is None:
-            return 1.0
-        factor = self.peak_reserved_bytes / predicted_reserved_bytes
-        return max(factor, 1.0) if self.plans_longest else factor
+        """Measured over predicted peak of the plan; 1 if it was not measured."""
+        return 1.0 if self.peak_reserved_bytes is None else self.peak_reserved_bytes / predicted_reserved_bytes
 
     @classmethod
     def of(
@@ -49,8 +44,6 @@ class MeasuredSteps:
         seconds: Sequence[float],
         peak_reserved_bytes: int | None,
         core_wait_fraction: float | None = None,
-        *,
-        plans_longest: bool = False,
     ) -> MeasuredSteps:
         """What some steps measured.
 
@@ -58,7 +51,6 @@ class MeasuredSteps:
             seconds: Of each step; at least one.
             peak_reserved_bytes: Of one of them.
             core_wait_fraction: Of their time; None if it is not known.
-            plans_longest: See `MeasuredSteps`.
 
         Returns:
             The median, with its standard error from the median absolute deviation, but no less than that by
@@ -73,7 +65,6 @@ class MeasuredSteps:
             spread=max(error / middle, STEP_SPREAD) if middle else STEP_SPREAD,
             peak_reserved_bytes=peak_reserved_bytes,
             core_wait_fraction=core_wait_fraction,
-            plans_longest=plans_longest,
         )
 
 
@@ -93,11 +84,9 @@ class Measuring:
     Args:
         state: The state of the run.
         runner: Measures the peak of a step.
-        plans_longest: See `MeasuredSteps`.
     """
 
-    def __init__(self, state: TrainState, runner: StepRunner, *, plans_longest: bool = False) -> None:
-        self._plans_longest = plans_longest
+    def __init__(self, state: TrainState, runner: StepRunner) -> None:
         self._state = state
         self._runner = runner
         self._seconds: list[float] = []
@@ -145,4 +134,4 @@ class Measuring:
 
     def measured(self) -> MeasuredSteps:
         """What the steps measured."""
-        return MeasuredSteps.of(self._seconds, self.peak_bytes, self._waited, plans_longest=self._plans_longest)
+        return MeasuredSteps.of(self._seconds, self.peak_bytes, self._waited)

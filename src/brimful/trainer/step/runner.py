@@ -103,7 +103,7 @@ class StepRunner:
         """The loss and gradient norm of the current step."""
         self._terms = 0.0
         self.peak: PeakMemory | None = None
-        """The peak of the step whose memory was measured; None before it."""
+        """The peak of the step whose memory was measured, and of the longest batch; None before it."""
 
     def close(self) -> None:
         """Restore the model's forward and memory format, and close the connections to other ranks."""
@@ -153,17 +153,20 @@ class StepRunner:
         self._complete(done)
         return done.record
 
-    def dry_run(self, batch: Batch) -> None:
+    def dry_run(self, batch: Batch, *, measure_memory: bool = False) -> None:
         """Check that a step on a batch fits in memory: run it and undo it; shrink the settings if it does not.
 
         Args:
             batch: The batch that takes most memory.
+            measure_memory: Measure its peak, and keep it as `peak` if it is above that of the measured step.
 
         Raises:
             OutOfMemoryError: It does not fit, and no settings take less.
         """
-        step = partial(self._outcome, batch, measure_memory=False, updates=False)
-        self.recovery.with_retries("rehearsal", partial(self._transaction.dry_run, step))
+        step = partial(self._outcome, batch, measure_memory=measure_memory, updates=False)
+        _, peak = self.recovery.with_retries("rehearsal", partial(self._transaction.dry_run, step))
+        if peak is not None and (self.peak is None or peak.reserved_bytes > self.peak.reserved_bytes):
+            self.peak = peak
 
     def _attempt(self, batch: Batch, unfinished: StepRecord) -> _Attempt:
         """Run a step once, and check that its loss and gradients are finite."""

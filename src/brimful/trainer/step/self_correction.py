@@ -37,7 +37,6 @@ class SelfCorrecting:
         state: The state of the run; gets the record.
         runner: Measures the peak of a step, and changes settings.
         logger: Shows and writes what is found.
-        plans_longest: Whether memory is planned for the longest batch of the data.
     """
 
     def __init__(
@@ -46,15 +45,12 @@ class SelfCorrecting:
         state: TrainState,
         runner: StepRunner,
         logger: RunLogger,
-        *,
-        plans_longest: bool,
     ) -> None:
         self._config = config
         self._state = state
         self._recovery = runner.recovery
         self._logger = logger
-        self._plans_longest = plans_longest
-        self._measuring = Measuring(state, runner, plans_longest=plans_longest)
+        self._measuring = Measuring(state, runner)
         plan = config.plan
         self._change = None if plan is None else SettingsChange(state, runner.recovery, self._measuring, plan)
 
@@ -103,7 +99,7 @@ class SelfCorrecting:
         )
         self._state.self_correction = found
         self._show(factor_line(found, plan))
-        refusal = keep_factors(self._config, self._state, plan, found, plans_longest=self._plans_longest)
+        refusal = keep_factors(self._config, self._state, plan, found)
         if refusal is not None:
             self._show(refusal)
         if may_be_better(plan, measured):
