@@ -129,7 +129,7 @@ class Pool(ABC):
         self._device = device
         self._is_small = is_small
         self._max_split_bytes = max_split_bytes
-        self._order: list[int] = []  # the free blocks by size, then by address: `_place_of`, sorted
+        self._order: list[int] = []  # of each free block size << _ADDRESS_BITS | address, sorted
         self._free: dict[int, Block] = {}  # the free blocks by address
         self._searches = 0  # the clock by which cached blocks age: get_free_blocks_call_count
 
@@ -169,7 +169,8 @@ class Pool(ABC):
         if index == len(self._order):
             return None
         block = self._free[self._order[index] & _ADDRESS_MASK]
-        if not _may_serve(block.size_bytes, wanted_bytes, self._max_split_bytes):
+        limit_bytes = self._max_split_bytes
+        if limit_bytes != UNLIMITED_BYTES and not _may_serve(block.size_bytes, wanted_bytes, limit_bytes):
             return None
         del self._order[index], self._free[block.address]
         return block
@@ -211,17 +212,12 @@ class Pool(ABC):
 
     def _insert(self, block: Block) -> None:
         block.cached_at = self._searches
-        insort(self._order, _place_of(block))
+        insort(self._order, block.size_bytes << _ADDRESS_BITS | block.address)
         self._free[block.address] = block
 
     def _remove(self, block: Block) -> None:
-        del self._order[bisect_left(self._order, _place_of(block))]
+        del self._order[bisect_left(self._order, block.size_bytes << _ADDRESS_BITS | block.address)]
         del self._free[block.address]
-
-
-def _place_of(block: Block) -> int:
-    """What free blocks are sorted by: their size, then their address."""
-    return block.size_bytes << _ADDRESS_BITS | block.address
 
 
 def _may_serve(size_bytes: int, wanted_bytes: int, max_split_bytes: int) -> bool:
