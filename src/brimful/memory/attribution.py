@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from brimful.errors import UsageError
 from brimful.memory.allocator import CachingAllocator
@@ -192,7 +193,7 @@ def least_allocated_bytes(trace: Trace) -> int:
             storages=tuple(
                 storage
                 if storage.op is None or storage.category in fixed or _stays_if_compiled(trace.ops[storage.op])
-                else replace(storage, size_bytes=0)
+                else structs.replace(storage, size_bytes=0)
                 for storage in trace.storages
             ),
         ),
@@ -239,7 +240,7 @@ def _enlarged(trace: Trace, storages: set[int]) -> Trace:
     return replace(
         trace,
         storages=tuple(
-            replace(storage, size_bytes=storage.most_bytes)
+            structs.replace(storage, size_bytes=storage.most_bytes)
             if index in storages and storage.most_bytes is not None
             else storage
             for index, storage in enumerate(trace.storages)

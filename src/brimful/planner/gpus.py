@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from msgspec import structs
+
 from brimful.cost import step_seconds, time_interval
 from brimful.devices import Device, torch_builds_note
 from brimful.display import PrintedResult
@@ -426,9 +428,9 @@ def _on(device: Device, trace: Trace) -> Trace:
         for storage in trace.storages:
             if storage.kernel is not None:
                 kernel = storage.kernel.on_multiprocessors(multiprocessors, threads)
-                yield replace(storage, size_bytes=kernel.size_bytes(), kernel=kernel)
+                yield structs.replace(storage, size_bytes=kernel.size_bytes(), kernel=kernel)
             elif storage.label == CUBLAS_WORKSPACE:
-                yield replace(storage, size_bytes=workspace_bytes)
+                yield structs.replace(storage, size_bytes=workspace_bytes)
             else:
                 yield storage
 
