@@ -68,8 +68,8 @@ class Category(StrEnum):
     """Everything else: tensors freed in the phase that made them, and library workspaces."""
 
 
-# Traces have hundreds of thousands of ops, storages and events. Compared with a frozen dataclass, a `Struct` takes
-# a sixth of the time to make, a thirtieth to change by `msgspec.structs.replace`, a twentieth to compare.
+# Traces have hundreds of thousands of ops, storages and events. Compared with a frozen dataclass, a `Struct`
+# takes a sixth of the time to make, a thirtieth to change by `structs.replace`, a twentieth to compare.
 
 
 class Op(Struct, frozen=True, kw_only=True, gc=False):
