@@ -181,7 +181,7 @@ class RepeatedBlocks:
         blocks: list[str] = []
         omitted: dict[int, tuple[str, ...]] = {}
         for row in self._rows:
-            follows_copies = False
+            follows_copies = bool(settings.offloaded)  # perhaps those of a unit before the row
             for what, group in groupby(row, key=lambda fqn: actions.get(fqn, ())):
                 alike, copies = tuple(group), _copies(what)
                 first = _MARGIN_WITH_COPIES if copies or follows_copies else _MARGIN
