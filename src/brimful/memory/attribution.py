@@ -164,13 +164,15 @@ def predict_memory(
 
 def most_held_bytes(trace: Trace, category: Category) -> int:
     """The most bytes of one category that are live in the last step captured to its end."""
+    sizes_bytes = [storage.size_bytes if storage.category is category else 0 for storage in trace.storages]
+    is_in_step = [*(op.step == trace.captured_steps - 1 for op in trace.ops), False]  # the last is setup's
     held = most = 0
     for event in trace.events:
-        storage = trace.storages[event.storage]
-        if storage.category is category:
-            held += storage.size_bytes if event.kind is EventKind.ALLOCATE else -storage.size_bytes
-        if event.op >= 0 and trace.ops[event.op].step == trace.captured_steps - 1:
-            most = max(most, held)
+        size_bytes = sizes_bytes[event.storage]
+        if size_bytes:
+            held += size_bytes if event.kind is EventKind.ALLOCATE else -size_bytes
+        if held > most and is_in_step[event.op]:
+            most = held
     return most
 
 
