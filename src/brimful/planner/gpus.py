@@ -391,7 +391,7 @@ def _fit(family: _Family, device: Device) -> GpuFit:
     times = {settings: family.step_time(settings, device) for settings in candidates}
     seconds = {settings: time.total_seconds for settings, time in times.items()}
     by_time = sorted(candidates, key=seconds.__getitem__)
-    # What is allocated is known at once; what is reserved, which is no less, only replays show.
+    # The peak of allocated bytes is a lower bound of reserved ones, and takes no replay.
     may_fit = (settings for settings in by_time if least(settings) <= limit)
     best = next((settings for settings in may_fit if peak(settings) <= limit), None)
     if best is None:
