@@ -17,6 +17,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from msgspec import structs
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import argparse
@@ -183,7 +185,7 @@ def memory_of(trace: Trace, measured_bytes: float) -> dict[str, Any]:
     prediction = predict_memory(trace)
     predicted = prediction.steady_peak_allocated_bytes
     most = tuple(
-        replace(storage, size_bytes=max(storage.size_bytes, storage.most_bytes or 0))
+        structs.replace(storage, size_bytes=max(storage.size_bytes, storage.most_bytes or 0))
         for storage in trace.storages
     )
     return {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from brimful.devices import find_device
 from brimful.settings import Precision
@@ -91,5 +91,5 @@ def test_a_queue_hides_the_host_behind_long_kernels_only() -> None:
     work = plain_roofline_seconds([ADD], A100, Precision.FP32)
     assert work == pytest.approx(1024 * MIB / A100.memory_bandwidth_bytes_per_second)
     assert work < queued_seconds([ADD], A100, Precision.FP32) < 1.3 * work
-    tiny = [replace(ADD, read_bytes=0, written_bytes=512)] * 200
+    tiny = [structs.replace(ADD, read_bytes=0, written_bytes=512)] * 200
     assert queued_seconds(tiny, A100, Precision.FP32) > 150 * A100.launch_seconds

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from brimful.devices import find_device
 from brimful.settings import Precision
@@ -102,7 +102,7 @@ def test_memory_that_is_only_reserved_takes_no_time() -> None:
 
 
 def test_an_optimizer_s_ops_are_a_class() -> None:
-    updates = [replace(op("add"), phase=Phase.OPTIMIZER)]
+    updates = [structs.replace(op("add"), phase=Phase.OPTIMIZER)]
     assert set(class_seconds(updates, GPU, Precision.BF16)) == {"optimizer"}
 
 

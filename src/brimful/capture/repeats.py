@@ -30,8 +30,9 @@ from brimful.trace.repeated import Counts, with_all_blocks
 
 _MARGIN, _MARGIN_WITH_COPIES = 2, 3
 """Blocks that run at either end of a row: one that is like no other, for what comes before the row or after it
-is not alike, and one that is like those in between. What is offloaded comes back while the block after it runs,
-so the second one is not like the others either."""
+is not alike, and one that is like those in between. What is offloaded leaves and comes back while the block
+after it runs. So where blocks are offloaded, and at the beginning of a row behind such blocks, the second one
+is not like the others either."""
 
 _LEAST_ROW = 5
 """Blocks of a row of which any can be omitted."""
@@ -177,21 +178,25 @@ class RepeatedBlocks:
         actions = _actions_by_block(settings, [fqn for row in self._rows for fqn in row])
         if actions is None:
             return None
-        margin = _MARGIN_WITH_COPIES if settings.offloaded else _MARGIN
         blocks: list[str] = []
         omitted: dict[int, tuple[str, ...]] = {}
         for row in self._rows:
-            for _, group in groupby(row, key=lambda fqn: actions.get(fqn, ())):
-                alike = tuple(group)
-                if len(alike) > 2 * margin:
-                    omitted[len(blocks) + margin - 1] = alike[margin:-margin]
-                    blocks += (*alike[:margin], *alike[-margin:])
+            follows_copies = bool(settings.offloaded)  # perhaps those of a unit before the row
+            for what, group in groupby(row, key=lambda fqn: actions.get(fqn, ())):
+                alike, copies = tuple(group), _copies(what)
+                first = _MARGIN_WITH_COPIES if copies or follows_copies else _MARGIN
+                last = _MARGIN_WITH_COPIES if copies else _MARGIN
+                if len(alike) > first + last:
+                    omitted[len(blocks) + first - 1] = alike[first:-last]
+                    blocks += (*alike[:first], *alike[-last:])
                 else:
                     blocks += alike
+                follows_copies = copies
         count = sum(map(len, omitted.values()))
         if count < _LEAST_OMITTED_SHARE * (len(blocks) + count):
             return None
-        return Shortening(tuple(blocks), omitted, margin - 1)
+        reach = (_MARGIN_WITH_COPIES if settings.offloaded else _MARGIN) - 1
+        return Shortening(tuple(blocks), omitted, reach)
 
 
 def rows_of_alike_blocks(trace: Trace) -> Iterator[tuple[str, ...]]:
@@ -256,6 +261,11 @@ def _actions_by_block(
         elif (unit.fqn if span is None else span.parent) in parents:
             return None
     return actions
+
+
+def _copies(what: tuple[tuple[object, ...], ...]) -> bool:
+    """Whether some of what is done to a block is offloading."""
+    return any(action is Action.OFFLOAD for _, action, *_ in what)
 
 
 def _may_be_short(settings: Settings) -> bool:

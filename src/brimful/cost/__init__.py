@@ -9,7 +9,7 @@ from brimful.cost.model_flops import model_flops
 from brimful.cost.recomputing import RecomputePrices
 from brimful.cost.regions import region_seconds, saving_seconds
 from brimful.cost.roofline import Roofline, op_seconds
-from brimful.cost.step import StepTime, least_host_update_seconds, step_seconds
+from brimful.cost.step import StepTime, StepTimer, least_host_update_seconds, step_seconds
 from brimful.cost.uncertainty import (
     bare_difference_interval,
     difference_interval,
@@ -21,6 +21,7 @@ __all__ = [
     "RecomputePrices",
     "Roofline",
     "StepTime",
+    "StepTimer",
     "bare_difference_interval",
     "difference_interval",
     "least_distinguished_seconds",

@@ -15,6 +15,11 @@ _NATIVE_LOOPS = frozenset({"GRU", "RNN"})
 oneDNN's kernel instead."""
 
 
+def modules_of_native_loops(trace: Trace) -> frozenset[str]:
+    """`fqn` of modules whose ops a loop in C++ runs on a CPU."""
+    return frozenset(fqn for fqn, name in trace.module_classes if name in _NATIVE_LOOPS)
+
+
 def op_seconds(op: Op, device: Device, precision: Precision = Precision.FP32) -> float:
     """Predicted seconds of one op by itself, its launch included.
 
@@ -65,9 +70,8 @@ class Roofline:
     @classmethod
     def of(cls, trace: Trace, device: Device) -> Roofline:
         """The rates for the ops of a trace."""
-        is_cpu = device.kind == "cpu"
-        loops = (fqn for fqn, name in trace.module_classes if is_cpu and name in _NATIVE_LOOPS)
-        return cls(device, trace.settings.precision, frozenset(loops))
+        loops = modules_of_native_loops(trace) if device.kind == "cpu" else frozenset[str]()
+        return cls(device, trace.settings.precision, loops)
 
     @property
     def dtypes_at_fp32_rate(self) -> tuple[str, ...]:

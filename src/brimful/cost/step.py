@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from brimful.cost.kinds import base_name
 from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
 from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
-from brimful.cost.roofline import Roofline
+from brimful.cost.roofline import Roofline, modules_of_native_loops
 from brimful.devices import Device
 from brimful.memory import LINK_USES
 from brimful.settings import Action, Parallelism, Settings
@@ -81,8 +82,28 @@ def step_seconds(trace: Trace, device: Device) -> StepTime:
     Returns:
         Seconds by phase, and the types whose rate was not known.
     """
+    return StepTimer(trace).on(device)
+
+
+class StepTimer:
+    """Predicts a step's time on one device after another; what does not depend on the device is done once.
+
+    Args:
+        trace: What the step does.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+        self._timed = _TimedOps.of(trace)
+
+    def on(self, device: Device) -> StepTime:
+        """The time on a device; see `step_seconds`."""
+        return _seconds_of(self._trace, self._timed, device)
+
+
+def _seconds_of(trace: Trace, timed: _TimedOps, device: Device) -> StepTime:
     roofline = Roofline.of(trace, device)
-    step = _Step.of(trace, roofline, device)
+    step = _Step.of(trace, timed, roofline, device)
     if device.kind == "cuda":
         order = step.order
         ends = finish_seconds(step.host_seconds[order], step.work_seconds[order], step.link_ops(order))
@@ -212,6 +233,41 @@ def _ops_seen_by_saving(trace: Trace) -> int:
     )
 
 
+_KIND = attrgetter(
+    "name", "dtype", "phase", "recomputed", "on_host", "flops", "read_bytes", "written_bytes", "weight_bytes",
+    "extents",
+)  # fmt: skip
+"""What decides an op's time on a device, but for the module in which a loop in C++ may run it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedOps:
+    """The ops of the last captured step (N), of which a model repeats most: K kinds take different times."""
+
+    kinds: tuple[Op, ...]
+    """One op of each kind, in the order in which they come, (K,)."""
+    kind: NDArray[np.int64]
+    """(N,)"""
+    micro_batch: NDArray[np.int64]
+    """(N,)"""
+
+    @classmethod
+    def of(cls, trace: Trace) -> _TimedOps:
+        last_step, loops = trace.captured_steps - 1, modules_of_native_loops(trace)
+        timed = [op for op in trace.ops if op.step == last_step and op.phase in _PART_OF_PHASE]
+        numbers: dict[object, int] = {}
+        kinds: list[Op] = []
+        kind: list[int] = []
+        for op in timed:
+            key = (_KIND(op), op.module) if op.module in loops else _KIND(op)
+            number = numbers.setdefault(key, len(kinds))
+            if number == len(kinds):
+                kinds.append(op)
+            kind.append(number)
+        micro_batch = np.array([op.micro_batch for op in timed], dtype=np.int64)
+        return cls(tuple(kinds), np.array(kind, dtype=np.int64), micro_batch)
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What is timed of the last captured step, in its order: ops, and the beginnings of recomputations (N)."""
@@ -236,20 +292,19 @@ class _Step:
     """The device's work by class of kernel."""
 
     @classmethod
-    def of(cls, trace: Trace, roofline: Roofline, device: Device) -> _Step:
-        last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
-        timed = [op for op in trace.ops if op.step == last_step and op.phase in _PART_OF_PHASE]
+    def of(cls, trace: Trace, timed: _TimedOps, roofline: Roofline, device: Device) -> _Step:
+        last_micro_batch = trace.captured_micro_batches - 1
+        kinds, kind, micro_batch = timed.kinds, timed.kind, timed.micro_batch
         part = np.array(
-            [_RECOMPUTE if op.recomputed else _PART_OF_PHASE[op.phase] for op in timed], dtype=np.int64
-        )
-        micro_batch = np.array([op.micro_batch for op in timed], dtype=np.int64)
-        parts = [roofline.work_parts(op) for op in timed]
-        work = np.array([sum(seconds for _, seconds in each) for each in parts], dtype=np.float64)
-        host = np.array([roofline.host_seconds(op) for op in timed], dtype=np.float64)
+            [_RECOMPUTE if op.recomputed else _PART_OF_PHASE[op.phase] for op in kinds], dtype=np.int64
+        )[kind]
+        parts = [roofline.work_parts(op) for op in kinds]
+        work = np.array([sum(seconds for _, seconds in each) for each in parts], dtype=np.float64)[kind]
+        host = np.array([roofline.host_seconds(op) for op in kinds], dtype=np.float64)[kind]
         if device.kind == "cpu":
             host -= device.launch_seconds
-        link = np.array([_link_of(op) for op in timed], dtype=np.int64)
-        link_seconds = np.array([op.written_bytes for op in timed], dtype=np.float64)
+        link = np.array([_link_of(op) for op in kinds], dtype=np.int64)[kind]
+        link_seconds = np.array([op.written_bytes for op in kinds], dtype=np.float64)[kind]
         if device.host_link_bytes_per_second is not None:
             link_seconds /= device.host_link_bytes_per_second
         places, shares = _region_places(part, micro_batch)
@@ -258,12 +313,7 @@ class _Step:
         regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
         regions_seconds += len(trace.settings.nested) * NESTED_FORWARD_SECONDS
         repeats = max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1)
-        class_seconds: dict[str, float] = {}
-        for op, kernels in zip(timed, parts, strict=True):
-            is_repeated = op.micro_batch == last_micro_batch and op.phase is not Phase.OPTIMIZER
-            for name, seconds in kernels:
-                more = seconds * (repeats if is_repeated else 1)
-                class_seconds[name] = class_seconds.get(name, 0.0) + more
+        is_repeated = (micro_batch == last_micro_batch) & (part != _OPTIMIZER)
         return cls(
             part=np.insert(part, places, _RECOMPUTE),
             micro_batch=np.insert(micro_batch, places, micro_batch[places]),
@@ -273,7 +323,7 @@ class _Step:
             link_seconds=np.insert(link_seconds, places, 0.0),
             repeated_micro_batch=last_micro_batch,
             repeats=repeats,
-            class_seconds=class_seconds,
+            class_seconds=_class_seconds(parts, kind, np.where(is_repeated, repeats, 1)),
         )
 
     def link_ops(self, order: NDArray[np.int64]) -> list[LinkOp]:
@@ -317,6 +367,32 @@ class _Step:
         repeated, once = positions[self.is_repeated], positions[~self.is_repeated]
         first = int(repeated[0]) if len(repeated) else 0
         return np.concatenate([once[once < first], np.tile(repeated, self.repeats), once[once >= first]])
+
+
+def _class_seconds(
+    parts: Sequence[Sequence[tuple[str, float]]], kind: NDArray[np.int64], times: NDArray[np.int64]
+) -> dict[str, float]:
+    """The time of kernels by class, in the order in which classes come.
+
+    Args:
+        parts: Class and seconds of the kernels of each kind of op, (K,).
+        kind: Of each op, (N,).
+        times: How often each op happens, (N,).
+
+    Returns:
+        Seconds, added up in the order of ops.
+    """
+    kernels = [kernel for of_kind in parts for kernel in of_kind]
+    names = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in kernels))}
+    counts = np.array([len(of_kind) for of_kind in parts], dtype=np.int64)
+    of_each = counts[kind]
+    op = np.repeat(np.arange(len(kind)), of_each)
+    within = np.arange(len(op)) - (np.cumsum(of_each) - of_each)[op]
+    kernel = (np.cumsum(counts) - counts)[kind[op]] + within
+    classes = np.array([names[name] for name, _ in kernels], dtype=np.int64)[kernel]
+    seconds = np.array([seconds for _, seconds in kernels], dtype=np.float64)[kernel] * times[op]
+    totals = np.bincount(classes, weights=seconds, minlength=len(names)).tolist()
+    return dict(zip(names, totals, strict=True))
 
 
 def _link_of(op: Op) -> int:

@@ -96,6 +96,8 @@ class CachingAllocator:
         self._small = pool(self._device, is_small=True, max_split_bytes=max_split_bytes)
         self._large = pool(self._device, is_small=False, max_split_bytes=max_split_bytes)
         self._in_use: dict[Hashable, Block | None] = {}
+        self._rounded: dict[int, int] = {}
+        """What requests of a size are rounded to; steps ask for few sizes again and again."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -126,15 +128,19 @@ class CachingAllocator:
         if size_bytes == 0:
             self._in_use[key] = None
             return None
-        divisions = self._settings.power2_divisions_for(size_bytes)
-        wanted_bytes = round_allocation(size_bytes, power2_divisions=divisions)
+        wanted_bytes = self._rounded.get(size_bytes)
+        if wanted_bytes is None:
+            divisions = self._settings.power2_divisions_for(size_bytes)
+            wanted_bytes = round_allocation(size_bytes, power2_divisions=divisions)
+            self._rounded[size_bytes] = wanted_bytes
         pool = self._small if wanted_bytes <= SMALL_REQUEST_BYTES else self._large
         block = pool.take(wanted_bytes)
         if block is None:
             block = self._obtain(pool, wanted_bytes)
         if block is None:
             return self._out_of_memory(key, size_bytes)
-        pool.cut(block, wanted_bytes)
+        if block.size_bytes > wanted_bytes:
+            pool.cut(block, wanted_bytes)
         block.free = False
         self._in_use[key] = block
         self.allocated_bytes += block.size_bytes

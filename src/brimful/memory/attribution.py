@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from msgspec import structs
 
 from brimful.errors import UsageError
 from brimful.memory.allocator import CachingAllocator
@@ -163,13 +164,15 @@ def predict_memory(
 
 def most_held_bytes(trace: Trace, category: Category) -> int:
     """The most bytes of one category that are live in the last step captured to its end."""
+    sizes_bytes = [storage.size_bytes if storage.category is category else 0 for storage in trace.storages]
+    is_in_step = [*(op.step == trace.captured_steps - 1 for op in trace.ops), False]  # the last is setup's
     held = most = 0
     for event in trace.events:
-        storage = trace.storages[event.storage]
-        if storage.category is category:
-            held += storage.size_bytes if event.kind is EventKind.ALLOCATE else -storage.size_bytes
-        if event.op >= 0 and trace.ops[event.op].step == trace.captured_steps - 1:
-            most = max(most, held)
+        size_bytes = sizes_bytes[event.storage]
+        if size_bytes:
+            held += size_bytes if event.kind is EventKind.ALLOCATE else -size_bytes
+        if held > most and is_in_step[event.op]:
+            most = held
     return most
 
 
@@ -192,7 +195,7 @@ def least_allocated_bytes(trace: Trace) -> int:
             storages=tuple(
                 storage
                 if storage.op is None or storage.category in fixed or _stays_if_compiled(trace.ops[storage.op])
-                else replace(storage, size_bytes=0)
+                else structs.replace(storage, size_bytes=0)
                 for storage in trace.storages
             ),
         ),
@@ -239,7 +242,7 @@ def _enlarged(trace: Trace, storages: set[int]) -> Trace:
     return replace(
         trace,
         storages=tuple(
-            replace(storage, size_bytes=storage.most_bytes)
+            structs.replace(storage, size_bytes=storage.most_bytes)
             if index in storages and storage.most_bytes is not None
             else storage
             for index, storage in enumerate(trace.storages)

@@ -38,6 +38,11 @@ _ADDRESS_SPACE_BYTES = 1 << 50
 PyTorch takes 9/8 of the device's memory and starts a second segment where they run out; that is not modelled.
 """
 
+_ADDRESS_BITS = 60
+"""Of a free block's place in the order of its pool, those below its size. One number is compared and kept at
+half the cost of a pair; addresses are below 2**60, as no device has a thousandth of that."""
+_ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
+
 
 class DeviceMemory:
     """Memory that all pools take from, with a limit.
@@ -124,14 +129,14 @@ class Pool(ABC):
         self._device = device
         self._is_small = is_small
         self._max_split_bytes = max_split_bytes
-        self._order: list[tuple[int, int]] = []  # (size, address) of the free blocks, sorted
+        self._order: list[int] = []  # of each free block size << _ADDRESS_BITS | address, sorted
         self._free: dict[int, Block] = {}  # the free blocks by address
         self._searches = 0  # the clock by which cached blocks age: get_free_blocks_call_count
 
     @property
     def free_blocks(self) -> tuple[Block, ...]:
         """The free blocks, smallest first, then lowest address first."""
-        return tuple(self._free[address] for _, address in self._order)
+        return tuple(self._free[place & _ADDRESS_MASK] for place in self._order)
 
     @property
     @abstractmethod
@@ -163,11 +168,12 @@ class Pool(ABC):
         index = self._best_fit(wanted_bytes)
         if index == len(self._order):
             return None
-        size_bytes, address = self._order[index]
-        if not _may_serve(size_bytes, wanted_bytes, self._max_split_bytes):
+        block = self._free[self._order[index] & _ADDRESS_MASK]
+        limit_bytes = self._max_split_bytes
+        if limit_bytes != UNLIMITED_BYTES and not _may_serve(block.size_bytes, wanted_bytes, limit_bytes):
             return None
-        del self._order[index]
-        return self._free.pop(address)
+        del self._order[index], self._free[block.address]
+        return block
 
     def cut(self, block: Block, wanted_bytes: int) -> None:
         """Leave `wanted_bytes` in `block` and free the rest, if the rest is large enough to be kept apart."""
@@ -185,15 +191,18 @@ class Pool(ABC):
         Source: free_block and try_merge_blocks.
         """
         block.free = True
-        for neighbour in (block.previous, block.next):
-            if neighbour is not None and neighbour.free and neighbour.mapped == block.mapped:
-                self._remove(neighbour)
-                block.absorb(neighbour)
+        below, above = block.previous, block.next
+        if below is not None and below.free and below.mapped == block.mapped:
+            self._remove(below)
+            block.absorb(below)
+        if above is not None and above.free and above.mapped == block.mapped:
+            self._remove(above)
+            block.absorb(above)
         self._insert(block)
 
     def _best_fit(self, wanted_bytes: int) -> int:
         """Position in `_order` of the block that fits best; its length if none does."""
-        return bisect_left(self._order, (wanted_bytes, 0))
+        return bisect_left(self._order, wanted_bytes << _ADDRESS_BITS)
 
     def _is_cut(self, wanted_bytes: int, rest_bytes: int) -> bool:
         """Whether a block is cut for a request. Source: should_split."""
@@ -203,11 +212,11 @@ class Pool(ABC):
 
     def _insert(self, block: Block) -> None:
         block.cached_at = self._searches
-        insort(self._order, (block.size_bytes, block.address))
+        insort(self._order, block.size_bytes << _ADDRESS_BITS | block.address)
         self._free[block.address] = block
 
     def _remove(self, block: Block) -> None:
-        del self._order[bisect_left(self._order, (block.size_bytes, block.address))]
+        del self._order[bisect_left(self._order, block.size_bytes << _ADDRESS_BITS | block.address)]
         del self._free[block.address]
 
 
@@ -355,9 +364,9 @@ class ExpandablePool(Pool):
 
     def _reach_bytes(self, index: int) -> int:
         """Size of a free block together with the unmapped addresses after it. Source: expandable_size."""
-        size_bytes, address = self._order[index]
-        upper = self._free[address].next
-        return size_bytes if upper is None or upper.mapped else size_bytes + upper.size_bytes
+        block = self._free[self._order[index] & _ADDRESS_MASK]
+        upper = block.next
+        return block.size_bytes if upper is None or upper.mapped else block.size_bytes + upper.size_bytes
 
     def _is_cut(self, wanted_bytes: int, rest_bytes: int) -> bool:
         """Any whole block is kept apart. Source: should_split."""

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from brimful.cost import step_seconds, time_interval
+from brimful.cost import StepTime, StepTimer, time_interval
 from brimful.devices import Device, torch_builds_note
 from brimful.display import PrintedResult
 from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
-from brimful.memory import replay_allocations
+from brimful.planner.on_gpus import AllocationsOnGpus
 from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, ScaledTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.status import reporting_part
-from brimful.trace import CUBLAS_WORKSPACE, Storage, Trace
+from brimful.trace import CUBLAS_WORKSPACE, Trace
 from brimful.trace.units import find_units
 
 
@@ -286,7 +286,8 @@ class _Family:
         self.precision = base.precision if device.supports(base.precision) else Precision.FP32
         self._base = replace(base, precision=self.precision)
         self._traces: dict[Settings, Trace] = {}
-        self._two_steps: dict[Settings, Trace] = {}
+        self._two_steps: dict[Settings, AllocationsOnGpus] = {}
+        self._timers: dict[Settings, StepTimer] = {}
         self.baseline = self.trace(self._base)
         self._units = find_units(self.baseline)
 
@@ -308,10 +309,16 @@ class _Family:
             self._traces[settings] = self._scaled.at(settings)
         return self._traces[settings]
 
-    def two_steps(self, settings: Settings) -> Trace:
+    def step_time(self, settings: Settings, device: Device) -> StepTime:
+        """Predicted time of the step on one of the GPUs."""
+        if settings not in self._timers:
+            self._timers[settings] = StepTimer(self.trace(settings))
+        return self._timers[settings].on(device)
+
+    def two_steps(self, settings: Settings) -> AllocationsOnGpus:
         """Two of them: the second finds memory as the allocator was left by the first."""
         if settings not in self._two_steps:
-            self._two_steps[settings] = self.trace(settings).with_last_step_again()
+            self._two_steps[settings] = AllocationsOnGpus(self.trace(settings).with_last_step_again())
         return self._two_steps[settings]
 
     def changed(self) -> Iterator[tuple[str, Settings]]:
@@ -372,16 +379,25 @@ def _fit(family: _Family, device: Device) -> GpuFit:
 
     def peak(settings: Settings) -> int:
         if settings not in peaks:
-            peaks[settings] = _reserved_bytes(family.two_steps(settings), device)
+            peaks[settings] = family.two_steps(settings).reserved_bytes(device)
         return peaks[settings]
+
+    def least(settings: Settings) -> int:
+        return family.two_steps(settings).least_bytes(device)
 
     baseline_bytes = peak(candidates[0])
     if baseline_bytes > limit:  # what is recomputed is never faster than the same kept
         candidates += family.recomputed()
-    times = {settings: step_seconds(family.trace(settings), device) for settings in candidates}
+    times = {settings: family.step_time(settings, device) for settings in candidates}
     seconds = {settings: time.total_seconds for settings, time in times.items()}
     by_time = sorted(candidates, key=seconds.__getitem__)
-    best = next((settings for settings in by_time if peak(settings) <= limit), None)
+    # The peak of allocated bytes is a lower bound of reserved ones, and takes no replay.
+    may_fit = (settings for settings in by_time if least(settings) <= limit)
+    best = next((settings for settings in may_fit if peak(settings) <= limit), None)
+    if best is None:
+        for settings in sorted(candidates, key=least):
+            if least(settings) < min(peaks.values()):
+                peak(settings)
     change = None if best is not None else _first_change_that_fits(family, device, limit)
     return GpuFit(
         device=device.name,
@@ -402,34 +418,9 @@ def _fit(family: _Family, device: Device) -> GpuFit:
 def _first_change_that_fits(family: _Family, device: Device, limit: int) -> str | None:
     for name, settings in family.changed():
         try:
-            trace = family.two_steps(settings)
+            allocations = family.two_steps(settings)
         except CaptureError:  # an optimizer may not take these parameters
             continue
-        if _reserved_bytes(trace, device) <= limit:
+        if allocations.least_bytes(device) <= limit and allocations.reserved_bytes(device) <= limit:
             return name
     return None
-
-
-def _reserved_bytes(trace: Trace, device: Device) -> int:
-    """The peak that the allocator reserves on a device."""
-    return replay_allocations(_on(device, trace)).peak_reserved_bytes
-
-
-def _on(device: Device, trace: Trace) -> Trace:
-    """The trace with what depends on the card itself: its multiprocessors and cuBLAS's workspace."""
-    multiprocessors, threads = device.sm_count, device.threads_per_multiprocessor
-    workspace_bytes = device.cublas_workspace_bytes
-    assert multiprocessors is not None
-    assert threads is not None
-
-    def storages() -> Iterable[Storage]:
-        for storage in trace.storages:
-            if storage.kernel is not None:
-                kernel = storage.kernel.on_multiprocessors(multiprocessors, threads)
-                yield replace(storage, size_bytes=kernel.size_bytes(), kernel=kernel)
-            elif storage.label == CUBLAS_WORKSPACE:
-                yield replace(storage, size_bytes=workspace_bytes)
-            else:
-                yield storage
-
-    return replace(trace, storages=tuple(storages()))

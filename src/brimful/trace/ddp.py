@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from brimful.quantities import MIB
 from brimful.settings import Parallelism
 from brimful.trace.records import Category, Event, EventKind, Phase, Storage, Trace
@@ -68,7 +70,7 @@ def _is_of_setup(trace: Trace, storage: Storage) -> bool:
 
 
 def _emptied(storage: Storage) -> Storage:
-    return replace(storage, size_bytes=0)
+    return structs.replace(storage, size_bytes=0)
 
 
 def _step_of(trace: Trace, storage: Storage) -> int:

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from brimful.trace.records import Category, Event, EventKind, Op, Phase, Trace
 from brimful.trace.scaling import TraceLine
 
@@ -27,7 +29,7 @@ def with_one_micro_batch(trace: Trace) -> Trace:
     index, ops = [], []
     for op, dropped in zip(trace.ops, is_dropped, strict=True):
         if not dropped:
-            ops.append(op if op.micro_batch == 0 else replace(op, micro_batch=0))
+            ops.append(op if op.micro_batch == 0 else structs.replace(op, micro_batch=0))
         index.append(len(ops) - 1)
     first_dropped = is_dropped.index(True) if True in is_dropped else len(ops)
     gone: set[int] = set()
@@ -41,14 +43,15 @@ def with_one_micro_batch(trace: Trace) -> Trace:
                 gone.add(event.storage)
         if event.storage not in gone:
             now = index[event.op] if event.op >= 0 else event.op
-            events.append(event if now == event.op else replace(event, op=now))
+            events.append(event if now == event.op else structs.replace(event, op=now))
     alone = trace.with_settings(replace(trace.settings, gradient_accumulation_steps=1))
     return replace(
         alone,
         captured_micro_batches=1,
         ops=tuple(ops),
         storages=tuple(
-            s if s.op is None or s.op == index[s.op] else replace(s, op=index[s.op]) for s in alone.storages
+            s if s.op is None or s.op == index[s.op] else structs.replace(s, op=index[s.op])
+            for s in alone.storages
         ),
         events=tuple(events),
     )
@@ -58,7 +61,7 @@ def with_last_step_again(trace: Trace) -> Trace:
     """The trace as if its last step were run once more; see `Trace.with_last_step_again`."""
     step = trace.captured_steps - 1
     first = next((i for i, op in enumerate(trace.ops) if op.step == step and op.phase is not Phase.SETUP), 0)
-    ops = [replace(op, step=step + 1) for op in trace.ops[first:]]
+    ops = [structs.replace(op, step=step + 1) for op in trace.ops[first:]]
     shift = len(trace.ops) - first
     freed = {event.storage for event in trace.events if event.kind is EventKind.FREE and event.op >= first}
     # What the step makes before its first op, such as a saved random state, follows the last op before it.
@@ -81,7 +84,7 @@ def with_last_step_again(trace: Trace) -> Trace:
         ops=(*trace.ops, *ops),
         storages=(
             *trace.storages,
-            *(s if s.op is None else replace(s, op=s.op + shift) for s in storages),
+            *(s if s.op is None else structs.replace(s, op=s.op + shift) for s in storages),
         ),
         events=(
             *trace.events,
@@ -132,11 +135,17 @@ class Counterparts:
         for i, index in enumerate(self._ops):
             if index in changing_ops:
                 like = kept.ops[index]
-                ops[i] = ops[i].with_work(like.flops, like.read_bytes, like.written_bytes, *like.extents)
+                ops[i] = structs.replace(
+                    ops[i],
+                    flops=like.flops,
+                    read_bytes=like.read_bytes,
+                    written_bytes=like.written_bytes,
+                    extents=like.extents,
+                )
         for i, index in enumerate(self._storages):
             same = kept.storages[index]
             if index in changing_storages:
-                storages[i] = replace(
+                storages[i] = structs.replace(
                     storages[i], size_bytes=same.size_bytes, most_bytes=same.most_bytes, kernel=same.kernel
                 )
         settings = replace(self._trace.settings, micro_batch_size=micro_batch_size)

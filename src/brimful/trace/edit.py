@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from msgspec import structs
+
 from brimful.trace.records import Category, Event, EventKind, Storage, Trace
 
 BEFORE, _WITHIN, AFTER = range(3)
@@ -26,7 +28,9 @@ class TraceEdit:
 
     def resize(self, storage: int, size_bytes: int) -> None:
         """Give a storage another size."""
-        self._storages[storage] = replace(self._storages[storage], size_bytes=size_bytes, most_bytes=None)
+        self._storages[storage] = structs.replace(
+            self._storages[storage], size_bytes=size_bytes, most_bytes=None
+        )
 
     def hold(
         self,

@@ -133,8 +133,8 @@ class _KernelCell(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 def _from_table(raw: msgspec.Raw, name: str, where: str) -> tuple[Any, ...]:
     record = _TABLES[name]
     table: _Table = decode_directly(raw, _Table, where=where, path=name)
-    columns, known = set(table.columns), {field.name for field in fields(record)}
-    needed = {field.name for field in fields(record) if field.default is MISSING}
+    columns, known = set(table.columns), set(_columns(record))
+    needed = {name for name, is_needed in _columns(record).items() if is_needed}
     if len(columns) < len(table.columns) or not needed <= columns <= known:
         found = f"it lacks {min(needed - columns)}" if needed - columns else "one is unknown, or there twice"
         raise FileFormatError(f"{where}: field `{name}.columns`: {found}.")
@@ -166,12 +166,19 @@ def _naming_column(message: str, path: str, columns: tuple[str, ...]) -> str:
     return re.sub(place, lambda found: f"{path}[{found[1]}].{columns[int(found[2])]}", message, count=1)
 
 
+def _columns(record: type[Any]) -> dict[str, bool]:
+    """The fields of a record, and whether each is needed, as it has no default."""
+    if issubclass(record, msgspec.Struct):
+        return {field.name: field.required for field in msgspec.structs.fields(record)}
+    return {field.name: field.default is MISSING for field in fields(record)}
+
+
 def _to_cell(value: Any) -> Any:
     return [value.name, value.numbers] if isinstance(value, Kernel) else value
 
 
 def _to_table(records: tuple[Any, ...], row: type[Any]) -> dict[str, Any]:
-    columns = [field.name for field in fields(row)]
+    columns = list(_columns(row))
     return {
         "columns": columns,
         "rows": [[_to_cell(getattr(record, column)) for column in columns] for record in records],

@@ -18,6 +18,8 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
+from msgspec import structs
+
 from brimful.settings import Settings
 from brimful.trace.alike_blocks import check_alike
 from brimful.trace.block_regions import (
@@ -149,7 +151,11 @@ class _Repeating:
             if op.module not in named:
                 named[op.module] = self._name(op.module, piece)
             module = named[op.module]
-            yield op if ago == op.made_ops_ago and module == op.module else op.moved(module, ago)
+            yield (
+                op
+                if ago == op.made_ops_ago and module == op.module
+                else structs.replace(op, module=module, made_ops_ago=ago)
+            )
 
     def _memory(self) -> tuple[list[Storage], list[Event], dict[_StorageKey, int]]:
         """Storages and events of the whole step, and the index of each storage by where it is allocated."""
@@ -194,14 +200,7 @@ class _Repeating:
         label = self._name(storage.label, piece)
         if op == storage.op and label == storage.label:
             return storage
-        return Storage(
-            size_bytes=storage.size_bytes,
-            category=storage.category,
-            op=op,
-            label=label,
-            most_bytes=storage.most_bytes,
-            kernel=storage.kernel,
-        )
+        return structs.replace(storage, op=op, label=label)
 
     def _gradients_of_omitted(self) -> Iterator[tuple[int, _StorageKey]]:
         """The storage of each placeholder, and where the gradient that it stands for is made."""

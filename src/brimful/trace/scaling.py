@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from msgspec import structs
+
 from brimful.errors import UsageError
 from brimful.trace.records import Op, Storage, Trace
 
@@ -60,7 +62,14 @@ class TraceLine:
         scaled = {(a, b): (*map(line, a, b), *b[len(a) :]) for a, b in set(self._works)}
         ops, storages = list(self.small.ops), list(self.small.storages)
         for i, work in zip(self.changing_ops, self._works, strict=True):
-            ops[i] = ops[i].with_work(*scaled[work])
+            flops, read_bytes, written_bytes, *extents = scaled[work]
+            ops[i] = structs.replace(
+                ops[i],
+                flops=flops,
+                read_bytes=read_bytes,
+                written_bytes=written_bytes,
+                extents=tuple(extents),
+            )
         for i in self.changing_storages:
             storages[i] = _scaled_storage(storages[i], self.large.storages[i], line)
         corrections = zip(self.small.corrections, self.large.corrections, strict=True)
@@ -83,8 +92,8 @@ def _scaled_storage(a: Storage, b: Storage, line: Callable[[int, int], int]) -> 
     """A storage on the line through its sizes in two traces."""
     if a.kernel is not None and b.kernel is not None:
         kernel = a.kernel.scaled(b.kernel, line)
-        return replace(a, size_bytes=kernel.size_bytes(), kernel=kernel)
+        return structs.replace(a, size_bytes=kernel.size_bytes(), kernel=kernel)
     size_bytes = line(a.size_bytes, b.size_bytes)
     if a.most_bytes is None or b.most_bytes is None:
-        return a if size_bytes == a.size_bytes else replace(a, size_bytes=size_bytes)
-    return replace(a, size_bytes=size_bytes, most_bytes=line(a.most_bytes, b.most_bytes))
+        return a if size_bytes == a.size_bytes else structs.replace(a, size_bytes=size_bytes)
+    return structs.replace(a, size_bytes=size_bytes, most_bytes=line(a.most_bytes, b.most_bytes))

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from brimful.capture import capture_step
@@ -139,7 +140,8 @@ def test_pinned_memory_of_the_host_is_that_of_one_micro_batch_in_powers_of_two()
     assert pinned_host_bytes(capture("oook", gradient_accumulation_steps=2)) == 3 * SIZE
     trace = capture("oook")
     larger = tuple(
-        replace(op, written_bytes=op.written_bytes + 1) if op.name == TO_HOST else op for op in trace.ops
+        structs.replace(op, written_bytes=op.written_bytes + 1) if op.name == TO_HOST else op
+        for op in trace.ops
     )
     assert pinned_host_bytes(replace(trace, ops=larger)) == 2 * 3 * SIZE
 

@@ -122,6 +122,8 @@ CASES = {
     "one in part": ({}, ((7, RECOMPUTE), (7, SAVE))),
     "offloaded": ({}, ((12, OFFLOAD),)),
     "offloaded in part": ({}, ((10, PARTLY), (1, RECOMPUTE))),
+    "offloaded in part, then kept": ({}, ((2, PARTLY),)),
+    "saved in part, then offloaded": ({}, ((10, SAVE), (2, OFFLOAD))),
 }
 
 

@@ -1,10 +1,9 @@
 """Which kernels an op launches on a GPU, and the work that tiles and padding add."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from brimful.cost.kernels import Kernel, Unit, kernels_of
 from brimful.cost.kernels.tiles import tiled_flops
@@ -95,7 +94,7 @@ def test_a_causal_mask_spares_half_of_attention() -> None:
     extents = Attention(32, 1024, 1024, 64, 0)
     each = op("_scaled_dot_product_flash_attention", extents, flops=1000)
     (full,) = kernels_of(each, SM_COUNT)
-    (causal,) = kernels_of(replace(each, extents=tuple(extents._replace(is_causal=1))), SM_COUNT)
+    (causal,) = kernels_of(structs.replace(each, extents=tuple(extents._replace(is_causal=1))), SM_COUNT)
     assert (full.flops, causal.flops) == (1000, 500)
 
 
@@ -105,7 +104,7 @@ def test_only_a_contiguous_convolution_in_a_half_type_converts_its_layout() -> N
     assert (first.name, second.name) == ("convolution", "layout_conversion")
     assert second.moved_bytes == 2 * 8 * 1024 * (64 + 128) * 2  # both operands are read and written
     each = op("convolution", DENSE._replace(is_channels_last=0), flops=1)
-    assert names(replace(each, dtype="float32")) == ["convolution"]
+    assert names(structs.replace(each, dtype="float32")) == ["convolution"]
 
 
 @pytest.mark.parametrize(
@@ -172,12 +171,12 @@ def test_memory_classes_follow_layout_length_and_direction(
 
 def test_batch_norm_in_evaluation_is_a_class() -> None:
     each = op("native_batch_norm", Rows(64, 100, 1))
-    assert names(replace(each, phase=Phase.EVALUATION)) == ["batch_norm_inference"]
+    assert names(structs.replace(each, phase=Phase.EVALUATION)) == ["batch_norm_inference"]
 
 
 def test_the_gradient_of_an_embedding_fills_its_table_and_adds_rows() -> None:
     fill, add = kernels_of(
-        replace(op("embedding_dense_backward"), read_bytes=100, written_bytes=9000), SM_COUNT
+        structs.replace(op("embedding_dense_backward"), read_bytes=100, written_bytes=9000), SM_COUNT
     )
     assert (fill.name, fill.moved_bytes) == ("elementwise", 9000)
     assert (add.name, add.moved_bytes) == ("scatter", 200)

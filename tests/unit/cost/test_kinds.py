@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from brimful.cost import Roofline, op_seconds
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS, WEIGHT_GRADIENT, work_of
@@ -61,53 +62,55 @@ def calibrated(*curves: RateCurve) -> Device:
     ],
 )
 def test_the_name_and_the_arithmetic_say_the_kind(name: str, flops: int, dtype: str, kind: str) -> None:
-    work = work_of(replace(OP, name=name, flops=flops, dtype=dtype), Precision.FP32)
+    work = work_of(structs.replace(OP, name=name, flops=flops, dtype=dtype), Precision.FP32)
     assert work.kind == kind
     assert work.amount == (flops or 1000)
     assert kind.partition(":")[0] in (*ARITHMETIC_KINDS, *BYTE_KINDS)
 
 
 def test_tf32_products_have_a_curve_of_their_own() -> None:
-    product = replace(OP, name="aten.mm.default", flops=8)
+    product = structs.replace(OP, name="aten.mm.default", flops=8)
     assert work_of(product, Precision.TF32).kind == "matmul:tf32"
-    assert work_of(replace(product, dtype="bfloat16"), Precision.TF32).kind == "matmul:bfloat16"
+    assert work_of(structs.replace(product, dtype="bfloat16"), Precision.TF32).kind == "matmul:bfloat16"
 
 
 def test_the_curve_of_an_op_s_kind_prices_it() -> None:
     device = calibrated(flat("elementwise", 1.0), flat("random", 7.0))
     assert op_seconds(OP, device) == pytest.approx(1.0)
-    assert op_seconds(replace(OP, name="aten.bernoulli_.float"), device) == pytest.approx(7.0)
+    assert op_seconds(structs.replace(OP, name="aten.bernoulli_.float"), device) == pytest.approx(7.0)
 
 
 def test_a_kind_without_a_curve_is_priced_as_elementwise() -> None:
-    assert op_seconds(replace(OP, name="aten.tanh.default"), calibrated(flat("elementwise", 1.0))) == 1.0
+    assert (
+        op_seconds(structs.replace(OP, name="aten.tanh.default"), calibrated(flat("elementwise", 1.0))) == 1.0
+    )
 
 
 def test_a_product_takes_its_arithmetic_or_its_traffic() -> None:
     device = calibrated(flat("elementwise", 1.0), flat("matmul:float32", 5.0))
-    product = replace(OP, name="aten.mm.default", flops=1000)
+    product = structs.replace(OP, name="aten.mm.default", flops=1000)
     assert op_seconds(product, device) == pytest.approx(5.0)
-    assert op_seconds(replace(product, read_bytes=99_600), device) == pytest.approx(100.0)
+    assert op_seconds(structs.replace(product, read_bytes=99_600), device) == pytest.approx(100.0)
 
 
 def test_attention_without_a_curve_for_its_type_is_priced_as_a_product() -> None:
     device = calibrated(flat("elementwise", 1.0), flat("matmul:bfloat16", 5.0))
-    attention = replace(OP, name="aten._scaled_dot_product_x.default", flops=1000, dtype="bfloat16")
+    attention = structs.replace(OP, name="aten._scaled_dot_product_x.default", flops=1000, dtype="bfloat16")
     assert op_seconds(attention, device) == pytest.approx(5.0)
 
 
 def test_arithmetic_without_any_curve_keeps_the_roofline_and_an_unknown_type_is_named() -> None:
     device = calibrated(flat("elementwise", 1e-6), flat("matmul:float32", 5.0))
     roofline = Roofline(device, Precision.FP32)
-    double = replace(OP, name="aten.mm.default", flops=10**12, dtype="float64")
+    double = structs.replace(OP, name="aten.mm.default", flops=10**12, dtype="float64")
     assert roofline.op_seconds(double) == pytest.approx(1.0)
     assert roofline.dtypes_at_fp32_rate == ("float64",)
 
 
 def test_a_convolution_on_a_cpu_lays_out_its_operands_and_adds_up_gradients_of_weights() -> None:
     curves = (flat("elementwise", 1.0), flat("convolution:float32", 10.0), flat(WEIGHT_GRADIENT, 100.0))
-    forward = replace(OP, name="aten.convolution.default", flops=1000, weight_bytes=2000)
-    backward = replace(forward, name="aten.convolution_backward.default")
+    forward = structs.replace(OP, name="aten.convolution.default", flops=1000, weight_bytes=2000)
+    backward = structs.replace(forward, name="aten.convolution_backward.default")
     assert op_seconds(forward, calibrated(*curves)) == pytest.approx(11.0)
     assert op_seconds(backward, calibrated(*curves)) == pytest.approx(211.0)
 
@@ -116,6 +119,6 @@ def test_what_python_takes_depends_on_the_phase_and_a_recomputed_op_is_forward()
     dispatch = Dispatch(forward_seconds=5.0, backward_seconds=3.0, optimizer_seconds=2.0)
     device = replace(calibrated(flat("elementwise", 1.0)), launch_seconds=0.5, dispatch=dispatch)
     assert op_seconds(OP, device) == pytest.approx(1.0 + 4.5)
-    backward = replace(OP, phase=Phase.BACKWARD)
+    backward = structs.replace(OP, phase=Phase.BACKWARD)
     assert op_seconds(backward, device) == pytest.approx(1.0 + 2.5)
-    assert op_seconds(replace(backward, recomputed=True), device) == pytest.approx(1.0 + 4.5)
+    assert op_seconds(structs.replace(backward, recomputed=True), device) == pytest.approx(1.0 + 4.5)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from brimful.cost import op_seconds, region_seconds
 from brimful.cost.kernels import FactorTable
@@ -38,7 +39,7 @@ def test_a_small_op_takes_its_launch() -> None:
 
 
 def elementwise_seconds(size_bytes: int, device: Device) -> float:
-    return op_seconds(replace(SMALL, read_bytes=size_bytes, written_bytes=0), device)
+    return op_seconds(structs.replace(SMALL, read_bytes=size_bytes, written_bytes=0), device)
 
 
 def test_an_elementwise_op_takes_its_bytes_at_the_achieved_bandwidth() -> None:
@@ -63,7 +64,7 @@ def test_bytes_in_the_l2_cache_move_faster() -> None:
 def test_a_pointwise_op_on_strided_operands_takes_the_time_to_compute_where_elements_lie() -> None:
     """In half types an A100's memory moves more elements than its multiprocessors find."""
     elements, tensors = 10**9, 3
-    strided = replace(
+    strided = structs.replace(
         SMALL,
         read_bytes=4 * elements,
         written_bytes=2 * elements,
@@ -73,9 +74,9 @@ def test_a_pointwise_op_on_strided_operands_takes_the_time_to_compute_where_elem
     integers = 108 * 1.41e9 * 64  # per second: multiprocessors, clock, operations of each per clock
     expected = elements * tensors * PLACE_OPERATIONS / integers
     assert op_seconds(strided, A100) == pytest.approx(expected, rel=0.01)
-    assert op_seconds(strided, A100) > 1.2 * op_seconds(replace(strided, extents=()), A100)
-    in_float32 = replace(strided, read_bytes=8 * elements, written_bytes=4 * elements, dtype="float32")
-    assert op_seconds(in_float32, A100) == op_seconds(replace(in_float32, extents=()), A100)
+    assert op_seconds(strided, A100) > 1.2 * op_seconds(structs.replace(strided, extents=()), A100)
+    in_float32 = structs.replace(strided, read_bytes=8 * elements, written_bytes=4 * elements, dtype="float32")
+    assert op_seconds(in_float32, A100) == op_seconds(structs.replace(in_float32, extents=()), A100)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_large_matmul_takes_its_flops_at_the_rate_reached_by_its_type(
     dtype: str, precision: Precision, peak: float, reached: str
 ) -> None:
     size = 27648  # 108 multiprocessors have whole waves of tiles
-    op = replace(
+    op = structs.replace(
         SMALL,
         name="aten.mm.default",
         flops=2 * size**3,
@@ -103,7 +104,7 @@ def test_a_large_matmul_takes_its_flops_at_the_rate_reached_by_its_type(
 
 
 def test_tf32_changes_nothing_where_the_hardware_lacks_it() -> None:
-    op = replace(SMALL, flops=10**12)
+    op = structs.replace(SMALL, flops=10**12)
     t4 = find_device("T4")
     assert op_seconds(op, t4, Precision.TF32) == op_seconds(op, t4, Precision.FP32)
 
@@ -118,14 +119,15 @@ def test_a_class_without_a_row_is_less_certain_than_any_with_one() -> None:
 
 def test_types_without_tensor_cores_run_at_the_float32_rate() -> None:
     pascal = find_device("GTX 1080 Ti")
-    product = replace(
+    product = structs.replace(
         SMALL,
         name="aten.mm.default",
         flops=2 * 8192**3,
         extents=tuple(Product(1, 8192, 8192, 8192)),
     )
     seconds = {
-        op_seconds(replace(product, dtype=dtype), pascal) for dtype in ("float32", "float16", "bfloat16")
+        op_seconds(structs.replace(product, dtype=dtype), pascal)
+        for dtype in ("float32", "float16", "bfloat16")
     }
     assert len(seconds) == 1
 
@@ -140,8 +142,8 @@ def test_a_gpu_without_a_row_has_those_of_its_generation_with_a_wider_spread() -
 
 def test_a_cpus_rates_are_achieved_ones_already() -> None:
     cpu = replace(find_device("cpu"), fp32_flops_per_second=1e11, memory_bandwidth_bytes_per_second=1e10)
-    assert op_seconds(replace(SMALL, flops=10**11), cpu) == pytest.approx(1.0)
-    assert op_seconds(replace(SMALL, read_bytes=10**10, written_bytes=0), cpu) == pytest.approx(1.0)
+    assert op_seconds(structs.replace(SMALL, flops=10**11), cpu) == pytest.approx(1.0)
+    assert op_seconds(structs.replace(SMALL, read_bytes=10**10, written_bytes=0), cpu) == pytest.approx(1.0)
 
 
 def test_a_region_costs_more_where_random_states_are_kept() -> None:

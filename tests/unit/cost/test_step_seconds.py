@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 from torch._ops import OpOverload
 
 from brimful.cost import StepTime, region_seconds, saving_seconds, step_seconds
@@ -182,8 +183,8 @@ LINKED = replace(GPU, host_link_bytes_per_second=1e9)
 
 def copies(sent_bytes: int, between_bytes: int, *, is_waited_for: bool = True) -> list[Op]:
     """A forward that sends bytes, does other work, and waits for the copy."""
-    sends = replace(op(Phase.FORWARD, sent_bytes), name=TO_HOST, written_bytes=sent_bytes)
-    waits = replace(op(Phase.FORWARD, 0), name="brimful.to_host_done.default")
+    sends = structs.replace(op(Phase.FORWARD, sent_bytes), name=TO_HOST, written_bytes=sent_bytes)
+    waits = structs.replace(op(Phase.FORWARD, 0), name="brimful.to_host_done.default")
     between = [op(Phase.FORWARD, between_bytes)]
     return [sends, *between, *([waits] if is_waited_for else []), op(Phase.BACKWARD, 1)]
 

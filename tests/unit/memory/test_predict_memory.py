@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from brimful.errors import UsageError
 from brimful.memory import (
@@ -165,7 +166,9 @@ def uncertain_trace():
         writer.free(writer.allocate(0, "workspace"))
         writer.allocate(12 * MIB, f"kept of {phase}")
     trace = writer.trace()
-    storages = (replace(s, most_bytes=30 * MIB) if s.label == "workspace" else s for s in trace.storages)
+    storages = (
+        structs.replace(s, most_bytes=30 * MIB) if s.label == "workspace" else s for s in trace.storages
+    )
     return replace(trace, storages=tuple(storages))
 
 
@@ -174,5 +177,5 @@ def test_sizes_that_are_not_known_for_sure_count_at_their_most_in_the_upper_end_
     assert predict_memory(trace).peak_reserved_bytes == 24 * MIB
     # A segment of 30 for each workspace: the first one's, with a kept tensor in it, has no room for the second.
     assert most_reserved_bytes(trace, 24 * MIB) == 60 * MIB
-    known = replace(trace, storages=tuple(replace(s, most_bytes=None) for s in trace.storages))
+    known = replace(trace, storages=tuple(structs.replace(s, most_bytes=None) for s in trace.storages))
     assert most_reserved_bytes(known, 24 * MIB) == 24 * MIB

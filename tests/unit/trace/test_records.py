@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from brimful.errors import FileFormatError
 from brimful.memory import predict_memory
@@ -36,7 +37,7 @@ def written() -> Trace:
     return dataclasses.replace(
         trace,
         settings=Settings(micro_batch_size=1, units=(UnitAction(fqn="0", action=Action.RECOMPUTE),)),
-        storages=(*trace.storages[:2], dataclasses.replace(trace.storages[2], kernel=kernel)),
+        storages=(*trace.storages[:2], structs.replace(trace.storages[2], kernel=kernel)),
         module_classes=(("", "Net"), ("0", "Linear"), ("1", "Linear")),
     )
 

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from msgspec import structs
+
 from brimful.memory import chosen_to_leave
 from brimful.memory import pinned_host as host
 from brimful.planner.problem.savable_ops import CASTS, UnitCall, unit_calls
@@ -229,7 +231,7 @@ class _Edits:
             return
         self.dropped.add(original_freed)
         if freed is not None:
-            self._replaced[freed] = replace(self._trace.events[freed], storage=original)
+            self._replaced[freed] = structs.replace(self._trace.events[freed], storage=original)
 
     def merge_until(self, original: int, storage: int, last_user: int, position: int) -> None:
         """The same, held until an op ends, whose last event is before `position`."""

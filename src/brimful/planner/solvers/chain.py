@@ -181,12 +181,6 @@ class _States:
     parent: NDArray[np.int64]
     option: NDArray[np.int64]
 
-    def undominated(self) -> _States:
-        """The states that no other with equal lingering bytes matches or beats in memory and cost."""
-        order = np.lexsort((self.seconds, self.retained))
-        cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], self.seconds[order][:-1])))
-        return self._at(order[self.seconds[order] < cheapest_before])
-
     def thinned(self, quantum_bytes: int) -> _States:
         """The first, and the last and so cheapest of each quantum; the states are undominated."""
         quanta = self.retained // quantum_bytes
@@ -199,6 +193,8 @@ class _States:
 
 
 def _joined(parts: list[_States]) -> _States:
+    if len(parts) == 1:
+        return parts[0]
     return _States(
         *(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(_States))
     )
@@ -215,28 +211,43 @@ def _by_what_lingers(unit: tuple[Option, ...]) -> list[list[int]]:
 def _extend(
     unit: tuple[Option, ...], options: list[int], states: _States, budget_bytes: int, gap_bytes: int
 ) -> _States:
-    """All states after one more unit under some options alike, within its constraint and the next gap's."""
-    parts = []
+    """All states after one more unit under some options alike, within its constraint and the next gap's.
+
+    Of these the ones that no other matches or beats in memory and cost; bytes and copies that linger are equal.
+    """
+    parents, retained, seconds = [], [], []
     held = states.retained + states.lingering
     for index in options:
         option = unit[index]
         most_before_gap = budget_bytes - gap_bytes - option.retained_bytes - option.lingering_bytes
         is_within = (held <= budget_bytes - option.peak_bytes) & (states.retained <= most_before_gap)
-        parent = np.flatnonzero(is_within).astype(np.int64)
+        parent = np.flatnonzero(is_within)
         copies = states.copy_seconds[parent]
         waits = np.maximum(copies - option.forward_seconds, 0.0)
         waits += np.maximum(copies - option.backward_seconds, 0.0)
-        parts.append(
-            _States(
-                states.retained[parent] + option.retained_bytes,
-                states.seconds[parent] + (option.seconds + waits),
-                np.full(parent.size, option.lingering_bytes, dtype=np.int64),
-                np.full(parent.size, option.copy_seconds),
-                parent,
-                np.full(parent.size, index, dtype=np.int64),
-            )
-        )
-    return _joined(parts).undominated()
+        parents.append(parent)
+        retained.append(states.retained[parent] + option.retained_bytes)
+        seconds.append(states.seconds[parent] + (option.seconds + waits))
+    all_retained, all_seconds = np.concatenate(retained), np.concatenate(seconds)
+    best = _undominated(all_retained, all_seconds)
+    chosen = np.repeat(np.array(options, dtype=np.int64), [parent.size for parent in parents])
+    alike = unit[options[0]]
+    return _States(
+        all_retained[best],
+        all_seconds[best],
+        np.full(best.size, alike.lingering_bytes, dtype=np.int64),
+        np.full(best.size, alike.copy_seconds),
+        np.concatenate(parents)[best],
+        chosen[best],
+    )
+
+
+def _undominated(retained: NDArray[np.int64], seconds: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Indices of the states that no other matches or beats, by what they retain."""
+    order = np.lexsort((seconds, retained))
+    in_order = seconds[order]
+    cheapest_before = np.minimum.accumulate(np.concatenate(([np.inf], in_order[:-1])))
+    return order[in_order < cheapest_before]
 
 
 def _trace_back(steps: list[_States], state: int) -> tuple[int, ...]:
