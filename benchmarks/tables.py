@@ -691,13 +691,13 @@ def plan_time_lines() -> Iterator[str]:
     yield "| command | before | after | before / after | asked again | aim, wall clock |"
     yield "|---|--:|--:|--:|--:|--:|"
     for row in result["rows"]:
-        again, aim = row.get("again_cpu_seconds"), row.get("aim_wall_seconds")
-        yield (
-            f"| {row['name']} | {format_seconds(row['before_cpu_seconds'])} "
-            f"| {format_seconds(row['after_cpu_seconds'])} ({format_seconds(row['after_wall_seconds'])}) "
-            f"| {row['before_over_after']:.1f} | {'' if again is None else format_seconds(again)} "
-            f"| {'' if aim is None else format_seconds(aim)} |"
+        before, again, aim = (
+            "" if row.get(name) is None else format_seconds(row[name])
+            for name in ("before_cpu_seconds", "again_cpu_seconds", "aim_wall_seconds")
         )
+        faster = f"{row['before_over_after']:.1f}" if before else ""
+        after = f"{format_seconds(row['after_cpu_seconds'])} ({format_seconds(row['after_wall_seconds'])})"
+        yield f"| {row['name']} | {before} | {after} | {faster} | {again} | {aim} |"
 
 
 def fault_lines() -> Iterator[str]:

@@ -56,7 +56,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of a command's name")
     asked = parser.parse_args()
     rows = [row_of(name, asked) for name in COMMANDS if asked.only in name]
-    command = f"python benchmarks/plan/speed.py --before COMMIT --repeats {asked.repeats}"
+    before = "" if asked.before is None else " --before COMMIT"
+    command = f"python benchmarks/plan/speed.py{before} --repeats {asked.repeats}"
     keep("plan_speed.json", command, {"rows": rows}, "transformers", "diffusers", "peft")
 
 
