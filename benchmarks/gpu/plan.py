@@ -6,18 +6,21 @@
 
 `--choose` says what every way to train would do within each budget, and keeps it in `gpu_plan_settings.json`.
 These settings are what is measured. Each model has a process of its own, in which torch's allocator may hold
-no more than the budget leaves beside the CUDA context, as on a card of that size. DIR/gpu_plan.json is written
-after each model.
+no more than the budget leaves beside the CUDA context, as on a card of that size. Settings that are chosen at
+several budgets run at the smallest of them; those predicted to need half as much again as a budget do not run.
+DIR/gpu_plan.json is written after each model.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +47,8 @@ BUDGETS_GIB = (8, 11, 16, 24, 40)
 DRY_FRACTIONS = (0.5, 0.8)
 MOST_SECONDS_PER_MODEL = 200
 """After which a model's process is ended; assumed, not measured."""
+HOPELESS = 1.5
+"""Predicted peak over the budget from which settings are not run: a choice, to save time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,8 @@ def main() -> None:
         for row in measured_rows(options.worker, models, options):
             print(json.dumps(row), flush=True)
         return
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
     if options.choose or options.dry:
         device = "cpu" if options.dry else options.device
         rows = [row for name in models for row in chosen_rows(name, models[name], device, options.dry)]
@@ -132,7 +139,6 @@ def _told(outcome: object) -> dict[str, Any] | None:
 
 def record(models: dict[str, Compared], options: argparse.Namespace) -> None:
     """Measure model by model, and write what there is after each."""
-    options.out.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
@@ -187,31 +193,29 @@ def measured_rows(
     """Measure one model under every way that was chosen; what runs out of memory says so."""
     job = models[name].make()
     chosen = json.loads(_settings_file(options).read_text(encoding="utf-8"))["rows"]
+    ran: dict[str, dict[str, Any]] = {}
     for row in chosen:
         if row["model"] != name:
             continue
         if not options.dry:
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(min(row["cap_bytes"] / total, 1.0))
-        done: dict[str, dict[str, Any]] = {}
+        failed: dict[str, dict[str, Any]] = {}
+        ways: dict[str, dict[str, Any]] = {}
         for way, told in row["ways"].items():
             if told is None:
-                done[way] = {"feasible": False}
+                ways[way] = {"feasible": False}
+                continue
+            described = {key: value for key, value in told.items() if key != "settings"}
+            if told["predicted_peak_device_bytes"] > HOPELESS * row["budget_bytes"]:
+                ways[way] = described | {"not_run": "predicted to need far more than the budget"}
                 continue
             key = json.dumps(told["settings"])
-            same = next((each for each in done.values() if each.get("key") == key), None)
-            done[way] = same or {"key": key, **_measured(job, told, options.dry)}
-        yield {
-            "model": name,
-            "budget_bytes": row["budget_bytes"],
-            "cap_bytes": row["cap_bytes"],
-            "ways": {
-                way: {
-                    k: v for k, v in ((row["ways"][way] or {}) | each).items() if k not in ("key", "settings")
-                }
-                for way, each in done.items()
-            },
-        }
+            found = ran.get(key) or failed.get(key) or _measured(job, told, options.dry)
+            (ran if "step_error" in found else failed)[key] = found
+            ways[way] = described | found
+        measured = {key: row[key] for key in ("model", "budget_bytes", "cap_bytes")}
+        yield measured | {"ways": ways}
 
 
 def _measured(job: Job, told: dict[str, Any], dry: bool) -> dict[str, Any]:
@@ -219,11 +223,15 @@ def _measured(job: Job, told: dict[str, Any], dry: bool) -> dict[str, Any]:
         measured, _ = measure(job, settings_from_json(told["settings"]), dry=dry, keeps_history=False)
     except torch.OutOfMemoryError as error:
         return {"out_of_memory": str(error)[:200]}
+    except Exception as error:  # the other ways are measured nevertheless
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
     finally:
+        gc.collect()
         if not dry:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-    kept = ("measured_peak_allocated_bytes", "measured_peak_reserved_bytes", "measured_step_seconds")
+    kept = ("measured_peak_allocated_bytes", "measured_peak_reserved_bytes", "measured_step_seconds", "losses")
     return {name: measured[name] for name in kept} | {
         "step_error": round(told["predicted_step_seconds"] / measured["measured_step_seconds"] - 1, 4)
     }
