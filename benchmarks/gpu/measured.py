@@ -36,7 +36,12 @@ _FIRST_SCALE = 1.0
 
 
 def measure(
-    job: Job, settings: Settings, *, dry: bool, keeps_history: bool
+    job: Job,
+    settings: Settings,
+    *,
+    dry: bool,
+    keeps_history: bool,
+    then: Callable[[Callable[[], object]], dict[str, Any]] | None = None,
 ) -> tuple[dict[str, Any], list[Entry]]:
     """Run real steps.
 
@@ -45,6 +50,7 @@ def measure(
         settings: How the steps are carried out.
         dry: On the CPU, few steps, under the profiler; their times mean nothing. Else on the first GPU.
         keeps_history: Whether to record the allocations of the model and the first steps, on a GPU.
+        then: Called with what runs a step, after the others; what it returns is among what was measured.
 
     Returns:
         What was measured, and the history, empty if none was kept.
@@ -82,8 +88,9 @@ def measure(
             peaks.append(peak)
             if keeps_history and step + 1 == RECORDED_STEPS:
                 history = stop_history(device)
+        found = {} if then is None else then(run)
     applied.remove()
-    measured = _measurement(peaks, seconds) | {"losses": losses, "updated": updated}
+    measured = _measurement(peaks, seconds) | {"losses": losses, "updated": updated} | found
     measured["measurement_seconds"] = round(time.perf_counter() - start, 2)
     return measured | ({} if dry else _allocator_counters(device)), history
 

@@ -21,6 +21,7 @@ import copy
 import fcntl
 import gc
 import json
+import os
 import subprocess
 import sys
 import time
@@ -45,6 +46,7 @@ from brimful.optimizers import make_optimizer  # noqa: E402
 from brimful.profiling.calibrate import measure_device  # noqa: E402
 from brimful.profiling.cuda_context import measure_context  # noqa: E402
 from brimful.profiling.local_device import local_gpu  # noqa: E402
+from brimful.profiling.timing import typical_seconds  # noqa: E402
 from brimful.quantities import GIB  # noqa: E402
 from brimful.settings import (  # noqa: E402
     Action,
@@ -57,8 +59,9 @@ from brimful.settings import (  # noqa: E402
 )
 from brimful.trace import find_units  # noqa: E402
 from gpu import jobs  # noqa: E402
+from gpu.configurations import CONFIGURATIONS  # noqa: E402
 from gpu.measured import measure  # noqa: E402
-from gpu.predicted import predict  # noqa: E402
+from gpu.predicted import predict, settings_of  # noqa: E402
 from helpers.faults import OutOfMemoryAt  # noqa: E402
 from machine import commit, machine  # noqa: E402
 
@@ -138,7 +141,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for mechanisms.json")
     parser.add_argument("--dry", action="store_true", help="toy models on the CPU, to see that it runs")
-    parser.add_argument("--only", default="", help="models and parts whose name contains this")
+    parser.add_argument("--only", default="", help="models and parts, separated by commas")
     parser.add_argument("--mechanism", default="", help="mechanisms whose name contains this")
     parser.add_argument("--seconds", type=float, default=300, help="after which the rest is listed as skipped")
     parser.add_argument("--commit", default="", help="what to note where there is no git")
@@ -156,7 +159,8 @@ def main() -> int:
 def record(options: argparse.Namespace) -> int:
     """Run a process for each part; write what there is after each."""
     start = time.monotonic()
-    names = [name for name in (*PARTS, *MODELS) if options.only in name]
+    wanted = options.only.split(",")
+    names = [name for name in (*PARTS, *MODELS) if any(each in name for each in wanted)]
     workers = {name: _start(name, options) for name in names}
     content: dict[str, Any] = {
         "command": " ".join(["benchmarks/gpu/mechanisms.py", *sys.argv[1:]]),
@@ -194,7 +198,12 @@ def _start(name: str, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     words = ["--out", str(options.out), "--worker", name, "--turn", str(options.turn)]
     words += ["--mechanism", options.mechanism, *(["--dry"] if options.dry else [])]
     with (options.out / f"{name}.log").open("wb") as log:
-        return subprocess.Popen([sys.executable, __file__, *words], stdout=log, stderr=log)
+        return subprocess.Popen(
+            [sys.executable, __file__, *words],
+            stdout=log,
+            stderr=log,
+            env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} | os.environ if name == "faults" else None,
+        )
 
 
 def work(name: str, options: argparse.Namespace) -> None:
@@ -267,8 +276,15 @@ def _measured(job: bf.Job, settings: Settings, options: argparse.Namespace) -> d
 def _certified(job: bf.Job, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
     """Of a quarter of the samples: gradients of both ways are there at once."""
     few = replace(settings, micro_batch_size=max(1, settings.micro_batch_size // 4))
-    report = bf.verify(job, few, str(_where(options)))
+    drawn_there = replace(job, model=partial(_built_on, job.model, _where(options)))
+    report = bf.verify(drawn_there, few, str(_where(options)))
     return {"holds": report.holds, "certificate": report.to_json()}
+
+
+def _built_on(build: Callable[[], nn.Module], where: torch.device) -> nn.Module:
+    """To draw the weights on the CPU would take longer than all that follows."""
+    with where:
+        return build()
 
 
 def _tried(run: Callable[[], Any]) -> Any:
@@ -301,8 +317,9 @@ def calibration_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def fault_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Memory runs out at operations spread over a step; then in a loop that has less than it needs."""
-    job, samples = jobs.gpt2(toy=options.dry), 4 if options.dry else 8
-    precision = Precision.FP32 if options.dry else Precision.BF16
+    torch.use_deterministic_algorithms(True, warn_only=True)  # else two undisturbed loops differ
+    job = jobs.gpt2(jobs.GPT2 | {"num_hidden_layers": 2}, toy=options.dry)  # of twelve: 150 loops are run
+    samples, precision = (4, Precision.FP32) if options.dry else (8, Precision.BF16)
     kept = Settings(micro_batch_size=samples, precision=precision)
     device = bf.find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
     units = find_units(capture_step(job, kept, device))
@@ -319,9 +336,7 @@ def fault_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def _injected(job: bf.Job, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
     where, count = _where(options), OutOfMemoryAt()
     torch.manual_seed(0)
-    model = build_model(job, is_copied=True)
-    model.transformer.h = model.transformer.h[:2]  # of twelve: a hundred loops are run
-    model.to(where).train()
+    model = build_model(job, is_copied=True).to(where).train()
     loop = partial(_loop, job, settings, model)
     undisturbed = loop(count)
     numbers = [round(at * (len(count.ops) - 1) / (POINTS - 1)) for at in range(POINTS)]
@@ -440,15 +455,73 @@ def _run(
     }
 
 
+def kernel_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """How long each kernel of a step takes, and how much of the step the GPU is idle."""
+    device = bf.find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
+    for name in PROFILED:
+        configuration = CONFIGURATIONS[name]
+        job = configuration.job(toy=options.dry)
+        settings = settings_of(configuration, job, device, toy=options.dry)
+        with turn(options):
+            yield {"kernels": name} | _tried(partial(_profiled, job, settings, options))
+            _empty(options)
+
+
+def _profiled(job: bf.Job, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
+    def profile(run: Callable[[], object]) -> dict[str, Any]:
+        where = _where(options)
+        seconds = typical_seconds([run], where, most_seconds=1.0).seconds
+        activity = torch.profiler.ProfilerActivity
+        kinds = [activity.CPU] if options.dry else [activity.CPU, activity.CUDA]
+        with torch.profiler.profile(activities=kinds) as profiler:
+            run()
+            if not options.dry:
+                torch.cuda.synchronize()
+        kernels: dict[str, list[float]] = {}
+        for event in profiler.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                found = kernels.setdefault(event.name[:160], [0, 0.0])
+                found[0] += 1
+                found[1] += event.device_time_total
+        return {
+            "undisturbed_step_seconds": seconds,
+            "kernel_seconds": sum(taken for _, taken in kernels.values()) / 1e6,
+            "kernel_microseconds_by_name": dict(sorted(kernels.items(), key=lambda each: -each[1][1])),
+        }
+
+    measured, _ = measure(job, settings, dry=options.dry, keeps_history=False, then=profile)
+    kept = (
+        "undisturbed_step_seconds",
+        "kernel_seconds",
+        "measured_step_seconds",
+        "kernel_microseconds_by_name",
+    )
+    return {name: measured[name] for name in kept}
+
+
+PROFILED = (
+    "resnet50-tf32",
+    "resnet50-bf16-nhwc",
+    "gpt2-bf16",
+    "llama-bf16",
+    "vit-bf16",
+    "unet-bf16",
+    "t5-bf16",
+    "gpt2-fp32",
+)
+"""Configurations whose kernels are timed."""
 PARTS: dict[str, Callable[[argparse.Namespace], Iterator[dict[str, Any]]]] = {
     "calibration": calibration_rows,
     "faults": fault_rows,
     "run": run_rows,
+    "kernels": kernel_rows,
 }
 
 
 def _line(row: dict[str, Any]) -> str:
-    name = f"{row['part']}: " + str(row.get("mechanism") or row.get("fault") or row.get("run") or "")
+    name = f"{row['part']}: " + str(
+        row.get("mechanism") or row.get("fault") or row.get("run") or row.get("kernels") or ""
+    )
     if "error" in row:
         return f"{name}: {row['error'][:300]}"
     if "mechanism" in row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import warnings
 
@@ -100,12 +101,20 @@ def set_up_allocator(settings: Settings, device: torch.device) -> None:
         _expands_segments = settings.expandable_segments
         torch.cuda.memory._set_allocator_settings(wanted)
         return
-    others = torch._C._accelerator_getAllocatorSettings().split(",")
+    others = _allocator_settings().split(",")
     if wanted in others:
         return  # the user set it
     _expands_segments = settings.expandable_segments
     kept = [option for option in others if option.strip() and "expandable_segments" not in option]
     torch._C._accelerator_setAllocatorSettings(",".join([*kept, wanted]))
+
+
+def _allocator_settings() -> str:
+    """PyTorch's options: the user's, where torch does not report those that were set since (before 2.12)."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        reported: str = torch._C._accelerator_getAllocatorSettings()
+        return reported
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def device_name(device: torch.device) -> str:

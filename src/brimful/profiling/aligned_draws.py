@@ -66,8 +66,10 @@ class AlignedDraws(EagerDispatchMode):
             own_in_place = (torch.arange(every, device=value.device) - begin) % rows
             return value.index_select(dim, own_in_place)
 
-        def own_rows(drawn: Any) -> Any:
-            return drawn.narrow(dim, begin, rows).clone() if isinstance(drawn, Tensor) else drawn
+        def own_rows(drawn: Any) -> Any:  # fused attention also returns its seed, which has no rows
+            if not isinstance(drawn, Tensor) or drawn.ndim <= dim or drawn.shape[dim] != every:
+                return drawn
+            return drawn.narrow(dim, begin, rows).clone()
 
         if func.overloadpacket in _OF_SIZES:
             sized = [

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from importlib import metadata
 
+import torch
+
+from brimful import __version__
 from brimful.devices import Device
 from brimful.job import Job
 from brimful.optimizers import NamedOptimizer
@@ -72,7 +74,7 @@ class JobKind:
         # Free memory and the network do not change what a step takes on this device.
         rates = replace(self.device, capacity_bytes=0, network_bytes_per_second=0.0)
         digest = hashlib.blake2b(digest_size=8)
-        for part in (self.job, repr(rates), metadata.version("brimful"), metadata.version("torch")):
+        for part in (self.job, repr(rates), __version__, torch.__version__):
             digest.update(part.encode("utf-8", "surrogatepass"))
             digest.update(b"\0")
         ranks = f", {self.world_size} ranks" if self.world_size > 1 else ""

@@ -56,12 +56,12 @@ class Pool:
 
     def _piece(self, memory: Tensor, shape: tuple[int, ...]) -> Tensor:
         count = math.prod(shape)
-        if count > self.numbers:  # larger than any cache
-            return memory.new_empty(shape).fill_(0.5)
         start = self.taken % self.numbers
         if start + count > self.numbers:
             start = 0
         self.taken += -(-count // _ALIGNED_NUMBERS) * _ALIGNED_NUMBERS
+        if count > self.numbers:  # larger than any cache
+            return memory.new_empty(shape).fill_(0.5)
         return memory[start : start + count].view(shape)
 
 
@@ -97,35 +97,40 @@ _ELEMENTS = tuple(4**i for i in range(3, 12))
 """64 elements to 4 M: 256 B to 16 MiB of float32, from a launch to beyond most caches."""
 _FEW_ELEMENTS = tuple(4**i for i in range(3, 11))
 """To 1 M, for work that a cache hardly speeds up."""
+_ELEMENTS_ON_GPU = tuple(4**i for i in range(3, 14))
+"""To 64 M, 256 MiB of float32: an H100 works on 4 M for less time than it takes to launch, in its cache."""
 _MATMUL_SIZES = (16, 32, 64, 128, 256, 512, 1024)
 _MATMUL_SIZES_ON_GPU = (*_MATMUL_SIZES, 2048, 4096)
 _SIDES = (2, 4, 8, 16, 32, 64)
 _CHANNELS = (16, 32, 64, 128, 256, 512)
 _ATTENTION_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_ATTENTION_SIZES_ON_GPU = (*_ATTENTION_SIZES, 1024, 2048, 4096)
 _RECURRENT_SIZES = (16, 32, 64, 128, 256)
 
 
 def probes(device: torch.device) -> Iterator[Probe]:
     """All that are timed on a device; products in each type that training is done in."""
-    products = _MATMUL_SIZES if device.type == "cpu" else _MATMUL_SIZES_ON_GPU
+    is_cpu = device.type == "cpu"
+    products = _MATMUL_SIZES if is_cpu else _MATMUL_SIZES_ON_GPU
+    attended = _ATTENTION_SIZES if is_cpu else _ATTENTION_SIZES_ON_GPU
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
         yield Probe(kind=f"matmul:{name}", make=_matmul, sizes=products, dtype=dtype)
-        if device.type == "cuda" or dtype is torch.float32:
+        if not is_cpu or dtype is torch.float32:
             yield Probe(kind=f"convolution:{name}", make=_convolution, sizes=_SIDES, dtype=dtype)
-            yield Probe(kind=f"attention:{name}", make=_attention, sizes=_ATTENTION_SIZES, dtype=dtype)
-    if device.type == "cpu":
+            yield Probe(kind=f"attention:{name}", make=_attention, sizes=attended, dtype=dtype)
+    if is_cpu:
         yield Probe(kind="matmul:float64", make=_matmul, sizes=products, dtype=torch.float64)
-    if device.type == "cuda":
+    else:
         yield Probe(kind="matmul:tf32", make=_matmul, sizes=products, rounds_to_tf32=True)
-    if device.type == "cpu":
+    if is_cpu:
         yield Probe(kind="weight_gradient", make=_weight_gradient, sizes=_CHANNELS)
         yield Probe(kind="depthwise:float32", make=_depthwise, sizes=_SIDES)
         yield Probe(kind="im2col:float32", make=_im2col, sizes=_SIDES)
         yield Probe(kind="recurrent:float32", make=_lstm, sizes=_RECURRENT_SIZES)
     for kind, make in _BY_BYTES.items():
-        sizes = _ELEMENTS if kind in ("elementwise", "copy", "reduction") else _FEW_ELEMENTS
-        yield Probe(kind=kind, make=make, sizes=sizes)
+        on_cpu = _ELEMENTS if kind in ("elementwise", "copy", "reduction") else _FEW_ELEMENTS
+        yield Probe(kind=kind, make=make, sizes=on_cpu if is_cpu else _ELEMENTS_ON_GPU)
 
 
 def _matmul(size: int, pool: Pool) -> tuple[Run, int]:
@@ -205,9 +210,17 @@ def _rows(size: int, pool: Pool) -> Tensor:
 
 
 def _image(size: int, pool: Pool) -> Tensor:
-    """Four samples (B, C, 8, 8) of `size` elements in all; one sample if they are few."""
-    samples = 4 if size >= 1024 else 1
-    return pool.operand(samples, size // samples // 64, 8, 8)
+    """A few samples (B, C, 8, W) of `size` elements in all, at most 256 channels on a GPU.
+
+    A GPU's kernels take channels in parallel: thousands of them, each of few pixels, would be slower than any
+    layer's.
+    """
+    if pool.device.type == "cpu":
+        samples = 4 if size >= 1024 else 1
+        return pool.operand(samples, size // samples // 64, 8, 8)
+    samples = 32 if size >= 32 * 512 else 1
+    channels = min(size // samples // 64, 256)
+    return pool.operand(samples, channels, 8, size // samples // channels // 8)
 
 
 def _elementwise(size: int, pool: Pool) -> tuple[Run, int]:

@@ -23,7 +23,9 @@ from brimful.quantities import MIB
 from brimful.status import report
 
 _POOL_BYTES = 64 * MIB
-"""Beyond the caches of most CPUs and GPUs."""
+"""Beyond the caches of most CPUs."""
+_POOL_CACHES = 4
+"""Of a GPU's L2 cache that a pool there is as large as. A choice."""
 _LARGEST_POOL_BYTES = 512 * MIB
 """Of operands and of results: together beyond the last cache of any CPU of 2026 that one socket's cores share,
 but for AMD's with stacked cache (1152 MiB)."""
@@ -94,6 +96,10 @@ def measure_curves(
 
 def _pool_bytes(where: torch.device, dtype: torch.dtype) -> int:
     """Size of a pool: on a CPU that of its last cache, for float32, in which all but products are timed."""
+    if where.type == "cuda":
+        cache_bytes = getattr(torch.cuda.get_device_properties(where), "L2_cache_size", 0)
+        free_bytes, _ = torch.cuda.mem_get_info(where)
+        return max(_POOL_BYTES, min(_POOL_CACHES * cache_bytes, int(free_bytes * _POOL_MEMORY_FRACTION / 2)))
     if where.type != "cpu" or dtype is not torch.float32:
         return _POOL_BYTES
     free_bytes = min([psutil.virtual_memory().available, *memory_left_bytes()])
