@@ -37,3 +37,13 @@ def test_what_one_plan_set_another_that_does_not_ask_for_it_undoes(told: list[st
     set_up_allocator(GROWING, torch.device("cuda"))
     set_up_allocator(Settings(micro_batch_size=1), torch.device("cuda"))
     assert told[1:] == ["max_split_size_mb:128,expandable_segments:False"]
+
+
+def test_the_user_s_options_stay_where_torch_does_not_report_them(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 has the function that sets them, and not the one that reports them."""
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    set_up_allocator(GROWING, torch.device("cuda"))
+    assert told == ["max_split_size_mb:64,expandable_segments:True"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -244,3 +244,27 @@ def test_micro_batches_of_a_sum_are_added_in_a_loop_of_ones_own() -> None:
 def test_reductions_that_mean_nothing_are_refused(parts: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         bf.Job(model=linear, loss=squares, batch=rows, **parts)
+
+
+@pytest.fixture
+def seeded_attention() -> Iterator[Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Returns what fused attention on CUDA does: a result with rows, its seed and a mask that is empty."""
+    library = torch.library.Library("brimful_tests", "FRAGMENT")
+    library.define("attend(Tensor x) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.nondeterministic_seeded,))
+    library.impl("attend", lambda x: (x + torch.rand_like(x), torch.tensor(7), x.new_empty(0)), "CPU")
+    yield torch.ops.brimful_tests.attend
+    library._destroy()
+
+
+def test_a_result_without_rows_is_left_as_it_is(
+    seeded_attention: Callable[[Tensor], tuple[Tensor, ...]],
+) -> None:
+    """On CUDA such a seed made every batch of a model with fused attention one that may not be split."""
+    x = torch.randn(6, 3)
+    with AlignedDraws(begin=0, samples=6, whole=6):
+        whole = seeded_attention(x)[0]
+    for begin in (0, 3):
+        with AlignedDraws(begin=begin, samples=3, whole=6):
+            found, seed, mask = seeded_attention(x[begin : begin + 3])
+        assert torch.equal(found, whole[begin : begin + 3])
+        assert (seed.item(), mask.numel()) == (7, 0)

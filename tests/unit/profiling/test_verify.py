@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 import brimful as bf
 from brimful.profiling import verify
+from brimful.profiling.equivalence import deterministic_kernels
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Action, Precision, Settings, UnitAction
 
@@ -180,3 +182,19 @@ def test_a_sum_is_found_in_bfloat16_too() -> None:
     found_out = certificate(with_model(lambda: mlp().bfloat16(), summed), micro_batches=4)
     assert not found_out.holds
     assert 'Job(reduction="sum")' in str(found_out)
+
+
+@pytest.mark.parametrize("was_on", [False, True])
+def test_on_cuda_steps_are_compared_with_kernels_that_add_in_a_fixed_order(was_on: bool) -> None:
+    """An H100 computes other last digits each time without them; what has none does not warn."""
+    torch.use_deterministic_algorithms(was_on, warn_only=False)
+    try:
+        with deterministic_kernels(torch.device("cuda")):
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+            warnings.warn("op does not have a deterministic implementation", UserWarning, stacklevel=1)
+        assert torch.are_deterministic_algorithms_enabled() is was_on
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        with deterministic_kernels(torch.device("cpu")):
+            assert torch.are_deterministic_algorithms_enabled() is was_on
+    finally:
+        torch.use_deterministic_algorithms(False)
