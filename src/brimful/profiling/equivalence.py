@@ -185,8 +185,8 @@ def _compared(
 def deterministic_kernels(device: torch.device) -> Iterator[None]:
     """Within, CUDA ops run kernels that add in a fixed order, where there are any.
 
-    Without them two equal steps differ in the last digits: on an H100, gradients of a Llama under bf16 by as much
-    as one rounding of their largest entry. Nothing changes on other devices.
+    Without them two equal steps differ in the last digits: on an H100, gradients of a Llama under bf16 by as
+    much as one rounding of their largest entry. Nothing changes on other devices.
 
     Args:
         device: Where the ops run.
@@ -245,7 +245,8 @@ def _same_but_for_order(
     """Compare two computations that must be bitwise equal, unless the baseline itself varies.
 
     Some CUDA kernels add in any order, even among `deterministic_kernels`. Differences that the baseline shows
-    between runs are not caused by the plan; differences larger than some roundings are not caused by the kernels.
+    between runs are not caused by the plan; differences larger than some roundings are not caused by the
+    kernels.
     """
     comparison = _comparison(name, kept, found, bound=0.0)
     if comparison.is_bitwise:

@@ -246,8 +246,11 @@ def test_reductions_that_mean_nothing_are_refused(parts: dict[str, Any], words: 
         bf.Job(model=linear, loss=squares, batch=rows, **parts)
 
 
+Attention = Callable[[Tensor], tuple[Tensor, ...]]
+
+
 @pytest.fixture
-def seeded_attention() -> Iterator[Callable[[Tensor], tuple[Tensor, ...]]]:
+def seeded_attention() -> Iterator[Attention]:
     """Returns what fused attention on CUDA does: a result with rows, its seed and a mask that is empty."""
     library = torch.library.Library("brimful_tests", "FRAGMENT")
     library.define("attend(Tensor x) -> (Tensor, Tensor, Tensor)", tags=(torch.Tag.nondeterministic_seeded,))
