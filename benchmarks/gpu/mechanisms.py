@@ -66,6 +66,13 @@ from helpers.faults import OutOfMemoryAt  # noqa: E402
 from machine import commit, machine  # noqa: E402
 
 RECORD = "mechanisms.json"
+SMALL_GPT2 = jobs.GPT2 | {
+    "hidden_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+}
+"""Of which 150 loops are run."""
 POINTS = 50
 """Operations of a step at which memory runs out, spread evenly."""
 STEPS = 4
@@ -318,9 +325,8 @@ def calibration_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def fault_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Memory runs out at operations spread over a step; then in a loop that has less than it needs."""
     torch.use_deterministic_algorithms(True, warn_only=True)  # else two undisturbed loops differ
-    job = jobs.gpt2(jobs.GPT2 | {"num_hidden_layers": 2}, toy=options.dry)  # of twelve: 150 loops are run
-    samples, precision = (4, Precision.FP32) if options.dry else (8, Precision.BF16)
-    kept = Settings(micro_batch_size=samples, precision=precision)
+    job = jobs.gpt2(SMALL_GPT2, toy=options.dry)
+    kept = Settings(micro_batch_size=4, precision=Precision.FP32 if options.dry else Precision.BF16)
     device = bf.find_device("A100 80GB") if options.dry else local_gpu(torch.device("cuda", 0))
     units = find_units(capture_step(job, kept, device))
     with turn(options):
@@ -330,7 +336,9 @@ def fault_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             )
             _empty(options)
         if not options.dry:
-            yield {"fault": "too little memory"} | _tried(lambda: _too_little(job, kept))
+            plenty = Settings(micro_batch_size=8, precision=Precision.BF16)
+            large = jobs.gpt2(jobs.GPT2 | {"num_hidden_layers": 2})
+            yield {"fault": "too little memory"} | _tried(lambda: _too_little(large, plenty))
 
 
 def _injected(job: bf.Job, settings: Settings, options: argparse.Namespace) -> dict[str, Any]:
@@ -339,8 +347,10 @@ def _injected(job: bf.Job, settings: Settings, options: argparse.Namespace) -> d
     model = build_model(job, is_copied=True).to(where).train()
     loop = partial(_loop, job, settings, model)
     undisturbed = loop(count)
+    again = loop(OutOfMemoryAt())
     numbers = [round(at * (len(count.ops) - 1) / (POINTS - 1)) for at in range(POINTS)]
     survived = alike = 0
+    largest = 0.0
     errors: list[str] = []
     for number in numbers:
         fault = OutOfMemoryAt(number)
@@ -351,11 +361,15 @@ def _injected(job: bf.Job, settings: Settings, options: argparse.Namespace) -> d
             continue
         survived += fault.raised == 1
         alike += found == undisturbed
+        pairs = zip(found[0], undisturbed[0], strict=True)
+        largest = max(largest, *(abs(loss / other - 1) for loss, other in pairs))
     return {
         "points": len(numbers),
         "operations": len(count.ops),
         "survived": survived,
         "bitwise_equal": alike,
+        "undisturbed_loops_are_equal": again == undisturbed,
+        "largest_relative_difference_of_losses": largest,
         "errors_of_points": errors,
     }
 
