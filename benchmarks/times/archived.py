@@ -106,6 +106,7 @@ def _from_peak(kernel: AtPeak, device: Device, rate: float) -> Kernel:
         kernel.computing_seconds * peaks.get(unit, rate),
         unit,
         round(kernel.moving_seconds * device.memory_bandwidth_bytes_per_second),
+        kernel.loads_elements,
     )
 
 

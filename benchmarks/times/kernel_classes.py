@@ -26,6 +26,11 @@ class AtPeak(NamedTuple):
     computing_seconds: float
     moving_seconds: float
 
+    @property
+    def loads_elements(self) -> bool:
+        """Whether it is a misaligned product in a half type; see `Kernel`."""
+        return self.arithmetic == "half" and self.name.endswith("matmul_unaligned")
+
 
 def class_seconds(ops: Iterable[Op], device: Device, precision: Precision) -> dict[str, float]:
     """Predicted seconds of each kernel class, those that take most first.

@@ -6,6 +6,7 @@ from brimful.cost.kernels import FactorTable, Kernel, Unit, kernels_of
 from brimful.cost.kernels.classes import FUSED_ATTENTION
 from brimful.cost.kernels.factors import (
     CACHED_FRACTION,
+    ELEMENT_LOADING_FLOPS,
     KERNEL_SECONDS,
     L2_SPEEDUP,
     PLACE_OPERATIONS,
@@ -39,6 +40,7 @@ class GpuWork:
             dtype: reached.arithmetic(dtype, is_tf32=is_tf32) for dtype, has in has_rate.items() if has
         }
         self._fp32_fraction = reached.fp32
+        self._element_loading_rate = integers_per_second(device) * ELEMENT_LOADING_FLOPS
         self._places_per_second = integers_per_second(device) / PLACE_OPERATIONS
         self._attention = reached.attention
         self._cached_bytes = CACHED_FRACTION * device.l2_bytes
@@ -83,7 +85,8 @@ class GpuWork:
             return self._fp32_rate
         if kernel.name in FUSED_ATTENTION:
             return flops_per_second * self._attention
-        return flops_per_second * self._fractions.get(dtype, self._fp32_fraction)
+        rate = flops_per_second * self._fractions.get(dtype, self._fp32_fraction)
+        return min(rate, self._element_loading_rate) if kernel.loads_elements else rate
 
     def _from_memory(self, moved_bytes: int) -> float:
         """Bytes of the memory that take as long as these, of which the L2 cache has some."""

@@ -41,6 +41,14 @@ PLACE_OPERATIONS = _CONSTANTS["place_operations"]
 broadcast or not contiguous: a division for each dimension, by multiplication and shift, a product and a sum
 (aten/src/ATen/cuda/detail/OffsetCalculator.cuh). Fitted with the classes."""
 
+ELEMENT_LOADING_FLOPS = _CONSTANTS["element_loading_flops"]
+"""FLOPs of a product in a half type for each 32-bit integer operation that a GPU could do meanwhile, where rows
+of operands are not whole 16 bytes. Asynchronous copies to shared memory take at least 4 bytes (PTX ISA,
+cp.async), so cuBLAS runs the kernels of the generation before them (`cutlass_75_tensorop_…_align1`), whose
+threads load element by element: their rate follows the multiprocessors and the clock, not the tensor cores.
+Taken from the RTX 3090, the one GPU whose misaligned products are fitted: its rate of aligned products, to which
+the slowdowns of the classes are relative, over its rate of integer operations."""
+
 _INTEGERS_PER_CLOCK = 64
 """32-bit integer operations of a multiprocessor per clock. Source: CUDA C++ programming guide, throughput of
 native arithmetic instructions, compute capability 7.0 and later; used for older GPUs too."""
