@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from brimful.cost.kernels import Unit, kernels_of
 from brimful.cost.kernels.classes import LAUNCHES_NOTHING
-from brimful.cost.kernels.factors import integers_per_second
+from brimful.cost.kernels.constants import integers_per_second
 from brimful.cost.kinds import base_name
 from brimful.cost.roofline import Roofline
 from brimful.devices import Device
@@ -68,7 +68,7 @@ def kernels_at_peak(ops: Iterable[Op], device: Device, precision: Precision) -> 
     found: Counter[AtPeak] = Counter()
     for op in ops:
         rate = device.flops_per_second(op.dtype, precision) or scalar
-        for kernel in kernels_of(op, device.sm_count or 1):
+        for kernel in kernels_of(op, device.sm_count or 1, is_tf32=precision is Precision.TF32):
             peak = peaks.get(kernel.unit, rate)
             arithmetic = str(kernel.unit) if kernel.unit in peaks else _arithmetic(op, precision)
             found[AtPeak(kernel.name, arithmetic, kernel.flops / peak, kernel.moved_bytes / bandwidth)] += 1

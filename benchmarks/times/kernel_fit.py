@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from brimful.cost.kernels.classes import FUSED_ATTENTION
-from brimful.cost.kernels.factors import ELEMENT_LOADING_FLOPS, L2_SPEEDUP, integers_per_second
+from brimful.cost.kernels.constants import ELEMENT_LOADING_FLOPS, L2_SPEEDUP, integers_per_second
 from brimful.devices import find_device
 from times.archive import Step
 from times.kernel_classes import AtPeak

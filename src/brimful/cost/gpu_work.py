@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from brimful.cost.kernels import FactorTable, Kernel, Unit, kernels_of
-from brimful.cost.kernels.classes import FUSED_ATTENTION
-from brimful.cost.kernels.factors import (
+from brimful.cost.kernels.classes import CONVOLUTION, FUSED_ATTENTION
+from brimful.cost.kernels.constants import (
     CACHED_FRACTION,
     ELEMENT_LOADING_FLOPS,
     KERNEL_SECONDS,
@@ -28,7 +28,7 @@ class GpuWork:
     def __init__(self, device: Device, precision: Precision) -> None:
         self._factors = FactorTable.of(device)
         reached = self._factors.reached
-        is_tf32 = precision is Precision.TF32 and device.tf32_flops_per_second is not None
+        self._is_tf32 = is_tf32 = precision is Precision.TF32 and device.tf32_flops_per_second is not None
         self._sm_count = device.sm_count or 1
         self._fp32_rate = device.fp32_flops_per_second
         has_rate = {
@@ -38,6 +38,9 @@ class GpuWork:
         }  # without one, the rate is that of float32
         self._fractions = {
             dtype: reached.arithmetic(dtype, is_tf32=is_tf32) for dtype, has in has_rate.items() if has
+        }
+        self._convolutions = {
+            dtype: reached.convolution(dtype, is_tf32=is_tf32) for dtype, has in has_rate.items() if has
         }
         self._fp32_fraction = reached.fp32
         self._element_loading_rate = integers_per_second(device) * ELEMENT_LOADING_FLOPS
@@ -58,7 +61,7 @@ class GpuWork:
         """
         return [
             (kernel.name, self.kernel_seconds(kernel, op.dtype, flops_per_second))
-            for kernel in kernels_of(op, self._sm_count)
+            for kernel in kernels_of(op, self._sm_count, is_tf32=self._is_tf32)
         ]
 
     def kernel_seconds(self, kernel: Kernel, dtype: str, flops_per_second: float) -> float:
@@ -86,6 +89,8 @@ class GpuWork:
         if kernel.name in FUSED_ATTENTION:
             return flops_per_second * self._attention
         rate = flops_per_second * self._fractions.get(dtype, self._fp32_fraction)
+        if kernel.name.startswith(CONVOLUTION):
+            return rate * self._convolutions.get(dtype, 1.0)
         return min(rate, self._element_loading_rate) if kernel.loads_elements else rate
 
     def _from_memory(self, moved_bytes: int) -> float:

@@ -12,14 +12,14 @@ INPUT_COPY = "input_copy"
 """The name of their time among the classes of kernels."""
 
 ASYNCHRONOUS_BYTES = 64 * 1024
-"""Up to this size the host does not wait. Source: CUDA Runtime API, "API synchronization behavior": transfers
-from pageable memory of 64 KB or less."""
+"""Up to this size the host does not wait. Source: CUDA C++ programming guide, "Asynchronous concurrent
+execution": memory copies from host to device of a memory block of 64 KB or less."""
 
 PAGEABLE_BYTES_PER_SECOND = 7e9
 """At which the driver copies pageable memory: one thread of the host copies it to pinned memory, piece after
-piece. 7.3 and 8.6 GB/s in the profiles of two steps of ResNet-50 beside an H100 SXM, whose link moves 55 GB/s
-from pinned memory (benchmarks/results/gpu_times.json, gpu_calibration.json). It is the host's rate and not the
-link's, unless the link is slower."""
+piece, so it is the host's rate and not the link's, unless the link is slower. 5.1 GB/s (pytorch/pytorch issue
+16901), 5 to 6 (rapidsai/dask-cuda pull request 98), 7.3 and 8.6 in the profiles of two steps of ResNet-50 beside
+an H100 SXM, whose link moves 55 GB/s from pinned memory."""
 
 
 def copied_input_bytes(trace: Trace) -> dict[int, int]:
@@ -43,6 +43,9 @@ def copied_input_bytes(trace: Trace) -> dict[int, int]:
 
 def input_copy_seconds(copied_bytes: NDArray[np.int64], device: Device) -> NDArray[np.float64]:
     """How long the host and the device are both busy with copies.
+
+    The host waits until the device has done all before the copy, and until the memory is copied (CUDA Runtime
+    API, "API synchronization behavior": a stream sync is performed before the copy is initiated).
 
     Args:
         copied_bytes: Of each, (N,).

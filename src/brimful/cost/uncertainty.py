@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 from brimful.cost.input_copies import INPUT_COPY
 from brimful.cost.kernels import FactorTable
-from brimful.cost.kernels.factors import DIFFERENCE_WIDENING
+from brimful.cost.kernels.constants import DIFFERENCE_WIDENING
 from brimful.cost.step import StepTime
 from brimful.devices import Device
 

@@ -7,7 +7,8 @@ and cuBLAS do with a problem size.
 """
 
 from brimful.cost.kernels.classes import kernels_of
-from brimful.cost.kernels.factors import FactorTable, KernelFactors, PeakFractions
+from brimful.cost.kernels.factors import FactorTable
+from brimful.cost.kernels.fractions import KernelFactors, PeakFractions
 from brimful.cost.kernels.kernel import Kernel, Unit
 
 __all__ = ["FactorTable", "Kernel", "KernelFactors", "PeakFractions", "Unit", "kernels_of"]

@@ -19,18 +19,22 @@ aten/src/ATen/native/cuda/SoftMax.cu, `dim_size <= 1024` chooses `dispatch_softm
 FUSED_ATTENTION = frozenset({"attention", "attention_backward"})
 """Classes of fused attention."""
 
+CONVOLUTION = "convolution"
+"""The beginning of the names of convolutions by filters of several elements, of whole images and all channels."""
+
 LAUNCHES_NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided"}
 )
 """Ops that only allocate."""
 
 
-def kernels_of(op: Op, sm_count: int) -> list[Kernel]:
+def kernels_of(op: Op, sm_count: int, *, is_tf32: bool = False) -> list[Kernel]:
     """The kernels that an op launches on a GPU.
 
     Args:
         op: An op of the GPU.
         sm_count: Multiprocessors of the GPU.
+        is_tf32: Whether float32 products round to TF32.
 
     Returns:
         An empty list for an op that only allocates, else at least one.
@@ -47,7 +51,7 @@ def kernels_of(op: Op, sm_count: int) -> list[Kernel]:
     if isinstance(extents, Convolution) and not (extents.gradients or op.flops):  # of the bias alone
         return [Kernel("reduction_of_columns", moved_bytes=moved_bytes)]
     if isinstance(extents, Convolution):
-        return list(convolution_kernels(extents, op.dtype, op.weight_bytes, sm_count))
+        return list(convolution_kernels(extents, op.dtype, op.weight_bytes, sm_count, is_tf32=is_tf32))
     if isinstance(extents, Product):
         return [_product(extents, op.dtype, moved_bytes, sm_count)]
     if isinstance(extents, Attention):
