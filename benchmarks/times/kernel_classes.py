@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from brimful.cost import StepTime
+from brimful.cost.input_copies import INPUT_COPY
 from brimful.cost.kernels import Unit, kernels_of
 from brimful.cost.kernels.classes import LAUNCHES_NOTHING
 from brimful.cost.kernels.constants import integers_per_second
@@ -49,6 +51,11 @@ def class_seconds(ops: Iterable[Op], device: Device, precision: Precision) -> di
         for name, seconds in roofline.work_parts(op):
             found[name] += seconds
     return {name: float(f"{seconds:.4g}") for name, seconds in found.most_common()}
+
+
+def seconds_without_input_copies(time: StepTime) -> float:
+    """The time of a step whose batches lie on the device already, as those of synthetic benchmarks do."""
+    return time.total_seconds - dict(time.kernel_seconds).get(INPUT_COPY, 0.0)
 
 
 def kernels_at_peak(ops: Iterable[Op], device: Device, precision: Precision) -> Counter[AtPeak]:
