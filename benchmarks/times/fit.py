@@ -57,13 +57,13 @@ ASSUMED_CONVOLUTION = {"convolution_half": 1.0, "convolution_fp32": 1.0, "convol
 PROBED = {
     "Hopper HBM": {
         "fp32": 0.765,
-        "convolution_half": 0.573,
+        "convolution_half": 0.576,
         "convolution_fp32": 0.686,
         "convolution_spread": 0.4,
     }
 }
 """What a calibration measured on GPUs of an architecture and memory, where no published time shows it: an H100
-SXM (benchmarks/results/gpu_calibration.json, by `gpu/times.py`, "probed")."""
+SXM (benchmarks/results/gpu_calibration.json, by `gpu/step_times.py`, "probed")."""
 GPU_SPREAD = 0.05
 """Standard deviation of the logarithm of what all kernels of a GPU with measurements share. Assumed."""
 DATA = Path(__file__).parents[2] / "src" / "brimful" / "data"
