@@ -53,7 +53,7 @@ ASSUMED_ATTENTION = {"Ampere HBM": 0.5, "Hopper HBM": 0.3, "Blackwell HBM": 0.14
 an A100's peak at its best (arXiv 2307.08691), 35 % of an H100's (Shah et al., "FlashAttention-3", arXiv
 2407.08608), 259 to 346 TFLOP/s on a B200 (Dao-AILab/flash-attention, issue 1589)."""
 ASSUMED_CONVOLUTION = {"convolution_half": 1.0, "convolution_fp32": 1.0, "convolution_spread": 0.0}
-"""Convolutions relative to products, on GPUs where no probe showed more than the factors of their classes do."""
+"""Convolutions relative to products, where no probe showed more than the factors of their classes do."""
 PROBED = {
     "Hopper HBM": {
         "fp32": 0.765,

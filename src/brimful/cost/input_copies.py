@@ -18,8 +18,8 @@ execution": memory copies from host to device of a memory block of 64 KB or less
 PAGEABLE_BYTES_PER_SECOND = 7e9
 """At which the driver copies pageable memory: one thread of the host copies it to pinned memory, piece after
 piece, so it is the host's rate and not the link's, unless the link is slower. 5.1 GB/s (pytorch/pytorch issue
-16901), 5 to 6 (rapidsai/dask-cuda pull request 98), 7.3 and 8.6 in the profiles of two steps of ResNet-50 beside
-an H100 SXM, whose link moves 55 GB/s from pinned memory."""
+16901), 5 to 6 (rapidsai/dask-cuda pull request 98), 7.3 and 8.6 in two steps of ResNet-50 on an H100 SXM
+(benchmarks/results/gpu_times.json), whose link moves 55 GB/s from pinned memory."""
 
 
 def copied_input_bytes(trace: Trace) -> dict[int, int]:

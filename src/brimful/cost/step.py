@@ -258,9 +258,7 @@ class _TimedOps:
     def of(cls, trace: Trace) -> _TimedOps:
         last_step, loops = trace.captured_steps - 1, modules_of_native_loops(trace)
         places = [
-            place
-            for place, op in enumerate(trace.ops)
-            if op.step == last_step and op.phase in _PART_OF_PHASE
+            place for place, op in enumerate(trace.ops) if op.step == last_step and op.phase in _PART_OF_PHASE
         ]
         timed = [trace.ops[place] for place in places]
         copied = copied_input_bytes(trace)

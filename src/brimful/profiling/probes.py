@@ -147,7 +147,8 @@ _CONVOLVED = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 def _convolution(side: int, pool: Pool) -> tuple[Run, int]:
     """3 × 3 from C channels to C on a (B, C, s, s) image, and its backward: thrice the FLOPs of forward.
 
-    On a GPU it is contiguous. On a CPU it is channels_last, which oneDNN computes without copies to and from a layout of its own.
+    On a GPU it is contiguous. On a CPU it is channels_last, which oneDNN computes without copies to and from a
+    layout of its own.
     """
     samples, channels = (2, 64) if pool.device.type == "cpu" else (PROBE_SAMPLES, PROBE_CHANNELS)
     return _convolved(side, pool, samples, channels, 1)

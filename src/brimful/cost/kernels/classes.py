@@ -20,7 +20,7 @@ FUSED_ATTENTION = frozenset({"attention", "attention_backward"})
 """Classes of fused attention."""
 
 CONVOLUTION = "convolution"
-"""The beginning of the names of convolutions by filters of several elements, of whole images and all channels."""
+"""Beginning of the names of convolutions by filters of several elements, of all channels of an image."""
 
 LAUNCHES_NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided"}

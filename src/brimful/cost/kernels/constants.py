@@ -30,8 +30,8 @@ ELEMENT_LOADING_FLOPS = _CONSTANTS["element_loading_flops"]
 of operands are not whole 16 bytes. Asynchronous copies to shared memory take at least 4 bytes (PTX ISA,
 cp.async), so cuBLAS runs the kernels of the generation before them (`cutlass_75_tensorop_…_align1`), whose
 threads load element by element: their rate follows the multiprocessors and the clock, not the tensor cores.
-Taken from the RTX 3090, the one GPU whose misaligned products are fitted: its rate of aligned products, to which
-the slowdowns of the classes are relative, over its rate of integer operations."""
+Taken from the RTX 3090, which the misaligned classes are fitted to: its rate of aligned products, to which the
+slowdowns of the classes are relative, over its rate of integer operations."""
 
 _INTEGERS_PER_CLOCK = 64
 """32-bit integer operations of a multiprocessor per clock. Source: CUDA C++ programming guide, throughput of

@@ -1,7 +1,7 @@
 """What the curves of a calibration say of a GPU: fractions of its peaks, and factors of classes of kernels.
 
-Runs of a probe follow one another without waiting, so the time of a large one is the kernel's alone, and that of
-a small one the host's. Only sizes that take clearly longer than the smallest say what the GPU does.
+Runs of a probe follow one another without waiting, so the time of a large one is the kernel's alone, and that
+of a small one the host's. Only sizes that take clearly longer than the smallest say what the GPU does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from brimful.devices import Device, RateCurve
 from brimful.trace.extents import Convolution
 
 PROBE_SAMPLES, PROBE_CHANNELS, PROBE_KERNEL = 32, 128, 9
-"""Of the convolution that is timed on a GPU, forward and backward, contiguous: 3 × 3 from as many channels to as
-many. Its images are square."""
+"""Of the convolution that is timed on a GPU, forward and backward, contiguous: 3 × 3 from as many channels to
+as many. Its images are square."""
 
 CLEARLY_LONGER = 1.5
 """Times the smallest size's time: from here on the host is not what takes the time. A choice."""
@@ -38,9 +38,9 @@ CURVES = {
 }
 """Classes that memory limits, and the kind of work that calibration measures for each.
 
-Not those of BatchNorm: the probe runs PyTorch's own kernels, training mostly cuDNN's. Not copies: the probe puts
-heads before tokens, and most copies of a step convert types. On an H100 both curves gave times further from a
-profile than the table's (docs/decisions/cost.md)."""
+Not those of BatchNorm: the probe runs PyTorch's own kernels, training mostly cuDNN's. Not copies: the probe
+puts heads before tokens, and most copies of a step convert types. On an H100 both curves gave times further
+from a profile than the table's (docs/decisions/cost.md)."""
 
 MEASURED_SPREAD = 0.08
 """Spread of a class that was measured on the GPU itself. Assumed: the medians of calibrated CPUs are 6 to 16 %
@@ -122,7 +122,7 @@ def with_convolutions(
         factors: Of all classes.
 
     Returns:
-        Of half types and of float32, each unchanged if it was not measured; their spread is what sizes differ by.
+        Of half types and of float32, each unchanged if it was not measured; sizes differ by their spread.
     """
     by_kind = {curve.kind: curve for curve in device.curves}
     half = "bfloat16" if device.bf16_flops_per_second is not None else "float16"
