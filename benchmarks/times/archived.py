@@ -22,7 +22,7 @@ from brimful.cost import StepTime, time_interval
 from brimful.cost.gpu_work import GpuWork
 from brimful.cost.kernels import Kernel, Unit
 from brimful.cost.kernels.classes import FUSED_ATTENTION
-from brimful.cost.kernels.factors import integers_per_second
+from brimful.cost.kernels.constants import integers_per_second
 from brimful.devices import Device, find_device
 from brimful.settings import Precision
 from machine import keep
@@ -106,6 +106,7 @@ def _from_peak(kernel: AtPeak, device: Device, rate: float) -> Kernel:
         kernel.computing_seconds * peaks.get(unit, rate),
         unit,
         round(kernel.moving_seconds * device.memory_bandwidth_bytes_per_second),
+        kernel.loads_elements,
     )
 
 

@@ -52,6 +52,18 @@ ASSUMED_ATTENTION = {"Ampere HBM": 0.5, "Hopper HBM": 0.3, "Blackwell HBM": 0.14
 """The same of fused attention by architecture and memory. FlashAttention-2, forward and backward: 50 to 73 % of
 an A100's peak at its best (arXiv 2307.08691), 35 % of an H100's (Shah et al., "FlashAttention-3", arXiv
 2407.08608), 259 to 346 TFLOP/s on a B200 (Dao-AILab/flash-attention, issue 1589)."""
+ASSUMED_CONVOLUTION = {"convolution_half": 1.0, "convolution_fp32": 1.0, "convolution_spread": 0.0}
+"""Convolutions relative to products, where no probe showed more than the factors of their classes do."""
+PROBED = {
+    "Hopper HBM": {
+        "fp32": 0.765,
+        "convolution_half": 0.576,
+        "convolution_fp32": 0.686,
+        "convolution_spread": 0.4,
+    }
+}
+"""What a calibration measured on GPUs of an architecture and memory, where no published time shows it: an H100
+SXM (benchmarks/results/gpu_calibration.json, by `gpu/step_times.py`, "probed")."""
 GPU_SPREAD = 0.05
 """Standard deviation of the logarithm of what all kernels of a GPU with measurements share. Assumed."""
 DATA = Path(__file__).parents[2] / "src" / "brimful" / "data"
@@ -410,8 +422,9 @@ def _fraction_rows(fractions: dict[str, dict[str, float]], spread: float = 0.0) 
 
 def _assumed(device: Device) -> dict[str, float]:
     """Fractions of a GPU that no measurement shows."""
-    attention = ASSUMED_ATTENTION.get(f"{device.architecture} {memory_kind(device)}", ATTENTION)
-    return ASSUMED | {"attention": attention}
+    generation = f"{device.architecture} {memory_kind(device)}"
+    attention = ASSUMED_ATTENTION.get(generation, ATTENTION)
+    return ASSUMED | ASSUMED_CONVOLUTION | {"attention": attention} | PROBED.get(generation, {})
 
 
 def _rows(table: Table, predicted: Numbers) -> list[dict[str, Any]]:

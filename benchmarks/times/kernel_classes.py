@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from brimful.cost import StepTime
+from brimful.cost.input_copies import INPUT_COPY
 from brimful.cost.kernels import Unit, kernels_of
 from brimful.cost.kernels.classes import LAUNCHES_NOTHING
-from brimful.cost.kernels.factors import integers_per_second
+from brimful.cost.kernels.constants import integers_per_second
 from brimful.cost.kinds import base_name
 from brimful.cost.roofline import Roofline
 from brimful.devices import Device
@@ -25,6 +27,11 @@ class AtPeak(NamedTuple):
     computes places of elements."""
     computing_seconds: float
     moving_seconds: float
+
+    @property
+    def loads_elements(self) -> bool:
+        """Whether it is a misaligned product in a half type; see `Kernel`."""
+        return self.arithmetic == "half" and self.name.endswith("matmul_unaligned")
 
 
 def class_seconds(ops: Iterable[Op], device: Device, precision: Precision) -> dict[str, float]:
@@ -46,6 +53,11 @@ def class_seconds(ops: Iterable[Op], device: Device, precision: Precision) -> di
     return {name: float(f"{seconds:.4g}") for name, seconds in found.most_common()}
 
 
+def seconds_without_input_copies(time: StepTime) -> float:
+    """The time of a step whose batches lie on the device already, as those of synthetic benchmarks do."""
+    return time.total_seconds - dict(time.kernel_seconds).get(INPUT_COPY, 0.0)
+
+
 def kernels_at_peak(ops: Iterable[Op], device: Device, precision: Precision) -> Counter[AtPeak]:
     """How often a step launches each kernel.
 
@@ -63,7 +75,7 @@ def kernels_at_peak(ops: Iterable[Op], device: Device, precision: Precision) -> 
     found: Counter[AtPeak] = Counter()
     for op in ops:
         rate = device.flops_per_second(op.dtype, precision) or scalar
-        for kernel in kernels_of(op, device.sm_count or 1):
+        for kernel in kernels_of(op, device.sm_count or 1, is_tf32=precision is Precision.TF32):
             peak = peaks.get(kernel.unit, rate)
             arithmetic = str(kernel.unit) if kernel.unit in peaks else _arithmetic(op, precision)
             found[AtPeak(kernel.name, arithmetic, kernel.flops / peak, kernel.moved_bytes / bandwidth)] += 1

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from brimful.cost.kernels.classes import FUSED_ATTENTION
-from brimful.cost.kernels.factors import L2_SPEEDUP
+from brimful.cost.kernels.classes import CONVOLUTION, FUSED_ATTENTION
+from brimful.cost.kernels.constants import ELEMENT_LOADING_FLOPS, L2_SPEEDUP, integers_per_second
+from brimful.cost.kernels.factors import reached_by
 from brimful.devices import find_device
 from times.archive import Step
 from times.kernel_classes import AtPeak
@@ -128,10 +129,14 @@ class Table:
                 for row, kernel, _ in flat
             ]
         )
-        computing_seconds = np.array([kernel.computing_seconds for _, kernel, _ in flat])
+        computing_seconds = np.array(
+            [kernel.computing_seconds / _convolution(steps[row], kernel) for row, kernel, _ in flat]
+        )
         places = np.array([kernel.arithmetic == "integer" for _, kernel, _ in flat])
         self._places = np.where(places, computing_seconds, 0.0)
         self._computing = np.where(places, 0.0, computing_seconds)
+        least = [_least_computing_seconds(steps[row], kernel) for row, kernel, _ in flat]
+        self._least_computing = np.array(least)
         self._moving = np.array([kernel.moving_seconds for _, kernel, _ in flat])
         self._count = np.array([count for _, _, count in flat], dtype=float)
         devices = [find_device(gpu) for gpu in self.gpus]
@@ -221,7 +226,8 @@ class Table:
         """Of all launches of each kernel, (N,)."""
         found = self.unpack(parameters)
         fraction = np.append(found.arithmetic, 1.0)[self._arithmetic]
-        computing = self._computing * found.slowdowns[self._class] / fraction
+        computing = np.maximum(self._computing / fraction, self._least_computing)
+        computing = computing * found.slowdowns[self._class]
         cached = np.minimum(found.cached * self._cache_seconds, self._moving)
         moving = self._moving - cached * (1 - 1 / L2_SPEEDUP)
         moving = moving * found.passes[self._class] / found.bandwidth[self._gpu]
@@ -265,6 +271,23 @@ class Table:
         first = np.clip(self._prior if start is None else start, least + 1e-6, most - 1e-6)
         found: Numbers = least_squares(residuals, first, bounds=self._bounds, max_nfev=80).x
         return found
+
+
+def _convolution(step: Step, kernel: AtPeak) -> float:
+    """The rate of a convolution relative to products on the GPU, as a calibration found it; 1 for others."""
+    if not kernel.name.startswith(CONVOLUTION):
+        return 1.0
+    dtype = "float16" if kernel.arithmetic == "half" else "float32"
+    return reached_by(find_device(step.gpu)).convolution(dtype, is_tf32=kernel.arithmetic == "tf32")
+
+
+def _least_computing_seconds(step: Step, kernel: AtPeak) -> float:
+    """What a misaligned product takes to load its operands element by element."""
+    if not kernel.loads_elements:
+        return 0.0
+    device = find_device(step.gpu)
+    flops = kernel.computing_seconds * (device.flops_per_second("float16") or device.fp32_flops_per_second)
+    return flops / ELEMENT_LOADING_FLOPS / integers_per_second(device)
 
 
 def _arithmetic(step: Step, kernel: AtPeak) -> str:

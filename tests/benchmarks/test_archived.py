@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from brimful.cost.kernels import FactorTable, factors
+from brimful.cost.kernels import FactorTable, constants
 from brimful.cost.kernels.factors import reached_by
 from brimful.devices import find_device
 from times.archive import read_steps
@@ -65,7 +65,7 @@ def test_ratios_of_two_gpus_are_predicted() -> None:
 def test_the_constants_are_those_that_were_fitted() -> None:
     fitted = json.loads((RESULTS / "times_fit.json").read_text(encoding="utf-8"))
     for name in ("kernel_seconds", "cached_fraction", "place_operations"):
-        assert getattr(factors, name.upper()) == pytest.approx(fitted[name], rel=0.01)
+        assert getattr(constants, name.upper()) == pytest.approx(fitted[name], rel=0.01)
 
 
 def test_the_product_predicts_what_the_fit_does_with_the_same_parameters() -> None:
@@ -82,7 +82,7 @@ def parameters_of(table: Table) -> Numbers:
     values = [
         *(own.factors(name).passes for name in table.moved),
         *(own.factors(name).slowdown for name in table.computed),
-        *(factors.KERNEL_SECONDS, factors.CACHED_FRACTION, factors.PLACE_OPERATIONS),
+        *(constants.KERNEL_SECONDS, constants.CACHED_FRACTION, constants.PLACE_OPERATIONS),
         *(each.bandwidth for each in fractions.values()),
         *(getattr(fractions[gpu], arithmetic) for gpu, arithmetic in table.arithmetics),
         *(1.0 for _ in table.offsets),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from brimful.cost.kernels import FactorTable, Kernel, Unit, kernels_of
-from brimful.cost.kernels.classes import FUSED_ATTENTION
-from brimful.cost.kernels.factors import (
+from brimful.cost.kernels.classes import CONVOLUTION, FUSED_ATTENTION
+from brimful.cost.kernels.constants import (
     CACHED_FRACTION,
+    ELEMENT_LOADING_FLOPS,
     KERNEL_SECONDS,
     L2_SPEEDUP,
     PLACE_OPERATIONS,
@@ -27,7 +28,7 @@ class GpuWork:
     def __init__(self, device: Device, precision: Precision) -> None:
         self._factors = FactorTable.of(device)
         reached = self._factors.reached
-        is_tf32 = precision is Precision.TF32 and device.tf32_flops_per_second is not None
+        self._is_tf32 = is_tf32 = precision is Precision.TF32 and device.tf32_flops_per_second is not None
         self._sm_count = device.sm_count or 1
         self._fp32_rate = device.fp32_flops_per_second
         has_rate = {
@@ -38,7 +39,11 @@ class GpuWork:
         self._fractions = {
             dtype: reached.arithmetic(dtype, is_tf32=is_tf32) for dtype, has in has_rate.items() if has
         }
+        self._convolutions = {
+            dtype: reached.convolution(dtype, is_tf32=is_tf32) for dtype, has in has_rate.items() if has
+        }
         self._fp32_fraction = reached.fp32
+        self._element_loading_rate = integers_per_second(device) * ELEMENT_LOADING_FLOPS
         self._places_per_second = integers_per_second(device) / PLACE_OPERATIONS
         self._attention = reached.attention
         self._cached_bytes = CACHED_FRACTION * device.l2_bytes
@@ -56,7 +61,7 @@ class GpuWork:
         """
         return [
             (kernel.name, self.kernel_seconds(kernel, op.dtype, flops_per_second))
-            for kernel in kernels_of(op, self._sm_count)
+            for kernel in kernels_of(op, self._sm_count, is_tf32=self._is_tf32)
         ]
 
     def kernel_seconds(self, kernel: Kernel, dtype: str, flops_per_second: float) -> float:
@@ -83,7 +88,10 @@ class GpuWork:
             return self._fp32_rate
         if kernel.name in FUSED_ATTENTION:
             return flops_per_second * self._attention
-        return flops_per_second * self._fractions.get(dtype, self._fp32_fraction)
+        rate = flops_per_second * self._fractions.get(dtype, self._fp32_fraction)
+        if kernel.name.startswith(CONVOLUTION):
+            return rate * self._convolutions.get(dtype, 1.0)
+        return min(rate, self._element_loading_rate) if kernel.loads_elements else rate
 
     def _from_memory(self, moved_bytes: int) -> float:
         """Bytes of the memory that take as long as these, of which the L2 cache has some."""

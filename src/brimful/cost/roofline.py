@@ -4,15 +4,25 @@ from __future__ import annotations
 
 from brimful.cost.cpu_work import CpuWork
 from brimful.cost.gpu_work import GpuWork
+from brimful.cost.kinds import base_name
 from brimful.cost.regions import COPY_SECONDS
 from brimful.devices import Device
 from brimful.memory import LINK_USES
 from brimful.settings import Precision
 from brimful.trace import Op, Phase, Trace
 
+_MULTI_TENSOR = ("_foreach_", "_fused_")
+"""Ops on lists of tensors. Dispatch is measured on them on a GPU: its Python runs once for each parameter, and
+there are few of them. An optimizer that updates one parameter after another has many plain ops."""
+
 _NATIVE_LOOPS = frozenset({"GRU", "RNN"})
 """Modules that run many ops for each time step on a CPU, in C++ (torch aten/src/ATen/native/RNN.cpp). LSTM runs
 oneDNN's kernel instead."""
+
+
+def is_multi_tensor(base: str) -> bool:
+    """Whether an op works on a list of tensors, by `base_name`."""
+    return base.startswith(_MULTI_TENSOR)
 
 
 def modules_of_native_loops(trace: Trace) -> frozenset[str]:
@@ -119,6 +129,8 @@ class Roofline:
         if op.module in self._native_loops:
             return max(self._device.dispatch.native_loop_seconds, self._device.launch_seconds)
         phase = Phase.FORWARD if op.recomputed or op.phase is Phase.EMBEDDING else op.phase
+        if phase is Phase.OPTIMIZER and self._gpu is not None and not is_multi_tensor(base_name(op.name)):
+            return self._device.launch_seconds
         return self._device.launch_seconds + self._beside_launch.get(phase, 0.0)
 
     def _parts(self, op: Op) -> tuple[tuple[str, float], ...]:

@@ -9,6 +9,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from brimful.cost.input_copies import INPUT_COPY, copied_input_bytes, input_copy_seconds
 from brimful.cost.kinds import base_name
 from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
 from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
@@ -35,8 +36,8 @@ class StepTime:
     dtypes_at_fp32_rate: tuple[str, ...] = ()
     """Types without a known rate on the device; priced as float32, which may be inaccurate."""
     kernel_seconds: tuple[tuple[str, float], ...] = ()
-    """The whole step by class of kernel, longest first; "host" is time in which a GPU waits for its host, and
-    "communication" as above."""
+    """The whole step by class of kernel, longest first; "host" is time in which a GPU waits for its host,
+    "input_copy" that of copying batches from pageable memory, and "communication" as above."""
 
     @property
     def total_seconds(self) -> float:
@@ -250,11 +251,17 @@ class _TimedOps:
     """(N,)"""
     micro_batch: NDArray[np.int64]
     """(N,)"""
+    input_bytes: NDArray[np.int64]
+    """Of the batch that the host copies to the device at each, (N,)."""
 
     @classmethod
     def of(cls, trace: Trace) -> _TimedOps:
         last_step, loops = trace.captured_steps - 1, modules_of_native_loops(trace)
-        timed = [op for op in trace.ops if op.step == last_step and op.phase in _PART_OF_PHASE]
+        places = [
+            place for place, op in enumerate(trace.ops) if op.step == last_step and op.phase in _PART_OF_PHASE
+        ]
+        timed = [trace.ops[place] for place in places]
+        copied = copied_input_bytes(trace)
         numbers: dict[object, int] = {}
         kinds: list[Op] = []
         kind: list[int] = []
@@ -265,7 +272,8 @@ class _TimedOps:
                 kinds.append(op)
             kind.append(number)
         micro_batch = np.array([op.micro_batch for op in timed], dtype=np.int64)
-        return cls(tuple(kinds), np.array(kind, dtype=np.int64), micro_batch)
+        input_bytes = np.array([copied.get(place, 0) for place in places], dtype=np.int64)
+        return cls(tuple(kinds), np.array(kind, dtype=np.int64), micro_batch, input_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +312,11 @@ class _Step:
         if device.kind == "cpu":
             host -= device.launch_seconds
         link = np.array([_link_of(op) for op in kinds], dtype=np.int64)[kind]
+        if device.kind == "cuda":
+            work += (input_copies := input_copy_seconds(timed.input_bytes, device))
+            link[input_copies > 0] = _SYNCHRONIZES
+        else:
+            input_copies = np.zeros_like(work)
         link_seconds = np.array([op.written_bytes for op in kinds], dtype=np.float64)[kind]
         if device.host_link_bytes_per_second is not None:
             link_seconds /= device.host_link_bytes_per_second
@@ -314,6 +327,7 @@ class _Step:
         regions_seconds += len(trace.settings.nested) * NESTED_FORWARD_SECONDS
         repeats = max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1)
         is_repeated = (micro_batch == last_micro_batch) & (part != _OPTIMIZER)
+        times = np.where(is_repeated, repeats, 1)
         return cls(
             part=np.insert(part, places, _RECOMPUTE),
             micro_batch=np.insert(micro_batch, places, micro_batch[places]),
@@ -323,7 +337,10 @@ class _Step:
             link_seconds=np.insert(link_seconds, places, 0.0),
             repeated_micro_batch=last_micro_batch,
             repeats=repeats,
-            class_seconds=_class_seconds(parts, kind, np.where(is_repeated, repeats, 1)),
+            class_seconds={
+                **_class_seconds(parts, kind, times),
+                INPUT_COPY: float((input_copies * times).sum()),
+            },
         )
 
     def link_ops(self, order: NDArray[np.int64]) -> list[LinkOp]:

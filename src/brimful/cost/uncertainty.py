@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping
 from statistics import NormalDist
 
+from brimful.cost.input_copies import INPUT_COPY
 from brimful.cost.kernels import FactorTable
-from brimful.cost.kernels.factors import DIFFERENCE_WIDENING
+from brimful.cost.kernels.constants import DIFFERENCE_WIDENING
 from brimful.cost.step import StepTime
 from brimful.devices import Device
 
@@ -25,9 +26,9 @@ STEP_SPREAD = 0.01
 """Standard deviation of a difference, relative to the step, beside those of classes. Repeated measurements of a
 step vary by about as much. Assumed."""
 
-SPREADS = {"host": 0.5, "communication": 0.4, "host_copy": 0.3}
+SPREADS = {"host": 0.5, "communication": 0.4, "host_copy": 0.3, INPUT_COPY: 0.5}
 """Standard deviations of the logarithms of what no kernel takes. Assumed: hosts differ by a factor of 2 in the
-time of a launch, and links reach 60 to 90 % of their peaks."""
+time of a launch and of copying memory, and links reach 60 to 90 % of their peaks."""
 
 CPU_SPREAD, UNCALIBRATED_SPREAD, BUSY_SPREAD = 0.15, 0.5, 0.35
 """Standard deviations of the logarithm of a step on a CPU: calibrated, with default rates, and calibrated while

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from brimful.cost.kernels import PROBE_CHANNELS, PROBE_SAMPLES
 from brimful.execution.precision import matmul_precision
 from brimful.settings import Precision
 
@@ -144,11 +145,12 @@ _CONVOLVED = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
 def _convolution(side: int, pool: Pool) -> tuple[Run, int]:
-    """3 × 3 from 64 channels to 64 on a (B, 64, s, s) image, and its backward: thrice the FLOPs of forward.
+    """3 × 3 from C channels to C on a (B, C, s, s) image, and its backward: thrice the FLOPs of forward.
 
-    On a CPU it is channels_last, which oneDNN computes without copies to and from a layout of its own.
+    On a GPU it is contiguous. On a CPU it is channels_last, which oneDNN computes without copies to and from a
+    layout of its own.
     """
-    samples, channels = (2, 64) if pool.device.type == "cpu" else (32, 128)
+    samples, channels = (2, 64) if pool.device.type == "cpu" else (PROBE_SAMPLES, PROBE_CHANNELS)
     return _convolved(side, pool, samples, channels, 1)
 
 

@@ -17,6 +17,10 @@ class Product(NamedTuple):
     rows: int
     columns: int
     inner: int
+    is_first_transposed: int = 0
+    """1 if elements of one column are neighbours in the memory of the first operand, as in the gradient of a
+    weight; 0 if those of one row are."""
+    is_second_transposed: int = 0
 
 
 class Convolution(NamedTuple):
@@ -83,13 +87,14 @@ Extents = Product | Convolution | Attention | Rows | Copy | Strided
 
 _KINDS: dict[int, type[Extents]] = {
     12: Convolution,
+    6: Product,
     5: Attention,
     4: Product,
     3: Rows,
     2: Strided,
     1: Copy,
 }
-"""By how many numbers they have."""
+"""By how many numbers they have; traces of earlier versions have products without the layouts."""
 
 
 def extents_of(numbers: tuple[int, ...]) -> Extents | None:

@@ -75,8 +75,9 @@ def test_a_transposed_convolution_is_described_as_the_one_it_reverses() -> None:
 
 def test_a_linear_layer_is_a_product_of_all_tokens() -> None:
     ops = ops_of(nn.Linear(32, 64), 10, 32)
-    assert extents(ops, "addmm") == [Product(1, SAMPLES * 10, 64, 32)]
-    assert sorted(extents(ops, "mm")) == [Product(1, 40, 32, 64), Product(1, 64, 32, 40)]
+    assert extents(ops, "addmm") == [Product(1, SAMPLES * 10, 64, 32, is_second_transposed=1)]
+    weight_gradient = Product(1, 64, 32, 40, is_first_transposed=1)
+    assert sorted(extents(ops, "mm")) == [Product(1, 40, 32, 64), weight_gradient]
 
 
 def test_attention_has_heads_of_all_samples() -> None:

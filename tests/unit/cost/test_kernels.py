@@ -84,10 +84,20 @@ def test_one_tile_more_than_a_wave_takes_nearly_another_wave_where_the_inner_dim
         (Product(1, 256, 511, 128), "matmul_unaligned"),
         (Product(12, 197, 64, 200), "batched_matmul"),
         (Product(12, 197, 197, 64), "batched_matmul_unaligned"),
+        (Product(1, 511, 512, 128, is_first_transposed=1), "matmul_unaligned"),  # the weight's gradient
+        (Product(1, 256, 512, 127, is_first_transposed=1), "matmul"),
+        (Product(1, 256, 512, 127, is_first_transposed=1, is_second_transposed=1), "matmul_unaligned"),
     ],
 )
 def test_a_product_is_aligned_if_tensor_cores_load_whole_16_bytes(extents: Product, expected: str) -> None:
     assert names(op("mm", extents, flops=1)) == [expected]
+
+
+def test_only_half_types_are_loaded_element_by_element() -> None:
+    each = op("mm", Product(1, 256, 511, 128), flops=1)
+    (half,) = kernels_of(each, SM_COUNT)
+    (single,) = kernels_of(structs.replace(each, dtype="float32"), SM_COUNT)
+    assert (half.loads_elements, single.loads_elements) == (True, False)
 
 
 def test_a_causal_mask_spares_half_of_attention() -> None:
@@ -98,13 +108,17 @@ def test_a_causal_mask_spares_half_of_attention() -> None:
     assert (full.flops, causal.flops) == (1000, 500)
 
 
-def test_only_a_contiguous_convolution_in_a_half_type_converts_its_layout() -> None:
+def test_only_a_contiguous_convolution_on_tensor_cores_converts_its_layout() -> None:
     assert [kernel.name for kernel in convolution()] == ["convolution_channels_last"]
     first, second = convolution(is_channels_last=0)
     assert (first.name, second.name) == ("convolution", "layout_conversion")
     assert second.moved_bytes == 2 * 8 * 1024 * (64 + 128) * 2  # both operands are read and written
     each = op("convolution", DENSE._replace(is_channels_last=0), flops=1)
-    assert names(structs.replace(each, dtype="float32")) == ["convolution"]
+    single = structs.replace(each, dtype="float32")
+    assert names(single) == ["convolution"]
+    assert len(kernels_of(single, SM_COUNT, is_tf32=True)) == 2  # tensor cores
+    pointwise = structs.replace(single, extents=tuple(DENSE._replace(is_channels_last=0, kernel=1)))
+    assert len(kernels_of(pointwise, SM_COUNT, is_tf32=True)) == 1  # a matrix product as it is
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from brimful.cost import op_seconds, region_seconds
+from brimful.cost import Roofline, op_seconds, region_seconds
 from brimful.cost.kernels import FactorTable
-from brimful.cost.kernels.factors import (
+from brimful.cost.kernels.constants import (
     CACHED_FRACTION,
     KERNEL_SECONDS,
     L2_SPEEDUP,
     PLACE_OPERATIONS,
-    reached_by,
 )
+from brimful.cost.kernels.factors import reached_by
 from brimful.devices import Device, find_device
 from brimful.devices.data_rows import read_rows
 from brimful.settings import Precision
@@ -101,6 +101,38 @@ def test_a_large_matmul_takes_its_flops_at_the_rate_reached_by_its_type(
     )
     rate = peak * getattr(reached_by(A100), reached)
     assert op_seconds(op, A100, precision) == pytest.approx(2 * size**3 / rate, rel=1e-3)
+
+
+@pytest.mark.parametrize(("gpu", "slower"), [("A100 80GB SXM", 3.0), ("H100 SXM", 4.0), ("RTX 3090", 1.0)])
+def test_misaligned_half_products_do_not_follow_the_tensor_cores(gpu: str, slower: float) -> None:
+    """Relative to the slowdown of their class, which is that of an RTX 3090."""
+    device = find_device(gpu)
+    slowdown = FactorTable.of(device).factors("matmul_unaligned").slowdown
+    seconds = [
+        op_seconds(
+            structs.replace(
+                SMALL,
+                name="aten.mm.default",
+                flops=2 * 8192**2 * columns,
+                dtype="bfloat16",
+                extents=tuple(Product(1, 8192, columns, 8192)),
+            ),
+            device,
+        )
+        for columns in (8192, 8191)
+    ]
+    assert seconds[1] / seconds[0] / slowdown == pytest.approx(slower, rel=0.03)
+
+
+def test_an_update_of_one_parameter_after_another_takes_a_bare_launch_for_each_op() -> None:
+    """On a GPU the optimizer's dispatch is measured on few ops, each on all parameters."""
+    device = replace(A100, dispatch=replace(A100.dispatch, optimizer_seconds=1e-4))
+    roofline = Roofline(device, Precision.FP32)
+    update = structs.replace(SMALL, phase=Phase.OPTIMIZER)
+    listed = structs.replace(update, name="aten._foreach_add_.List")
+    plain = structs.replace(update, name="aten.add_.Tensor")
+    assert roofline.host_seconds(listed) == pytest.approx(1e-4)
+    assert roofline.host_seconds(plain) == device.launch_seconds
 
 
 def test_tf32_changes_nothing_where_the_hardware_lacks_it() -> None:

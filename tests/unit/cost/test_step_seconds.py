@@ -7,7 +7,8 @@ from msgspec import structs
 from torch._ops import OpOverload
 
 from brimful.cost import StepTime, region_seconds, saving_seconds, step_seconds
-from brimful.cost.kernels.factors import KERNEL_SECONDS, reached_by
+from brimful.cost.kernels.constants import KERNEL_SECONDS
+from brimful.cost.kernels.factors import reached_by
 from brimful.cost.regions import COPY_SECONDS, NESTED_FORWARD_SECONDS
 from brimful.devices import Device, Dispatch, find_device
 from brimful.memory import LINK_USES, TO_HOST

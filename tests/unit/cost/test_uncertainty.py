@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from brimful.cost import StepTime, bare_difference_interval, difference_interval, time_interval
+from brimful.cost.kernels.constants import KERNEL_SECONDS
 from brimful.cost.kernels.factors import FactorTable, reached_by
 from brimful.devices import RateCurve, find_device
 
@@ -91,7 +92,7 @@ def test_an_empty_step_has_no_interval() -> None:
 def test_a_calibrated_gpu_has_its_own_rates_and_a_narrower_interval() -> None:
     """Half the table's bandwidth is measured, and softmax at half of that."""
     rate = GPU.memory_bandwidth_bytes_per_second / 2
-    launch = 5e-6
+    launch = KERNEL_SECONDS
     curves = (
         RateCurve(kind="elementwise", points=((1e6, launch + 1e6 / rate), (48e6, launch + 48e6 / rate))),
         RateCurve(kind="softmax", points=((1e5, launch + 2e5 / rate), (8e6, launch + 16e6 / rate))),

@@ -81,7 +81,14 @@ def _fastest_dim(tensor: Tensor) -> int:
 def _product(a: Tensor, b: Tensor, *_: Any) -> Product:
     """(M, K) by (K, N), or batches of them."""
     count = a.shape[0] if a.dim() == 3 else 1
-    return Product(count, a.shape[-2], b.shape[-1], a.shape[-1])
+    return Product(
+        count, a.shape[-2], b.shape[-1], a.shape[-1], _is_matrix_transposed(a), _is_matrix_transposed(b)
+    )
+
+
+def _is_matrix_transposed(matrix: Tensor) -> bool:
+    """Whether the last dimension but one is the contiguous one."""
+    return matrix.stride(-2) == 1 and matrix.stride(-1) != 1
 
 
 def _product_and_sum(_summand: Tensor, a: Tensor, b: Tensor, *_: Any) -> Product:

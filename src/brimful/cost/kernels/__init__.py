@@ -7,7 +7,18 @@ and cuBLAS do with a problem size.
 """
 
 from brimful.cost.kernels.classes import kernels_of
-from brimful.cost.kernels.factors import FactorTable, KernelFactors, PeakFractions
+from brimful.cost.kernels.factors import FactorTable
+from brimful.cost.kernels.fractions import KernelFactors, PeakFractions
 from brimful.cost.kernels.kernel import Kernel, Unit
+from brimful.cost.kernels.measured import PROBE_CHANNELS, PROBE_SAMPLES
 
-__all__ = ["FactorTable", "Kernel", "KernelFactors", "PeakFractions", "Unit", "kernels_of"]
+__all__ = [
+    "PROBE_CHANNELS",
+    "PROBE_SAMPLES",
+    "FactorTable",
+    "Kernel",
+    "KernelFactors",
+    "PeakFractions",
+    "Unit",
+    "kernels_of",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from brimful.cost.kernels.convolutions import convolution_kernels
-from brimful.cost.kernels.kernel import Kernel, Unit, is_aligned
+from brimful.cost.kernels.kernel import HALF_TYPES, Kernel, Unit, is_aligned
 from brimful.cost.kernels.tiles import tiled_flops
 from brimful.cost.kinds import base_name, kind_of_bytes
 from brimful.trace import Op, Phase
@@ -19,18 +19,22 @@ aten/src/ATen/native/cuda/SoftMax.cu, `dim_size <= 1024` chooses `dispatch_softm
 FUSED_ATTENTION = frozenset({"attention", "attention_backward"})
 """Classes of fused attention."""
 
+CONVOLUTION = "convolution"
+"""Beginning of the names of convolutions by filters of several elements, of all channels of an image."""
+
 LAUNCHES_NOTHING = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "as_strided"}
 )
 """Ops that only allocate."""
 
 
-def kernels_of(op: Op, sm_count: int) -> list[Kernel]:
+def kernels_of(op: Op, sm_count: int, *, is_tf32: bool = False) -> list[Kernel]:
     """The kernels that an op launches on a GPU.
 
     Args:
         op: An op of the GPU.
         sm_count: Multiprocessors of the GPU.
+        is_tf32: Whether float32 products round to TF32.
 
     Returns:
         An empty list for an op that only allocates, else at least one.
@@ -47,12 +51,9 @@ def kernels_of(op: Op, sm_count: int) -> list[Kernel]:
     if isinstance(extents, Convolution) and not (extents.gradients or op.flops):  # of the bias alone
         return [Kernel("reduction_of_columns", moved_bytes=moved_bytes)]
     if isinstance(extents, Convolution):
-        return list(convolution_kernels(extents, op.dtype, op.weight_bytes, sm_count))
+        return list(convolution_kernels(extents, op.dtype, op.weight_bytes, sm_count, is_tf32=is_tf32))
     if isinstance(extents, Product):
-        name = "batched_matmul" if extents.products > 1 else "matmul"
-        if not is_aligned(extents.columns, extents.inner):
-            name += "_unaligned"
-        return [Kernel(name, tiled_flops(*extents, sm_count), Unit.TENSOR, moved_bytes)]
+        return [_product(extents, op.dtype, moved_bytes, sm_count)]
     if isinstance(extents, Attention):
         name = "attention_backward" if "backward" in base else "attention"
         flops = op.flops / 2 if extents.is_causal else float(op.flops)  # blocks above the diagonal are skipped
@@ -66,6 +67,18 @@ def kernels_of(op: Op, sm_count: int) -> list[Kernel]:
         places = float(extents.elements * extents.tensors)
         return [Kernel(name, places, Unit.INTEGER, moved_bytes)]
     return [Kernel(name, moved_bytes=moved_bytes)]
+
+
+def _product(product: Product, dtype: str, moved_bytes: int, sm_count: int) -> Kernel:
+    """cuBLAS's kernel, which depends on the rows of operands and result as they lie in memory."""
+    name = "batched_matmul" if product.products > 1 else "matmul"
+    first = product.rows if product.is_first_transposed else product.inner
+    second = product.inner if product.is_second_transposed else product.columns
+    is_unaligned = not is_aligned(first, second, product.columns)
+    flops = tiled_flops(*product[:4], sm_count)
+    if is_unaligned:
+        name += "_unaligned"
+    return Kernel(name, flops, Unit.TENSOR, moved_bytes, is_unaligned and dtype in HALF_TYPES)
 
 
 def _memory_class(base: str, extents: object) -> str:

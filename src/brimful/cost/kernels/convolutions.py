@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from brimful.cost.kernels.kernel import Kernel, Unit, is_aligned
+from brimful.cost.kernels.kernel import HALF_TYPES, Kernel, Unit, is_aligned
 from brimful.cost.kernels.tiles import tiled_flops
 from brimful.trace.extents import Convolution
 
@@ -32,7 +32,9 @@ LARGE_FILTER = 25
 """Elements of a filter from which depthwise convolutions are limited by arithmetic: 5 × 5."""
 
 
-def convolution_kernels(conv: Convolution, dtype: str, weight_bytes: int, sm_count: int) -> Iterator[Kernel]:
+def convolution_kernels(
+    conv: Convolution, dtype: str, weight_bytes: int, sm_count: int, *, is_tf32: bool = False
+) -> Iterator[Kernel]:
     """The kernels of a forward, or of the gradients of input and weight.
 
     Args:
@@ -40,17 +42,19 @@ def convolution_kernels(conv: Convolution, dtype: str, weight_bytes: int, sm_cou
         dtype: Type of the arithmetic.
         weight_bytes: Bytes of the weight.
         sm_count: Multiprocessors of the GPU.
+        is_tf32: Whether float32 rounds to TF32.
 
     Yields:
         One kernel for each result, and conversions between layouts where tensor cores need channels_last.
     """
-    size = 2 if dtype in ("float16", "bfloat16") else 4
+    size = 2 if dtype in HALF_TYPES else 4
     inputs = conv.samples * conv.in_channels * conv.in_positions * size
     outputs = conv.samples * conv.out_channels * conv.out_positions * size
     moved_bytes = inputs + outputs + weight_bytes
     results = ("input",) * (conv.gradients & 1) + ("weight",) * (conv.gradients >> 1) or ("output",)
     is_depthwise = conv.groups == conv.in_channels and conv.groups > 1
-    converts = size == 2 and not conv.is_channels_last and conv.in_positions > 1 and not is_depthwise
+    in_tensor_cores = size == 2 or (is_tf32 and conv.groups == 1 and conv.kernel * conv.stride > 1)
+    converts = in_tensor_cores and not (conv.is_channels_last or conv.in_positions == 1 or is_depthwise)
     for result in results:
         if is_depthwise:
             yield _depthwise(conv, moved_bytes)

@@ -12,96 +12,21 @@ blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
-from brimful.cost.kernels.classes import FUSED_ATTENTION
-from brimful.devices import Device, RateCurve
+from brimful.cost.kernels.classes import CONVOLUTION, FUSED_ATTENTION
+from brimful.cost.kernels.fractions import KernelFactors, PeakFractions
+from brimful.cost.kernels.measured import (
+    measured_factors,
+    measured_fractions,
+    measured_rates,
+    with_convolutions,
+)
+from brimful.devices import Device
 from brimful.devices.data_rows import listed, read_rows
 from brimful.devices.peaks import memory_type_of
-
-_CONSTANTS = {cells["name"]: float(cells["value"]) for cells in read_rows("kernel_constants.csv")}
-
-KERNEL_SECONDS = _CONSTANTS["kernel_seconds"]
-"""Least time of a kernel on a GPU, beside its work: start and end of its blocks, and the gap to the next one.
-Fitted with the classes, so other fixed costs of an op are in it: a kernel that does nothing takes 2 to 3 µs."""
-
-CACHED_FRACTION = _CONSTANTS["cached_fraction"]
-"""Fraction of the L2 cache that has bytes which a kernel reads or writes, because the one before wrote them or
-the one after reads them. Fitted with the classes, to GPUs with 6 to 128 MiB."""
-
-L2_SPEEDUP = 4.0
-"""Bandwidth of the L2 cache relative to the memory's. 3 to 5 on an A100, H100 and RTX 4090 in microbenchmarks
-(Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture", arXiv 2402.13499)."""
-
-
-PLACE_OPERATIONS = _CONSTANTS["place_operations"]
-"""Integer operations to compute where an element lies in one operand of a pointwise kernel whose operands are
-broadcast or not contiguous: a division for each dimension, by multiplication and shift, a product and a sum
-(aten/src/ATen/cuda/detail/OffsetCalculator.cuh). Fitted with the classes."""
-
-_INTEGERS_PER_CLOCK = 64
-"""32-bit integer operations of a multiprocessor per clock. Source: CUDA C++ programming guide, throughput of
-native arithmetic instructions, compute capability 7.0 and later; used for older GPUs too."""
-_FLOAT32_LANES = {(6, 0): 64, (7, 0): 64, (7, 5): 64, (8, 0): 64}
-"""float32 multiply-adds of a multiprocessor per clock, by compute capability; 128 for all others. Source: as
-above."""
-
-
-DIFFERENCE_WIDENING = _CONSTANTS["widening"]
-"""Factor of the intervals of differences, with which 90 % of the differences of vision models in two layouts
-are within theirs. Errors of a class differ between two steps of a model by more than those of whole steps
-show."""
-
-
-def integers_per_second(device: Device) -> float:
-    """The peak rate of 32-bit integer operations of a GPU, from that of float32: one of 2 FLOPs per lane."""
-    lanes = _FLOAT32_LANES.get(device.compute_capability or (0, 0), 128)
-    return device.fp32_flops_per_second / 2 / lanes * _INTEGERS_PER_CLOCK
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KernelFactors:
-    """What a class of kernels takes beyond its least work: a row of `data/kernel_factors.csv`."""
-
-    passes: float
-    """Bytes moved, relative to operands read once and results written once."""
-    slowdown: float
-    """Time of its arithmetic, relative to a large matrix product of the same FLOPs."""
-    spread: float
-    """Standard deviation of the logarithm of measured over predicted time."""
-    rows: int
-    """Measurements in which the class takes at least 3 % of the time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeakFractions:
-    """Fractions of its peaks that a GPU reaches: a row of `data/gpu_fractions.csv`."""
-
-    bandwidth: float
-    half: float
-    """Of the peak of fp16 and bf16, with float32 accumulation; above 1 where a card runs above its rated
-    clock."""
-    tf32: float
-    """Of the peak of TF32."""
-    fp32: float
-    """Of the peak of float32 outside tensor cores, for products."""
-    attention: float
-    """Of the peak of the type in fused attention, whose kernels do not use all that newer GPUs have."""
-    attention_spread: float
-    """Least spread of the classes of fused attention: 0 on GPUs where it was measured."""
-    spread: float
-    """Standard deviation of the logarithm of a step's time between GPUs of one generation."""
-    rows: int
-    """Measurements that the row is fitted to; 0: assumed."""
-
-    def arithmetic(self, dtype: str, *, is_tf32: bool) -> float:
-        """The fraction for products in a type, but for fused attention."""
-        if dtype in ("float16", "bfloat16"):
-            return self.half
-        return self.tf32 if is_tf32 else self.fp32
-
 
 UNKNOWN = "unknown"
 """The row of a class that is not in the table, with a wide spread."""
@@ -125,76 +50,19 @@ class FactorTable:
         reached = reached_by(device)
         if not device.curves:
             return cls(reached, {})
-        rates = {curve.kind: _marginal_rate(curve) for curve in device.curves}
-        return cls(_measured_fractions(device, rates, reached), dict(_measured_factors(rates)))
+        rates = measured_rates(device)
+        measured = dict(measured_factors(rates))
+        reached = measured_fractions(device, rates, reached)
+        return cls(with_convolutions(device, reached, {**_kernel_table(), **measured}), measured)
 
     def factors(self, name: str) -> KernelFactors:
         """The factors of a class, with the spread that they have on this GPU."""
         found = self._factors.get(name) or self._factors[UNKNOWN]
-        if name not in FUSED_ATTENTION:
-            return found
-        return replace(found, spread=max(found.spread, self.reached.attention_spread))
-
-
-def _marginal_rate(curve: RateCurve) -> float:
-    """Amount per second without the launch: between the smallest and the largest probe."""
-    (least, least_seconds), (most, most_seconds) = curve.points[0], curve.points[-1]
-    if most_seconds > least_seconds:
-        return (most - least) / (most_seconds - least_seconds)
-    return most / most_seconds
-
-
-_CURVES = {
-    "activation": "activation",
-    "batch_norm": "batch_norm",
-    "batch_norm_backward": "batch_norm_backward",
-    "copy": "copy",
-    "gather": "gather",
-    "layer_norm": "normalization",
-    "pooling": "pooling",
-    "random": "random",
-    "reduction_of_rows": "reduction",
-    "scatter": "scatter",
-    "selection": "selection",
-    "softmax": "softmax",
-}
-"""Classes that memory limits, and the kind of work that calibration measures for each."""
-
-MEASURED_SPREAD = 0.08
-"""Spread of a class that was measured on the GPU itself. Assumed: the medians of calibrated CPUs are 6 to 16 %
-off (benchmarks/results/step_time.json, step_time_xeon.json)."""
-
-
-def _measured_fractions(device: Device, rates: Mapping[str, float], table: PeakFractions) -> PeakFractions:
-    """The fractions of the peaks that probes reached, else those of the table."""
-    half = "bfloat16" if device.bf16_flops_per_second is not None else "float16"
-    peaks = {
-        f"matmul:{half}": device.bf16_flops_per_second or device.fp16_flops_per_second,
-        "matmul:tf32": device.tf32_flops_per_second,
-        "matmul:float32": device.fp32_flops_per_second,
-        "elementwise": device.memory_bandwidth_bytes_per_second,
-    }
-    found = {kind: rates[kind] / peak for kind, peak in peaks.items() if peak and kind in rates}
-    return PeakFractions(
-        bandwidth=found.get("elementwise", table.bandwidth),
-        half=found.get(f"matmul:{half}", table.half),
-        tf32=found.get("matmul:tf32", table.tf32),
-        fp32=found.get("matmul:float32", table.fp32),
-        attention=table.attention,
-        attention_spread=table.attention_spread,
-        spread=MEASURED_SPREAD,
-        rows=len(found),
-    )
-
-
-def _measured_factors(rates: Mapping[str, float]) -> Iterator[tuple[str, KernelFactors]]:
-    """Passes of each class that was measured: how much slower than elementwise it moves bytes."""
-    if "elementwise" not in rates:
-        return
-    for name, kind in _CURVES.items():
-        if kind in rates:
-            passes = max(rates["elementwise"] / rates[kind], 1.0)
-            yield name, KernelFactors(passes=passes, slowdown=1.0, spread=MEASURED_SPREAD, rows=1)
+        if name in FUSED_ATTENTION:
+            return replace(found, spread=max(found.spread, self.reached.attention_spread))
+        if name.startswith(CONVOLUTION):
+            return replace(found, spread=max(found.spread, self.reached.convolution_spread))
+        return found
 
 
 @cache
@@ -238,6 +106,9 @@ def _reached(name: str, architecture: str, memory: str) -> PeakFractions:
         fp32=float(found["fp32"]),
         attention=float(found["attention"]),
         attention_spread=float(found["attention_spread"]),
+        convolution_half=float(found["convolution_half"]),
+        convolution_fp32=float(found["convolution_fp32"]),
+        convolution_spread=float(found["convolution_spread"]),
         spread=float(found["spread"]),
         rows=int(found["rows"]),
     )

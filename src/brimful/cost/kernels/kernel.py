@@ -27,7 +27,11 @@ class Kernel(NamedTuple):
     unit: Unit = Unit.TENSOR
     moved_bytes: int = 0
     """Operands read once and results written once."""
+    loads_elements: bool = False
+    """Whether it loads elements of two bytes one by one, as rows are not whole 16 bytes."""
 
+
+HALF_TYPES = frozenset({"float16", "bfloat16"})
 
 ALIGNMENT = 8
 """Elements of a half type in 16 bytes: dimensions that are not multiples of it are slower on tensor cores.
