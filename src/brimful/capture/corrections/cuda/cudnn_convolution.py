@@ -1,35 +1,62 @@
-"""cuDNN's convolutions may copy their operands into a workspace; how much it takes is its own choice."""
+"""cuDNN's convolutions take a workspace from torch: for copies in another layout, or for transforms."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from brimful.capture.corrections.cuda.convolution_workspaces import (
+    HALF_STEP,
+    ConvolutionShape,
+    channels_last_copies,
+    fft_bytes,
+    padded_image,
+    stream_k_bytes,
+    winograd_bytes,
+)
 from brimful.capture.corrections.rule import Rule
-
-# N samples, C channels, spatial sizes after them; a weight is (C_out, C_in / groups, kernel sizes)
+from brimful.settings import Precision
 
 aten = torch.ops.aten
 
+TENSOR_CORE_GAIN = 1.5
+"""How many times as fast as float32 a type must be for cuDNN to copy operands for tensor cores; a choice between
+what is known: 1.0 for TF32 on a GeForce (no copies), 7.4 on an H100 (copies)."""
+
+WINOGRAD_CHANNELS = 64
+"""Fewest channels, in and out, of weight gradients seen with Winograd's algorithm; none has it with 3."""
+
+
+class _Workspace(NamedTuple):
+    likely_bytes: int
+    most_bytes: int
+
 
 class CudnnConvolution(Rule):
-    """Widen the interval by the copies that a convolution of NCHW tensors may make.
+    """Add the workspace of each kernel that a convolution runs, one after the other.
 
-    Tensor-core kernels read and write NHWC. For tensors in NCHW, cuDNN either takes a kernel that works on them
-    as they are, or copies operands and result through the plan's workspace, which torch allocates and frees
-    around each of forward, input gradient and weight gradient. Its heuristics decide by sizes, GPU and version,
-    and torch sets no limit. So nothing is added to the likely size, and one copy of both activations to the
-    most: with copies everywhere, public RTX 3060 runs of ResNet, RegNet, MobileNet and VGG would have reserved
-    9 to 50 % more than they did; with none, two runs of MnasNet at 300 samples would have reserved 17 % less.
-    Depthwise and grouped convolutions have kernels of their own.
+    **Tensor cores** (half types, and TF32 where it is faster than float32) read and write NHWC. Of tensors in
+    NCHW cuDNN copies input, output and weight, channels filled up to 8 in half types; each of forward, input
+    gradient and weight gradient does so. So did 30 of 30 kernels of 3 × 3, 7 × 7 and grouped convolutions
+    that an H100 ran in BF16 and TF32, but for the output of one and gradients of images. 1 × 1 convolutions
+    are matrix products in either layout: copies are in the upper end only. Images in channels_last are copied
+    in half types, as 3 channels are filled up to 8.
+
+    **Without tensor cores** the weight gradient of a 3 × 3 convolution of stride 1 takes Winograd's algorithm:
+    all 34 on an H100 did so, to the byte. Forward and input gradient take Fourier transforms for some sizes
+    and nothing for others, which is cuDNN's heuristics' choice and in the upper end only; so are copies.
+
+    A GPU whose TF32 is no faster than its float32 (GeForce) is taken to have no workspace in the likely size:
+    27 public runs of CNNs there would be predicted worse with either.
     """
 
     name = "cudnn_convolution"
     source = (
         "torch aten/src/ATen/native/cudnn/Conv_v8.cpp, run_conv_plan (06ca69ca: the plan's workspace, no cap); "
-        "benchmarks/gpu_truth.py"
+        "NVIDIA, Convolutional Layers User's Guide, 3.1 (tensor cores need NHWC; NCHW is transposed); "
+        "benchmarks/results/gpu_record.json (H100, cuDNN 9.19); benchmarks/gpu_truth.py (RTX 3060)"
     )
 
     def watches_op(self, func: Any) -> bool:
@@ -37,14 +64,87 @@ class CudnnConvolution(Rule):
         return func in (aten.convolution.default, aten.convolution_backward.default)
 
     def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
-        """Add a workspace of no likely size for each kernel the op runs."""
+        """Add a workspace for each kernel the op runs."""
         if func is aten.convolution.default:
-            x, y, groups, kernels = args[0], outputs[0], args[8], 1
-        elif func is aten.convolution_backward.default:
-            y, x, groups, kernels = args[0], args[1], args[9], sum(map(bool, args[10][:2]))
+            (x, weight), y, how, results = args[:2], outputs[0], args[3:9], ["output"]
         else:
+            y, x, weight, how, mask = *args[:3], args[4:10], args[10]
+            results = [name for name, has in zip(("input", "weight"), mask, strict=False) if has]
+        stride, _padding, dilation, transposed, _output_padding, groups = how
+        if transposed:  # the input's gradient of a convolution the other way
+            x, y = y, x
+            results = [{"output": "input", "input": "output"}.get(name, name) for name in results]
+        if not x.numel():
             return
-        if groups != 1 or not x.is_contiguous():
-            return
-        for _ in range(kernels):
-            self.add(0, f"inside {func}", most_bytes=x.nbytes + y.nbytes)
+        shape = ConvolutionShape.of(x, weight, y, stride=stride, dilation=dilation, groups=groups)
+        is_nchw = not any(_is_channels_last(tensor) for tensor in (x, weight))
+        for result in results:
+            workspace = self._workspace(shape, result, x.dtype, is_nchw=is_nchw)
+            self.add(
+                workspace.likely_bytes,
+                f"inside {func}, gradient of the {result}" if len(results) > 1 else f"inside {func}",
+                most_bytes=workspace.most_bytes,
+                is_alone=True,
+            )
+
+    def _workspace(
+        self, shape: ConvolutionShape, result: str, dtype: torch.dtype, *, is_nchw: bool
+    ) -> _Workspace:
+        """What the kernel of a result takes."""
+        if shape.is_depthwise:  # kernels of their own
+            return _Workspace(0, 0)
+        if self._uses_tensor_cores(dtype):
+            return self._on_tensor_cores(shape, is_nchw=is_nchw)
+        winograd = dtype is torch.float32 and self._is_float32_alone()
+        return self._without_tensor_cores(shape, result, is_nchw=is_nchw, takes_winograd=winograd)
+
+    def _on_tensor_cores(self, shape: ConvolutionShape, *, is_nchw: bool) -> _Workspace:
+        """Copies to NHWC and back, and sums of unfinished tiles at most."""
+        step = HALF_STEP if shape.item_bytes == 2 else 1
+        unfinished = stream_k_bytes(self.target.sm_count or 0)
+        if is_nchw:
+            copies = channels_last_copies(shape, padded_to=step)
+        else:
+            copies = padded_image(shape, step) if shape.in_channels % step else 0
+        return _Workspace(0 if is_nchw and shape.is_pointwise else copies, copies + unfinished)
+
+    def _without_tensor_cores(
+        self, shape: ConvolutionShape, result: str, *, is_nchw: bool, takes_winograd: bool
+    ) -> _Workspace:
+        """Transforms; for tensors in NHWC beside copies."""
+        copies = channels_last_copies(shape)
+        between = 0 if is_nchw else copies
+        transforms, most = 0, copies
+        if shape.is_plain_3x3 and result == "weight":
+            most = winograd_bytes(shape)
+            if takes_winograd and min(shape.in_channels, shape.out_channels) >= WINOGRAD_CHANNELS:
+                transforms = most
+        elif len(shape.kernel) == 2 and shape.is_dense and not shape.is_pointwise and result != "weight":
+            most = fft_bytes(shape)
+        return _Workspace(transforms and transforms + between, max(most + between, copies))
+
+    def _uses_tensor_cores(self, dtype: torch.dtype) -> bool:
+        """Whether they are so much faster that cuDNN copies operands for them."""
+        plain = self.target.fp32_flops_per_second
+        if dtype is torch.float32:
+            precision = Precision.TF32 if self._allows_tf32() else Precision.FP32
+            rate = self.target.flops_per_second("float32", precision)
+        else:
+            rate = self.target.flops_per_second(str(dtype).removeprefix("torch."))
+        return rate is not None and plain is not None and rate >= TENSOR_CORE_GAIN * plain
+
+    def _is_float32_alone(self) -> bool:
+        """Whether convolutions in float32 may not round to TF32."""
+        return not (self._allows_tf32() and self.target.supports(Precision.TF32))
+
+    def _allows_tf32(self) -> bool:
+        """Whether convolutions in float32 may round to TF32; brimful's own steps set it by the precision."""
+        return self.settings.precision is Precision.TF32 or (
+            self.recorder.runs_own_loop and torch.backends.cudnn.allow_tf32
+        )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether torch runs the convolution in channels_last for it (ConvUtils.h, cudnn_conv_suggest_...)."""
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
+    return layout is not None and tensor.is_contiguous(memory_format=layout) and not tensor.is_contiguous()
