@@ -12,26 +12,22 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from brimful.quantities import round_up
+from brimful.trace import Kernel
 
-# N samples, C input channels, K output channels; (R, S) filter, H × W input, P × Q output
-
-WINOGRAD_TILE = 4
-"""Rows and columns of outputs that a tile of F(4 × 4, 3 × 3) gives, from 6 × 6 inputs."""
-_WINOGRAD_POINT_BYTES = 36 * 4
-"""A transformed tile has 6 × 6 float32 numbers (Lavin and Gray 2015, "Fast Algorithms for Convolutional Neural
-Networks", section 4.3)."""
-FFT_TILE = 32
-"""Side of the tiles of FFT_TILING; each transforms to 32 × 17 complex numbers, as the input is real (cuDNN API
-reference, CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING)."""
+_FLOAT_BYTES = 4
 _COMPLEX_BYTES = 8
+_WINOGRAD_OUTPUTS = 4
+"""Rows and columns of outputs that a tile of F(4 × 4, 3 × 3) gives."""
+_WINOGRAD_POINTS = 36
+"""Numbers in a transformed tile, whose inputs are 6 × 6 (Lavin and Gray 2015, "Fast Algorithms for Convolutional
+Neural Networks", section 4.3)."""
+_FFT_SIDES = (16, 32)
+"""Sides of the tiles of a forward. A real tile transforms to half as many columns, and one more, of complex
+numbers."""
 _FFT_TILES_AT_ONCE = 2
-"""Of each sample: seen with 1, 4, 9 to 81 tiles a sample, none with 2 or 3."""
-HALF_STEP = 8
-"""Channels that tensor-core kernels of half types need a multiple of; cuDNN pads others in a copy (NVIDIA,
-Convolutional Layers User's Guide, "Channels In And Out")."""
-_STREAM_K_TILE_BYTES = 128 * 128 * 4
-"""What each multiprocessor may keep of an unfinished tile of 128 × 128 float32 sums: of 132 that is 8.25 MiB,
-beside which seen were at most 750 bytes."""
+"""Of each sample in an input's gradient: so with 4, 9, 25 and 81 tiles of a sample; the only one of 1."""
+_PRODUCTS_PER_POINT = 4
+"""Multiplications of two complex numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +49,7 @@ class ConvolutionShape:
     def of(
         cls, x: Tensor, weight: Tensor, y: Tensor, *, stride: list[int], dilation: list[int], groups: int
     ) -> ConvolutionShape:
-        """From input, weight and output, the latter two swapped by the caller where it is transposed."""
+        """The sizes of a convolution of `x` to `y`."""
         dims = weight.dim() - 2
         return cls(
             samples=x.shape[0],
@@ -80,73 +76,110 @@ class ConvolutionShape:
 
     @property
     def is_plain_3x3(self) -> bool:
-        """Whether Winograd's algorithm for 3 × 3 filters can run it."""
-        return self.kernel == (3, 3) and self.is_dense and self.groups == 1
+        """Whether transforms of tiles can run it: filters of 3 × 3 that move by one, in one group."""
+        moves_by_one = math.prod(self.stride) == math.prod(self.dilation) == 1
+        return self.kernel == (3, 3) and moves_by_one and self.groups == 1
 
     @property
-    def is_dense(self) -> bool:
-        """Whether its filters move by one and have no holes."""
-        return math.prod(self.stride) == math.prod(self.dilation) == 1
+    def fewest_channels(self) -> int:
+        """Of input and output."""
+        return min(self.in_channels, self.out_channels)
+
+    def input_bytes(self, padded_to: int = 1) -> int:
+        """Bytes of the input with its channels filled up to a multiple."""
+        channels = round_up(self.in_channels, padded_to)
+        return self.samples * channels * math.prod(self.in_size) * self.item_bytes
+
+    def output_bytes(self, padded_to: int = 1) -> int:
+        """Bytes of the output with its channels filled up to a multiple."""
+        channels = round_up(self.out_channels, padded_to)
+        return self.samples * channels * math.prod(self.out_size) * self.item_bytes
+
+    def weight_bytes(self, padded_to: int = 1) -> int:
+        """Bytes of the weight with its input channels filled up to a multiple."""
+        ins = round_up(self.in_channels, padded_to) // self.groups
+        return self.out_channels * ins * math.prod(self.kernel) * self.item_bytes
+
+    @property
+    def weight_share(self) -> float:
+        """Size of the weight relative to that of input and output of one sample."""
+        return self.weight_bytes() * self.samples / (self.input_bytes() + self.output_bytes())
 
 
-def channels_last_copies(shape: ConvolutionShape, *, padded_to: int = 1) -> int:
-    """Bytes of input, output and weight in channels_last, beside the tensors themselves.
+def copied_bytes(shape: ConvolutionShape, *, padded_to: int = 1) -> int:
+    """Bytes of copies of input, output and weight in another layout, channels filled up to a multiple.
 
-    Args:
-        shape: Of the convolution. Its gradients need as much: of one operand and the result the other way.
-        padded_to: Multiple to which channels are filled up.
-
-    Returns:
-        The bytes of all three.
+    The gradients need as much: two of the three are operands, the other the result.
     """
-    ins, outs = (round_up(c, padded_to) for c in (shape.in_channels, shape.out_channels))
-    inputs = shape.samples * ins * math.prod(shape.in_size)
-    outputs = shape.samples * outs * math.prod(shape.out_size)
-    return (inputs + outputs) * shape.item_bytes + _weight_bytes(shape, ins, outs)
-
-
-def padded_image(shape: ConvolutionShape, step: int) -> int:
-    """Bytes of copies of input and weight with the input's channels filled up to a multiple of `step`."""
-    ins = round_up(shape.in_channels, step)
-    inputs = shape.samples * ins * math.prod(shape.in_size) * shape.item_bytes
-    return inputs + _weight_bytes(shape, ins, shape.out_channels)
+    return shape.input_bytes(padded_to) + shape.output_bytes(padded_to) + shape.weight_bytes(padded_to)
 
 
 def winograd_bytes(shape: ConvolutionShape) -> int:
-    """Workspace of the weight's gradient by Winograd's algorithm: transformed input, output and weight.
-
-    36 numbers for each tile of 4 × 4 outputs and channel, and for each pair of channels.
-    """
-    tiles = shape.samples * math.prod(-(-size // WINOGRAD_TILE) for size in shape.out_size)
+    """Workspace of the weight's gradient by Winograd's algorithm: input, output and weight, transformed."""
+    tiles = shape.samples * math.prod(-(-size // _WINOGRAD_OUTPUTS) for size in shape.out_size)
     channels, pairs = shape.in_channels + shape.out_channels, shape.in_channels * shape.out_channels
-    return _WINOGRAD_POINT_BYTES * (tiles * channels + pairs)
+    return _WINOGRAD_POINTS * _FLOAT_BYTES * (tiles * channels + pairs)
 
 
-def fft_bytes(shape: ConvolutionShape) -> int:
-    """Workspace of a forward or an input's gradient by Fourier transforms in float32.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transforms:
+    """Fourier transforms of the tiles of a forward or of an input's gradient, in float32.
 
-    Where a tile of 16 or 32 holds the whole input with its border, all samples are transformed at once and the
-    weight's transform is there twice; else tiles of 32, two of each sample at a time.
+    A forward has one tile that holds the whole input with its border, and the weight's transform twice. An
+    input's gradient has tiles of 32, of which two of each sample are there at a time (cuDNN's FFT and
+    FFT_TILING).
     """
-    largest = max(o + k - 1 for o, k in zip(shape.out_size, shape.kernel, strict=True))
-    channels, pairs = shape.in_channels + shape.out_channels, shape.in_channels * shape.out_channels
-    if largest <= FFT_TILE:
-        side = max(16, 1 << (largest - 1).bit_length())
-        weight_bytes = _weight_bytes(shape, shape.in_channels, shape.out_channels)
-        return _transform_bytes(side) * (2 * pairs + shape.samples * channels) + weight_bytes
-    at_once = _FFT_TILES_AT_ONCE * shape.samples
-    return _transform_bytes(FFT_TILE) * (pairs + at_once * channels)
+
+    shape: ConvolutionShape
+    is_forward: bool
+    side: int
+    tiles: int
+    """Of one sample."""
+
+    @classmethod
+    def of(cls, shape: ConvolutionShape, *, is_forward: bool) -> Transforms | None:
+        """The transforms; None where a forward has no tile large enough."""
+        border = max(shape.kernel) - 1
+        largest = max(shape.out_size) + border
+        fitting = [side for side in _FFT_SIDES if largest <= side]
+        if is_forward:
+            return cls(shape=shape, is_forward=True, side=fitting[0], tiles=1) if fitting else None
+        side = _FFT_SIDES[-1]
+        tiles = 1 if fitting else math.prod(-(-size // (side - border)) for size in shape.out_size)
+        return cls(shape=shape, is_forward=False, side=side, tiles=tiles)
+
+    @property
+    def gain(self) -> float:
+        """How many times fewer multiplications they need than the sum that defines a convolution."""
+        points = self.tiles * self.side * (self.side // 2 + 1) * _PRODUCTS_PER_POINT
+        return math.prod(self.shape.out_size) * math.prod(self.shape.kernel) / points
+
+    def size_bytes(self, beside_bytes: int) -> int:
+        """Their bytes, and those of what is there beside them."""
+        _samples, _tiles, tile_bytes, weights, activations, beside_bytes = self._numbers(beside_bytes)
+        return tile_bytes * (weights + activations) + beside_bytes
+
+    def kernel(self, beside_bytes: int) -> Kernel:
+        """The same, of 0 bytes where there are too few tiles for the weight's transform to pay."""
+        return Kernel(name="convolution transforms", numbers=(0, 0, *self._numbers(beside_bytes)))
+
+    def _numbers(self, beside_bytes: int) -> tuple[int, int, int, int, int, int]:
+        shape = self.shape
+        tile_bytes = self.side * (self.side // 2 + 1) * _COMPLEX_BYTES
+        weights = shape.in_channels * shape.out_channels
+        if self.is_forward:
+            weights, beside_bytes = 2 * weights, beside_bytes + shape.weight_bytes()
+        at_once = shape.samples * min(self.tiles, _FFT_TILES_AT_ONCE)
+        activations = at_once * (shape.in_channels + shape.out_channels)
+        return shape.samples, self.tiles, tile_bytes, weights, activations, beside_bytes
 
 
-def stream_k_bytes(sm_count: int) -> int:
-    """The most that a kernel keeps of unfinished tiles, one for each multiprocessor."""
-    return sm_count * _STREAM_K_TILE_BYTES
+def partial_sums(shape: ConvolutionShape, multiprocessors: int, beside_bytes: int) -> Kernel:
+    """Workspace of a weight's gradient on tensor cores, whose sum over samples and positions is divided.
 
-
-def _transform_bytes(side: int) -> int:
-    """Bytes of the transform of a real tile."""
-    return side * (side // 2 + 1) * _COMPLEX_BYTES
-
-
-def _weight_bytes(shape: ConvolutionShape, ins: int, outs: int) -> int:
-    return outs * -(-ins // shape.groups) * math.prod(shape.kernel) * shape.item_bytes
+    Each multiprocessor adds up a part, in a tile of 128 × 128 float32, or 64 × 64 for a smaller weight.
+    """
+    rows = -(-shape.in_channels // shape.groups) * math.prod(shape.kernel)
+    side = 128 if min(rows, shape.out_channels // shape.groups) >= 128 else 64
+    numbers = (multiprocessors, 0, side * side * _FLOAT_BYTES, beside_bytes)
+    return Kernel(name="convolution partial sums", numbers=numbers)

@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from brimful.capture.corrections.cuda.convolution_workspaces import (
-    HALF_STEP,
     ConvolutionShape,
-    channels_last_copies,
-    fft_bytes,
-    padded_image,
-    stream_k_bytes,
+    Transforms,
+    copied_bytes,
+    partial_sums,
     winograd_bytes,
 )
 from brimful.capture.corrections.rule import Rule
 from brimful.settings import Precision
+from brimful.trace import Kernel
 
 aten = torch.ops.aten
 
@@ -25,13 +24,37 @@ TENSOR_CORE_GAIN = 1.5
 """How many times as fast as float32 a type must be for cuDNN to copy operands for tensor cores; a choice between
 what is known: 1.0 for TF32 on a GeForce (no copies), 7.4 on an H100 (copies)."""
 
+HALF_STEP = 8
+"""Channels of which tensor-core kernels of half types need a multiple: others are filled up in a copy (NVIDIA,
+Convolutional Layers User's Guide, "Channels In And Out")."""
+
 WINOGRAD_CHANNELS = 64
 """Fewest channels, in and out, of weight gradients seen with Winograd's algorithm; none has it with 3."""
+
+LARGE_WEIGHT_SHARE = 0.3
+"""Size of a weight, relative to input and output of one sample, from which its gradient is computed in NHWC. In
+NCHW each sample's would be a result of its own, added up later. Seen with 0.33 to 8.4, none with 0.01 to 0.29."""
+
+FORWARD_GAIN, GRADIENT_GAIN, LIKELY_AT_MOST_GAIN = 2.0, 1.0, 1.5
+"""How many times fewer multiplications Fourier transforms must need. Forward: seen with 3.1 and 3.2, none with
+0.8 to 1.1. Input gradient: seen with 1.06 to 3.4, none with 0.2 and 0.8. In the upper end: a choice."""
+
+
+_LARGEST_TILE_BYTES = 128 * 128 * 4
+"""Of float32 sums that a multiprocessor may keep of an unfinished tile."""
 
 
 class _Workspace(NamedTuple):
     likely_bytes: int
     most_bytes: int
+    kernel: Kernel | None = None
+    """Where the likely size is not affine in the micro-batch."""
+
+    @classmethod
+    def of(cls, likely: Kernel, most_bytes: int) -> _Workspace:
+        """That of a kernel."""
+        likely_bytes = likely.size_bytes()
+        return cls(likely_bytes, max(most_bytes, likely_bytes), likely)
 
 
 class CudnnConvolution(Rule):
@@ -84,6 +107,7 @@ class CudnnConvolution(Rule):
                 workspace.likely_bytes,
                 f"inside {func}, gradient of the {result}" if len(results) > 1 else f"inside {func}",
                 most_bytes=workspace.most_bytes,
+                kernel=workspace.kernel,
                 is_alone=True,
             )
 
@@ -94,34 +118,55 @@ class CudnnConvolution(Rule):
         if shape.is_depthwise:  # kernels of their own
             return _Workspace(0, 0)
         if self._uses_tensor_cores(dtype):
-            return self._on_tensor_cores(shape, is_nchw=is_nchw)
-        winograd = dtype is torch.float32 and self._is_float32_alone()
-        return self._without_tensor_cores(shape, result, is_nchw=is_nchw, takes_winograd=winograd)
+            return self._on_tensor_cores(shape, result, is_nchw=is_nchw)
+        is_float32 = dtype is torch.float32 and self._is_float32_alone()
+        return self._without_tensor_cores(shape, result, is_nchw=is_nchw, is_float32=is_float32)
 
-    def _on_tensor_cores(self, shape: ConvolutionShape, *, is_nchw: bool) -> _Workspace:
-        """Copies to NHWC and back, and sums of unfinished tiles at most."""
+    def _on_tensor_cores(self, shape: ConvolutionShape, result: str, *, is_nchw: bool) -> _Workspace:
+        """Copies to NHWC and back; partial sums of a weight's gradient."""
         step = HALF_STEP if shape.item_bytes == 2 else 1
-        unfinished = stream_k_bytes(self.target.sm_count or 0)
         if is_nchw:
-            copies = channels_last_copies(shape, padded_to=step)
+            most = likely = copied_bytes(shape, padded_to=step)
         else:
-            copies = padded_image(shape, step) if shape.in_channels % step else 0
-        return _Workspace(0 if is_nchw and shape.is_pointwise else copies, copies + unfinished)
+            most = likely = shape.input_bytes(step) + shape.weight_bytes(step) if shape.in_channels % step else 0
+        if is_nchw and shape.is_pointwise and not (
+            result == "weight" and shape.weight_share >= LARGE_WEIGHT_SHARE
+        ):
+            likely = 0
+        multiprocessors = self.target.sm_count or 0
+        at_most = most + multiprocessors * _LARGEST_TILE_BYTES
+        if result == "weight":
+            return _Workspace.of(partial_sums(shape, multiprocessors, likely), at_most)
+        return _Workspace(likely, at_most)
 
     def _without_tensor_cores(
-        self, shape: ConvolutionShape, result: str, *, is_nchw: bool, takes_winograd: bool
+        self, shape: ConvolutionShape, result: str, *, is_nchw: bool, is_float32: bool
     ) -> _Workspace:
-        """Transforms; for tensors in NHWC beside copies."""
-        copies = channels_last_copies(shape)
-        between = 0 if is_nchw else copies
-        transforms, most = 0, copies
-        if shape.is_plain_3x3 and result == "weight":
-            most = winograd_bytes(shape)
-            if takes_winograd and min(shape.in_channels, shape.out_channels) >= WINOGRAD_CHANNELS:
-                transforms = most
-        elif len(shape.kernel) == 2 and shape.is_dense and not shape.is_pointwise and result != "weight":
-            most = fft_bytes(shape)
-        return _Workspace(transforms and transforms + between, max(most + between, copies))
+        """Transforms, and for tensors in NHWC copies."""
+        copies = copied_bytes(shape)
+        beside = 0 if is_nchw else copies
+        if result == "weight":
+            likely = copies if shape.weight_share >= LARGE_WEIGHT_SHARE else 0
+            most = copies
+            if shape.is_plain_3x3:
+                most = max(copies, winograd_bytes(shape) + beside)
+                if shape.fewest_channels >= WINOGRAD_CHANNELS:
+                    likely = winograd_bytes(shape) + beside
+            return _Workspace(likely if is_float32 else 0, most)
+        transforms = Transforms.of(shape, is_forward=result == "output") if shape.is_plain_3x3 else None
+        if transforms is None:
+            return _Workspace(0, copies)
+        most = copies
+        if transforms.gain >= LIKELY_AT_MOST_GAIN:
+            most = max(copies, transforms.size_bytes(beside))
+        return _Workspace.of(transforms.kernel(beside), most) if is_float32 and self._transforms(transforms) else _Workspace(0, most)
+
+    def _transforms(self, transforms: Transforms) -> bool:
+        """Whether cuDNN likely takes them."""
+        if transforms.is_forward:
+            return transforms.gain >= FORWARD_GAIN
+        shape = transforms.shape
+        return transforms.gain >= GRADIENT_GAIN and shape.in_channels == shape.out_channels
 
     def _uses_tensor_cores(self, dtype: torch.dtype) -> bool:
         """Whether they are so much faster that cuDNN copies operands for them."""
