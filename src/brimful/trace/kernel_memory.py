@@ -248,9 +248,16 @@ def _transforms_bytes(numbers: tuple[int, ...]) -> int:
 
 
 def _partial_sums_bytes(numbers: tuple[int, ...]) -> int:
-    """A tile of partial sums for each multiprocessor, and what is there whatever their number."""
-    multiprocessors, _threads, tile_bytes, beside_bytes = numbers
-    return multiprocessors * tile_bytes + beside_bytes
+    """Tiles of partial sums of a matrix product, and what is there whatever their number.
+
+    Fewer tiles than multiprocessors: each tile is divided among some (split K). More, and the product is
+    `continued`: each multiprocessor may keep one that the next goes on with (segment K, stream K).
+    """
+    multiprocessors, _threads, tiles, tile_bytes, continued, beside_bytes = numbers
+    parts = multiprocessors // max(tiles, 1)
+    if parts >= 2:
+        return parts * tiles * tile_bytes + beside_bytes
+    return (multiprocessors * tile_bytes if continued else 0) + beside_bytes
 
 
 KERNELS: dict[str, Callable[[tuple[int, ...]], int]] = {

@@ -11,6 +11,7 @@ from brimful.capture.corrections.cuda.convolution_workspaces import (
     ConvolutionShape,
     Transforms,
     copied_bytes,
+    padded_image_bytes,
     partial_sums,
     winograd_bytes,
 )
@@ -60,19 +61,20 @@ class _Workspace(NamedTuple):
 class CudnnConvolution(Rule):
     """Add the workspace of each kernel that a convolution runs, one after the other.
 
-    **Tensor cores** (half types, and TF32 where it is faster than float32) read and write NHWC. Of tensors in
-    NCHW cuDNN copies input, output and weight, channels filled up to 8 in half types; each of forward, input
-    gradient and weight gradient does so. So did 30 of 30 kernels of 3 × 3, 7 × 7 and grouped convolutions
-    that an H100 ran in BF16 and TF32, but for the output of one and gradients of images. 1 × 1 convolutions
-    are matrix products in either layout: copies are in the upper end only. Images in channels_last are copied
-    in half types, as 3 channels are filled up to 8.
+    **On tensor cores** (half types, and TF32 where it is faster than float32) kernels read and write NHWC. Of
+    tensors in NCHW cuDNN copies input, output and weight, in half types with channels filled up to 8, in
+    forward and for each gradient. 1 × 1 convolutions are matrix products in NCHW too, except gradients of
+    large weights. Weight gradients take partial sums besides.
 
-    **Without tensor cores** the weight gradient of a 3 × 3 convolution of stride 1 takes Winograd's algorithm:
-    all 34 on an H100 did so, to the byte. Forward and input gradient take Fourier transforms for some sizes
-    and nothing for others, which is cuDNN's heuristics' choice and in the upper end only; so are copies.
+    **In float32 alone** a weight gradient of 3 × 3 takes Winograd's algorithm. Forward and input gradient take
+    Fourier transforms where these save multiplications and have enough tiles to share a transformed weight;
+    input gradients with fewer or more channels in than out do in 2 of 8 cases, which is cuDNN's choice and in
+    the upper end only. Of one step on an H100 these are all 44 workspaces above 0.4 MB of a ResNet-50 and 27 of
+    29 of a U-Net, to the byte. Before compute capability 8.0 all are in the upper end: with them one of the two
+    published rows of VGG16 on a P100 (torch 1.10) would be as much too high as the other is too low without.
 
-    A GPU whose TF32 is no faster than its float32 (GeForce) is taken to have no workspace in the likely size:
-    27 public runs of CNNs there would be predicted worse with either.
+    **TF32 on a GPU where it is no faster** (GeForce) has workspaces in the upper end only: with copies, 27 public
+    runs of CNNs on an RTX 3060 would have reserved 9 to 50 % more than they did.
     """
 
     name = "cudnn_convolution"
@@ -108,7 +110,7 @@ class CudnnConvolution(Rule):
                 f"inside {func}, gradient of the {result}" if len(results) > 1 else f"inside {func}",
                 most_bytes=workspace.most_bytes,
                 kernel=workspace.kernel,
-                is_alone=True,
+                is_alone=bool(workspace.likely_bytes or workspace.kernel),
             )
 
     def _workspace(
@@ -119,8 +121,8 @@ class CudnnConvolution(Rule):
             return _Workspace(0, 0)
         if self._uses_tensor_cores(dtype):
             return self._on_tensor_cores(shape, result, is_nchw=is_nchw)
-        is_float32 = dtype is torch.float32 and self._is_float32_alone()
-        return self._without_tensor_cores(shape, result, is_nchw=is_nchw, is_float32=is_float32)
+        is_known = dtype is torch.float32 and self._is_known_in_float32()
+        return self._without_tensor_cores(shape, result, is_nchw=is_nchw, is_known=is_known)
 
     def _on_tensor_cores(self, shape: ConvolutionShape, result: str, *, is_nchw: bool) -> _Workspace:
         """Copies to NHWC and back; partial sums of a weight's gradient."""
@@ -128,9 +130,11 @@ class CudnnConvolution(Rule):
         if is_nchw:
             most = likely = copied_bytes(shape, padded_to=step)
         else:
-            most = likely = shape.input_bytes(step) + shape.weight_bytes(step) if shape.in_channels % step else 0
-        if is_nchw and shape.is_pointwise and not (
-            result == "weight" and shape.weight_share >= LARGE_WEIGHT_SHARE
+            most = likely = padded_image_bytes(shape, step) if shape.in_channels % step else 0
+        if (
+            is_nchw
+            and shape.is_pointwise
+            and not (result == "weight" and shape.weight_share >= LARGE_WEIGHT_SHARE)
         ):
             likely = 0
         multiprocessors = self.target.sm_count or 0
@@ -140,9 +144,9 @@ class CudnnConvolution(Rule):
         return _Workspace(likely, at_most)
 
     def _without_tensor_cores(
-        self, shape: ConvolutionShape, result: str, *, is_nchw: bool, is_float32: bool
+        self, shape: ConvolutionShape, result: str, *, is_nchw: bool, is_known: bool
     ) -> _Workspace:
-        """Transforms, and for tensors in NHWC copies."""
+        """Transforms, and for tensors in NHWC copies beside them; likely ones only where they are known."""
         copies = copied_bytes(shape)
         beside = 0 if is_nchw else copies
         if result == "weight":
@@ -152,21 +156,16 @@ class CudnnConvolution(Rule):
                 most = max(copies, winograd_bytes(shape) + beside)
                 if shape.fewest_channels >= WINOGRAD_CHANNELS:
                     likely = winograd_bytes(shape) + beside
-            return _Workspace(likely if is_float32 else 0, most)
+            return _Workspace(likely if is_known else 0, most)
         transforms = Transforms.of(shape, is_forward=result == "output") if shape.is_plain_3x3 else None
         if transforms is None:
             return _Workspace(0, copies)
         most = copies
         if transforms.gain >= LIKELY_AT_MOST_GAIN:
             most = max(copies, transforms.size_bytes(beside))
-        return _Workspace.of(transforms.kernel(beside), most) if is_float32 and self._transforms(transforms) else _Workspace(0, most)
-
-    def _transforms(self, transforms: Transforms) -> bool:
-        """Whether cuDNN likely takes them."""
-        if transforms.is_forward:
-            return transforms.gain >= FORWARD_GAIN
-        shape = transforms.shape
-        return transforms.gain >= GRADIENT_GAIN and shape.in_channels == shape.out_channels
+        if is_known and _takes(transforms):
+            return _Workspace.of(transforms.kernel(beside), most)
+        return _Workspace(0, most)
 
     def _uses_tensor_cores(self, dtype: torch.dtype) -> bool:
         """Whether they are so much faster that cuDNN copies operands for them."""
@@ -178,15 +177,23 @@ class CudnnConvolution(Rule):
             rate = self.target.flops_per_second(str(dtype).removeprefix("torch."))
         return rate is not None and plain is not None and rate >= TENSOR_CORE_GAIN * plain
 
-    def _is_float32_alone(self) -> bool:
-        """Whether convolutions in float32 may not round to TF32."""
-        return not (self._allows_tf32() and self.target.supports(Precision.TF32))
+    def _is_known_in_float32(self) -> bool:
+        """Whether what cuDNN takes is known: on GPUs that have TF32, without its use."""
+        return self.target.supports(Precision.TF32) and not self._allows_tf32()
 
     def _allows_tf32(self) -> bool:
         """Whether convolutions in float32 may round to TF32; brimful's own steps set it by the precision."""
         return self.settings.precision is Precision.TF32 or (
             self.recorder.runs_own_loop and torch.backends.cudnn.allow_tf32
         )
+
+
+def _takes(transforms: Transforms) -> bool:
+    """Whether cuDNN likely runs a forward or an input's gradient by Fourier transforms."""
+    if transforms.is_forward:
+        return transforms.gain >= FORWARD_GAIN
+    shape = transforms.shape
+    return transforms.gain >= GRADIENT_GAIN and shape.in_channels == shape.out_channels
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
