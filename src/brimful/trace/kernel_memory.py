@@ -251,7 +251,7 @@ def _partial_sums_bytes(numbers: tuple[int, ...]) -> int:
     """Tiles of partial sums of a matrix product, and what is there whatever their number.
 
     Fewer tiles than multiprocessors: each tile is divided among some (split K). More, and the product is
-    `continued`: each multiprocessor may keep one that the next goes on with (segment K, stream K).
+    `continued`: each multiprocessor may keep one that the next completes (segment K, stream K).
     """
     multiprocessors, _threads, tiles, tile_bytes, continued, beside_bytes = numbers
     parts = multiprocessors // max(tiles, 1)

@@ -21,8 +21,8 @@ _COMPLEX_BYTES = 8
 _WINOGRAD_OUTPUTS = 4
 """Rows and columns of outputs that a tile of F(4 × 4, 3 × 3) gives."""
 _WINOGRAD_POINTS = 36
-"""Numbers in a transformed tile, whose inputs are 6 × 6 (Lavin and Gray 2015, "Fast Algorithms for Convolutional
-Neural Networks", section 4.3)."""
+"""Numbers in a transformed tile, whose inputs are 6 × 6 (Lavin and Gray 2015, "Fast Algorithms for
+Convolutional Neural Networks", section 4.3)."""
 _FFT_SIDES = (16, 32)
 """Sides of the tiles of a forward. A real tile transforms to half as many columns, and one more, of complex
 numbers."""

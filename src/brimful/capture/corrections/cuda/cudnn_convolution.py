@@ -22,8 +22,8 @@ from brimful.trace import Kernel
 aten = torch.ops.aten
 
 TENSOR_CORE_GAIN = 1.5
-"""How many times as fast as float32 a type must be for cuDNN to copy operands for tensor cores; a choice between
-what is known: 1.0 for TF32 on a GeForce (no copies), 7.4 on an H100 (copies)."""
+"""How many times as fast as float32 a type must be for cuDNN to copy operands for tensor cores; a choice
+between what is known: 1.0 for TF32 on a GeForce (no copies), 7.4 on an H100 (copies)."""
 
 HALF_STEP = 8
 """Channels of which tensor-core kernels of half types need a multiple: others are filled up in a copy (NVIDIA,
@@ -33,13 +33,13 @@ WINOGRAD_CHANNELS = 64
 """Fewest channels, in and out, of weight gradients seen with Winograd's algorithm; none has it with 3."""
 
 LARGE_WEIGHT_SHARE = 0.3
-"""Size of a weight, relative to input and output of one sample, from which its gradient is computed in NHWC. In
-NCHW each sample's would be a result of its own, added up later. Seen with 0.33 to 8.4, none with 0.01 to 0.29."""
+"""Size of a weight, relative to input and output of one sample, from which its gradient is computed in NHWC.
+In NCHW each sample's would be a result of its own, added up later. Seen with 0.33 to 8.4, none with
+0.01 to 0.29."""
 
-FORWARD_GAIN, GRADIENT_GAIN, LIKELY_AT_MOST_GAIN = 2.0, 1.0, 1.5
+FORWARD_GAIN, GRADIENT_GAIN, UPPER_END_GAIN = 2.0, 1.0, 1.5
 """How many times fewer multiplications Fourier transforms must need. Forward: seen with 3.1 and 3.2, none with
 0.8 to 1.1. Input gradient: seen with 1.06 to 3.4, none with 0.2 and 0.8. In the upper end: a choice."""
-
 
 _LARGEST_TILE_BYTES = 128 * 128 * 4
 """Of float32 sums that a multiprocessor may keep of an unfinished tile."""
@@ -69,12 +69,12 @@ class CudnnConvolution(Rule):
     **In float32 alone** a weight gradient of 3 × 3 takes Winograd's algorithm. Forward and input gradient take
     Fourier transforms where these save multiplications and have enough tiles to share a transformed weight;
     input gradients with fewer or more channels in than out do in 2 of 8 cases, which is cuDNN's choice and in
-    the upper end only. Of one step on an H100 these are all 44 workspaces above 0.4 MB of a ResNet-50 and 27 of
+    the upper end only. Of one step on an H100 these are all 48 workspaces above 0.4 MB of a ResNet-50 and 27 of
     29 of a U-Net, to the byte. Before compute capability 8.0 all are in the upper end: with them one of the two
     published rows of VGG16 on a P100 (torch 1.10) would be as much too high as the other is too low without.
 
-    **TF32 on a GPU where it is no faster** (GeForce) has workspaces in the upper end only: with copies, 27 public
-    runs of CNNs on an RTX 3060 would have reserved 9 to 50 % more than they did.
+    **TF32 where it is as slow as FP32** (GeForce) has workspaces in the upper end only: with copies, public
+    runs of ResNet, RegNet, MobileNet and VGG on an RTX 3060 would have reserved 9 to 50 % more than they did.
     """
 
     name = "cudnn_convolution"
@@ -161,7 +161,7 @@ class CudnnConvolution(Rule):
         if transforms is None:
             return _Workspace(0, copies)
         most = copies
-        if transforms.gain >= LIKELY_AT_MOST_GAIN:
+        if transforms.gain >= UPPER_END_GAIN:
             most = max(copies, transforms.size_bytes(beside))
         if is_known and _takes(transforms):
             return _Workspace.of(transforms.kernel(beside), most)
