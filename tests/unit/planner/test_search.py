@@ -291,7 +291,7 @@ def test_a_unit_that_alone_makes_the_peak_is_divided_and_training_is_the_same() 
 
 @pytest.mark.slow
 def test_a_plan_makes_a_concatenation_again_where_that_takes_less_and_training_is_the_same() -> None:
-    """Of the last block of a U-Net, whose first convolution does not run again; without convolutions' copies."""
+    """Of the last block of a U-Net, whose first convolution does not run again; without any copies."""
     job = find_architecture("unet", image_size=128)
     device = find_device("RTX 3090")
     without = ("cudnn_convolution",)
