@@ -87,7 +87,14 @@ class CaptureSession:
         self._modules = ModuleCalls(self._model)
         self._outside = OutsideTensors(mode, known)
         self._observers = StepObservers(
-            recorder=Recorder(self._modules, known, rules, outside=self._outside, host_is_device=is_cpu),
+            recorder=Recorder(
+                self._modules,
+                known,
+                rules,
+                outside=self._outside,
+                host_is_device=is_cpu,
+                runs_own_loop=job.loop is not None,
+            ),
             compiled=compiled,
             coupling=Coupling(self._model, self._outside),
             shortening=shortening,

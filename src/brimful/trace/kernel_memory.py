@@ -234,10 +234,38 @@ def _layer_norm_backward_bytes(numbers: tuple[int, ...]) -> int:
     return parts * columns * element_bytes
 
 
+_LEAST_TRANSFORMED_TILES = 32
+"""Fewest tiles, of all samples, for which cuDNN was seen to transform a convolution's weight. Its transform is
+made once for all of them: seen with 32 and more, none with 4 to 16 (benchmarks/results/gpu_record.json)."""
+
+
+def _transforms_bytes(numbers: tuple[int, ...]) -> int:
+    """Fourier transforms of input, output and weight of a convolution; see `convolution_workspaces`."""
+    _multiprocessors, _threads, samples, tiles, tile_bytes, weights, activations, beside_bytes = numbers
+    if samples * tiles < _LEAST_TRANSFORMED_TILES:
+        return 0
+    return tile_bytes * (weights + activations) + beside_bytes
+
+
+def _partial_sums_bytes(numbers: tuple[int, ...]) -> int:
+    """Tiles of partial sums of a matrix product, and what is there whatever their number.
+
+    Fewer tiles than multiprocessors: each tile is divided among some (split K). More, and the product is
+    `continued`: each multiprocessor may keep one that the next completes (segment K, stream K).
+    """
+    multiprocessors, _threads, tiles, tile_bytes, continued, beside_bytes = numbers
+    parts = multiprocessors // max(tiles, 1)
+    if parts >= 2:
+        return parts * tiles * tile_bytes + beside_bytes
+    return (multiprocessors * tile_bytes if continued else 0) + beside_bytes
+
+
 KERNELS: dict[str, Callable[[tuple[int, ...]], int]] = {
     "reduction staging": lambda numbers: _reduction_buffers_bytes(numbers)[0],
     "reduction semaphores": lambda numbers: _reduction_buffers_bytes(numbers)[1],
     "embedding backward": _embedding_backward_bytes,
     "layer norm backward": _layer_norm_backward_bytes,
+    "convolution transforms": _transforms_bytes,
+    "convolution partial sums": _partial_sums_bytes,
 }
 """What a kernel's numbers come to, by its name."""

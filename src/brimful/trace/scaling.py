@@ -90,10 +90,16 @@ def _work(op: Op) -> tuple[int, ...]:
 
 def _scaled_storage(a: Storage, b: Storage, line: Callable[[int, int], int]) -> Storage:
     """A storage on the line through its sizes in two traces."""
+    most_bytes = None
+    if a.most_bytes is not None and b.most_bytes is not None:
+        most_bytes = line(a.most_bytes, b.most_bytes)
     if a.kernel is not None and b.kernel is not None:
         kernel = a.kernel.scaled(b.kernel, line)
-        return structs.replace(a, size_bytes=kernel.size_bytes(), kernel=kernel)
+        size_bytes = kernel.size_bytes()
+        if most_bytes is not None:
+            most_bytes = max(most_bytes, size_bytes)
+        return structs.replace(a, size_bytes=size_bytes, most_bytes=most_bytes, kernel=kernel)
     size_bytes = line(a.size_bytes, b.size_bytes)
-    if a.most_bytes is None or b.most_bytes is None:
-        return a if size_bytes == a.size_bytes else structs.replace(a, size_bytes=size_bytes)
-    return structs.replace(a, size_bytes=size_bytes, most_bytes=line(a.most_bytes, b.most_bytes))
+    if (size_bytes, most_bytes) == (a.size_bytes, a.most_bytes):
+        return a
+    return structs.replace(a, size_bytes=size_bytes, most_bytes=most_bytes)

@@ -83,7 +83,13 @@ class Rule:
         self.counted.append((len(self.recorder.ops), occurrences, changed_bytes))
 
     def add(
-        self, size_bytes: int, label: str, *, most_bytes: int | None = None, kernel: Kernel | None = None
+        self,
+        size_bytes: int,
+        label: str,
+        *,
+        most_bytes: int | None = None,
+        kernel: Kernel | None = None,
+        is_alone: bool = False,
     ) -> None:
         """Record and count memory that the op just run took inside and freed before it ended.
 
@@ -93,9 +99,12 @@ class Rule:
             most_bytes: Its largest size, where the size is not known for sure.
             kernel: What decides the size, where it is not affine in the micro-batch; it may be nothing at this
                 size and more at another.
+            is_alone: Whether it is freed before the op's next temporary is allocated.
         """
         if size_bytes or most_bytes or kernel is not None:
-            self.recorder.ledger.add_temporary(size_bytes, label, most_bytes=most_bytes, kernel=kernel)
+            self.recorder.ledger.add_temporary(
+                size_bytes, label, most_bytes=most_bytes, kernel=kernel, is_alone=is_alone
+            )
         if size_bytes or most_bytes:
             self.count(size_bytes)
 

@@ -43,7 +43,8 @@ class StorageLedger:
         self.live: dict[int, int] = {}
         """Indices of the blocks that tensors hold now, by the addresses of their storages."""
         self._ends: dict[int, _StorageEnd] = {}
-        self._temporaries: list[Block] = []
+        self._temporaries: list[tuple[Block, bool]] = []
+        """Those of the op that runs, each with whether it is alone."""
         """Of the op that is being recorded."""
 
     def track(self, tensor: Tensor, label: str, op: int | None = None) -> int | None:
@@ -122,7 +123,13 @@ class StorageLedger:
                 self.blocks[index].size_bytes = 0
 
     def add_temporary(
-        self, size_bytes: int, label: str, *, most_bytes: int | None = None, kernel: Kernel | None = None
+        self,
+        size_bytes: int,
+        label: str,
+        *,
+        most_bytes: int | None = None,
+        kernel: Kernel | None = None,
+        is_alone: bool = False,
     ) -> None:
         """Record memory that the op just run took beside its outputs and freed before it ended.
 
@@ -131,15 +138,22 @@ class StorageLedger:
             label: What it is called.
             most_bytes: Its largest size, where the size is not known for sure.
             kernel: What decides the size, where it is not affine in the micro-batch.
+            is_alone: Whether it is freed before the op's next temporary is allocated.
         """
-        self._temporaries.append(Block(size_bytes, None, label, most_bytes, kernel))
+        self._temporaries.append((Block(size_bytes, None, label, most_bytes, kernel), is_alone))
 
     def record_temporaries(self) -> None:
-        """Record the temporaries of the op just recorded, all at once."""
-        if self._temporaries:
-            for index in [self._add(block) for block in self._temporaries]:
+        """Record the temporaries of the op just recorded: those that are alone in turn, the others at once."""
+        together = []
+        for block, is_alone in self._temporaries:
+            index = self._add(block)
+            if is_alone:
                 self.free(index)
-            self._temporaries.clear()
+            else:
+                together.append(index)
+        for index in together:
+            self.free(index)
+        self._temporaries.clear()
 
     @property
     def live_bytes(self) -> int:

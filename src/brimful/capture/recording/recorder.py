@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):
         rules: Corrections that watch ops.
         outside: Has fakes for real tensors that ops read beside the model; None leaves those as they are.
         host_is_device: Whether copies on the host are in the device's memory, as on a CPU.
+        runs_own_loop: Whether the job's own loop runs, which sets torch's flags itself.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Recorder(TorchDispatchMode):
         *,
         outside: OutsideTensors | None = None,
         host_is_device: bool = False,
+        runs_own_loop: bool = False,
     ) -> None:
         super().__init__()
+        self.runs_own_loop = runs_own_loop
         self.host_is_device = host_is_device
         self.facts = StepFacts()
         self.position = StepPosition(host_is_device=host_is_device)
