@@ -215,7 +215,7 @@ class CaptureSession:
             self._observers,
             move,
             sharded,
-            makes_state_first=steps == 1,
+            makes_state_first=steps == 1 or self._settings.parallelism.is_zero,
         )
         self._format.follow(self._captured.optimizer)
         for step in range(steps):
