@@ -244,7 +244,9 @@ def test_optimizer_state_is_made_after_the_first_backward_unless_one_step_stands
 
 
 def test_the_first_backward_is_predicted_without_optimizer_state() -> None:
-    prediction = predict_memory(capture(job(lambda: nn.Sequential(nn.Linear(INPUTS, 4096), nn.Linear(4096, CLASSES)))))
+    prediction = predict_memory(
+        capture(job(lambda: nn.Sequential(nn.Linear(INPUTS, 4096), nn.Linear(4096, CLASSES))))
+    )
     assert prediction.first_step_peak_allocated_bytes < prediction.steady_peak_allocated_bytes
 
 

@@ -34,11 +34,14 @@ def test_a_repeated_step_makes_the_requests_of_two_captured_ones(name: str) -> N
     assert requests(repeated) == requests(capture_step(the_job, settings, A100))
 
 
-def test_under_a_loss_scale_the_peaks_are_the_same() -> None:
+def test_under_a_loss_scale_the_peaks_are_nearly_the_same() -> None:
+    """What unscaling takes is freed before state is made in the one, after it in the other."""
     settings = Settings(micro_batch_size=8, precision=Precision.FP16)
     repeated = predict_memory(capture_step(job(), settings, A100, steps=1).with_last_step_again())
     captured = predict_memory(capture_step(job(), settings, A100))
-    assert repeated.first_step_peak_allocated_bytes == captured.first_step_peak_allocated_bytes
+    assert repeated.first_step_peak_allocated_bytes == pytest.approx(
+        captured.first_step_peak_allocated_bytes, rel=0.001
+    )
     assert repeated.peak_reserved_bytes == captured.peak_reserved_bytes
 
 

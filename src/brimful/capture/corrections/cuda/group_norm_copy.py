@@ -14,6 +14,7 @@ from brimful.capture.corrections.rule import Rule
 
 # B samples, C channels
 
+
 class GroupNormCopy(Rule):
     """Make the input of group norm contiguous, (B, C, …), as CUDA does and a CPU does not.
 
@@ -29,7 +30,9 @@ class GroupNormCopy(Rule):
 
     def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
         """That of `nn.GroupNorm`, and the one it calls."""
-        return {function: partial(self._of_contiguous, function) for function in (F.group_norm, torch.group_norm)}
+        return {
+            function: partial(self._of_contiguous, function) for function in (F.group_norm, torch.group_norm)
+        }
 
     def _of_contiguous(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         x: Tensor = args[0] if args else kwargs.pop("input")

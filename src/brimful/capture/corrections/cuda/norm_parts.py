@@ -34,9 +34,10 @@ class NormParts(Rule):
     """Count the partial sums of layer, RMS, group and batch norm.
 
     Layer norm: for M > 65536 rows that are narrow for the GPU, parts of the gradients of weight and bias, about
-    a million numbers each, and what it takes to add one of them up. RMS norm: those of its weight. Group norm: sums of each sample and channel, (B, C),
-    three in backward with two of each group, two in forward. Batch norm of channels-last images: statistics of
-    at most 128 parts, four numbers a channel in forward and two in backward; in the NCHW layout none.
+    a million numbers each, and what it takes to add one of them up. RMS norm: those of its weight. Group norm:
+    sums of each sample and channel, (B, C), three in backward with two of each group, two in forward. Batch
+    norm of channels-last images: statistics of at most 128 parts, four numbers a channel in forward and two in
+    backward; in the NCHW layout none.
     """
 
     name = "norm_parts"

@@ -47,5 +47,7 @@ class ReductionStaging(Rule):
             return
         x, place = args[0], _DIMS[func]
         dims = None if place is None else args[place] if len(args) > place else kwargs.get("dim")
-        for kernel in reduction_kernels(x.shape, x.stride(), dims, self.target.sm_count, threads, is_variance=func in _VARIANCES):
+        for kernel in reduction_kernels(
+            x.shape, x.stride(), dims, self.target.sm_count, threads, is_variance=func in _VARIANCES
+        ):
             self.add(kernel.size_bytes(), f"inside {func}", kernel=kernel)
