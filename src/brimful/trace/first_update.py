@@ -13,7 +13,8 @@ def with_state_made_by_first_update(trace: Trace) -> Trace:
     """The allocations of a trace in the order in which training makes them.
 
     Optimizer state moves from setup to the update of the first step, to where the same op of the optimizer made
-    it; the gradients and temporaries with which setup made it are left out. Ops stay as they are.
+    it; the gradients and temporaries with which setup made it are left out, and state that is dropped before then.
+    Ops stay as they are.
 
     Args:
         trace: Of two steps or more, the first of which may be a steady one.
@@ -28,15 +29,18 @@ def with_state_made_by_first_update(trace: Trace) -> Trace:
     if not setup or not update or settings.optimizer_in_backward or settings.parallelism.is_zero:
         return trace
     places = _places(trace, setup, update)
+    freed_at = {event.storage: event.op for event in trace.events if event.kind is EventKind.FREE}
     moved: defaultdict[int, list[int]] = defaultdict(list)
     left_out: set[int] = set()
+    made: set[Event] = set()
     for event in trace.events:
         if event.kind is EventKind.ALLOCATE and event.op in places:
-            if trace.storages[event.storage].category is Category.OPTIMIZER_STATE:
+            made.add(event)
+            if freed_at.get(event.storage, len(trace.ops)) > places[event.op]:
                 moved[places[event.op]].append(event.storage)
-            left_out.add(event.storage)
-    in_setup = set(places)
-    rest = (e for e in trace.events if not (e.op in in_setup and e.storage in left_out))
+            else:  # with setup, or as state of a parameter without a gradient
+                left_out.add(event.storage)
+    rest = (event for event in trace.events if event not in made and event.storage not in left_out)
     return replace(trace, events=tuple(_inserted(rest, moved)))
 
 

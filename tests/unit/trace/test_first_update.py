@@ -12,7 +12,7 @@ from brimful.capture import capture_step
 from brimful.memory import predict_memory
 from brimful.settings import Precision, Settings
 from brimful.trace import Category, EventKind, Phase, Trace
-from helpers.captured_jobs import A100, job
+from helpers.captured_jobs import A100, job, mlp
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "AdamW": torch.optim.AdamW,
@@ -32,6 +32,23 @@ def test_a_repeated_step_makes_the_requests_of_two_captured_ones(name: str) -> N
     the_job, settings = job(optimizer=OPTIMIZERS[name]), Settings(micro_batch_size=8)
     repeated = capture_step(the_job, settings, A100, steps=1).with_last_step_again()
     assert requests(repeated) == requests(capture_step(the_job, settings, A100))
+
+
+def test_state_of_a_parameter_without_a_gradient_is_never_made() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = mlp(), nn.Linear(100, 100)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    settings = Settings(micro_batch_size=8)
+    repeated = capture_step(job(Partly), settings, A100, steps=1).with_last_step_again()
+    captured = capture_step(job(Partly), settings, A100)
+    for trace in (repeated, captured):
+        assert predict_memory(trace).first_step_peak_allocated_bytes > 0
+    assert predict_memory(repeated).peak_allocated_bytes == predict_memory(captured).peak_allocated_bytes
 
 
 def test_under_a_loss_scale_the_peaks_are_nearly_the_same() -> None:

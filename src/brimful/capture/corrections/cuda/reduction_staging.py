@@ -34,7 +34,7 @@ class ReductionStaging(Rule):
     """Count the staging and the semaphores of a reduction that several blocks share."""
 
     name = "reduction_staging"
-    source = "torch aten/src/ATen/native/cuda/Reduce.cuh, global_memory_size (header of 2.13); as measured on an H100"
+    source = "torch aten/src/ATen/native/cuda/Reduce.cuh, global_memory_size (header of 2.13); as an H100 does"
 
     def watches_op(self, func: Any) -> bool:
         """Those it knows something of."""
