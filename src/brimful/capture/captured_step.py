@@ -61,6 +61,8 @@ class CapturedStep:
         observers: Recording.
         move: Brings the micro-batch to the device.
         sharded: The model as this rank has it under FSDP2; None where it is whole.
+        makes_state_first: Whether the optimizer makes its state before the first step, so that this is a steady
+            one; else it makes it in the first step, as in training.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class CapturedStep:
         observers: StepObservers,
         move: InputMover,
         sharded: Sharded | None,
+        *,
+        makes_state_first: bool,
     ) -> None:
         self._job, self._settings, self._model = job, settings, model
         self._batch, self._sharded = batch, sharded
@@ -103,7 +107,7 @@ class CapturedStep:
             ),
         )
         self._mark_staging()
-        if observers.part.has_update:
+        if observers.part.has_update and makes_state_first:
             self._optimizer.create_state(self._executor.call_update)
         self.seams = Seams(observers.part, model, recorder, self._names)
         """Where its parts meet."""

@@ -215,7 +215,14 @@ class CaptureSession:
         move = input_mover(self._observers.recorder)
         move.written = written_inputs
         self._captured = CapturedStep(
-            self._job, self._settings, self._model, self._batch, self._observers, move, sharded
+            self._job,
+            self._settings,
+            self._model,
+            self._batch,
+            self._observers,
+            move,
+            sharded,
+            makes_state_first=steps == 1 or self._settings.parallelism.is_zero,
         )
         self._format.follow(self._captured.optimizer)
         for step in range(steps):

@@ -33,7 +33,7 @@ UNLIMITED_BYTES = sys.maxsize
 """Stands for no limit, as `std::numeric_limits<size_t>::max()` does in the source."""
 
 _ADDRESS_SPACE_BYTES = 1 << 50
-"""Addresses of an expandable pool.
+"""Addresses of an expandable pool; segments lie below.
 
 PyTorch takes 9/8 of the device's memory and starts a second segment where they run out; that is not modelled.
 """
@@ -79,7 +79,7 @@ class Block:
     def __init__(self, pool: Pool, address: int, size_bytes: int, *, mapped: bool = True) -> None:
         self.pool = pool
         self.address = address
-        """Offset in the pool; segments lie in the order they were obtained."""
+        """Offset in the pool; later segments lie below earlier ones."""
         self.size_bytes = size_bytes
         self.mapped = mapped
         """Backed by memory; False only for the unused addresses of an expandable pool."""
@@ -228,12 +228,17 @@ def _may_serve(size_bytes: int, wanted_bytes: int, max_split_bytes: int) -> bool
 
 
 class SegmentPool(Pool):
-    """A pool of segments, each one cudaMalloc of a fixed size."""
+    """A pool of segments, each one cudaMalloc of a fixed size.
+
+    Each lies below those obtained before. Among free blocks of one size the lowest is taken, so this decides
+    which segment is cut. Six histories of an H100 (tests/helpers/gpu_allocations) are reproduced segment by
+    segment; with rising addresses one of them is not.
+    """
 
     def __init__(self, device: DeviceMemory, *, is_small: bool, max_split_bytes: int = UNLIMITED_BYTES) -> None:
         super().__init__(device, is_small=is_small, max_split_bytes=max_split_bytes)
         self._segment_count = 0
-        self._end_address = 0
+        self._lowest_address = _ADDRESS_SPACE_BYTES
 
     @property
     def segment_count(self) -> int:
@@ -245,8 +250,8 @@ class SegmentPool(Pool):
         size_bytes = self._segment_bytes(wanted_bytes)
         if not self._device.take(size_bytes):
             return None
-        block = Block(self, self._end_address, size_bytes)
-        self._end_address += size_bytes
+        self._lowest_address -= size_bytes
+        block = Block(self, self._lowest_address, size_bytes)
         self._segment_count += 1
         return block
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
+from brimful.trace.first_update import with_state_made_by_first_update
 from brimful.trace.records import Category, Event, EventKind, Op, Phase, Trace
 from brimful.trace.scaling import TraceLine
 
@@ -78,7 +79,7 @@ def with_last_step_again(trace: Trace) -> Trace:
     made = [e.storage for e in events if e.kind is EventKind.ALLOCATE and e.storage in freed]
     again = {storage: len(trace.storages) + i for i, storage in enumerate(made)}
     storages = [trace.storages[storage] for storage in made]
-    return replace(
+    repeated = replace(
         trace,
         captured_steps=trace.captured_steps + 1,
         ops=(*trace.ops, *ops),
@@ -95,6 +96,7 @@ def with_last_step_again(trace: Trace) -> Trace:
             ),
         ),
     )
+    return repeated if step else with_state_made_by_first_update(repeated)
 
 
 class Counterparts:

@@ -15,7 +15,8 @@ CUBLAS_WORKSPACE = "cuBLAS workspace"
 """Label of the storage whose size is `Device.cublas_workspace_bytes`, whatever the job."""
 
 # Source of all constants and of the arithmetic below: torch aten/src/ATen/native/cuda/Reduce.cuh,
-# setReduceConfig and ReduceConfig. Eight sizes worked out from the header of 2.13 agree; no GPU was asked yet.
+# setReduceConfig and ReduceConfig. Eight sizes worked out from the header of 2.13 agree, and those measured on
+# an H100 (benchmarks/results/gpu_record.json).
 _WARP_THREADS = 32
 _MOST_THREADS = 512
 _LEAST_VALUES_PER_THREAD = 16
@@ -63,6 +64,8 @@ def reduction_kernels(
     dims: Sequence[int] | None,
     multiprocessors: int,
     threads_per_multiprocessor: int,
+    *,
+    is_variance: bool = False,
 ) -> tuple[Kernel, Kernel]:
     """Staging and semaphores of a reduction.
 
@@ -72,6 +75,7 @@ def reduction_kernels(
         dims: Those added up; None or none means all.
         multiprocessors: Of the GPU.
         threads_per_multiprocessor: The most resident at once.
+        is_variance: Whether it follows mean and variance rather than a sum.
 
     Returns:
         Two kernels' memory; of 0 bytes where one block finishes each result.
@@ -81,7 +85,7 @@ def reduction_kernels(
     flags = (int(dim in reduced) for dim in range(ndim))
     numbers = (multiprocessors, threads_per_multiprocessor, *shape, *strides, *flags)
     return (
-        Kernel(name="reduction staging", numbers=numbers),
+        Kernel(name="variance staging" if is_variance else "reduction staging", numbers=numbers),
         Kernel(name="reduction semaphores", numbers=numbers),
     )
 
@@ -230,8 +234,24 @@ def _layer_norm_backward_bytes(numbers: tuple[int, ...]) -> int:
     multiprocessors, _threads, rows, columns, element_bytes = numbers
     if rows <= _MANY_ROWS or not columns or columns // _COLUMNS_PER_BLOCK >= multiprocessors // 2:
         return 0
-    parts = min(_MOST_PARTS // -(-columns // _COLUMNS_PER_BLOCK), -(-rows // _ROWS_PER_PART))
-    return parts * columns * element_bytes
+    return _layer_norm_parts(rows, columns) * columns * element_bytes
+
+
+def _layer_norm_parts(rows: int, columns: int) -> int:
+    return min(_MOST_PARTS // -(-columns // _COLUMNS_PER_BLOCK), -(-rows // _ROWS_PER_PART))
+
+
+def _layer_norm_backward_sums_bytes(numbers: tuple[int, ...]) -> int:
+    """Staging of the sum over the parts of one gradient."""
+    multiprocessors, threads, rows, columns, _element_bytes = numbers
+    if not _layer_norm_backward_bytes(numbers):
+        return 0
+    parts = _layer_norm_parts(rows, columns)
+    return _reduction_buffers_bytes((multiprocessors, threads, parts, columns, columns, 1, 1, 0))[0]
+
+
+_WELFORD_FLOATS = 4
+"""Mean, sum of squares and two counts. Source: torch aten/src/ATen/native/SharedReduceOps.h, WelfordData."""
 
 
 _LEAST_TRANSFORMED_TILES = 32
@@ -267,5 +287,7 @@ KERNELS: dict[str, Callable[[tuple[int, ...]], int]] = {
     "layer norm backward": _layer_norm_backward_bytes,
     "convolution transforms": _transforms_bytes,
     "convolution partial sums": _partial_sums_bytes,
+    "layer norm backward sums": _layer_norm_backward_sums_bytes,
+    "variance staging": lambda numbers: _WELFORD_FLOATS * _reduction_buffers_bytes(numbers)[0],
 }
 """What a kernel's numbers come to, by its name."""

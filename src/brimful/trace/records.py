@@ -274,7 +274,7 @@ class Trace:
 
         Returns:
             A trace with one more step. What the step makes and does not free, such as a library's workspace, is
-            not made again.
+            not made again. Where it was one steady step, optimizer state is now made by the first update.
         """
         from brimful.trace.derive import with_last_step_again
 

@@ -363,6 +363,7 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
         "foreach_optimizer",
         "fused_lm_head",
         "fused_rms_norm",
+        "group_norm_copy",
         "hidden_copies",
         "host_arrays",
         "in_place_backward",
@@ -371,6 +372,7 @@ def test_the_rules_of_one_device_are_not_those_of_another() -> None:
         "packed_sequences",
         "reduction_staging",
         "quantised_weights",
+        "softmax_parts",
         "sort",
         "unknown_ops",
     }

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from brimful.capture import capture_step
-from brimful.memory import live_profile
+from brimful.memory import live_profile, predict_memory
+from brimful.settings import Settings
 from brimful.trace import Category, EventKind, Phase, Trace
 from helpers.captured_jobs import (
     A100,
@@ -223,10 +224,30 @@ def test_nothing_is_freed_that_was_not_allocated_and_steps_leave_nothing_behind(
     assert all(trace.storages[i].category is not Category.GRADIENTS for i in live)
 
 
-def test_both_steps_run_the_same_ops() -> None:
+def test_both_steps_run_the_same_ops_but_for_the_making_of_optimizer_state() -> None:
     trace = capture(job())
-    steps = [[op.name for op in trace.ops if op.step == n and op.phase is not Phase.SETUP] for n in (0, 1)]
-    assert steps[0] == steps[1]
+    assert not [op for op in trace.ops if op.phase is Phase.SETUP]
+    first, second = ([op for op in trace.ops if op.step == n] for n in (0, 1))
+    made = [op.name for op in first if op.phase is Phase.OPTIMIZER and op.name.startswith("aten.zeros_like")]
+    assert len(made) == 2 * len(list(job().model().parameters()))  # two moments each
+    without = [op.name for op in first if not (op.phase is Phase.OPTIMIZER and op.name in made)]
+    assert without == [op.name for op in second]
+
+
+@pytest.mark.parametrize("step_count", [1, 2])
+def test_optimizer_state_is_made_after_the_first_backward_unless_one_step_stands_for_all(
+    step_count: int,
+) -> None:
+    trace = capture_step(job(), Settings(micro_batch_size=8), CPU, steps=step_count)
+    makers = {trace.ops[s.op].phase for s in trace.storages if s.category is Category.OPTIMIZER_STATE and s.op}
+    assert makers == {Phase.SETUP if step_count == 1 else Phase.OPTIMIZER}
+
+
+def test_the_first_backward_is_predicted_without_optimizer_state() -> None:
+    prediction = predict_memory(
+        capture(job(lambda: nn.Sequential(nn.Linear(INPUTS, 4096), nn.Linear(4096, CLASSES))))
+    )
+    assert prediction.first_step_peak_allocated_bytes < prediction.steady_peak_allocated_bytes
 
 
 def test_a_trace_is_the_same_after_a_trip_through_json_and_a_file(tmp_path: Path) -> None:
@@ -300,7 +321,11 @@ def test_a_parameter_that_no_loss_reaches_has_no_optimizer_state() -> None:
     used = INPUTS * CLASSES + CLASSES
     state = 2 * 4 * used + 2 * 4  # two moments each, and a step count
     assert held[Category.OPTIMIZER_STATE] == state
-    in_step = [i for i, event in enumerate(trace.events) if trace.ops[event.op].phase is Phase.FORWARD]
+    in_step = [
+        i
+        for i, event in enumerate(trace.events)
+        if (trace.ops[event.op].step, trace.ops[event.op].phase) == (1, Phase.FORWARD)
+    ]
     assert {dict(profile.breakdown_at(i))[Category.OPTIMIZER_STATE] for i in in_step} == {state}
 
 

@@ -31,11 +31,13 @@ from brimful.capture.corrections.cuda.foreach_norm import ForeachNorm
 from brimful.capture.corrections.cuda.foreach_optimizer import ForeachOptimizer
 from brimful.capture.corrections.cuda.fused_lm_head import FusedLmHead
 from brimful.capture.corrections.cuda.fused_rms_norm import FusedRmsNorm
+from brimful.capture.corrections.cuda.group_norm_copy import GroupNormCopy
 from brimful.capture.corrections.cuda.hidden_copies import HiddenCopies
 from brimful.capture.corrections.cuda.index_backward import IndexBackward
 from brimful.capture.corrections.cuda.norm_parts import NormParts
 from brimful.capture.corrections.cuda.packed_sequences import PackedSequences
 from brimful.capture.corrections.cuda.reduction_staging import ReductionStaging
+from brimful.capture.corrections.cuda.softmax_parts import SoftmaxParts
 from brimful.capture.corrections.cuda.sort import Sort
 from brimful.capture.corrections.rule import Rule
 from brimful.devices import Device
@@ -60,6 +62,8 @@ RULES: tuple[type[Rule], ...] = (
     FusedRmsNorm,
     FusedLmHead,
     NormParts,
+    GroupNormCopy,
+    SoftmaxParts,
     HiddenCopies,
     ForeachNorm,
     UnknownOps,

@@ -29,15 +29,15 @@ class AttentionBackward(Rule):
     filled up to 128 and D to 32, above 128 to 64; where key heads are shared, gradients of keys and values for
     each query head, (B, N, H, D); copies of gradient and output unless (B, M, H, D) lies in that order.
     Memory-efficient: the same sums, (B, H, M), and the query's gradient in tiles. cuDNN: a workspace of its
-    own, taken for the same sums and the query's gradient in float32, and at most twice that and the gradients
-    of keys and values in float32.
+    own, taken for the same sums and the query's gradient in float32, and where key heads are shared gradients
+    of keys and values for each query head; at most twice that and those gradients in float32.
     """
 
     name = "attention_backward"
     source = (
         "torch aten/src/ATen/native/transformers/cuda/: flash_attn/flash_api.cpp, mha_bwd; "
         "attention_backward.cu; mem_eff_attention/kernel_backward.h, workspace_size; native/cudnn/MHA.cpp, "
-        "whose workspace is cuDNN's choice (none measured)"
+        "whose workspace is cuDNN's choice (as measured on an H100 with cuDNN 9.19)"
     )
 
     def watches_op(self, func: Any) -> bool:
@@ -84,8 +84,10 @@ def efficient_backward_bytes(query: Tensor) -> tuple[int, int]:
 def cudnn_backward_bytes(query: Tensor, key: Tensor, value: Tensor) -> tuple[int, int]:
     """Likely and most bytes of cuDNN's workspace for queries (B, H, M, D), keys and values."""
     likely = (query.numel() // query.size(-1) + query.numel()) * _FLOAT_BYTES
-    shared = (query.size(1) // key.size(1)) * (key.numel() + value.numel()) * _FLOAT_BYTES
-    return likely, 2 * likely + shared
+    repeated = query.size(1) // key.size(1) * (key.numel() + value.numel())
+    if key.size(1) != query.size(1):
+        likely += repeated * key.element_size()
+    return likely, 2 * likely + repeated * _FLOAT_BYTES
 
 
 def _copy_bytes(tensor: Tensor) -> int:

@@ -129,7 +129,7 @@ def _cudnn(call: AttentionCall, scale: float | None) -> Tensor:
     mask = call.mask
     if mask is not None and mask.dtype is torch.bool:
         zero = torch.zeros((), dtype=call.query.dtype)
-        mask = torch.where(mask.logical_not(), torch.full_like(zero, _CUDNN_MASKED), zero)
+        mask = torch.where(mask, zero, torch.full_like(zero, _CUDNN_MASKED))
     return aten._scaled_dot_product_cudnn_attention(
         call.query,
         call.key,

@@ -24,9 +24,10 @@ _RELU, _TANH, _LSTM, _GRU = range(4)
 _KEPT_OF_A_CELL = {_RELU: 1, _TANH: 1, _LSTM: 5, _GRU: 6}
 """States (H) that the reserve keeps of each cell: the four gates and the cell state of an LSTM; see
 `reserve_bytes`."""
-_GATES = {_RELU: 1, _TANH: 1, _LSTM: 4, _GRU: 3}
 _STATES_AT_WORK = 44
 """States (B, H) of each layer and direction in the workspace, whatever T is; see `workspace_bytes`."""
+_OUTPUTS_AT_WORK, _MOST_OUTPUTS_AT_WORK = 6, 8
+"""Outputs (T, B, D·H) in the workspace; see `workspace_bytes`."""
 _DROPOUT_STATE_BYTES = 2 * MIB
 """cuDNN's random state, made once: "slightly over 2MB" in RNN.cpp, get_dropout_state."""
 
@@ -211,8 +212,9 @@ def reserve_bytes(sizes: RnnSizes) -> tuple[int, int]:
     T · B · H · e · D times (kept states · L + outputs between layers, L - 1), where an LSTM keeps 5 states, a
     GRU 6. That is the very number in three public logs: 736,000,000 (LSTM) and 864,000,000 (GRU) for
     T · B = 25,000, H = 320, L = 4 on a P100, 801,177,600 (GRU) for T · B = 326 · 64, H = 800, D = 2 on a V100,
-    all in float32. For plain RNNs 1 state is a guess. Dropout between layers adds a byte an element. What later
-    versions keep is not published: the most has one state more for each layer, and a full element for dropout.
+    all in float32, and to the byte what cuDNN 9.19 keeps on an H100 (benchmarks/results/gpu_record.json). For plain
+    RNNs 1 state is a guess. Dropout between layers adds a bit an element there. The most has one state more for
+    each layer, and a full element for dropout.
     """
     states = sizes.steps * sizes.directions * sizes.element_bytes
     outputs = states * (sizes.projected_size or sizes.hidden_size)
@@ -221,23 +223,23 @@ def reserve_bytes(sizes: RnnSizes) -> tuple[int, int]:
     if sizes.projected_size:
         likely += sizes.layers * outputs
     dropped = (sizes.layers - 1) * outputs if sizes.has_dropout else 0
-    return likely + dropped // sizes.element_bytes, likely + cells + dropped
+    return likely + dropped // (8 * sizes.element_bytes), likely + cells + dropped
 
 
 def workspace_bytes(sizes: RnnSizes) -> tuple[int, int]:
     """Likely and largest size of cuDNN's workspace, in bytes.
 
-    It holds a copy of the matrices, 44 states (B, H) per layer and direction, and with two directions two
-    outputs (T, B, 2H). This matches the logs named at `reserve_bytes` (17,730,560, 13,169,920 and 313,344,000
-    bytes, if B is 25 in the first two, which do not report it; there the GRU has 32 states). The largest size
-    adds the gates of one layer, which other algorithms may compute for all steps at once.
+    It holds a copy of the matrices, 44 states (B, H) per layer and direction, and six outputs (T, B, D·H) for
+    what is computed for all steps at once; the largest size has eight. With one direction cuDNN 9.19 took 4 to
+    24 MiB more than this of 111 to 147 MiB on an H100, for LSTM and GRU with one and two layers in float32
+    (benchmarks/results/gpu_record.json). cuDNN 6 and 7 took none of these outputs with one direction, and two
+    with both: the logs named at `reserve_bytes` (17,730,560, 13,169,920 and 313,344,000 bytes).
     """
     state = sizes.samples * sizes.hidden_size * sizes.element_bytes
     likely = sizes.matrix_bytes + _STATES_AT_WORK * state * sizes.layers * sizes.directions
     steps = sizes.steps * sizes.hidden_size * sizes.element_bytes * sizes.directions
-    if sizes.directions > 1:
-        likely += 2 * steps
-    return likely, likely + _GATES[sizes.mode] * steps
+    likely += _OUTPUTS_AT_WORK * steps
+    return likely, likely + (_MOST_OUTPUTS_AT_WORK - _OUTPUTS_AT_WORK) * steps
 
 
 def _cast(

@@ -1,0 +1,74 @@
+"""A capture of one steady step, repeated, allocates what a capture of two real steps does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+from torch import nn
+
+from brimful.capture import capture_step
+from brimful.memory import predict_memory
+from brimful.settings import Precision, Settings
+from brimful.trace import Category, EventKind, Phase, Trace
+from helpers.captured_jobs import A100, job, mlp
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "Adam, parameter by parameter": lambda parameters: torch.optim.Adam(parameters, foreach=False),
+    "SGD with momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adagrad, which makes state at once": torch.optim.Adagrad,
+}
+
+
+def requests(trace: Trace) -> list[tuple[EventKind, int]]:
+    return [(event.kind, trace.storages[event.storage].size_bytes) for event in trace.events]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_repeated_step_makes_the_requests_of_two_captured_ones(name: str) -> None:
+    the_job, settings = job(optimizer=OPTIMIZERS[name]), Settings(micro_batch_size=8)
+    repeated = capture_step(the_job, settings, A100, steps=1).with_last_step_again()
+    assert requests(repeated) == requests(capture_step(the_job, settings, A100))
+
+
+def test_state_of_a_parameter_without_a_gradient_is_never_made() -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = mlp(), nn.Linear(100, 100)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    settings = Settings(micro_batch_size=8)
+    repeated = capture_step(job(Partly), settings, A100, steps=1).with_last_step_again()
+    captured = capture_step(job(Partly), settings, A100)
+    for trace in (repeated, captured):
+        assert predict_memory(trace).first_step_peak_allocated_bytes > 0
+    assert predict_memory(repeated).peak_allocated_bytes == predict_memory(captured).peak_allocated_bytes
+
+
+def test_under_a_loss_scale_the_peaks_are_nearly_the_same() -> None:
+    """What unscaling takes is freed before state is made in the one, after it in the other."""
+    settings = Settings(micro_batch_size=8, precision=Precision.FP16)
+    repeated = predict_memory(capture_step(job(), settings, A100, steps=1).with_last_step_again())
+    captured = predict_memory(capture_step(job(), settings, A100))
+    assert repeated.first_step_peak_allocated_bytes == pytest.approx(
+        captured.first_step_peak_allocated_bytes, rel=0.001
+    )
+    assert repeated.peak_reserved_bytes == captured.peak_reserved_bytes
+
+
+def test_state_that_is_updated_in_backward_stays_where_the_capture_made_it() -> None:
+    settings = Settings(micro_batch_size=8, optimizer_in_backward=True)
+    trace = capture_step(job(), settings, A100, steps=1).with_last_step_again()
+    of_state = {
+        trace.ops[event.op].phase
+        for event in trace.events
+        if event.kind is EventKind.ALLOCATE
+        and trace.storages[event.storage].category is Category.OPTIMIZER_STATE
+    }
+    assert of_state == {Phase.SETUP}
