@@ -64,7 +64,7 @@ FULL = {
     name: Compared(
         make=lambda name=name: find_architecture(name), global_batch_size=size, precision=Precision.BF16
     )
-    for name, size in (("bert-large", 32), ("llama-3.2-1b", 8), ("vit-large", 128), ("resnet152", 128))
+    for name, size in (("bert-large", 32), ("resnet152", 128), ("vit-large", 128), ("llama-3.2-1b", 8))
 }
 TOY = {
     small.name: Compared(make=small.make, global_batch_size=8, precision=Precision.FP32)

@@ -85,9 +85,11 @@ def test_a_gradient_that_is_expanded_is_copied_and_the_peak_is_the_measured_one(
 
 def test_the_gradient_of_a_weight_is_added_up_in_parts_where_many_rows_are_narrow() -> None:
     trace = captured(samples=70_000)
-    (inside,) = {s.size_bytes for s in trace.storages if s.label == f"inside {BACKWARD}"}
+    inside = {s.size_bytes for s in trace.storages if s.label == f"inside {BACKWARD}"}
     numbers = (108, 2048, 70_000, HIDDEN, 4)
-    assert inside == Kernel(name="layer norm backward", numbers=numbers).size_bytes() > 0
+    kernels = ("layer norm backward", "layer norm backward sums")
+    assert inside == {Kernel(name=kernel, numbers=numbers).size_bytes() for kernel in kernels} - {0}
+    assert Kernel(name=kernels[0], numbers=numbers).size_bytes() > 0
 
 
 def test_torch_is_left_as_it_was() -> None:
