@@ -139,3 +139,13 @@ def test_what_the_trainer_decides_and_what_is_not_one_are_refused(tmp_path: Path
         bft.plan(tagger(tmp_path), "cpu", global_batch_size=8)
     with pytest.raises(UsageError, match=r"takes a transformers\.Trainer, and got a Bert"):
         bft.plan(bert(), "cpu")
+
+
+def test_a_transformers_whose_trainer_cannot_be_asked_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 ended in an AttributeError."""
+    own = tagger(tmp_path)
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga")
+    with pytest.raises(UsageError, match=r"Plans need 5\.19 or later: pip install 'transformers>=5\.19,<6'"):
+        bft.plan(own, device="RTX 3090")

@@ -5,6 +5,7 @@ Checked with trl 1.16 and sentence-transformers 6.2.
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 from transformers import Trainer
@@ -14,6 +15,8 @@ from brimful.errors import UsageError
 _PAIRS = ("DPOTrainer", "RewardTrainer")
 """Trainers of TRL whose batches have the chosen texts in their first half, and then the rejected ones."""
 _OTHERS_OF_TRL = "SFTTrainer"
+_LEAST_VERSION = "5.19"
+"""The first one whose `Trainer` has `loss_is_scaled_for_ga`: 5.18.0 has not, 5.19.0 has."""
 
 
 def is_of_trl(trainer: Trainer, *names: str) -> bool:
@@ -46,10 +49,17 @@ def check_kind(trainer: Trainer) -> None:
         trainer: Any.
 
     Raises:
-        UsageError: It is not a trainer, or another one of TRL's, or its batches have all samples in one row.
+        UsageError: It is not a trainer, or another one of TRL's, or its batches have all samples in one row, or
+            transformers is too old.
     """
     if not isinstance(trainer, Trainer):
         raise UsageError(f"this takes a transformers.Trainer, and got a {type(trainer).__name__}.")
+    if not hasattr(trainer, "loss_is_scaled_for_ga"):
+        raise UsageError(
+            f"transformers {version('transformers')} is installed, whose Trainer does not report how it scales "
+            f"the losses of micro-batches. Plans need {_LEAST_VERSION} or later: "
+            f"pip install 'transformers>={_LEAST_VERSION},<6'."
+        )
     if is_of_trl(trainer) and not is_of_trl(trainer, *_PAIRS, _OTHERS_OF_TRL):
         raise UsageError(
             f"{type(trainer).__name__} is not supported. Of TRL, plans are made for SFTTrainer, DPOTrainer and "
