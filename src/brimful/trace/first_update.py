@@ -13,8 +13,8 @@ def with_state_made_by_first_update(trace: Trace) -> Trace:
     """The allocations of a trace in the order in which training makes them.
 
     Optimizer state moves from setup to the update of the first step, to where the same op of the optimizer made
-    it; the gradients and temporaries with which setup made it are left out, and state that is dropped before then.
-    Ops stay as they are.
+    it. The gradients and temporaries with which setup made it are left out, and state that is dropped before
+    then. Ops stay as they are.
 
     Args:
         trace: Of two steps or more, the first of which may be a steady one.
