@@ -45,7 +45,7 @@ def with_state_made_by_first_update(trace: Trace) -> Trace:
 
 
 def _setup_of_state(trace: Trace) -> list[int]:
-    """Ops of setup from the first gradient on, with which state is made; earlier ones are of the optimizer itself."""
+    """Ops of setup from the first gradient on, with which state is made; not what made the optimizer."""
     categories = {s.op: s.category for s in trace.storages if s.op is not None}
     setup = [i for i, op in enumerate(trace.ops) if op.phase is Phase.SETUP]
     begins = (i for i in setup if categories.get(i, Category.OPTIMIZER_STATE) is not Category.OPTIMIZER_STATE)
