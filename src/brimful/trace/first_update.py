@@ -13,15 +13,15 @@ def with_state_made_by_first_update(trace: Trace) -> Trace:
     """The allocations of a trace in the order in which training makes them.
 
     Optimizer state moves from setup to the update of the first step, to where the same op of the optimizer made
-    it; the gradients and temporaries with which setup made it are left out, and state that is dropped before then.
-    Ops stay as they are.
+    it. The gradients and temporaries with which setup made it are removed, and state that is freed before
+    then. Ops do not change.
 
     Args:
         trace: Of two steps or more, the first of which may be a steady one.
 
     Returns:
-        The same trace if nothing was made by ops in setup, or if the update is not that of an optimizer that
-        steps all parameters after backward: in backward, or by DeepSpeed, which makes the state first too.
+        The trace itself where setup has no ops, where gradients are consumed in backward, or where DeepSpeed
+        trains, which creates state first.
     """
     settings = trace.settings
     setup = _setup_of_state(trace)
@@ -45,7 +45,7 @@ def with_state_made_by_first_update(trace: Trace) -> Trace:
 
 
 def _setup_of_state(trace: Trace) -> list[int]:
-    """Ops of setup from the first gradient on, with which state is made; those before made the optimizer."""
+    """Ops of setup from the first gradient on, with which state is made; not what made the optimizer."""
     categories = {s.op: s.category for s in trace.storages if s.op is not None}
     setup = [i for i, op in enumerate(trace.ops) if op.phase is Phase.SETUP]
     begins = (i for i in setup if categories.get(i, Category.OPTIMIZER_STATE) is not Category.OPTIMIZER_STATE)

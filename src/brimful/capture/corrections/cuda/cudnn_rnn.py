@@ -212,7 +212,7 @@ def reserve_bytes(sizes: RnnSizes) -> tuple[int, int]:
     T · B · H · e · D times (kept states · L + outputs between layers, L - 1), where an LSTM keeps 5 states, a
     GRU 6. That is the very number in three public logs: 736,000,000 (LSTM) and 864,000,000 (GRU) for
     T · B = 25,000, H = 320, L = 4 on a P100, 801,177,600 (GRU) for T · B = 326 · 64, H = 800, D = 2 on a V100,
-    all in float32, and to the byte what cuDNN 9.19 keeps on an H100 (benchmarks/results/gpu_record.json). For plain
+    all in float32, and what cuDNN 9.19 keeps on an H100 (benchmarks/results/gpu_record.json). For plain
     RNNs 1 state is a guess. Dropout between layers adds a bit an element there. The most has one state more for
     each layer, and a full element for dropout.
     """
