@@ -88,7 +88,7 @@ def test_the_gradient_of_a_weight_is_added_up_in_parts_where_many_rows_are_narro
     inside = {s.size_bytes for s in trace.storages if s.label == f"inside {BACKWARD}"}
     numbers = (108, 2048, 70_000, HIDDEN, 4)
     kernels = ("layer norm backward", "layer norm backward sums")
-    assert inside == {Kernel(name=kernel, numbers=numbers).size_bytes() for kernel in kernels} - {0}
+    assert inside == {Kernel(name=kernel, numbers=numbers).size_bytes() for kernel in kernels}
     assert Kernel(name=kernels[0], numbers=numbers).size_bytes() > 0
 
 
