@@ -171,10 +171,12 @@ def current_rank() -> int:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """This rank's own GPU, if several ranks run on a machine and no GPU is named."""
-    if device.type != "cuda" or device.index is not None or ranks_launched() == 1:
+    """The GPU by its index: where none is named, this rank's own, or the current one of a single rank."""
+    if device.type != "cuda" or device.index is not None:
         return device
-    return torch.device("cuda", _number("LOCAL_RANK", 0))
+    if ranks_launched() > 1:
+        return torch.device("cuda", _number("LOCAL_RANK", 0))
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
 
 
 def check_launch() -> None:

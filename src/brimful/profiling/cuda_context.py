@@ -1,7 +1,7 @@
 """Device memory of a CUDA context outside torch's allocator, measured once and cached.
 
-A new process measures it, because a context stays until its process ends. Checked with torch 2.13 on a machine
-without a GPU only, where NVML and the other process were mocked.
+A new process measures it, because a context stays until its process ends. Run on an H100 with
+torch 2.11; tests mock NVML and the other process.
 """
 
 from __future__ import annotations
@@ -209,13 +209,14 @@ def print_reading() -> None:
     import pynvml
 
     pynvml.nvmlInit()
-    print(json.dumps(asdict(_take_reading(pynvml, torch.device("cuda", 0)))))
+    reading = _take_reading(pynvml, os.environ["CUDA_VISIBLE_DEVICES"], torch.device("cuda", 0))
+    print(json.dumps(asdict(reading)))
 
 
-def _take_reading(nvml: Any, device: torch.device) -> _Reading:
-    # By UUID, as NVML knows nothing of CUDA_VISIBLE_DEVICES. Asking for properties makes no context yet
-    # (unslothai/unsloth-zoo#1053).
-    handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+def _take_reading(nvml: Any, uuid: str, device: torch.device) -> _Reading:
+    # NVML knows nothing of CUDA_VISIBLE_DEVICES. Torch is not asked for the UUID: on an H100 that alone made a
+    # context of 527 MiB (benchmarks/results/gpu_record.json, "context").
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
     idle_bytes = _used_bytes(nvml, handle)
     _make_context(device)
     bare_bytes = _context_bytes(nvml, handle, idle_bytes, device)

@@ -258,7 +258,8 @@ def test_the_context_is_what_the_process_takes_less_what_the_allocator_holds(
     monkeypatch.setattr(context, "_train_a_little", train_a_little)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: sum(reserved))
-    reading = context._take_reading(nvml, torch.device("cuda", 0))
+    monkeypatch.delattr(torch.cuda, "get_device_properties")  # on a real GPU it makes a context of its own
+    reading = context._take_reading(nvml, "GPU-0bad", torch.device("cuda", 0))
     assert (reading.bare_bytes, reading.warm_bytes) == (200 * MIB, 250 * MIB)
     assert reading.driver_version == "580.95.05"
 

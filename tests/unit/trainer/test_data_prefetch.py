@@ -4,11 +4,12 @@ import time
 import pytest
 import torch
 
+import brimful as bf
 from brimful.batches import BatchLayout
 from brimful.errors import DataError
 from brimful.trainer.data.batches import Batches
 from brimful.trainer.data.prefetch import read_ahead
-from helpers.tiny_jobs import StopAfter
+from helpers.tiny_jobs import StopAfter, make_job
 
 CPU = torch.device("cpu")
 
@@ -113,3 +114,15 @@ def test_only_batches_on_the_host_that_go_to_a_gpu_are_read_ahead():
     assert reads_ahead(rows, "cuda:0")
     assert not reads_ahead(rows, "cpu")
     assert not reads_ahead([{"x": rows}], "cuda:0")
+
+
+def test_the_data_thread_uses_the_gpu_that_training_uses_by_default(monkeypatch):
+    """`set_device` takes no device without an index, as torch 2.11 said on an H100."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(torch.device(device).index))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    for asked in (None, "auto", "cuda", torch.device("cuda")):
+        trainer = bf.Trainer(make_job(), bf.Settings(micro_batch_size=2), device=asked)
+        list(read_ahead(range(2), lambda place: torch.ones(place), trainer._config.device))
+    assert found == [0, 0, 0, 0]
