@@ -120,6 +120,7 @@ def test_the_data_thread_uses_the_gpu_that_training_uses_by_default(monkeypatch)
     """`set_device` takes no device without an index, as torch 2.11 said on an H100."""
     found = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: found.append(torch.device(device).index))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     for asked in (None, "auto", "cuda", torch.device("cuda")):
