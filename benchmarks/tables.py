@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from brimful.quantities import format_bytes, format_seconds
+from gpu_tables import h100_accuracy_lines, mechanism_lines, step_lines
+from gpu_tables import plan_lines as gpu_plan_lines
 from gpu_time_tables import (
     batch_verdict_lines,
     gpu_class_lines,
@@ -83,6 +85,7 @@ def accuracy_lines() -> Iterator[str]:
         f"| 90 % within {gpu['brimful']['percentile_90_error_fraction']:.1%}; next best estimator "
         f"{gpu['xMem']['median_error_fraction']:.1%} |"
     )
+    yield from h100_accuracy_lines(load)
     lora = load("litgpt")["summary"]
     yield (
         f"| peak memory | LoRA and adapters on an A100, bf16 and 4-bit, by LitGPT | {lora['memory']['rows']} "
@@ -760,6 +763,9 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "demo": run_lines,
     "step_time": time_lines,
     "host_allocator": allocator_lines,
+    "gpu_steps": lambda: step_lines(load, stamp),
+    "gpu_mechanisms": lambda: mechanism_lines(load, stamp),
+    "gpu_plans": lambda: gpu_plan_lines(load, stamp),
     "gpu_time": lambda: gpu_time_lines(load, stamp),
     "gpu_time_peers": lambda: gpu_peer_lines(load),
     "gpu_classes": lambda: gpu_class_lines(load),
