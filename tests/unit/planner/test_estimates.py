@@ -63,13 +63,15 @@ def test_the_interval_holds_the_likely_size_and_begins_with_what_survives() -> N
     assert low == smallest_surviving_capacity_bytes(trace) + device.context_low_bytes
 
 
-def test_workspaces_of_unknown_size_widen_the_interval_of_nchw_convolutions_only() -> None:
-    def width(job: bf.Job) -> int:
-        found = bf.estimate(job, DEVICE, micro_batch_size=16)
+def test_workspaces_of_unknown_size_widen_the_interval_less_for_channels_last_in_half_types() -> None:
+    """In float32 both layouts may be transformed or copied."""
+
+    def width(job: bf.Job, precision: str = "bf16") -> int:
+        found = bf.estimate(job, DEVICE, micro_batch_size=16, precision=precision)
         return found.predicted_device_interval_bytes[1] - found.predicted_peak_device_bytes
 
     activation_bytes = 16 * 16 * 128 * 128 * 4
-    assert width(convolution_job()) > activation_bytes
+    assert width(convolution_job(), "fp32") > activation_bytes
     assert width(convolution_job(torch.channels_last)) < width(convolution_job())
 
 
@@ -89,7 +91,7 @@ def test_the_verdict_is_fits_tight_or_does_not_fit_as_the_capacity_falls() -> No
 
 
 def test_large_blocks_and_a_failure_are_placed_at_the_line_that_made_them() -> None:
-    found = bf.estimate(wide_job(), DEVICE, micro_batch_size=8, budget="500MiB")
+    found = bf.estimate(wide_job(), DEVICE, micro_batch_size=8, budget="460MiB")
     made = [block for block in found.largest if block.category is Category.SAVED_TENSORS]
     assert made
     assert all("test_estimates.py:" in block.line for block in made)
