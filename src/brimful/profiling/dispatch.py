@@ -13,8 +13,9 @@ from brimful.cost import Roofline
 from brimful.devices import NATIVE_LOOP_SECONDS, Device, Dispatch
 from brimful.job import Job
 from brimful.profiling.timing import Duration, host_timed, one_thread, typical, wait_for
-from brimful.settings import Precision, Settings
+from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Op, Phase, Trace
+from brimful.transforms.selective import SavedOps
 
 _BLOCKS = 6
 _WIDTH, _HEADS, _TOKENS, _SAMPLES = 32, 2, 8, 2
@@ -24,6 +25,9 @@ _TIME_STEPS = 64
 """Of a recurrent layer."""
 
 _ROUNDS = 25
+
+_SAVED = ("addmm#0", "addmm#2")
+"""Of a block's results: every second product, as torchtitan's selective checkpointing saves."""
 
 
 class _Block(nn.Module):
@@ -72,6 +76,7 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
     with one_thread():  # Python has no more, and ops are too small for several
         forward, backward, update = _phase_seconds(model, x, optimizer, where)
         region_seconds, rng_stash_seconds = _region_seconds(model, x, where)
+        selective_forward, selective_recompute = _selective_seconds(model, x, where)
     roofline = Roofline(device, Precision.FP32)
 
     def per_op(seconds: float, phase: Phase) -> float:
@@ -82,8 +87,10 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
         return max(seconds / len(ops), device.launch_seconds)
 
     generators = 2 if where.type == "cuda" else 1
+    forward_seconds = per_op(forward, Phase.FORWARD)
+    ops_per_block = len(_last_ops(trace, Phase.FORWARD)) / _BLOCKS
     return Dispatch(
-        forward_seconds=per_op(forward, Phase.FORWARD),
+        forward_seconds=forward_seconds,
         backward_seconds=per_op(backward, Phase.BACKWARD),
         optimizer_seconds=per_op(update, Phase.OPTIMIZER),
         region_seconds=region_seconds,
@@ -91,6 +98,9 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
         native_loop_seconds=(
             _native_loop_seconds(device, roofline) if device.kind == "cpu" else NATIVE_LOOP_SECONDS
         ),
+        selective_forward_seconds=selective_forward / ops_per_block,
+        # A saved op is not priced in the recomputation, where its dispatch still takes time.
+        selective_recompute_seconds=(selective_recompute + len(_SAVED) * forward_seconds) / ops_per_block,
     )
 
 
@@ -169,3 +179,29 @@ def _region_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[f
     region = max(without_rng - plain - again, 0.0) / _BLOCKS
     stash = max(with_rng - without_rng, 0.0) / _BLOCKS
     return region, stash
+
+
+def _selective_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[float, float]:
+    """What a block takes more with some of its results saved than recomputed wholly: forward, backward."""
+    blocks = list(model.children())
+    modes = [SavedOps(UnitAction(fqn=str(i), action=Action.SAVE, saved=_SAVED), [b]) for i, b in enumerate(blocks)]
+
+    def forward(saves: bool) -> Tensor:
+        y = x
+        for block, saved in zip(blocks, modes, strict=True):
+            contexts = {"context_fn": saved.contexts} if saves else {}
+            y = checkpoint(block, y, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return y.sum()
+
+    timings: dict[bool, tuple[list[Duration], list[Duration]]] = {False: ([], []), True: ([], [])}
+    for _ in range(_ROUNDS):  # in turns, so that a slow moment meets both
+        for saves, (forwards, backwards) in timings.items():
+            wait_for(where)
+            loss, duration = host_timed(lambda saves=saves: forward(saves))
+            forwards.append(duration)
+            backwards.append(host_timed(loss.backward)[1])
+    model.zero_grad()
+    whole, some = ([typical(each) for each in timings[saves]] for saves in (False, True))
+    # A difference of measurements may come out below zero, which no work takes.
+    more_forward, more_backward = (max(b - a, 0.0) / _BLOCKS for a, b in zip(whole, some, strict=True))
+    return more_forward, more_backward
