@@ -18,7 +18,6 @@ from brimful.devices import Device
 from brimful.settings import Action, UnitAction
 from brimful.trace import Op, Trace
 
-
 _ANY_OP = ("op#0",)
 """A saved op for settings that are only priced: the modes' time does not depend on which ops are saved."""
 
@@ -81,7 +80,9 @@ class RecomputePrices:
         """
         if self._device.kind == "cpu":
             return 1.0
-        shares = [_share_of_modes(each, self._recomputed, self._device) for each in (self._recomputed, self._kept)]
+        shares = [
+            _share_of_modes(each, self._recomputed, self._device) for each in (self._recomputed, self._kept)
+        ]
         return sum(shares) / len(shares)
 
     def _share(self, kept: Trace, recomputed: Trace) -> float:
@@ -98,7 +99,7 @@ class RecomputePrices:
 
 
 def _share_of_modes(step: Trace, recomputed: Trace, device: Device) -> float:
-    """Which fraction of their time the dispatch modes add to a step, with the units of another around its ops."""
+    """Which fraction of their time the dispatch modes add to a step, with the units of another capture."""
     units = recomputed.settings.units
     saving = tuple(UnitAction(fqn=unit.fqn, action=Action.SAVE, saved=_ANY_OP) for unit in units)
     without, with_modes = (

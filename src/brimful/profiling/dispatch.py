@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from brimful.capture import capture_step
 from brimful.cost import Roofline
@@ -184,20 +185,22 @@ def _region_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[f
 def _selective_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[float, float]:
     """What a block takes more with some of its results saved than recomputed wholly: forward, backward."""
     blocks = list(model.children())
-    modes = [SavedOps(UnitAction(fqn=str(i), action=Action.SAVE, saved=_SAVED), [b]) for i, b in enumerate(blocks)]
+    modes = [
+        SavedOps(UnitAction(fqn=str(i), action=Action.SAVE, saved=_SAVED), [b]) for i, b in enumerate(blocks)
+    ]
 
     def forward(saves: bool) -> Tensor:
         y = x
         for block, saved in zip(blocks, modes, strict=True):
-            contexts = {"context_fn": saved.contexts} if saves else {}
-            y = checkpoint(block, y, use_reentrant=False, preserve_rng_state=False, **contexts)
+            contexts = saved.contexts if saves else noop_context_fn
+            y = checkpoint(block, y, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         return y.sum()
 
     timings: dict[bool, tuple[list[Duration], list[Duration]]] = {False: ([], []), True: ([], [])}
     for _ in range(_ROUNDS):  # in turns, so that a slow moment meets both
         for saves, (forwards, backwards) in timings.items():
             wait_for(where)
-            loss, duration = host_timed(lambda saves=saves: forward(saves))
+            loss, duration = host_timed(partial(forward, saves))
             forwards.append(duration)
             backwards.append(host_timed(loss.backward)[1])
     model.zero_grad()
