@@ -59,16 +59,16 @@ RNG_STASH_SECONDS = 0.05e-3
 On CUDA the device's generator is saved too; it is assumed to cost the same, not measured.
 """
 
-SELECTIVE_FORWARD_PER_REGION = 0.067
+SELECTIVE_FORWARD_PER_REGION = 0.048
 """Host time that an op takes more in the forward of a unit of which some results are saved, as a fraction of
 `region_seconds` of the same host: both are Python of hooks and dispatch modes, without kernels.
 
-Measured: the blocks of `profiling.dispatch`, of 10 ops and 18 views, two results of each saved; six rounds: 22
-to 25 µs an op, a region 331 to 380 µs, 0.063 to 0.070 of it; torch 2.13, 2 cores of a shared CPU server.
+Measured: `profiling.dispatch`, blocks of 17 ops and 18 views, two results of each saved; six rounds: 14 to 16
+µs an op, a region 306 to 319 µs, 0.043 to 0.049 of it; torch 2.13, 2 cores of an AMD EPYC, not idle.
 """
 
-SELECTIVE_RECOMPUTE_PER_REGION = 0.085
-"""The same of its recomputation; measured as above, 28 to 32 µs, 0.079 to 0.089 of a region."""
+SELECTIVE_RECOMPUTE_PER_REGION = 0.062
+"""The same of its recomputation; measured as above, 18 to 22 µs, 0.058 to 0.068 of a region."""
 
 NATIVE_LOOP_SECONDS = 2.5e-6
 """Host time per op of `nn.GRU` and `nn.RNN` on an uncalibrated CPU, whose loop over time runs in C++.
