@@ -450,7 +450,7 @@ def test_a_calibration_without_selective_checkpointing_has_what_its_regions_sugg
         from_builtins(kept | {"region_seconds": seconds}, Dispatch, where="it") for seconds in (8e-4, 4e-4)
     )
     assert slow.selective_seconds == pytest.approx([2 * seconds for seconds in fast.selective_seconds])
-    assert 1e-5 < min(fast.selective_seconds)
+    assert min(fast.selective_seconds) > 1e-5
     assert replace(slow, selective_forward_seconds=0.0).selective_seconds == (0.0, slow.selective_seconds[1])
 
 
