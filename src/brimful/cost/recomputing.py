@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from brimful.cost.regions import COPY_SECONDS, NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
+from dataclasses import replace
+from functools import cached_property
+
+from brimful.cost.regions import (
+    COPY_SECONDS,
+    NESTED_FORWARD_SECONDS,
+    ops_seen_by_saving,
+    region_seconds,
+    saving_seconds,
+)
 from brimful.cost.roofline import Roofline
 from brimful.cost.step import step_seconds
 from brimful.devices import Device
+from brimful.settings import Action, UnitAction
 from brimful.trace import Op, Trace
+
+_ANY_OP = ("op#0",)
+"""A saved op for settings that are only priced: the modes' time does not depend on which ops are saved."""
 
 
 class RecomputePrices:
@@ -18,7 +31,8 @@ class RecomputePrices:
 
         T(recomputed) − T(kept) = Σ ((1 − h) · work + h · host)
 
-    over all ops and regions that are recomputed, with 0 ≤ h ≤ 1.
+    over all ops and regions that are recomputed, with 0 ≤ h ≤ 1. The dispatch modes of selective checkpointing
+    have a share of their own, as most of their time is in the forward and beside ops that are not run again.
 
     Args:
         kept: A step with everything kept.
@@ -29,6 +43,7 @@ class RecomputePrices:
     def __init__(self, kept: Trace, recomputed: Trace, device: Device) -> None:
         self._roofline = Roofline.of(recomputed, device)
         self._device = device
+        self._kept, self._recomputed = kept, recomputed
         self._host_share = 1.0 if device.kind == "cpu" else self._share(kept, recomputed)
 
     def op_seconds(self, op: Op) -> float:
@@ -44,7 +59,7 @@ class RecomputePrices:
 
     def saving_seconds(self, op_count: int) -> float:
         """Of saving some results of a region with `op_count` ops."""
-        return self._host_share * saving_seconds(op_count)
+        return self._saving_share * saving_seconds(self._device, op_count)
 
     def copying_seconds(self, copies: int, size_bytes: int) -> float:
         """Of copies to the host and back, without waiting for them."""
@@ -54,6 +69,21 @@ class RecomputePrices:
     def nested_forward_seconds(self) -> float:
         """Of a forward that runs again for a nested unit, beside its ops."""
         return self._host_share * NESTED_FORWARD_SECONDS
+
+    @cached_property
+    def _saving_share(self) -> float:
+        """How much of the modes' time delays the step: (T(with modes) − T(without)) / their time.
+
+        The less is run again, the less work of the GPU hides them. A unit's set of saved results lies between
+        none and all, so this is the mean of both: modes around every unit of the step that runs all again, and
+        of the one that runs nothing again.
+        """
+        if self._device.kind == "cpu":
+            return 1.0
+        shares = [
+            _share_of_modes(each, self._recomputed, self._device) for each in (self._recomputed, self._kept)
+        ]
+        return sum(shares) / len(shares)
 
     def _share(self, kept: Trace, recomputed: Trace) -> float:
         step, micro_batch = recomputed.captured_steps - 1, recomputed.captured_micro_batches - 1
@@ -66,3 +96,18 @@ class RecomputePrices:
         times = (step_seconds(trace, self._device).total_seconds for trace in (recomputed, kept))
         more = (next(times) - next(times)) / recomputed.settings.gradient_accumulation_steps
         return min(max((more - work) / (host - work), 0.0), 1.0) if host > work else 0.0
+
+
+def _share_of_modes(step: Trace, recomputed: Trace, device: Device) -> float:
+    """Which fraction of their time the dispatch modes add to a step, with the units of another capture."""
+    units = recomputed.settings.units
+    saving = tuple(UnitAction(fqn=unit.fqn, action=Action.SAVE, saved=_ANY_OP) for unit in units)
+    without, with_modes = (
+        replace(step, settings=replace(step.settings, units=each)) for each in (units, saving)
+    )
+    last = step.captured_steps - 1, step.captured_micro_batches - 1
+    seen = zip(step.ops, ops_seen_by_saving(with_modes), strict=True)
+    op_count = sum(is_seen and (op.step, op.micro_batch) == last for op, is_seen in seen)
+    host = saving_seconds(device, op_count) * step.settings.gradient_accumulation_steps
+    more = step_seconds(with_modes, device).total_seconds - step_seconds(without, device).total_seconds
+    return min(max(more / host, 0.0), 1.0) if host else 0.0

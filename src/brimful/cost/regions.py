@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from brimful.devices import Device
-
-SAVED_OP_SECONDS = 16e-6
-"""Host time that saving results of some ops of a region adds per op of its forward, saved or not: two dispatch
-modes see each, in the forward and in the recomputation.
-
-Measured: 32 linear layers of 16 with tanh, one region with and without the modes (3.42 and 2.39 ms); torch
-2.13, 2 cores of an AMD EPYC (family 25). With 8 layers it was 19 µs.
-"""
+from brimful.settings import Action
+from brimful.trace import Phase, Trace, unit_of_each_op
 
 COPY_SECONDS = 35e-6
 """Host time of an op that begins a copy to or from the host, with its share of what autograd's hooks take for
@@ -31,12 +25,35 @@ not idle.
 """
 
 
-def saving_seconds(op_count: int) -> float:
+def ops_seen_by_saving(trace: Trace) -> list[bool]:
+    """By op: whether it runs in the forward of a unit of which some results are saved.
+
+    Args:
+        trace: With the actions of its units.
+
+    Returns:
+        False for ops that are run again.
+    """
+    saving = [unit.fqn for unit in trace.settings.units if unit.action is Action.SAVE]
+    if not saving:
+        return [False] * len(trace.ops)
+    units = unit_of_each_op(trace, saving)
+    return [unit >= 0 and op.phase is Phase.FORWARD for op, unit in zip(trace.ops, units, strict=True)]
+
+
+def saving_seconds(device: Device, op_count: int) -> float:
     """Host seconds that saving some results adds to one recomputed region, beside `region_seconds`.
 
-    `op_count` has the ops of the region's forward, without those that only make views.
+    Two dispatch modes see each op, saved or not: one in the forward, one in the recomputation.
+
+    Args:
+        device: Whose host runs them.
+        op_count: Ops of the region's forward, without those that only make views.
+
+    Returns:
+        Seconds of both.
     """
-    return op_count * SAVED_OP_SECONDS
+    return op_count * sum(device.dispatch.selective_seconds)
 
 
 def region_seconds(device: Device, *, stashes_rng: bool = True) -> float:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from brimful.cost.input_copies import INPUT_COPY, copied_input_bytes, input_copy_seconds
 from brimful.cost.kinds import base_name
 from brimful.cost.queue import DEVICE, LinkOp, finish_seconds, synchronizes
-from brimful.cost.regions import NESTED_FORWARD_SECONDS, region_seconds, saving_seconds
+from brimful.cost.regions import NESTED_FORWARD_SECONDS, ops_seen_by_saving, region_seconds
 from brimful.cost.roofline import Roofline, modules_of_native_loops
 from brimful.devices import Device
 from brimful.memory import LINK_USES
-from brimful.settings import Action, Parallelism, Settings
-from brimful.trace import Category, Op, Phase, Trace, unit_of_each_op
+from brimful.settings import Parallelism, Settings
+from brimful.trace import Category, Op, Phase, Trace
 from brimful.trace.ddp import BUCKET_BYTES
 
 
@@ -222,18 +222,6 @@ def gradient_bytes(trace: Trace) -> int:
     )
 
 
-def _ops_seen_by_saving(trace: Trace) -> int:
-    """Ops of one forward in units of which some results are saved."""
-    saving = [unit.fqn for unit in trace.settings.units if unit.action is Action.SAVE]
-    if not saving:
-        return 0
-    last_step, last_micro_batch = trace.captured_steps - 1, trace.captured_micro_batches - 1
-    return sum(
-        unit >= 0 and op.phase is Phase.FORWARD and (op.step, op.micro_batch) == (last_step, last_micro_batch)
-        for op, unit in zip(trace.ops, unit_of_each_op(trace, saving), strict=True)
-    )
-
-
 _KIND = attrgetter(
     "name", "dtype", "phase", "recomputed", "on_host", "flops", "read_bytes", "written_bytes", "weight_bytes",
     "extents",
@@ -253,6 +241,8 @@ class _TimedOps:
     """(N,)"""
     input_bytes: NDArray[np.int64]
     """Of the batch that the host copies to the device at each, (N,)."""
+    is_seen: NDArray[np.bool_]
+    """Whether selective checkpointing's dispatch mode sees it in the forward, (N,)."""
 
     @classmethod
     def of(cls, trace: Trace) -> _TimedOps:
@@ -273,7 +263,8 @@ class _TimedOps:
             kind.append(number)
         micro_batch = np.array([op.micro_batch for op in timed], dtype=np.int64)
         input_bytes = np.array([copied.get(place, 0) for place in places], dtype=np.int64)
-        return cls(tuple(kinds), np.array(kind, dtype=np.int64), micro_batch, input_bytes)
+        is_seen = np.array(ops_seen_by_saving(trace), dtype=np.bool_)[places]
+        return cls(tuple(kinds), np.array(kind, dtype=np.int64), micro_batch, input_bytes, is_seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +302,8 @@ class _Step:
         host = np.array([roofline.host_seconds(op) for op in kinds], dtype=np.float64)[kind]
         if device.kind == "cpu":
             host -= device.launch_seconds
+        selective_forward, selective_recompute = device.dispatch.selective_seconds
+        host += selective_forward * timed.is_seen
         link = np.array([_link_of(op) for op in kinds], dtype=np.int64)[kind]
         if device.kind == "cuda":
             work += (input_copies := input_copy_seconds(timed.input_bytes, device))
@@ -323,7 +316,7 @@ class _Step:
         places, shares = _region_places(part, micro_batch)
         regions = len(trace.settings.recomputed) + trace.own_checkpoints
         regions_seconds = regions * region_seconds(device)
-        regions_seconds += saving_seconds(_ops_seen_by_saving(trace))
+        regions_seconds += selective_recompute * (timed.is_seen & (micro_batch == last_micro_batch)).sum()
         regions_seconds += len(trace.settings.nested) * NESTED_FORWARD_SECONDS
         repeats = max(trace.settings.gradient_accumulation_steps - last_micro_batch, 1)
         is_repeated = (micro_batch == last_micro_batch) & (part != _OPTIMIZER)

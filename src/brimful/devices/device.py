@@ -59,6 +59,17 @@ RNG_STASH_SECONDS = 0.05e-3
 On CUDA the device's generator is saved too; it is assumed to cost the same, not measured.
 """
 
+SELECTIVE_FORWARD_PER_REGION = 0.048
+"""Host time that an op takes more in the forward of a unit of which some results are saved, as a fraction of
+`region_seconds` of the same host: both are Python of hooks and dispatch modes, without kernels.
+
+Measured: `profiling.dispatch`, blocks of 17 ops and 18 views, two results of each saved; six rounds: 14 to 16
+µs an op, a region 306 to 319 µs, 0.043 to 0.049 of it; torch 2.13, 2 cores of an AMD EPYC, not idle.
+"""
+
+SELECTIVE_RECOMPUTE_PER_REGION = 0.062
+"""The same of its recomputation; measured as above, 18 to 22 µs, 0.058 to 0.068 of a region."""
+
 NATIVE_LOOP_SECONDS = 2.5e-6
 """Host time per op of `nn.GRU` and `nn.RNN` on an uncalibrated CPU, whose loop over time runs in C++.
 
@@ -83,6 +94,20 @@ class Dispatch:
     """Per random generator whose state is saved for a region."""
     native_loop_seconds: NonNegativeFloat = NATIVE_LOOP_SECONDS
     """Per op of a recurrent layer's loop on a CPU, which C++ runs without Python in between."""
+    selective_forward_seconds: NonNegativeFloat | None = None
+    """Per op of the forward of a unit of which some results are saved, saved or not, in addition; views around
+    it included. None: not measured."""
+    selective_recompute_seconds: NonNegativeFloat | None = None
+    """The same in the recomputation, per op of the forward."""
+
+    @property
+    def selective_seconds(self) -> tuple[float, float]:
+        """What the dispatch modes of selective checkpointing add to an op: in forward, in recomputation."""
+        forward, recompute = self.selective_forward_seconds, self.selective_recompute_seconds
+        return (
+            SELECTIVE_FORWARD_PER_REGION * self.region_seconds if forward is None else forward,
+            SELECTIVE_RECOMPUTE_PER_REGION * self.region_seconds if recompute is None else recompute,
+        )
 
     @classmethod
     def of_launch(cls, launch_seconds: float) -> Dispatch:

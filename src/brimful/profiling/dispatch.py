@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from brimful.capture import capture_step
 from brimful.cost import Roofline
 from brimful.devices import NATIVE_LOOP_SECONDS, Device, Dispatch
 from brimful.job import Job
 from brimful.profiling.timing import Duration, host_timed, one_thread, typical, wait_for
-from brimful.settings import Precision, Settings
+from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.trace import Op, Phase, Trace
+from brimful.transforms.selective import SavedOps
 
 _BLOCKS = 6
 _WIDTH, _HEADS, _TOKENS, _SAMPLES = 32, 2, 8, 2
@@ -24,6 +27,12 @@ _TIME_STEPS = 64
 """Of a recurrent layer."""
 
 _ROUNDS = 25
+
+_WRITTEN_OUT_OPS = 17
+"""Of a `_WrittenOutBlock`, without views: 4 products, 8 of GELU, 2 norms, 2 sums and attention."""
+
+_SAVED = ("addmm#0", "addmm#2")
+"""Of a block's results: every second product, as torchtitan's selective checkpointing saves."""
 
 
 class _Block(nn.Module):
@@ -46,6 +55,26 @@ class _Block(nn.Module):
         x = x + self.project_out(mixed.transpose(1, 2).reshape(samples, tokens, width))
         added: Tensor = x + self.narrow(self.activation(self.widen(self.norm_2(x))))
         return added
+
+
+class _WrittenOutGELU(nn.Module):
+    """As transformers writes it for GPT-2, in eight ops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))
+        written_out: Tensor = 0.5 * x * (1.0 + torch.tanh(inner))
+        return written_out
+
+
+class _WrittenOutBlock(_Block):
+    """The same block with as many views an op as blocks of transformers have (1.1; those have 0.8 to 1.3).
+
+    Dispatch modes see views too, and a trace does not have them. `_Block` has 1.8.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = _WrittenOutGELU()  # type: ignore[assignment]
 
 
 def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
@@ -82,8 +111,11 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
         return max(seconds / len(ops), device.launch_seconds)
 
     generators = 2 if where.type == "cuda" else 1
+    forward_seconds = per_op(forward, Phase.FORWARD)
+    with one_thread():
+        selective_forward, selective_recompute = _selective_seconds(where)
     return Dispatch(
-        forward_seconds=per_op(forward, Phase.FORWARD),
+        forward_seconds=forward_seconds,
         backward_seconds=per_op(backward, Phase.BACKWARD),
         optimizer_seconds=per_op(update, Phase.OPTIMIZER),
         region_seconds=region_seconds,
@@ -91,6 +123,9 @@ def measure_dispatch(device: Device, where: torch.device) -> Dispatch:
         native_loop_seconds=(
             _native_loop_seconds(device, roofline) if device.kind == "cpu" else NATIVE_LOOP_SECONDS
         ),
+        selective_forward_seconds=selective_forward,
+        # A saved op is not priced in the recomputation, where its dispatch still takes time.
+        selective_recompute_seconds=selective_recompute + len(_SAVED) / _WRITTEN_OUT_OPS * forward_seconds,
     )
 
 
@@ -169,3 +204,32 @@ def _region_seconds(model: nn.Module, x: Tensor, where: torch.device) -> tuple[f
     region = max(without_rng - plain - again, 0.0) / _BLOCKS
     stash = max(with_rng - without_rng, 0.0) / _BLOCKS
     return region, stash
+
+
+def _selective_seconds(where: torch.device) -> tuple[float, float]:
+    """What an op of a block takes more with some results saved than recomputed wholly: forward, backward."""
+    blocks = [_WrittenOutBlock().to(where) for _ in range(_BLOCKS)]
+    x = torch.randn(_SAMPLES, _TOKENS, _WIDTH, device=where)
+    units = [UnitAction(fqn=str(number), action=Action.SAVE, saved=_SAVED) for number in range(_BLOCKS)]
+    modes = [SavedOps(unit, [block]) for unit, block in zip(units, blocks, strict=True)]
+
+    def forward(saves: bool) -> Tensor:
+        y = x
+        for block, saved in zip(blocks, modes, strict=True):
+            contexts = saved.contexts if saves else noop_context_fn
+            y = checkpoint(block, y, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+        return y.sum()
+
+    timings: dict[bool, tuple[list[Duration], list[Duration]]] = {False: ([], []), True: ([], [])}
+    for _ in range(_ROUNDS):  # in turns, so that a slow moment meets both
+        for saves, (forwards, backwards) in timings.items():
+            wait_for(where)
+            loss, duration = host_timed(partial(forward, saves))
+            forwards.append(duration)
+            backwards.append(host_timed(loss.backward)[1])
+    whole, some = ([typical(each) for each in timings[saves]] for saves in (False, True))
+    # A difference of measurements may come out below zero, which no work takes.
+    more_forward, more_backward = (
+        max(b - a, 0.0) / (_BLOCKS * _WRITTEN_OUT_OPS) for a, b in zip(whole, some, strict=True)
+    )
+    return more_forward, more_backward

@@ -68,6 +68,11 @@ def _lines(device: Device, path: str) -> Iterator[str]:
     if device.kind == "cpu":
         yield f"  {'in a GRU or RNN':<24}{format_seconds(dispatch.native_loop_seconds)} an op"
     yield f"  {'a recomputed region':<24}{format_seconds(dispatch.region_seconds)} beside its ops"
+    forward_seconds, recompute_seconds = dispatch.selective_seconds
+    yield (
+        f"  {'results saved in it':<24}{format_seconds(forward_seconds)} an op forward, "
+        f"{format_seconds(recompute_seconds)} recomputed"
+    )
     if device.host_link_bytes_per_second is not None:
         yield f"  {'host link, slower way':<24}{device.host_link_bytes_per_second / 1e9:.3g} GB/s"
     if device.context_bytes:

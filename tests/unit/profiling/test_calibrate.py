@@ -17,7 +17,7 @@ import torch
 from brimful import api
 from brimful.codec import DOCUMENT_BYTES, from_builtins
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS
-from brimful.devices import Device, find_device
+from brimful.devices import Device, Dispatch, find_device
 from brimful.profiling import calibrate, probes, rates, timing, with_kept_calibration
 from brimful.profiling.calibrate import (
     Calibration,
@@ -441,6 +441,17 @@ def test_what_is_around_ops_is_measured_with_the_ops_of_a_capture() -> None:
     assert all(seconds >= 0 for seconds in asdict(dispatch).values())
     assert dispatch.forward_seconds >= cpu.launch_seconds
     assert cpu.launch_seconds <= dispatch.native_loop_seconds <= dispatch.forward_seconds
+    assert min(dispatch.selective_seconds) > 0  # a dispatch mode calls Python at every op and view
+
+
+def test_a_calibration_without_selective_checkpointing_has_what_its_regions_suggest() -> None:
+    kept = {"forward_seconds": 1e-5, "backward_seconds": 1e-5, "optimizer_seconds": 1e-5}
+    slow, fast = (
+        from_builtins(kept | {"region_seconds": seconds}, Dispatch, where="it") for seconds in (8e-4, 4e-4)
+    )
+    assert slow.selective_seconds == pytest.approx([2 * seconds for seconds in fast.selective_seconds])
+    assert min(fast.selective_seconds) > 1e-5
+    assert replace(slow, selective_forward_seconds=0.0).selective_seconds == (0.0, slow.selective_seconds[1])
 
 
 @pytest.mark.slow
