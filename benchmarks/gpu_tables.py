@@ -35,9 +35,7 @@ def step_lines(load: Load, stamp: Stamp) -> Iterator[str]:
         f"| time | {_time_errors(before)} | {_time_errors(_of(times, 'uncalibrated'))}; "
         f"calibrated {_time_errors(_of(times, 'calibrated'))} |"
     )
-    by_now = [
-        sum(row[kind]["is_covered"] for row in times["rows"]) for kind in ("uncalibrated", "calibrated")
-    ]
+    by_now = [sum(row[kind]["is_covered"] for row in times["rows"]) for kind in ("uncalibrated", "calibrated")]
     yield f"| steps within the interval of time | – | {by_now[0]}; calibrated {by_now[1]} |"
 
 
@@ -86,9 +84,9 @@ def mechanism_lines(load: Load, stamp: Stamp) -> Iterator[str]:
     found = result["summary"]
     yield (
         f"*{found['certificates_that_hold']} of {found['mechanisms']} certificates hold; "
-        f"{found['bitwise_comparisons_of_recomputation']} of {found['comparisons_of_recomputation']} comparisons "
-        f"of recomputation and offload are bit-identical. Memory ran out at {found['out_of_memory_points']} "
-        f"operations of a step, one at a time: {found['survived_bitwise']} times the run ended with the same "
+        f"{found['bitwise_comparisons_of_recomputation']} of {found['comparisons_of_recomputation']} "
+        "comparisons of recomputation and offload are bit-identical. Memory ran out at "
+        f"{found['out_of_memory_points']} operations of a step, one at a time: {found['survived_bitwise']} times the run ended with the same "
         f"losses and weights, bit for bit. {stamp(result)}*"
     )
     yield ""

@@ -26,6 +26,7 @@ from brimful.batches import tensors_in
 from brimful.capture import capture_step, session
 from brimful.capture.recording.recorder import Recorder
 from brimful.cost import step_seconds
+from brimful.cost.input_copies import copied_input_bytes, input_copy_seconds
 from brimful.cost.queue import finish_seconds
 from brimful.cost.roofline import Roofline
 from brimful.devices import Device
@@ -311,6 +312,13 @@ class _StepBuilder:
                 most[event.op] = max(most[event.op], live[event.op])
         return most
 
+    def _input_copy_seconds(self) -> np.ndarray:
+        """By op, how long the host waits for a copy of the batch: whatever is recomputed, nothing else runs."""
+        copied_bytes = np.zeros(len(self._trace.ops), dtype=np.int64)
+        for op, size_bytes in copied_input_bytes(self._trace).items():
+            copied_bytes[op] = size_bytes
+        return input_copy_seconds(copied_bytes, self._device)[self._start :]
+
     def _times(self) -> tuple[list[tuple[float, float]], int, float]:
         """What each op costs again before and after the op at which a GPU's host is ahead; that op; the step.
 
@@ -326,6 +334,7 @@ class _StepBuilder:
             each = [roofline.op_seconds(op) for op in ops]
             return [(seconds, seconds) for seconds in each], 0, total.total_seconds
         host = np.array([roofline.host_seconds(op) for op in ops])
+        host += self._input_copy_seconds()
         work = np.array([roofline.work_seconds(op) for op in ops])
         end = float(finish_seconds(host, work)[-1])
         if abs(end - total.total_seconds) > 1e-9 * end:

@@ -272,7 +272,7 @@ class PlainAllocator:
         self.capacity = capacity_bytes or ADDRESSES
         self.cache_flushes = 0
         self.searches = {"small": 0, "large": 0}
-        self.segments = {"small": [], "large": []}  # by age, which is by address
+        self.segments = {"small": [], "large": []}  # by address: each new one lies below the others
         if settings.expandable_segments:
             self.segments = {kind: [[Span("unmapped", ADDRESSES)]] for kind in self.segments}
 
@@ -329,8 +329,8 @@ class PlainAllocator:
     def cached(self, kind, wanted):
         """(segment, index) of the free span to use."""
         found = [
-            (span.size, age, index, segment)
-            for age, segment in enumerate(self.segments[kind])
+            (span.size, place, index, segment)
+            for place, segment in enumerate(self.segments[kind])
             for index, span in enumerate(segment)
             if span.state == "free" and span.size >= wanted
         ]
@@ -355,8 +355,8 @@ class PlainAllocator:
         size = 2 * MIB if kind == "small" else 20 * MIB if wanted < 10 * MIB else own
         if self.reserved_bytes + size > self.capacity:
             return None
-        self.segments[kind].append([Span("free", size)])
-        return self.segments[kind][-1], 0
+        self.segments[kind].insert(0, [Span("free", size)])
+        return self.segments[kind][0], 0
 
     def mapped(self, kind, wanted):
         segment = self.segments[kind][0]
@@ -397,7 +397,7 @@ class PlainAllocator:
         missing = max(wanted, self.limit())
         whole = [segment for segment in self.segments[kind] if len(segment) == 1]
         oversize = [s for s in whole if s[0].state == "free" and s[0].size >= self.limit()]
-        oversize.sort(key=lambda segment: segment[0].size)  # sorting keeps age among equals
+        oversize.sort(key=lambda segment: segment[0].size)  # sorting keeps the order among equals
         enough = [segment for segment in oversize if segment[0].size >= missing]
         released = enough[:1]
         for segment in [] if enough else reversed(oversize):
