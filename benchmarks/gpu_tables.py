@@ -86,7 +86,8 @@ def mechanism_lines(load: Load, stamp: Stamp) -> Iterator[str]:
         f"*{found['certificates_that_hold']} of {found['mechanisms']} certificates hold; "
         f"{found['bitwise_comparisons_of_recomputation']} of {found['comparisons_of_recomputation']} "
         "comparisons of recomputation and offload are bit-identical. Memory ran out at "
-        f"{found['out_of_memory_points']} operations of a step, one at a time: {found['survived_bitwise']} times the run ended with the same "
+        f"{found['out_of_memory_points']} operations of a step, one at a time: {found['survived_bitwise']} "
+        "times the run ended with the same "
         f"losses and weights, bit for bit. {stamp(result)}*"
     )
     yield ""
