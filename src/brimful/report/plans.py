@@ -39,9 +39,8 @@ def _origin_of_budget(plan: Plan) -> str:
     """What a budget is that was not given in bytes: " (50% of the baseline)"."""
     asked = plan.asked.budget
     if asked is None:
-        return (
-            " (default: device capacity minus 5%)" if plan.device_kind == "cuda" else " (default: all memory)"
-        )
+        less = " minus 5%" if plan.device_kind == "cuda" else ""
+        return f" (default: available memory{less})"
     return f" ({asked} of the baseline)" if asked.endswith("%") else ""
 
 
