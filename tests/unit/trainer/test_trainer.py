@@ -140,6 +140,16 @@ def test_a_short_run_measures_its_second_step_or_nothing(job_with, trained, step
     assert (result.measured_peak_allocated_bytes is None) == (not measured)
 
 
+def test_a_run_whose_third_and_last_step_has_few_samples_measures_its_second(job_with, trained, samples):
+    data = Data(train={name: tensor[:36] for name, tensor in samples.items()})
+    _, result = trained(job_with(data=lambda: data), epochs=1)
+    assert [(step.samples, step.memory_measured) for step in result.steps] == [
+        (16, False),
+        (16, True),
+        (4, False),
+    ]
+
+
 def test_a_resumed_run_has_the_data_that_its_job_draws_at_random(job_with, trained, tmp_path, samples):
     def draw():
         return Data(train=samples | {"x": torch.randn_like(samples["x"])})

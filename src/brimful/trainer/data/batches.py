@@ -143,6 +143,13 @@ class Batches:
             )
 
     @property
+    def last_samples(self) -> int | None:
+        """Samples of the last global batch of an epoch; None if it is not known."""
+        if self._samples is None:
+            return None
+        return self._samples % self._global_batch_size or self._global_batch_size
+
+    @property
     def steps_per_epoch(self) -> int | None:
         """Global batches in an epoch; None if the data do not say."""
         if self._samples is not None:

@@ -52,7 +52,14 @@ class Run:
         self._logger = make_logger(run)
         self._runner = make_runner(run, self._logger)
         self._checkpointer = Checkpointer(config=run.config, state=run.state, logger=self._logger)
-        self._memory = MemoryMeter(run.config, run.state, run.start, self._runner, total_steps=run.total_steps)
+        self._memory = MemoryMeter(
+            run.config,
+            run.state,
+            run.start,
+            self._runner,
+            batches=run.batches,
+            total_steps=run.total_steps,
+        )
         self._epoch_length = EpochLengthCheck(run, self._logger)
         self._self_correction = SelfCorrecting(
             run.config,

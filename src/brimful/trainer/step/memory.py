@@ -6,6 +6,7 @@ import torch
 
 from brimful.batches import layout_of
 from brimful.job import Batch
+from brimful.trainer.data.batches import Batches
 from brimful.trainer.monitor.progress import memory_text
 from brimful.trainer.options import RunConfig
 from brimful.trainer.resume import Start
@@ -25,11 +26,19 @@ class MemoryMeter:
         start: The start of this launch. Steps are counted from it: in its first updates a run, resumed or not,
             has copies on the host that later steps do not have.
         runner: Measures the memory of the step.
+        batches: Of the training data; the last one of an epoch may be too small to show the peak.
         total_steps: The length of the run; None if it is not known.
     """
 
     def __init__(
-        self, config: RunConfig, state: TrainState, start: Start, runner: StepRunner, *, total_steps: int | None
+        self,
+        config: RunConfig,
+        state: TrainState,
+        start: Start,
+        runner: StepRunner,
+        *,
+        batches: Batches,
+        total_steps: int | None,
     ) -> None:
         self._config = config
         self._state = state
@@ -38,7 +47,10 @@ class MemoryMeter:
         self._first_update = 0 if saved is None else saved.updates
         self._measured_update = MEASURED_UPDATE
         if total_steps is not None:
-            self._measured_update = min(MEASURED_UPDATE, total_steps - (0 if saved is None else saved.step))
+            left = total_steps - (0 if saved is None else saved.step)
+            if _ends_with_part(batches, total_steps, self._full_samples):
+                left -= 1
+            self._measured_update = min(MEASURED_UPDATE, left)
 
     def measures(self, batch: Batch) -> bool:
         """Whether to measure the memory of the next step.
@@ -89,3 +101,9 @@ class MemoryMeter:
         if self._config.job.embed is None:
             of_rank = min(of_rank, 2 * settings.micro_batch_size)
         return of_rank * self._state.ranks.count
+
+
+def _ends_with_part(batches: Batches, total_steps: int, full_samples: int) -> bool:
+    """Whether the last step of a run is on the rest of an epoch's samples, too few to reach the peak."""
+    steps, samples = batches.steps_per_epoch, batches.last_samples
+    return bool(steps and samples is not None and total_steps % steps == 0 and samples < full_samples)
