@@ -288,8 +288,8 @@ def _fsdp(source: ExportSource) -> Export:
     if not settings.divides_model:
         raise UsageError(
             f"fully_shard is FSDP2, and the plan has world_size={settings.world_size} and "
-            f"parallelism={str(settings.parallelism)!r}. Plan with parallelism='fsdp2' (--parallelism fsdp2) and "
-            "world_size=2 (--world-size 2) or more."
+            f"parallelism={str(settings.parallelism)!r}. Plan with parallelism='fsdp2' (--parallelism fsdp2) "
+            "and world_size=2 (--world-size 2) or more."
         )
     gathered = settings.param_dtype
     document = {
