@@ -96,7 +96,7 @@ def test_the_longest_batch_may_be_made_for_the_global_batch_size() -> None:
         return torch.ones(samples, 1)
 
     fit(job(data=lambda: bf.Data(train=Squares(), longest=longest)))
-    assert asked == [4]
+    assert set(asked) == {4}  # to try it, and to measure it
 
 
 def test_weights_are_loaded_to_train_but_not_to_predict(tmp_path: Path) -> None:
