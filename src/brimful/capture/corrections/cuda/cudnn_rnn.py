@@ -27,7 +27,8 @@ _KEPT_OF_A_CELL = {_RELU: 1, _TANH: 1, _LSTM: 5, _GRU: 6}
 _STATES_AT_WORK = 44
 """States (B, H) of each layer and direction in the workspace, whatever T is; see `workspace_bytes`."""
 _OUTPUTS_AT_WORK, _MOST_OUTPUTS_AT_WORK = 6, 8
-"""Outputs (T, B, D·H) in the workspace; see `workspace_bytes`."""
+"""Outputs (T, B, D·H) in the workspace; see `workspace_bytes`. Fitted to the four sizes measured there: NVIDIA
+publishes none."""
 _DROPOUT_STATE_BYTES = 2 * MIB
 """cuDNN's random state, made once: "slightly over 2MB" in RNN.cpp, get_dropout_state."""
 
