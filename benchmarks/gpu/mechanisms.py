@@ -11,8 +11,8 @@ For each model and mechanism DIR/mechanisms.json has
 
 Then a step that runs out of memory at one of 50 operations is compared with an undisturbed one, bit for bit; a
 loop in too little real memory recovers; and a whole run is planned for the memory that is there, and trained.
-Further parts measure the calibration of the GPU and the kernels of some steps. Models and parts run in processes
-of their own, which predict at the same time and measure one after another.
+Further parts measure the calibration of the GPU and the kernels of some steps. Models and parts run in
+processes of their own, which predict at the same time and measure one after another.
 """
 
 from __future__ import annotations
