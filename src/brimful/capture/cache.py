@@ -33,7 +33,7 @@ class CachedCapture:
     def __init__(self, job: Job, device: Device, like: CachedCapture | None = None) -> None:
         job = replace(job, loop=None)
         self._capture = CautiousCapture(job, device)
-        self._updates = SharedUpdates(job, device)
+        self._updates = SharedUpdates(job, device, None if like is None else like._updates)
         short = (
             self._updates.short,
             lambda settings, shortening: capture_short_step(job, settings, device, shortening),
@@ -41,7 +41,6 @@ class CachedCapture:
         self._repeated = RepeatedBlocks(short)
         if like is not None:
             self._repeated.learn_from(like._repeated)
-            self._updates.permit_short()
         self._traces: dict[tuple[Settings, int], Trace] = {}
         self._exit = ExitStack()
 

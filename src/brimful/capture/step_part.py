@@ -8,12 +8,14 @@ Private torch APIs used here: `torch._subclasses.fake_tensor`, `torch._C.Disable
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from brimful.capture.corrections import Rule
@@ -21,6 +23,7 @@ from brimful.capture.recording.recorder import Recorder
 from brimful.capture.recording.update import Gradient, Recorded, RecordedPart, later_ops
 from brimful.execution.hooks import StepHooks
 from brimful.job import Batch
+from brimful.replaced import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +125,25 @@ class Seams:
 
     def _skipped(self, _update: Callable[[], object]) -> None:
         self._updated = self._recorder.mark_here()
+
+
+@contextmanager
+def scaler_at_rest() -> Iterator[None]:
+    """A loss scaler scales the loss, and leaves gradients as they are: for a part without the update.
+
+    Source: torch/amp/grad_scaler.py (checked: 2.13, 2.11).
+    """
+
+    def step(_scaler: GradScaler, optimizer: Optimizer) -> None:
+        optimizer.step()
+
+    def unused(*_args: object) -> None:
+        """Nothing is unscaled, and no scale is updated."""
+
+    with ExitStack() as stack:
+        for name, instead in {"unscale_": unused, "step": step, "update": unused}.items():
+            stack.enter_context(replaced(GradScaler, name, instead))
+        yield
 
 
 def recorded_by(recorder: Recorder) -> Recorded:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from brimful.capture.captured_step import captured_micro_batches
 from brimful.capture.recording.update import Gradient, RecordedPart
 from brimful.capture.repeats import Shortening, depends_on_ops_alone
 from brimful.capture.step import capture_update, capture_with_update
+from brimful.capture.watched_device import CapturedUpdate, WatchedDevice
 from brimful.devices import Device
 from brimful.errors import BrimfulError
 from brimful.job import Job
@@ -28,22 +28,22 @@ class SharedUpdates:
     Args:
         job: Without a loop of its own.
         device: The target device.
+        like: The same of the job on another device, whose updates are shared where the devices do not differ in
+            what these depend on. Updates of short captures need no whole capture before.
     """
 
-    def __init__(self, job: Job, device: Device) -> None:
+    def __init__(self, job: Job, device: Device, like: SharedUpdates | None = None) -> None:
         self._job, self._device = job, device
-        self._updates: dict[tuple[Settings, tuple[Gradient, ...]], RecordedPart | None] = {}
-        self._not_apart: set[Settings] = set()
+        self._updates: dict[tuple[Settings, tuple[Gradient, ...]], list[CapturedUpdate]] = (
+            {} if like is None else like._updates
+        )
+        self._not_apart: set[Settings] = set() if like is None else like._not_apart
         """Settings, without what is the model's, of which no update can be joined."""
         self._first: tuple[Settings, Trace] | None = None
         self._count = 0
-        self._permits_short = False
+        self._permits_short = like is not None
         self._is_exact: bool | None = None
         """Whether a joined step is what a whole capture is; None before that is checked."""
-
-    def permit_short(self) -> None:
-        """Share updates of short captures without a whole one before."""
-        self._permits_short = True
 
     def learn(self, settings: Settings, trace: Trace) -> None:
         """Count a whole capture of one step, and keep the first to check against."""
@@ -73,25 +73,32 @@ class SharedUpdates:
 
     def _update(self, settings: Settings, gradients: tuple[Gradient, ...]) -> RecordedPart | None:
         alone = _of_update(settings)
-        if (alone, gradients) not in self._updates:
-            found = capture_update(
-                self._job,
-                replace(alone, micro_batch_size=settings.micro_batch_size),
-                self._device,
-                gradients,
-            )
-            self._updates[alone, gradients] = found
-            if found is None:
-                self._not_apart.add(alone)
-        return self._updates[alone, gradients]
+        known = self._updates.setdefault((alone, gradients), [])
+        for update in known:
+            part = update.on(self._device)
+            if part is not None:
+                return part
+        watched = WatchedDevice(self._device)
+        part = capture_update(
+            self._job,
+            replace(alone, micro_batch_size=settings.micro_batch_size),
+            watched.as_device(),
+            gradients,
+        )
+        if part is None:
+            self._not_apart.add(alone)
+        else:
+            known.append(CapturedUpdate(part, watched))
+        return part
 
 
 def _of_update(settings: Settings) -> Settings:
-    """The settings without those that are only the model's; ops of the update name the last micro-batch."""
+    """The settings without those that are only the model's."""
     return replace(
         settings,
         micro_batch_size=1,
-        gradient_accumulation_steps=captured_micro_batches(settings),
+        gradient_accumulation_steps=1,
+        precision=Precision.FP32 if settings.precision is Precision.BF16 else settings.precision,
         units=(),
         chunked_loss=None,
         expandable_segments=False,
@@ -100,9 +107,5 @@ def _of_update(settings: Settings) -> Settings:
 
 
 def _can_share(settings: Settings) -> bool:
-    """Whether the optimizer runs after backward, on gradients that no loss scaler reads."""
-    return (
-        settings.world_size == 1
-        and settings.precision is not Precision.FP16
-        and not settings.optimizer_in_backward
-    )
+    """Whether the optimizer runs after backward, on gradients of one rank."""
+    return settings.world_size == 1 and not settings.optimizer_in_backward

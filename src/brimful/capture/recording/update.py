@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+from msgspec import structs
 
 from brimful.capture.recording.blocks import Block, BlockEvent
 from brimful.trace import Category, Op
@@ -84,7 +85,7 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     ops = [
         *update.recorded.ops[: ahead.ops],
         *model.recorded.ops[first.ops : last.ops],
-        *update.recorded.ops[update.update.ops :],
+        *_in_micro_batch(update.recorded.ops[update.update.ops :], model.recorded.ops[last.ops - 1].micro_batch),
     ]
     blocks = [
         *model.recorded.blocks[: first.blocks],
@@ -199,6 +200,12 @@ def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
         has_same_size = mine.size_bytes == other.size_bytes or mine.category is Category.INPUTS
         if not (has_same_size and (mine.label, mine.category) == (other.label, other.category)):
             raise PartsDifferError
+
+
+def _in_micro_batch(ops: Sequence[Op], micro_batch: int) -> Iterator[Op]:
+    """The ops of an update after a micro-batch, by which they are named."""
+    for op in ops:
+        yield op if op.micro_batch == micro_batch else structs.replace(op, micro_batch=micro_batch)
 
 
 def _later(block: Block, ops: int) -> Block:

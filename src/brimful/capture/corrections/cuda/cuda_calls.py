@@ -54,9 +54,11 @@ class CudaCalls(Rule):
                 accelerator,
                 {
                     "current_device_index": _first,
-                    "is_available": _to_users(accelerator.is_available, True),
-                    "device_count": _to_users(accelerator.device_count, 1),
-                    "current_accelerator": _to_users(accelerator.current_accelerator, torch.device("cuda")),
+                    "is_available": _to_users(accelerator.is_available, lambda: True),
+                    "device_count": _to_users(accelerator.device_count, lambda: 1),
+                    "current_accelerator": _to_users(
+                        accelerator.current_accelerator, lambda: torch.device("cuda")
+                    ),
                 },
             )
 
@@ -75,24 +77,29 @@ class CudaCalls(Rule):
         }
 
     def _facts(self) -> dict[str, Callable[..., Any]]:
-        major, minor = self.target.compute_capability or (0, 0)
-        properties = SimpleNamespace(
-            name=self.target.name,
-            major=major,
-            minor=minor,
-            total_memory=self.target.capacity_bytes,
-        )
-        has_bf16 = self.target.supports(Precision.BF16)
+        """Answers from properties of the target, which are read when they are asked for."""
+
+        def capability(*_args: Any, **_options: Any) -> tuple[int, int]:
+            return self.target.compute_capability or (0, 0)
+
+        def properties(*_args: Any, **_options: Any) -> SimpleNamespace:
+            major, minor = capability()
+            return SimpleNamespace(
+                name=self.target.name, major=major, minor=minor, total_memory=self.target.capacity_bytes
+            )
+
         cuda = torch.cuda
         return {
             "current_device": _first,
             "get_device_name": lambda *_args, **_options: self.target.name,
-            "get_device_capability": lambda *_args, **_options: (major, minor),
-            "get_device_properties": lambda *_args, **_options: properties,
-            "is_available": _to_users(cuda.is_available, True),
-            "device_count": _to_users(cuda.device_count, 1),
-            "is_initialized": _to_users(cuda.is_initialized, True),
-            "is_bf16_supported": _to_users(cuda.is_bf16_supported, has_bf16),
+            "get_device_capability": capability,
+            "get_device_properties": properties,
+            "is_available": _to_users(cuda.is_available, lambda: True),
+            "device_count": _to_users(cuda.device_count, lambda: 1),
+            "is_initialized": _to_users(cuda.is_initialized, lambda: True),
+            "is_bf16_supported": _to_users(
+                cuda.is_bf16_supported, lambda: self.target.supports(Precision.BF16)
+            ),
         }
 
 
@@ -124,11 +131,11 @@ def _first(*_args: Any, **_options: Any) -> int:
     return 0
 
 
-def _to_users(real: Callable[..., Any], answer: Any) -> Callable[..., Any]:
-    """Return `answer` to the user's own code and `real()` to libraries."""
+def _to_users(real: Callable[..., Any], answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Return `answer()` to the user's own code and `real()` to libraries."""
 
     def answered(*args: Any, **options: Any) -> Any:
-        return answer if is_users_own(sys._getframe(1).f_code.co_filename) else real(*args, **options)
+        return answer() if is_users_own(sys._getframe(1).f_code.co_filename) else real(*args, **options)
 
     return answered
 
