@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from brimful.batches import why_not_split
 from brimful.capture import capture_step
-from brimful.capture.cache import CachedCapture
+from brimful.capture.cache import CapturesOnDevices
 from brimful.cost import step_seconds
 from brimful.devices import Device, cannot_run_torch, known_devices, torch_builds_note
 from brimful.errors import CaptureError, UnknownNameError, UsageError
@@ -246,18 +245,11 @@ def gpus(
         raise UsageError(
             "sorting by cost takes prices of the GPUs that are compared: prices={…}, --prices FILE."
         )
-    with ExitStack() as opened:
-        on: dict[Device, CachedCapture] = {}
-
-        def capture_on(device: Device) -> CachedCapture:
-            if device not in on:
-                first = next(iter(on.values()), None)
-                on[device] = opened.enter_context(CachedCapture(job, device, like=first))
-            return on[device]
-
+    compared = [with_best_context(device) for device in asked]
+    with CapturesOnDevices(job, compared) as captures:
         fits = survey_gpus(
-            lambda settings, device: capture_on(device)(settings),
-            [with_best_context(device) for device in asked],
+            captures,
+            compared,
             base,
             splits_coupled_batches=split_batch_norm,
             can_split=why_not_split(job, global_batch_size) is None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -11,10 +12,11 @@ from brimful.capture.cautious import CautiousCapture
 from brimful.capture.repeats import RepeatedBlocks
 from brimful.capture.step import capture_short_step
 from brimful.capture.updates import SharedUpdates
+from brimful.capture.watched_device import WatchedDevice
 from brimful.devices import Device
 from brimful.gc_pause import without_garbage_collection
 from brimful.job import Job
-from brimful.settings import Settings
+from brimful.settings import Precision, Settings
 from brimful.trace import Trace
 
 
@@ -28,15 +30,20 @@ class CachedCapture:
         device: The target device, whose choice of kernels the captures follow.
         like: Captures of the same job on another device. Blocks that repeat there are captured once here too,
             without a whole capture to check that.
+        others: Devices on which the captures may be the same.
     """
 
-    def __init__(self, job: Job, device: Device, like: CachedCapture | None = None) -> None:
+    def __init__(
+        self, job: Job, device: Device, like: CachedCapture | None = None, others: Sequence[Device] = ()
+    ) -> None:
         job = replace(job, loop=None)
-        self._capture = CautiousCapture(job, device)
-        self._updates = SharedUpdates(job, device, None if like is None else like._updates)
+        self._watched = watched = WatchedDevice(device, others)
+        target = watched.as_device()
+        self._capture = CautiousCapture(job, target)
+        self._updates: SharedUpdates = SharedUpdates(job, watched, None if like is None else like._updates)
         short = (
             self._updates.short,
-            lambda settings, shortening: capture_short_step(job, settings, device, shortening),
+            lambda settings, shortening: capture_short_step(job, settings, target, shortening),
         )
         self._repeated = RepeatedBlocks(short)
         if like is not None:
@@ -51,6 +58,18 @@ class CachedCapture:
             self._traces[key] = self._one_step(settings) if steps == 1 else self._capture(settings, steps)
         return self._traces[key]
 
+    def is_same_on(self, device: Device) -> bool:
+        """Whether all captures so far are, on another device, the same but for sizes that are set for each.
+
+        Args:
+            device: One of `others`, or the own one.
+
+        Returns:
+            Whether the device gives the same answers to all that the captures asked of theirs. What is set for
+            each are the sizes of `Storage.kernel` and of cuBLAS's workspace.
+        """
+        return self._watched.is_like(device)
+
     def _one_step(self, settings: Settings) -> Trace:
         trace = self._repeated.captured(settings) or self._updates.whole(settings)
         if trace is None:
@@ -62,6 +81,43 @@ class CachedCapture:
     def __enter__(self) -> Self:
         self._exit.enter_context(without_garbage_collection())
         self._exit.callback(self._traces.clear)  # before collection is on again
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._exit.close()
+
+
+class CapturesOnDevices:
+    """Captures steps of one job on several devices, and keeps the traces while it is open.
+
+    Args:
+        job: The job to capture.
+        devices: The target devices.
+    """
+
+    def __init__(self, job: Job, devices: Sequence[Device]) -> None:
+        self._job, self._devices = job, tuple(devices)
+        self._captures: dict[tuple[Device, Precision], CachedCapture] = {}
+        """By precision, as it is in one that devices are alike or differ."""
+        self._exit = ExitStack()
+
+    def __call__(self, settings: Settings, device: Device) -> Trace:
+        """The trace of one optimizer step under some settings on one of the devices."""
+        key = device, settings.precision
+        if key not in self._captures:
+            first = next(iter(self._captures.values()), None)
+            capture = CachedCapture(self._job, device, like=first, others=self._devices)
+            self._captures[key] = self._exit.enter_context(capture)
+        return self._captures[key](settings)
+
+    def is_same_on(self, device: Device, other: Device, precision: Precision) -> bool:
+        """Whether what was captured on a device is the same on another; see `CachedCapture.is_same_on`."""
+        capture = self._captures.get((device, precision))
+        return capture is not None and capture.is_same_on(other)
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

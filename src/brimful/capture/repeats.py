@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from brimful.capture.fakes.wrapper import Wrapper
 from brimful.capture.recording.recorder import Recorder
@@ -87,19 +87,11 @@ class Shortening:
         wrapper = Wrapper()
         with recorder.paused(), torch.no_grad(), torch._C.DisableTorchFunction():
             for block, row in self.omitted.items():
-                like = dict(self._modules[self.blocks[block]].named_parameters())
+                like = dict(_gradients_of(self._modules[self.blocks[block]]))
                 for fqn in row:
                     for name, parameter in self._modules[fqn].named_parameters():
-                        gradient = like[name].grad
-                        if gradient is not None and parameter.grad is None:
-                            assert type(gradient) is FakeTensor
-                            parameter.grad = wrapper.empty(
-                                gradient.fake_mode,
-                                gradient.shape,
-                                gradient.stride(),
-                                gradient.dtype,
-                                gradient.fake_device,
-                            )
+                        if name in like and parameter.grad is None:
+                            parameter.grad = wrapper.empty(*like[name])
                             self.placeholders.add(names[id(parameter)])
 
     def whole(self, trace: Trace, settings: Settings) -> Trace | None:
@@ -111,6 +103,18 @@ class Shortening:
             placeholders=frozenset(self.placeholders),
         )
         return with_all_blocks(trace, row, settings, self.counts)
+
+
+_Gradient = tuple[FakeTensorMode, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+
+
+def _gradients_of(block: nn.Module) -> Iterator[tuple[str, _Gradient]]:
+    """By parameter: what it takes to make another gradient like its own."""
+    for name, parameter in block.named_parameters():
+        made = parameter.grad
+        if made is not None:
+            assert type(made) is FakeTensor
+            yield name, (made.fake_mode, made.shape, made.stride(), made.dtype, made.fake_device)
 
 
 ShortCapture = Callable[[Settings, Shortening], Trace | None]

@@ -12,7 +12,6 @@ from brimful.capture.recording.update import Gradient, RecordedPart
 from brimful.capture.repeats import Shortening, depends_on_ops_alone
 from brimful.capture.step import capture_update, capture_with_update
 from brimful.capture.watched_device import CapturedUpdate, WatchedDevice
-from brimful.devices import Device
 from brimful.errors import BrimfulError
 from brimful.job import Job
 from brimful.settings import Precision, Settings
@@ -27,18 +26,18 @@ class SharedUpdates:
 
     Args:
         job: Without a loop of its own.
-        device: The target device.
+        watched: The target device.
         like: The same of the job on another device, whose updates are shared where the devices do not differ in
             what these depend on. Updates of short captures need no whole capture before.
     """
 
-    def __init__(self, job: Job, device: Device, like: SharedUpdates | None = None) -> None:
-        self._job, self._device = job, device
+    def __init__(self, job: Job, watched: WatchedDevice, like: SharedUpdates | None = None) -> None:
+        self._job, self._watched = job, watched
         self._updates: dict[tuple[Settings, tuple[Gradient, ...]], list[CapturedUpdate]] = (
             {} if like is None else like._updates
         )
         self._not_apart: set[Settings] = set() if like is None else like._not_apart
-        """Settings, without what is the model's, of which no update can be joined."""
+        """Settings, without what is the model's and in fp32, of which no update can be joined."""
         self._first: tuple[Settings, Trace] | None = None
         self._count = 0
         self._permits_short = like is not None
@@ -64,29 +63,34 @@ class SharedUpdates:
 
     def _captured(self, settings: Settings, shortening: Shortening | None) -> Trace | None:
         is_known = self._first is not None or (shortening is not None and self._permits_short)
-        if not is_known or not _can_share(settings) or _of_update(settings) in self._not_apart:
+        if not is_known or not _can_share(settings) or self._is_not_apart(settings):
             return None
         try:
-            return capture_with_update(self._job, settings, self._device, self._update, shortening)
+            return capture_with_update(self._job, settings, self._watched.as_device(), self._update, shortening)
         except (BrimfulError, LookupError):  # the whole capture has the error to show
             return None
+
+    def _is_not_apart(self, settings: Settings) -> bool:
+        return replace(_of_update(settings), precision=Precision.FP32) in self._not_apart
 
     def _update(self, settings: Settings, gradients: tuple[Gradient, ...]) -> RecordedPart | None:
         alone = _of_update(settings)
         known = self._updates.setdefault((alone, gradients), [])
         for update in known:
-            part = update.on(self._device)
+            part = update.on(self._watched.device)
             if part is not None:
+                self._watched.follow(update.watched)
                 return part
-        watched = WatchedDevice(self._device)
+        watched = WatchedDevice(self._watched.device, self._watched.others)
         part = capture_update(
             self._job,
             replace(alone, micro_batch_size=settings.micro_batch_size),
             watched.as_device(),
             gradients,
         )
+        self._watched.follow(watched)
         if part is None:
-            self._not_apart.add(alone)
+            self._not_apart.add(replace(alone, precision=Precision.FP32))
         else:
             known.append(CapturedUpdate(part, watched))
         return part

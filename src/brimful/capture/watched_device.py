@@ -1,8 +1,8 @@
-"""Which properties of a device a capture depends on, so that it serves every device that has the same."""
+"""Which other devices a capture is the same on: those that answer alike whatever it asks of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -10,67 +10,78 @@ from brimful.capture.recording.blocks import Block
 from brimful.capture.recording.update import RecordedPart
 from brimful.devices import Device
 
-_IN_KERNELS = frozenset({"sm_count", "threads_per_multiprocessor"})
-"""Properties on which only the sizes of kernels' memory depend, which are computed again for another device."""
+_SET_FOR_EACH = frozenset({"sm_count", "threads_per_multiprocessor", "cublas_workspace_bytes"})
+"""Properties that decide only the sizes of `Storage.kernel` and of cuBLAS's workspace, which are computed again
+for another device."""
 
 
 class WatchedDevice:
-    """A device that records which of its properties are read.
+    """A device that follows what is asked of it, and which others would give the same answers.
 
     Args:
-        device: Has the properties.
+        device: The device.
+        others: Those that may be like it.
     """
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._read: dict[tuple[str, tuple[Any, ...] | None], Any] = {}
-        """By name, and by the arguments of a method: what was answered."""
+    def __init__(self, device: Device, others: Sequence[Device] = ()) -> None:
+        self.device = device
+        self.others = tuple(others)
+        self._alike = [other for other in others if other != device]
+        self._asked: set[tuple[str, tuple[Any, ...]]] = set()
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._device, name)
+        value = getattr(self.device, name)
         if not callable(value):
-            self._read[name, None] = value
+            self._note(name, (), value, lambda other: getattr(other, name))
             return value
 
         def called(*arguments: Any) -> Any:
-            self._read[name, arguments] = answer = value(*arguments)
+            answer = value(*arguments)
+            self._note(name, arguments, answer, lambda other: getattr(other, name)(*arguments))
             return answer
 
         return called
+
+    def answer(self, question: Callable[[Device], Any]) -> Any:
+        """What `Device.answer` returns."""
+        answer = question(self.device)
+        self._alike = [other for other in self._alike if question(other) == answer]
+        return answer
 
     def as_device(self) -> Device:
         """This, for code that reads a device."""
         return cast(Device, self)
 
     def is_like(self, device: Device) -> bool:
-        """Whether another device has the same in all that was read, but for what is in kernels."""
-        return all(
-            _answer(device, name, arguments) == answer
-            for (name, arguments), answer in self._read.items()
-            if name not in _IN_KERNELS
-        )
+        """Whether a device, itself or one of the others, gives the same answers to all that was asked."""
+        return device == self.device or device in self._alike
+
+    def follow(self, other: WatchedDevice) -> None:
+        """Depend on what another one was asked too."""
+        self._alike = [each for each in self._alike if other.is_like(each)]
+
+    def _note(self, name: str, arguments: tuple[Any, ...], answer: Any, on: Callable[[Device], Any]) -> None:
+        if name in _SET_FOR_EACH or (name, arguments) in self._asked:
+            return
+        self._asked.add((name, arguments))
+        self._alike = [other for other in self._alike if on(other) == answer]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedUpdate:
-    """An optimizer's part of a step, and what it depends on."""
+    """An optimizer's part of a step, and the devices that it is the same on."""
 
     part: RecordedPart
-    device: WatchedDevice
+    watched: WatchedDevice
 
     def on(self, device: Device) -> RecordedPart | None:
-        """The part on another device; None where that may be another one."""
-        if not self.device.is_like(device):
+        """The part on a device; None where that may be another one."""
+        if not self.watched.is_like(device):
             return None
         blocks = tuple(_on(block, device) for block in self.part.recorded.blocks)
         if any(a.size_bytes != b.size_bytes for a, b in zip(blocks, self.part.recorded.blocks, strict=True)):
             return None  # corrections count these bytes
         return replace(self.part, recorded=self.part.recorded._replace(blocks=blocks))
-
-
-def _answer(device: Device, name: str, arguments: tuple[Any, ...] | None) -> Any:
-    value = getattr(device, name)
-    return value if arguments is None else cast(Callable[..., Any], value)(*arguments)
 
 
 def _on(block: Block, device: Device) -> Block:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from brimful.codec import NonNegativeFloat
 from brimful.devices.rate_curves import RateCurve
 from brimful.errors import UsageError
 from brimful.quantities import MIB
 from brimful.settings import Precision
+
+Answer = TypeVar("Answer")
 
 HOST_UPDATE_BYTES_PER_SECOND = 25.6e9
 """Rate at which a GPU's host reads and writes its memory in an optimizer update, if not measured.
@@ -275,6 +278,20 @@ class Device:
             return self.flops_per_second(dtype, precision)
         measured = [curve for curve in self.curves if curve.kind.endswith(f":{dtype}")]
         return max((amount / taken for curve in measured for amount, taken in curve.points), default=None)
+
+    def answer(self, question: Callable[[Device], Answer]) -> Answer:
+        """What a question about this device is answered with.
+
+        A capture asks so where an answer depends on few of a device's properties, or only on some of their
+        values: devices of the same answer then count as alike, whatever else they differ in.
+
+        Args:
+            question: A function of a device.
+
+        Returns:
+            What it returns.
+        """
+        return question(self)
 
     def check_precision(self, precision: Precision) -> None:
         """Check that the device supports training in `precision`.

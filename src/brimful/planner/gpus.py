@@ -52,6 +52,9 @@ class CaptureOn(Protocol):
     def __call__(self, settings: Settings, device: Device) -> Trace:
         """The trace of one optimizer step."""
 
+    def is_same_on(self, device: Device, other: Device, precision: Precision) -> bool:
+        """Whether what was captured on a device is the same on another, but for sizes that are set for each."""
+
 
 SECONDS_PER_HOUR = 3600.0
 MILLION = 1_000_000
@@ -280,7 +283,7 @@ class _Family:
         self.small = small
         """By which GPUs are compared: one capture."""
         self._scaled = ScaledTraces(partial(capture, device=device))
-        self._device = device
+        self.device = device
         self._splitting = splitting
         self.classes = {deciding_class(device)}
         self.precision = base.precision if device.supports(base.precision) else Precision.FP32
@@ -324,7 +327,7 @@ class _Family:
     def changed(self) -> Iterator[tuple[str, Settings]]:
         """Changes to the mathematics, cheapest first, each with the settings that take least."""
         least = replace(self.kept()[-1], units=self._all_recomputed())
-        halves = [p for p in (Precision.BF16, Precision.FP16) if self._device.supports(p)]
+        halves = [p for p in (Precision.BF16, Precision.FP16) if self.device.supports(p)]
         half = next(iter(halves), None)
         if half is not None and self.precision in (Precision.FP32, Precision.TF32):
             yield f"{half}", replace(least, precision=half)
@@ -343,7 +346,9 @@ def _family_of(
     """The family whose ops the device runs; a new one if there is none."""
     precision = base.precision if device.supports(base.precision) else Precision.FP32
     for family in families:
-        if family.precision is precision and deciding_class(device) in family.classes:
+        if family.precision is precision and (
+            deciding_class(device) in family.classes or capture.is_same_on(family.device, device, precision)
+        ):
             return family
     small = _small_trace(capture, device, replace(base, precision=precision))
     for family in families:

@@ -11,6 +11,7 @@ import brimful.capture.updates as updates_module
 from brimful.capture import capture_step
 from brimful.capture.cache import CachedCapture
 from brimful.capture.updates import SharedUpdates
+from brimful.capture.watched_device import WatchedDevice
 from brimful.devices import find_device
 from brimful.job import Job
 from brimful.settings import (
@@ -67,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def joined(job: Job, settings: Settings, device: str) -> Any:
     """A step joined to an update, once a whole capture of other settings is known."""
-    shared = SharedUpdates(job, DEVICES[device])
+    shared = SharedUpdates(job, WatchedDevice(DEVICES[device]))
     shared.learn(PLAIN, capture_step(job, PLAIN, DEVICES[device], steps=1))
     return shared._captured(settings, None)
 

@@ -85,7 +85,9 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     ops = [
         *update.recorded.ops[: ahead.ops],
         *model.recorded.ops[first.ops : last.ops],
-        *_in_micro_batch(update.recorded.ops[update.update.ops :], model.recorded.ops[last.ops - 1].micro_batch),
+        *_in_micro_batch(
+            model.recorded.ops[last.ops - 1].micro_batch, update.recorded.ops[update.update.ops :]
+        ),
     ]
     blocks = [
         *model.recorded.blocks[: first.blocks],
@@ -202,7 +204,7 @@ def _check_setup(model: RecordedPart, update: RecordedPart) -> None:
             raise PartsDifferError
 
 
-def _in_micro_batch(ops: Sequence[Op], micro_batch: int) -> Iterator[Op]:
+def _in_micro_batch(micro_batch: int, ops: Sequence[Op]) -> Iterator[Op]:
     """The ops of an update after a micro-batch, by which they are named."""
     for op in ops:
         yield op if op.micro_batch == micro_batch else structs.replace(op, micro_batch=micro_batch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,7 +75,7 @@ class AttentionKernel(Rule):
             dropout=dropout_p,
             is_causal=is_causal,
             shares_heads=enable_gqa,
-            capability=self.target.compute_capability or (0, 0),
+            capability=(0, 0),
             torch_version=torch_version(),
         )
         run = {
@@ -83,8 +85,10 @@ class AttentionKernel(Rule):
             AttentionBackend.MATH: self._math,
         }
         self.count(0)
+        chosen = cache(lambda capability: choose_backend(replace(call, capability=capability)))
+        backend = self.target.answer(lambda device: chosen(device.compute_capability or (0, 0)))
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # as autocast leaves what it has cast
-            return run[choose_backend(call)](call, scale)
+            return run[backend](call, scale)
 
     def watches_op(self, func: Any) -> bool:
         """Sums, of which one adds the mask."""
