@@ -20,7 +20,13 @@ from torch.optim import Optimizer
 
 from brimful.capture.corrections import Rule
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import Gradient, Recorded, RecordedPart, later_ops
+from brimful.capture.recording.update import (
+    Gradient,
+    Recorded,
+    RecordedPart,
+    later_ops,
+    with_workspace_of,
+)
 from brimful.execution.hooks import StepHooks
 from brimful.job import Batch
 from brimful.replaced import replaced
@@ -82,7 +88,8 @@ class Seams:
         if self._part.has_model:
             is_apart = not optimizer.state
         else:
-            is_apart = not (facts.uncertain or any(rule.lasts and rule.occurrences for rule in rules))
+            lasting = (count for rule in rules if rule.lasts for count in rule.counted)
+            is_apart = not facts.uncertain and all(op < self._forward.ops for op, *_ in lasting)
         if self._gradients is None or not is_apart:
             return None
         return RecordedPart(
@@ -152,18 +159,21 @@ def recorded_by(recorder: Recorder) -> Recorded:
 
 
 def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) -> None:
-    """Add what corrections counted in the update to what they counted in forward and backward.
+    """Set what corrections counted to that of the whole step.
 
     Args:
         rules: Those of the capture of `model`.
         model: Forward and backward.
-        update: The optimizer's part.
+        update: The optimizer's part, of which they count what its setup made to stay, and its update.
     """
-    of_model, of_update = later_ops(model, update)
+    of_forward = with_workspace_of(model, update)
+    of_model, of_update = later_ops(of_forward, update)
     for rule in rules:
-        rule.counted[:] = [(op + of_model, times, added) for op, times, added in rule.counted]
-        for op, occurrences, changed_bytes in update.counts.get(rule.name, ()):
-            if op >= update.update.ops:
-                rule.occurrences += occurrences
-                rule.changed_bytes += changed_bytes
-                rule.counted.append((op + of_update, occurrences, changed_bytes))
+        counts = update.counts.get(rule.name, ())
+        rule.counted[:] = [
+            *(count for count in counts if count[0] < update.forward.ops),
+            *((op + of_model, times, added) for op, times, added in of_forward.counts[rule.name]),
+            *((op + of_update, times, added) for op, times, added in counts if op >= update.update.ops),
+        ]
+        rule.occurrences = sum(times for _, times, _ in rule.counted)
+        rule.changed_bytes = sum(added for _, _, added in rule.counted)

@@ -9,6 +9,7 @@ from typing import Any, cast
 from brimful.capture.recording.blocks import Block
 from brimful.capture.recording.update import RecordedPart
 from brimful.devices import Device
+from brimful.trace import CUBLAS_WORKSPACE
 
 _SET_FOR_EACH = frozenset({"sm_count", "threads_per_multiprocessor", "cublas_workspace_bytes"})
 """Properties that decide only the sizes of `Storage.kernel` and of cuBLAS's workspace, which are computed again
@@ -86,6 +87,8 @@ class CapturedUpdate:
 
 def _on(block: Block, device: Device) -> Block:
     """A block as large as it is on another device."""
+    if block.label == CUBLAS_WORKSPACE:
+        return replace(block, size_bytes=device.cublas_workspace_bytes)
     if block.kernel is None or device.sm_count is None or device.threads_per_multiprocessor is None:
         return block
     kernel = block.kernel.on_multiprocessors(device.sm_count, device.threads_per_multiprocessor)

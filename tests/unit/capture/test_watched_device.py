@@ -76,6 +76,7 @@ def test_an_update_is_captured_once_for_all_gpus(monkeypatch: pytest.MonkeyPatch
         PLAIN,
         replace(PLAIN, micro_batch_size=3, gradient_accumulation_steps=2),
         replace(PLAIN, precision=Precision.FP16),
+        replace(PLAIN, optimizer="adafactor"),
     ]
     with CapturesOnDevices(GPT_JOB, DEVICES) as captures:
         for device in DEVICES:
@@ -86,7 +87,9 @@ def test_an_update_is_captured_once_for_all_gpus(monkeypatch: pytest.MonkeyPatch
                 assert AllocationsOnGpus(trace).reserved_bytes(device) == AllocationsOnGpus(
                     whole
                 ).reserved_bytes(device)
-    assert [each.precision for each in ran] == [Precision.FP32, Precision.FP16]
+    ran_with = [(each.precision, each.optimizer) for each in ran]
+    plain, scaled, adafactor = (Precision.FP32, None), (Precision.FP16, None), (Precision.FP32, "adafactor")
+    assert ran_with == [plain, scaled, adafactor, adafactor]  # once more for the workspace of an H100
 
 
 def test_a_device_is_followed_in_what_is_asked_of_it() -> None:

@@ -14,7 +14,7 @@ import torch
 from msgspec import structs
 
 from brimful.capture.recording.blocks import Block, BlockEvent
-from brimful.trace import Category, Op
+from brimful.trace import CUBLAS_WORKSPACE, Category, Op, Phase
 
 
 class Gradient(NamedTuple):
@@ -79,6 +79,7 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     """
     if model.gradients != update.gradients:
         raise PartsDifferError
+    model = with_workspace_of(model, update)
     _check_setup(model, update)
     first, last, ahead = model.forward, model.update, update.forward
     of_model, of_update = later_ops(model, update)
@@ -106,6 +107,59 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
         *numbers.remaining_frees(model.recorded.events[model.updated.events :], len(ops) - 1),
     ]
     return Recorded(ops, blocks, events)
+
+
+def with_workspace_of(model: RecordedPart, update: RecordedPart) -> RecordedPart:
+    """The model's part as it is behind the setup of the update, whose matmuls make cuBLAS's workspace.
+
+    Args:
+        model: A step's forward and backward.
+        update: The optimizer's part.
+
+    Returns:
+        The same where the setup makes no workspace; else without the one that forward made.
+    """
+    setup = range(update.forward.events)
+    if next(_workspaces(update.recorded, setup), None) is None:
+        return model
+    ops, blocks, events = model.recorded
+    forward = range(model.forward.events, model.updated.events)
+    of_forward = (
+        i for i in _workspaces(model.recorded, forward) if ops[events[i].op + 1].phase is not Phase.BACKWARD
+    )
+    index = next(of_forward, None)
+    if index is None:
+        return model
+    gone = events[index]
+    later = (
+        event if event.block < gone.block else event._replace(block=event.block - 1)
+        for event in (*events[:index], *events[index + 1 :])
+    )
+
+    def before(mark: Mark) -> Mark:
+        return Mark(mark.ops, mark.blocks - (mark.blocks > gone.block), mark.events - (mark.events > index))
+
+    def of_others(counted: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
+        for count in counted:
+            if count != (gone.op + 1, 1, blocks[gone.block].size_bytes):
+                yield count
+
+    return replace(
+        model,
+        recorded=Recorded(ops, (*blocks[: gone.block], *blocks[gone.block + 1 :]), tuple(later)),
+        forward=before(model.forward),
+        update=before(model.update),
+        updated=before(model.updated),
+        counts={name: tuple(of_others(counted)) for name, counted in model.counts.items()},
+    )
+
+
+def _workspaces(recorded: Recorded, events: range) -> Iterator[int]:
+    """The events among some that allocate a workspace of cuBLAS."""
+    for index in events:
+        event = recorded.events[index]
+        if event.is_allocation and recorded.blocks[event.block].label == CUBLAS_WORKSPACE:
+            yield index
 
 
 def later_ops(model: RecordedPart, update: RecordedPart) -> tuple[int, int]:
