@@ -37,6 +37,10 @@ is not like the others either."""
 _LEAST_ROW = 5
 """Blocks of a row of which any can be omitted."""
 
+_LEAST_OMITTED_WITH_COPIES = 3
+"""Blocks of a group that is offloaded alike. Neighbours among a few of them may differ, and then the capture is
+in vain: with 7 of 32 blocks of an 8B Llama offloaded, blocks 2 and 4 do. A choice."""
+
 _LEAST_OMITTED_SHARE = 0.25
 """Of all repeated blocks. Omitting fewer saves less time than putting them in takes. A choice."""
 
@@ -190,7 +194,8 @@ class RepeatedBlocks:
                 alike, copies = tuple(group), _copies(what)
                 first = _MARGIN_WITH_COPIES if copies or follows_copies else _MARGIN
                 last = _MARGIN_WITH_COPIES if copies else _MARGIN
-                if len(alike) > first + last:
+                least = _LEAST_OMITTED_WITH_COPIES if copies else 1
+                if len(alike) >= first + last + least:
                     omitted[len(blocks) + first - 1] = alike[first:-last]
                     blocks += (*alike[:first], *alike[-last:])
                 else:
