@@ -18,7 +18,7 @@ from brimful.display import PrintedResult
 from brimful.errors import BatchError, CaptureError, UnknownNameError, UsageError
 from brimful.planner.on_gpus import AllocationsOnGpus
 from brimful.prediction.estimate import MARGIN_FRACTION
-from brimful.prediction.estimator import SCALED_SIZES, ScaledTraces
+from brimful.prediction.estimator import SCALED_SIZES, DerivedTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.status import reporting_part
 from brimful.trace import CUBLAS_WORKSPACE, Trace
@@ -282,7 +282,7 @@ class _Family:
     ) -> None:
         self.small = small
         """By which GPUs are compared: one capture."""
-        self._scaled = ScaledTraces(partial(capture, device=device))
+        self._scaled = DerivedTraces(partial(capture, device=device))
         self.device = device
         self._splitting = splitting
         self.classes = {deciding_class(device)}

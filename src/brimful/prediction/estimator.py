@@ -91,18 +91,47 @@ class ScaledTraces:
         return TraceLine(small, large) if small.has_same_shape_as(large) else None
 
 
-class RoughlyScaledTraces(ScaledTraces):
-    """The same with as few captures as possible, for a caller that captures its final choice itself.
+class DerivedTraces(ScaledTraces):
+    """The same with fewer captures of steps that recompute units: one at the smaller size.
 
-    A step of one micro-batch is derived from that of two, a micro-batch of one sample from larger ones, and
-    steps that recompute units from what the same ops take where everything is kept.
+    What a recomputation runs, the forward ran too, so it grows as ops of the step with everything kept do.
+    Where that is ambiguous, the larger size is captured as well. Counts of corrections are those of the smaller
+    size.
     """
-
-    sizes = ROUGH_SIZES
 
     def __init__(self, capture: Callable[[Settings], Trace]) -> None:
         super().__init__(capture)
         self._counterparts: dict[Settings, Counterparts] = {}
+
+    def at(self, settings: Settings) -> Trace:
+        """The trace of a step; see `ScaledTraces.at`."""
+        if settings.units and settings.micro_batch_size != 1:
+            steps = min(settings.gradient_accumulation_steps, 2)
+            key = replace(settings, gradient_accumulation_steps=steps)
+            kept = self._line(replace(key, units=()))
+            trace = None if kept is None else self._recomputed(key, kept)
+            if trace is not None:
+                return trace.with_settings(settings)
+        return super().at(settings)
+
+    def _recomputed(self, settings: Settings, kept: TraceLine) -> Trace | None:
+        at_small = replace(settings, micro_batch_size=self.sizes[0])
+        if at_small not in self._counterparts:
+            self._counterparts[at_small] = Counterparts(self._capture(at_small), kept)
+        trace = self._counterparts[at_small].at(settings.micro_batch_size)
+        if trace is not None:
+            return trace
+        line = self._line(settings)
+        return None if line is None else line.at(settings.micro_batch_size)
+
+
+class RoughlyScaledTraces(DerivedTraces):
+    """The same with as few captures as possible, for a caller that captures its final choice itself.
+
+    A step of one micro-batch is derived from that of two, and a micro-batch of one sample from larger ones.
+    """
+
+    sizes = ROUGH_SIZES
 
     def at(self, settings: Settings) -> Trace:
         """The trace of a step, with small errors where it is derived; see `ScaledTraces.at`."""
@@ -117,16 +146,6 @@ class RoughlyScaledTraces(ScaledTraces):
         if settings.gradient_accumulation_steps == 1:
             trace = with_one_micro_batch(trace)
         return trace.with_settings(settings)
-
-    def _recomputed(self, settings: Settings, kept: TraceLine) -> Trace | None:
-        at_small = replace(settings, micro_batch_size=self.sizes[0])
-        if at_small not in self._counterparts:
-            self._counterparts[at_small] = Counterparts(self._capture(at_small), kept)
-        trace = self._counterparts[at_small].at(settings.micro_batch_size)
-        if trace is not None:
-            return trace
-        line = self._line(settings)
-        return None if line is None else line.at(settings.micro_batch_size)
 
 
 class Estimator:
