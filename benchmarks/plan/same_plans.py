@@ -1,4 +1,4 @@
-"""Whether plans and estimates of many kinds of requests are what they were, for changes of speed alone.
+"""Whether plans, estimates and comparisons of GPUs are what they were, for changes of speed alone.
 
     python benchmarks/plan/same_plans.py record plans.json     # before the change
     python benchmarks/plan/same_plans.py compare plans.json    # after it
@@ -30,7 +30,7 @@ from torch import nn
 
 import brimful as bf
 from brimful.errors import BrimfulError
-from brimful.report.documents import estimate_document
+from brimful.report.documents import estimate_document, gpus_document
 from helpers.calibrated import calibrated
 from helpers.models import GPT, ResNet, UNet
 from helpers.planned_jobs import image_job, language_job, vector_job
@@ -77,6 +77,11 @@ class UnevenBlock(nn.Module):
 
 def plan(job: Callable[[], bf.Job], device: str, **options: Any) -> Request:
     return lambda: bf.plan(job(), device, **options).to_json()
+
+
+def gpus(job: Callable[[], bf.Job], **asked: Any) -> Request:
+    """A comparison of all GPUs."""
+    return lambda: gpus_document("job", asked["global_batch_size"], bf.gpus(job(), **asked))
 
 
 def estimate(job: Callable[[], bf.Job], device: str, **options: Any) -> Request:
@@ -157,6 +162,12 @@ REQUESTS: dict[str, Request] = {
     "nn.TransformerEncoder": plan(
         lambda: zoo("nn.TransformerEncoder"), "RTX 3060", global_batch_size=64, budget="70%"
     ),
+    "gpus, bert 6": gpus(bert(6), global_batch_size=16),
+    "gpus, bert 5 in bf16": gpus(bert(5), global_batch_size=8, precision="bf16", optimizer="adafactor"),
+    "gpus, llama 6": gpus(lambda: llama(6), global_batch_size=4),
+    "gpus, resnet-50": gpus(lambda: bf.find_architecture("resnet50"), global_batch_size=64),
+    "gpus, unet of the tests": gpus(lambda: image_job(UNet), global_batch_size=1024),
+    "gpus, lstm": gpus(lambda: zoo("lstm lm"), global_batch_size=4096),
     "estimate bert 4": estimate(bert(4), "RTX 3090", micro_batch_size=4, evaluate=True),
     "estimate resnet-50": estimate(lambda: bf.find_architecture("resnet50"), "RTX 3090", micro_batch_size=8),
     "estimate llama 4, all recomputed": estimate(

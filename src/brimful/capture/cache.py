@@ -100,7 +100,7 @@ class CapturesOnDevices:
     def __init__(self, job: Job, devices: Sequence[Device]) -> None:
         self._job, self._devices = job, tuple(devices)
         self._captures: dict[tuple[Device, Precision], CachedCapture] = {}
-        """By precision, as it is in one that devices are alike or differ."""
+        """By device and precision: devices may run the same ops in one precision and not in another."""
         self._exit = ExitStack()
 
     def __call__(self, settings: Settings, device: Device) -> Trace:

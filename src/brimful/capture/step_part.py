@@ -136,7 +136,7 @@ class Seams:
 
 @contextmanager
 def scaler_at_rest() -> Iterator[None]:
-    """A loss scaler scales the loss, and leaves gradients as they are: for a part without the update.
+    """A loss scaler scales the loss and leaves gradients as they are, for a part without the update.
 
     Source: torch/amp/grad_scaler.py (checked: 2.13, 2.11).
     """

@@ -27,8 +27,8 @@ class SharedUpdates:
     Args:
         job: Without a loop of its own.
         watched: The target device.
-        like: The same of the job on another device, whose updates are shared where the devices do not differ in
-            what these depend on. Updates of short captures need no whole capture before.
+        like: The same of this job on another device. Updates are shared where the devices do not differ in what
+            they depend on, and short captures need no whole capture before.
     """
 
     def __init__(self, job: Job, watched: WatchedDevice, like: SharedUpdates | None = None) -> None:
@@ -37,7 +37,7 @@ class SharedUpdates:
             {} if like is None else like._updates
         )
         self._not_apart: set[Settings] = set() if like is None else like._not_apart
-        """Settings, without what is the model's and in fp32, of which no update can be joined."""
+        """Settings of updates, all in fp32, that cannot be joined: the loss scale does not decide that."""
         self._first: tuple[Settings, Trace] | None = None
         self._count = 0
         self._permits_short = like is not None
@@ -97,7 +97,7 @@ class SharedUpdates:
 
 
 def _of_update(settings: Settings) -> Settings:
-    """The settings without those that are only the model's."""
+    """The settings without those that are only the model's. Autocast is; fp16 scales the loss."""
     return replace(
         settings,
         micro_batch_size=1,

@@ -1,7 +1,8 @@
 """A step recorded in two parts, the model's and the optimizer's → the whole step.
 
 What an optimizer does depends on its parameters and on the shapes of their gradients, not on what computed
-them. So a search captures the optimizer once and joins it to the forward and backward of every candidate.
+them. So a search captures the optimizer once and joins it to the forward and backward of every candidate, and a
+comparison of GPUs to those of every GPU.
 """
 
 from __future__ import annotations
@@ -83,12 +84,11 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     _check_setup(model, update)
     first, last, ahead = model.forward, model.update, update.forward
     of_model, of_update = later_ops(model, update)
+    last_micro_batch = model.recorded.ops[last.ops - 1].micro_batch
     ops = [
         *update.recorded.ops[: ahead.ops],
         *model.recorded.ops[first.ops : last.ops],
-        *_in_micro_batch(
-            model.recorded.ops[last.ops - 1].micro_batch, update.recorded.ops[update.update.ops :]
-        ),
+        *_in_micro_batch(last_micro_batch, update.recorded.ops[update.update.ops :]),
     ]
     blocks = [
         *model.recorded.blocks[: first.blocks],
@@ -110,7 +110,7 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
 
 
 def with_workspace_of(model: RecordedPart, update: RecordedPart) -> RecordedPart:
-    """The model's part as it is behind the setup of the update, whose matmuls make cuBLAS's workspace.
+    """The model's part as it runs after the setup of an update, whose matmuls may have made cuBLAS's workspace.
 
     Args:
         model: A step's forward and backward.
