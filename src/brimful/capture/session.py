@@ -155,10 +155,11 @@ class CaptureSession:
         applied.remove()
         return recorded
 
-    def joined(self, model: RecordedPart, update: RecordedPart) -> Trace:
+    def joined(self, settings: Settings, model: RecordedPart, update: RecordedPart) -> Trace:
         """The trace of the whole step.
 
         Args:
+            settings: Those of the step, which may have another optimizer than the session.
             model: What `run_part` returned here.
             update: The optimizer's part, with the same gradients.
 
@@ -171,7 +172,7 @@ class CaptureSession:
         recorded = with_update(model, update)
         self._observers.recorder.facts.host_state_bytes = update.host_state_bytes
         join_counts(self._rules, model, update)
-        return self._trace(self._settings, 1, captured_micro_batches(self._settings), recorded)
+        return self._trace(settings, 1, captured_micro_batches(settings), recorded)
 
     @contextmanager
     def _patched(self) -> Iterator[Sharded | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -102,24 +102,60 @@ def capture_short_step(
     return None if written else _whole(trace, settings, shortening, rules)
 
 
-def capture_with_update(
-    job: Job,
-    settings: Settings,
-    device: Device,
-    updates: Callable[[Settings, tuple[Gradient, ...]], RecordedPart | None],
-    shortening: Shortening | None = None,
-) -> Trace | None:
-    """The trace of one step, of which only forward and backward run.
+class CapturedModel:
+    """Forward and backward of one step, to which the update of any optimizer can be joined.
+
+    Args:
+        session: Ran them.
+        part: What it recorded.
+        rules: Its corrections.
+        shortening: Blocks that did not run.
+    """
+
+    def __init__(
+        self, session: CaptureSession, part: RecordedPart, rules: list[Rule], shortening: Shortening | None
+    ) -> None:
+        self._session, self._part, self._rules, self._shortening = session, part, rules, shortening
+
+    @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """Those that backward made."""
+        return self._part.gradients
+
+    def with_update(self, settings: Settings, update: RecordedPart) -> Trace | None:
+        """The trace of the whole step.
+
+        Args:
+            settings: Those of the whole step.
+            update: What the optimizer does under them with these gradients.
+
+        Returns:
+            What `capture_step` returns for one step; None where the two parts do not show it.
+        """
+        shortening = self._shortening
+        reduced = settings if shortening is None else shortening.reduced(settings)
+        try:
+            trace = self._session.joined(reduced, self._part, update)
+        except PartsDifferError:
+            return None
+        if shortening is None:
+            return replace(trace, own_checkpoints=own_checkpoints(trace))
+        return _whole(trace, settings, shortening, self._rules)
+
+
+def capture_model(
+    job: Job, settings: Settings, device: Device, shortening: Shortening | None = None
+) -> CapturedModel | None:
+    """Forward and backward of one step.
 
     Args:
         job: Without a loop of its own.
         settings: Those of the whole step.
         device: The target device.
-        updates: What the optimizer does under some settings with some gradients; None where that is not known.
         shortening: Blocks that do not run; used once.
 
     Returns:
-        What `capture_step` returns for one step; None where the two parts do not show it.
+        That part of the step; None where it depends on the optimizer.
 
     Raises:
         CaptureError: The step cannot be run on fake tensors.
@@ -130,17 +166,8 @@ def capture_with_update(
     with _capturing(job, settings) as compiled:
         part = StepPart(has_update=False)
         session = CaptureSession(job, reduced, device, rules, Guess.EXPECTED, compiled, shortening, part)
-        model = session.run_part()
-    update = None if model is None else updates(settings, model.gradients)
-    if model is None or update is None:
-        return None
-    try:
-        trace = session.joined(model, update)
-    except PartsDifferError:
-        return None
-    if shortening is None:
-        return replace(trace, own_checkpoints=own_checkpoints(trace))
-    return _whole(trace, settings, shortening, rules)
+        recorded = session.run_part()
+    return None if recorded is None else CapturedModel(session, recorded, rules, shortening)
 
 
 def capture_update(

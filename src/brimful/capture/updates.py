@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from brimful.capture.recording.update import Gradient, RecordedPart
 from brimful.capture.repeats import Shortening, depends_on_ops_alone
-from brimful.capture.step import capture_update, capture_with_update
+from brimful.capture.step import CapturedModel, capture_model, capture_update
 from brimful.capture.watched_device import CapturedUpdate, WatchedDevice
 from brimful.errors import BrimfulError
 from brimful.job import Job
@@ -38,6 +38,8 @@ class SharedUpdates:
         )
         self._not_apart: set[Settings] = set() if like is None else like._not_apart
         """Settings of updates, all in fp32, that cannot be joined: the loss scale does not decide that."""
+        self._last_model: tuple[tuple[Settings, bool], CapturedModel] | None = None
+        """The last forward and backward, by settings and whether all blocks ran."""
         self._first: tuple[Settings, Trace] | None = None
         self._count = 0
         self._permits_short = like is not None
@@ -66,9 +68,20 @@ class SharedUpdates:
         if not is_known or not _can_share(settings) or self._is_not_apart(settings):
             return None
         try:
-            return capture_with_update(self._job, settings, self._watched.as_device(), self._update, shortening)
+            model = self._model_of(settings, shortening)
+            update = None if model is None else self._update(settings, model.gradients)
+            return None if model is None or update is None else model.with_update(settings, update)
         except (BrimfulError, LookupError):  # the whole capture has the error to show
             return None
+
+    def _model_of(self, settings: Settings, shortening: Shortening | None) -> CapturedModel | None:
+        """Forward and backward; those before, if they are the same, as for one optimizer after another."""
+        key = _of_model(settings), shortening is None
+        if self._last_model is not None and self._last_model[0] == key:
+            return self._last_model[1]
+        model = capture_model(self._job, settings, self._watched.as_device(), shortening)
+        self._last_model = None if model is None else (key, model)
+        return model
 
     def _is_not_apart(self, settings: Settings) -> bool:
         return replace(_of_update(settings), precision=Precision.FP32) in self._not_apart
@@ -108,6 +121,12 @@ def _of_update(settings: Settings) -> Settings:
         expandable_segments=False,
         prefetch_inputs=False,
     )
+
+
+def _of_model(settings: Settings) -> Settings:
+    """The settings with one optimizer for all that are named; the job's own may refer to the model."""
+    optimizer = None if settings.optimizer is None else "any"
+    return replace(settings, optimizer=optimizer, optimizer_implementation=None)
 
 
 def _can_share(settings: Settings) -> bool:

@@ -137,6 +137,25 @@ def test_actions_of_units_share_one_update(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(each.units, each.memory_format) for each in ran] == [((), None), ((), MemoryFormat.CHANNELS_LAST)]
 
 
+def test_optimizers_share_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str | None] = []
+    run = updates_module.capture_model
+
+    def counted(job: Job, settings: Settings, *args: Any) -> Any:
+        ran.append(settings.optimizer)
+        return run(job, settings, *args)
+
+    monkeypatch.setattr(updates_module, "capture_model", counted)
+    job, device = language_job(lambda: GPT(layers=6)), DEVICES["RTX 3090"]
+    named = [replace(PLAIN, optimizer=name) for name in ("adafactor", "sgd", "muon")]
+    fused = replace(PLAIN, optimizer="sgd", optimizer_implementation=OptimizerImplementation.FUSED)
+    settings = [PLAIN, *named, fused]
+    with CachedCapture(job, device) as capture:
+        traces = [capture(each) for each in settings]
+    assert traces == [capture_step(job, each, device, steps=1) for each in settings]
+    assert ran == [None, "adafactor"]
+
+
 class UsesForward(torch.optim.SGD):
     """Keeps a tensor that forward made, so that its update is not the same without a forward."""
 
