@@ -66,6 +66,12 @@ def nothing_fits(
         )
     if asked := ", ".join(_what_was_asked(request)):
         lines.append(f"  you asked for: {asked}; without that, a smaller budget may do")
+    is_format_default = request.permits.memory_formats == (None,)
+    if is_format_default and baseline.trace.convolves_images and not floor.is_over(request):
+        lines.append(
+            "  not tried: memory_format='auto' (--memory-format auto). Convolutions may take less in "
+            "channels_last, with results equal within rounding"
+        )
     lines += [f"  would fit: {option}" for option in _options(capture, request, smallest, baseline.trace)]
 
     if not is_searched:

@@ -247,12 +247,15 @@ def test_segments_grow_where_fixed_ones_leave_too_much_unused() -> None:
     with pytest.raises(InfeasibleError) as caught:
         search(run, replace(asked, budget_bytes=1 << 20, permits=Permits(expandable_segments=False)))
     fixed_bytes = caught.value.smallest_peak_bytes
+    assert "memory_format" not in str(caught.value)  # parameters alone are over the budget
     with pytest.raises(InfeasibleError) as caught:
         search(run, replace(asked, budget_bytes=1 << 20))
     growing_bytes = caught.value.smallest_peak_bytes
     assert fixed_bytes is not None
     assert growing_bytes is not None
     assert growing_bytes < fixed_bytes
+    with pytest.raises(InfeasibleError, match="not tried: memory_format='auto'"):
+        search(run, replace(asked, budget_bytes=growing_bytes * 3 // 4))
     plan = search(run, replace(asked, budget_bytes=growing_bytes))
     assert plan.settings.expandable_segments
     assert plan.predicted_peak_device_bytes <= growing_bytes
