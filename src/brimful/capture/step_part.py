@@ -68,6 +68,10 @@ class Seams:
             return replace(hooks, clip=self._not_clipped, call_update=self._skipped)
         return hooks if self._part.has_model else replace(hooks, loss=self._given)
 
+    def step_began(self) -> None:
+        """Note where the setup ended."""
+        self._forward = self._recorder.mark_here()
+
     def backward_ended(self) -> None:
         """Note the gradients, which are complete."""
         self._gradients = self._gradients_now()
