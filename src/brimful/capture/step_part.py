@@ -176,7 +176,11 @@ def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) ->
         counts = update.counts.get(rule.name, ())
         rule.counted[:] = [
             *(count for count in counts if count[0] < update.forward.ops),
-            *((op + of_model, times, added) for op, times, added in of_forward.counts[rule.name]),
+            *(
+                (op + of_model, times, added)
+                for op, times, added in of_forward.counts[rule.name]
+                if op >= model.forward.ops
+            ),
             *((op + of_update, times, added) for op, times, added in counts if op >= update.update.ops),
         ]
         rule.occurrences = sum(times for _, times, _ in rule.counted)
