@@ -168,7 +168,7 @@ def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) ->
     Args:
         rules: Those of the capture of `model`.
         model: Forward and backward.
-        update: The optimizer's part, of which they count what its setup made to stay, and its update.
+        update: The optimizer's part. Counted of it are its update, and what stays that its setup made.
     """
     of_forward = with_workspace_of(model, update)
     of_model, of_update = later_ops(of_forward, update)
