@@ -28,8 +28,8 @@ class CachedCapture:
     Args:
         job: The job to capture.
         device: The target device, whose choice of kernels the captures follow.
-        like: Captures of the same job on another device. Blocks that repeat there are captured once here too,
-            without a whole capture to check that.
+        like: Captures of the same job on another device or in another precision. Blocks that repeat there are
+            captured once here too, without a whole capture to check that, and updates are shared.
         others: Devices on which the captures may be the same.
     """
 

@@ -123,6 +123,7 @@ class CapturedStep:
         Args:
             step: Its number, from 0.
         """
+        self.seams.step_began()
         self._recorder.position.is_on_host = False
         self._recorder.position.enter(Phase.FORWARD, 0, step)
         steps, count = self._settings.gradient_accumulation_steps, captured_micro_batches(self._settings)

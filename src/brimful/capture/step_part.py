@@ -68,6 +68,10 @@ class Seams:
             return replace(hooks, clip=self._not_clipped, call_update=self._skipped)
         return hooks if self._part.has_model else replace(hooks, loss=self._given)
 
+    def step_began(self) -> None:
+        """Note where the setup ended."""
+        self._forward = self._recorder.mark_here()
+
     def backward_ended(self) -> None:
         """Note the gradients, which are complete."""
         self._gradients = self._gradients_now()
@@ -164,7 +168,7 @@ def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) ->
     Args:
         rules: Those of the capture of `model`.
         model: Forward and backward.
-        update: The optimizer's part, of which they count what its setup made to stay, and its update.
+        update: The optimizer's part. Counted of it are its update, and what stays that its setup made.
     """
     of_forward = with_workspace_of(model, update)
     of_model, of_update = later_ops(of_forward, update)
@@ -172,7 +176,11 @@ def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) ->
         counts = update.counts.get(rule.name, ())
         rule.counted[:] = [
             *(count for count in counts if count[0] < update.forward.ops),
-            *((op + of_model, times, added) for op, times, added in of_forward.counts[rule.name]),
+            *(
+                (op + of_model, times, added)
+                for op, times, added in of_forward.counts[rule.name]
+                if op >= model.forward.ops
+            ),
             *((op + of_update, times, added) for op, times, added in counts if op >= update.update.ops),
         ]
         rule.occurrences = sum(times for _, times, _ in rule.counted)

@@ -37,7 +37,7 @@ class SharedUpdates:
             {} if like is None else like._updates
         )
         self._not_apart: set[Settings] = set() if like is None else like._not_apart
-        """Settings of updates, all in fp32, that cannot be joined: the loss scale does not decide that."""
+        """Settings of updates that cannot be joined, each with fp32: the precision does not decide that."""
         self._last_model: tuple[tuple[Settings, bool], CapturedModel] | None = None
         """The last forward and backward, by settings and whether all blocks ran."""
         self._first: tuple[Settings, Trace] | None = None
@@ -110,7 +110,10 @@ class SharedUpdates:
 
 
 def _of_update(settings: Settings) -> Settings:
-    """The settings without those that are only the model's. Autocast is; fp16 scales the loss."""
+    """The settings without those that are only the model's.
+
+    Autocast to bf16 is the model's alone. fp16 is not: the update divides gradients by the loss scale.
+    """
     return replace(
         settings,
         micro_batch_size=1,

@@ -100,6 +100,49 @@ def test_an_update_whose_matmuls_make_a_workspace_is_joined(
     assert joined(JOBS[name], settings, "RTX 3090") == whole
 
 
+def test_state_is_converted_to_the_memory_format_before_the_step_begins() -> None:
+    """Adafactor makes some of it contiguous, whatever its parameter is."""
+    settings = replace(PLAIN, optimizer="adafactor", memory_format=MemoryFormat.CHANNELS_LAST)
+    whole = capture_step(JOBS["unet"], settings, DEVICES["RTX 3090"], steps=1)
+    assert joined(JOBS["unet"], settings, "RTX 3090") == whole
+
+
+class Penalised(nn.Module):
+    """Autograd runs in forward; only its ops and those of backward are matmuls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.column = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(6))
+        self.matrix = nn.Parameter(torch.ones(8, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.addr(self.matrix, self.row, self.column)
+        (gradient,) = torch.autograd.grad(y.square().sum(), self.row, create_graph=True)
+        return y + x.mean() + gradient.square().sum()
+
+
+class MultipliesAtOnce(torch.optim.SGD):
+    """A matmul where it is made, and one in its step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.mixing = torch.eye(8) @ torch.eye(8)
+
+    def step(self, closure: Any = None) -> None:
+        self.mixing @ self.mixing
+        super().step(closure)
+
+
+def test_a_workspace_of_autograd_in_forward_is_captured_whole() -> None:
+    settings = replace(PLAIN, optimizer="adafactor")
+    assert joined(vector_job(Penalised, 8), settings, "RTX 3090") is None
+
+
+def test_a_workspace_that_both_parts_make_in_setup_is_counted_once() -> None:
+    job = replace(JOBS["half used"], optimizer=MultipliesAtOnce)
+    assert joined(job, PLAIN, "RTX 3090") == capture_step(job, PLAIN, DEVICES["RTX 3090"], steps=1)
+
+
 def test_gradients_that_share_a_storage_are_captured_whole() -> None:
     """Those of an LSTM's weights, which cuDNN has in one buffer."""
 

@@ -118,18 +118,21 @@ def with_workspace_of(model: RecordedPart, update: RecordedPart) -> RecordedPart
 
     Returns:
         The same where the setup makes no workspace; else without the one that forward made.
+
+    Raises:
+        PartsDifferError: Backward makes none of its own, so that forward's may be that of autograd's thread.
     """
     setup = range(update.forward.events)
     if next(_workspaces(update.recorded, setup), None) is None:
         return model
     ops, blocks, events = model.recorded
-    forward = range(model.forward.events, model.updated.events)
-    of_forward = (
-        i for i in _workspaces(model.recorded, forward) if ops[events[i].op + 1].phase is not Phase.BACKWARD
-    )
-    index = next(of_forward, None)
-    if index is None:
+    made = list(_workspaces(model.recorded, range(model.forward.events, model.updated.events)))
+    of_forward = [i for i in made if ops[events[i].op + 1].phase is not Phase.BACKWARD]
+    if not of_forward:
         return model
+    if len(of_forward) == len(made):  # perhaps of autograd's thread, in forward: a penalty on gradients
+        raise PartsDifferError
+    index = of_forward[0]
     gone = events[index]
     later = (
         event if event.block < gone.block else event._replace(block=event.block - 1)

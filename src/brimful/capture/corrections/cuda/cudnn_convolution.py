@@ -137,7 +137,7 @@ class CudnnConvolution(Rule):
             and not (result == "weight" and shape.weight_share >= LARGE_WEIGHT_SHARE)
         ):
             likely = 0
-        multiprocessors = self.target.answer(lambda device: device.sm_count or 0)  # not in a kernel alone
+        multiprocessors = self.target.answer(lambda device: device.sm_count or 0)  # not only of a kernel
         at_most = most + multiprocessors * _LARGEST_TILE_BYTES
         if result == "weight":
             return _Workspace.of(partial_sums(shape, multiprocessors, likely), at_most)
