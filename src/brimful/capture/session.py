@@ -30,7 +30,7 @@ from brimful.capture.marks import input_mover, mark_input
 from brimful.capture.recording.blocks import to_events, to_storages
 from brimful.capture.recording.modules import ModuleCalls
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import Recorded, RecordedPart, with_update
+from brimful.capture.recording.update import Recorded, RecordedPart, after_setup, with_update
 from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
 from brimful.capture.step_part import ALL_OF_STEP, StepPart, join_counts, recorded_by, scaler_at_rest
@@ -169,6 +169,7 @@ class CaptureSession:
         Raises:
             PartsDifferError: The two parts do not show it.
         """
+        model = after_setup(model, update)
         recorded = with_update(model, update)
         self._observers.recorder.facts.host_state_bytes = update.host_state_bytes
         join_counts(self._rules, model, update)

@@ -25,7 +25,6 @@ from brimful.capture.recording.update import (
     Recorded,
     RecordedPart,
     later_ops,
-    with_workspace_of,
 )
 from brimful.execution.hooks import StepHooks
 from brimful.job import Batch
@@ -167,18 +166,17 @@ def join_counts(rules: list[Rule], model: RecordedPart, update: RecordedPart) ->
 
     Args:
         rules: Those of the capture of `model`.
-        model: Forward and backward.
+        model: Forward and backward, as `after_setup` returns it.
         update: The optimizer's part. Counted of it are its update, and what stays that its setup made.
     """
-    of_forward = with_workspace_of(model, update)
-    of_model, of_update = later_ops(of_forward, update)
+    of_model, of_update = later_ops(model, update)
     for rule in rules:
         counts = update.counts.get(rule.name, ())
         rule.counted[:] = [
             *(count for count in counts if count[0] < update.forward.ops),
             *(
                 (op + of_model, times, added)
-                for op, times, added in of_forward.counts[rule.name]
+                for op, times, added in model.counts[rule.name]
                 if op >= model.forward.ops
             ),
             *((op + of_update, times, added) for op, times, added in counts if op >= update.update.ops),

@@ -228,15 +228,18 @@ def survey_gpus(
     families: list[_Family] = []
     splitting = _Splitting(can_split, splits_coupled_batches)
 
+    def fit_in(precision: Precision, device: Device) -> GpuFit:
+        def family_of(precision: Precision) -> _Family:
+            return _family_of(device, replace(base, precision=precision), capture, families, splitting)
+
+        return _fit(family_of, precision, device)
+
     def fit(device: Device) -> GpuFit:
-        own = _fit(_family_of(device, base, capture, families, splitting), device)
+        own = fit_in(base.precision, device)
         if not compares_usual:
             return own
         precision = usual_precision(device)
-        in_usual = own
-        if precision is not base.precision:
-            usual_base = replace(base, precision=precision)
-            in_usual = _fit(_family_of(device, usual_base, capture, families, splitting), device)
+        in_usual = own if precision is base.precision else fit_in(precision, device)
         return replace(own, usual=_usual_of(in_usual, precision))
 
     fits = []
@@ -324,17 +327,9 @@ class _Family:
             self._two_steps[settings] = AllocationsOnGpus(self.trace(settings).with_last_step_again())
         return self._two_steps[settings]
 
-    def changed(self) -> Iterator[tuple[str, Settings]]:
-        """Changes to the mathematics, cheapest first, each with the settings that take least."""
-        least = replace(self.kept()[-1], units=self._all_recomputed())
-        halves = [p for p in (Precision.BF16, Precision.FP16) if self.device.supports(p)]
-        half = next(iter(halves), None)
-        if half is not None and self.precision in (Precision.FP32, Precision.TF32):
-            yield f"{half}", replace(least, precision=half)
-        if least.optimizer != "adafactor":
-            yield "adafactor", replace(least, optimizer="adafactor")
-            if half is not None:
-                yield f"{half} and adafactor", replace(least, optimizer="adafactor", precision=half)
+    def least(self) -> Settings:
+        """The smallest micro-batch with all units recomputed."""
+        return replace(self.kept()[-1], units=self._all_recomputed())
 
     def _all_recomputed(self) -> tuple[UnitAction, ...]:
         return tuple(UnitAction(fqn=unit, action=Action.RECOMPUTE) for unit in self._units)
@@ -377,7 +372,12 @@ def _decide_alike(a: Trace, b: Trace) -> bool:
     )
 
 
-def _fit(family: _Family, device: Device) -> GpuFit:
+_FamilyOf = Callable[[Precision], _Family]
+"""The family of a GPU in a precision."""
+
+
+def _fit(family_of: _FamilyOf, precision: Precision, device: Device) -> GpuFit:
+    family = family_of(precision)
     limit = int(device.capacity_bytes / (1 + MARGIN_FRACTION)) - device.context_bytes
     candidates = family.kept()
     peaks: dict[Settings, int] = {}
@@ -403,7 +403,7 @@ def _fit(family: _Family, device: Device) -> GpuFit:
         for settings in sorted(candidates, key=least):
             if least(settings) < min(peaks.values()):
                 peak(settings)
-    change = None if best is not None else _first_change_that_fits(family, device, limit)
+    change = None if best is not None else _first_change_that_fits(family_of, family, device, limit)
     return GpuFit(
         device=device.name,
         capacity_bytes=device.capacity_bytes,
@@ -420,12 +420,27 @@ def _fit(family: _Family, device: Device) -> GpuFit:
     )
 
 
-def _first_change_that_fits(family: _Family, device: Device, limit: int) -> str | None:
-    for name, settings in family.changed():
+def _first_change_that_fits(family_of: _FamilyOf, family: _Family, device: Device, limit: int) -> str | None:
+    for name, precision, optimizer in _changes(family, device):
         try:
-            allocations = family.two_steps(settings)
+            changed = family if precision is family.precision else family_of(precision)
+            settings = replace(changed.least(), optimizer=optimizer)
+            allocations = changed.two_steps(settings)
         except CaptureError:  # an optimizer may not take these parameters
             continue
         if allocations.least_bytes(device) <= limit and allocations.reserved_bytes(device) <= limit:
             return name
     return None
+
+
+def _changes(family: _Family, device: Device) -> Iterator[tuple[str, Precision, str | None]]:
+    """Changes to the mathematics, cheapest first: what they are called, precision and optimizer."""
+    optimizer = family.least().optimizer
+    halves = [p for p in (Precision.BF16, Precision.FP16) if device.supports(p)]
+    half = next(iter(halves), None)
+    if half is not None and family.precision in (Precision.FP32, Precision.TF32):
+        yield f"{half}", half, optimizer
+    if optimizer != "adafactor":
+        yield "adafactor", family.precision, "adafactor"
+        if half is not None:
+            yield f"{half} and adafactor", half, "adafactor"

@@ -37,6 +37,34 @@ def survey() -> GpuSurvey:
     return bf.gpus(products(), global_batch_size=16, devices=NAMES, prices={"L4": 0.8, "Tesla T4": 0.36})
 
 
+class Wide(nn.Module):
+    """Residual blocks whose hidden layers are much wider than what they pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 256)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("names", [["RTX 3060 12GB", "GTX 1080 Ti"], ["GTX 1080 Ti", "RTX 3060 12GB"]])
+def test_the_half_type_that_would_fit_is_one_that_the_gpu_has(names: list[str]) -> None:
+    """Both run the same ops in fp32, of a job that has no batch of 2 samples to compare them by."""
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        assert len(batch) % 2 == 1
+        return model(batch).square().mean()
+
+    job = bf.Job(model=Wide, loss=loss, batch=lambda n: torch.zeros(n, 100_000, 256))
+    changes = {fit.device: fit.change for fit in bf.gpus(job, global_batch_size=9, devices=names)}
+    assert changes == {"RTX 3060 12GB": "bf16", "GTX 1080 Ti": "fp16"}
+
+
 @pytest.mark.parametrize(
     ("name", "precision"),
     [

@@ -69,7 +69,7 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     """The whole step.
 
     Args:
-        model: Its forward and backward, recorded without an optimizer state.
+        model: Its forward and backward, recorded without an optimizer state, as `after_setup` returns it.
         update: The optimizer's part, recorded with the same gradients.
 
     Returns:
@@ -80,7 +80,6 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     """
     if model.gradients != update.gradients:
         raise PartsDifferError
-    model = with_workspace_of(model, update)
     _check_setup(model, update)
     first, last, ahead = model.forward, model.update, update.forward
     of_model, of_update = later_ops(model, update)
@@ -109,7 +108,7 @@ def with_update(model: RecordedPart, update: RecordedPart) -> Recorded:
     return Recorded(ops, blocks, events)
 
 
-def with_workspace_of(model: RecordedPart, update: RecordedPart) -> RecordedPart:
+def after_setup(model: RecordedPart, update: RecordedPart) -> RecordedPart:
     """The model's part as it runs after the setup of an update, whose matmuls may have made cuBLAS's workspace.
 
     Args:
@@ -122,47 +121,50 @@ def with_workspace_of(model: RecordedPart, update: RecordedPart) -> RecordedPart
     Raises:
         PartsDifferError: Backward makes none of its own, so that forward's may be that of autograd's thread.
     """
-    setup = range(update.forward.events)
-    if next(_workspaces(update.recorded, setup), None) is None:
+    if not _workspaces(update.recorded, range(update.forward.events)):
         return model
-    ops, blocks, events = model.recorded
-    made = list(_workspaces(model.recorded, range(model.forward.events, model.updated.events)))
-    of_forward = [i for i in made if ops[events[i].op + 1].phase is not Phase.BACKWARD]
+    ops, _, events = model.recorded
+    made = _workspaces(model.recorded, range(model.forward.events, model.updated.events))
+    of_forward = [index for index in made if ops[events[index].op + 1].phase is not Phase.BACKWARD]
     if not of_forward:
         return model
     if len(of_forward) == len(made):  # perhaps of autograd's thread, in forward: a penalty on gradients
         raise PartsDifferError
-    index = of_forward[0]
+    return _without_allocation(model, of_forward[0])
+
+
+def _workspaces(recorded: Recorded, events: range) -> list[int]:
+    """The events among some that allocate a workspace of cuBLAS."""
+    return [
+        index
+        for index in events
+        if recorded.events[index].is_allocation
+        and recorded.blocks[recorded.events[index].block].label == CUBLAS_WORKSPACE
+    ]
+
+
+def _without_allocation(part: RecordedPart, index: int) -> RecordedPart:
+    """A part without the block that one of its events allocates, and that is never freed."""
+    ops, blocks, events = part.recorded
     gone = events[index]
-    later = (
+    others = tuple(
         event if event.block < gone.block else event._replace(block=event.block - 1)
         for event in (*events[:index], *events[index + 1 :])
     )
+    count = gone.op + 1, 1, blocks[gone.block].size_bytes
+    counts = {name: tuple(each for each in counted if each != count) for name, counted in part.counts.items()}
 
-    def before(mark: Mark) -> Mark:
+    def moved(mark: Mark) -> Mark:
         return Mark(mark.ops, mark.blocks - (mark.blocks > gone.block), mark.events - (mark.events > index))
 
-    def of_others(counted: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int, int]]:
-        for count in counted:
-            if count != (gone.op + 1, 1, blocks[gone.block].size_bytes):
-                yield count
-
     return replace(
-        model,
-        recorded=Recorded(ops, (*blocks[: gone.block], *blocks[gone.block + 1 :]), tuple(later)),
-        forward=before(model.forward),
-        update=before(model.update),
-        updated=before(model.updated),
-        counts={name: tuple(of_others(counted)) for name, counted in model.counts.items()},
+        part,
+        recorded=Recorded(ops, (*blocks[: gone.block], *blocks[gone.block + 1 :]), others),
+        forward=moved(part.forward),
+        update=moved(part.update),
+        updated=moved(part.updated),
+        counts=counts,
     )
-
-
-def _workspaces(recorded: Recorded, events: range) -> Iterator[int]:
-    """The events among some that allocate a workspace of cuBLAS."""
-    for index in events:
-        event = recorded.events[index]
-        if event.is_allocation and recorded.blocks[event.block].label == CUBLAS_WORKSPACE:
-            yield index
 
 
 def later_ops(model: RecordedPart, update: RecordedPart) -> tuple[int, int]:
