@@ -60,7 +60,7 @@ def test_the_half_type_that_would_fit_is_one_that_the_gpu_has(names: list[str]) 
         assert len(batch) % 2 == 1
         return model(batch).square().mean()
 
-    job = bf.Job(model=Wide, loss=loss, batch=lambda n: torch.zeros(n, 100_000, 256))
+    job = bf.Job(model=Wide, loss=loss, batch=lambda n: torch.zeros(()).expand(n, 100_000, 256))
     changes = {fit.device: fit.change for fit in bf.gpus(job, global_batch_size=9, devices=names)}
     assert changes == {"RTX 3060 12GB": "bf16", "GTX 1080 Ti": "fp16"}
 

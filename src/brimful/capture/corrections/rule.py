@@ -24,7 +24,8 @@ class Rule:
     its name.
 
     Args:
-        target: The target device, whose choice of kernels the capture follows.
+        target: The target device, whose choice of kernels the capture follows. Rules only read its attributes
+            and call its methods, by which a capture knows on which other devices it is the same.
         settings: How the job is trained.
     """
 
