@@ -89,7 +89,7 @@ class CachedCapture:
         self._exit.close()
 
 
-class CapturesOnDevices:
+class CapturesOnDevices(ExitStack):
     """Captures steps of one job on several devices, and keeps the traces while it is open.
 
     Args:
@@ -98,10 +98,10 @@ class CapturesOnDevices:
     """
 
     def __init__(self, job: Job, devices: Sequence[Device]) -> None:
+        super().__init__()
         self._job, self._devices = job, tuple(devices)
         self._captures: dict[tuple[Device, Precision], CachedCapture] = {}
         """By device and precision: devices may run the same ops in one precision and not in another."""
-        self._exit = ExitStack()
 
     def __call__(self, settings: Settings, device: Device) -> Trace:
         """The trace of one optimizer step under some settings on one of the devices."""
@@ -109,18 +109,10 @@ class CapturesOnDevices:
         if key not in self._captures:
             first = next(iter(self._captures.values()), None)
             capture = CachedCapture(self._job, device, like=first, others=self._devices)
-            self._captures[key] = self._exit.enter_context(capture)
+            self._captures[key] = self.enter_context(capture)
         return self._captures[key](settings)
 
     def is_same_on(self, device: Device, other: Device, precision: Precision) -> bool:
         """Whether what was captured on a device is the same on another; see `CachedCapture.is_same_on`."""
         capture = self._captures.get((device, precision))
         return capture is not None and capture.is_same_on(other)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._exit.close()

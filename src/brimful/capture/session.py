@@ -33,7 +33,7 @@ from brimful.capture.recording.recorder import Recorder
 from brimful.capture.recording.update import Recorded, RecordedPart, after_setup, with_update
 from brimful.capture.repeats import Shortening
 from brimful.capture.sharding import fake_ranks, sharding_recorded
-from brimful.capture.step_part import ALL_OF_STEP, StepPart, join_counts, recorded_by, scaler_at_rest
+from brimful.capture.step_part import ALL_OF_STEP, StepPart, join_counts, recorded_by, scaler_without_update
 from brimful.capture.triton_kernels import triton_launches_recorded
 from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
@@ -191,7 +191,7 @@ class CaptureSession:
             stack.enter_context(no_gradient_overflows())
             stack.enter_context(fakes_can_be_copied())
             if not self._observers.part.has_update:
-                stack.enter_context(scaler_at_rest())
+                stack.enter_context(scaler_without_update())
             self._format = apply_memory_format(self._model, settings)
             sharded = None
             if settings.divides_model:

@@ -20,12 +20,7 @@ from torch.optim import Optimizer
 
 from brimful.capture.corrections import Rule
 from brimful.capture.recording.recorder import Recorder
-from brimful.capture.recording.update import (
-    Gradient,
-    Recorded,
-    RecordedPart,
-    later_ops,
-)
+from brimful.capture.recording.update import Gradient, Recorded, RecordedPart, later_ops
 from brimful.execution.hooks import StepHooks
 from brimful.job import Batch
 from brimful.replaced import replaced
@@ -138,7 +133,7 @@ class Seams:
 
 
 @contextmanager
-def scaler_at_rest() -> Iterator[None]:
+def scaler_without_update() -> Iterator[None]:
     """A loss scaler scales the loss and leaves gradients as they are, for a part without the update.
 
     Source: torch/amp/grad_scaler.py (checked: 2.13, 2.11).

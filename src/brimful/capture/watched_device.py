@@ -6,14 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from brimful.capture.recording.blocks import Block
 from brimful.capture.recording.update import RecordedPart
 from brimful.devices import Device
-from brimful.trace import CUBLAS_WORKSPACE
-
-_SET_FOR_EACH = frozenset({"sm_count", "threads_per_multiprocessor", "cublas_workspace_bytes"})
-"""Properties that decide only the sizes of `Storage.kernel` and of cuBLAS's workspace, which are computed again
-for another device."""
+from brimful.trace.gpu_sizes import DECIDING_PROPERTIES, size_on
 
 
 class WatchedDevice:
@@ -62,7 +57,7 @@ class WatchedDevice:
         self._alike = [each for each in self._alike if other.is_like(each)]
 
     def _note(self, name: str, arguments: tuple[Any, ...], answer: Any, on: Callable[[Device], Any]) -> None:
-        if name in _SET_FOR_EACH or (name, arguments) in self._asked:
+        if name in DECIDING_PROPERTIES or (name, arguments) in self._asked:
             return
         self._asked.add((name, arguments))
         self._alike = [other for other in self._alike if on(other) == answer]
@@ -79,17 +74,10 @@ class CapturedUpdate:
         """The part on a device; None where that may be another one."""
         if not self.watched.is_like(device):
             return None
-        blocks = tuple(_on(block, device) for block in self.part.recorded.blocks)
-        if any(a.size_bytes != b.size_bytes for a, b in zip(blocks, self.part.recorded.blocks, strict=True)):
-            return None  # corrections count these bytes
-        return replace(self.part, recorded=self.part.recorded._replace(blocks=blocks))
-
-
-def _on(block: Block, device: Device) -> Block:
-    """A block as large as it is on another device."""
-    if block.label == CUBLAS_WORKSPACE:
-        return replace(block, size_bytes=device.cublas_workspace_bytes)
-    if block.kernel is None or device.sm_count is None or device.threads_per_multiprocessor is None:
-        return block
-    kernel = block.kernel.on_multiprocessors(device.sm_count, device.threads_per_multiprocessor)
-    return replace(block, size_bytes=kernel.size_bytes(), kernel=kernel)
+        blocks = []
+        for block in self.part.recorded.blocks:
+            size_bytes, kernel = size_on(block, device)
+            if size_bytes != block.size_bytes:
+                return None  # corrections count these bytes
+            blocks.append(replace(block, kernel=kernel))
+        return replace(self.part, recorded=self.part.recorded._replace(blocks=tuple(blocks)))

@@ -21,7 +21,8 @@ from brimful.prediction.estimate import MARGIN_FRACTION
 from brimful.prediction.estimator import SCALED_SIZES, DerivedTraces
 from brimful.settings import Action, Precision, Settings, UnitAction
 from brimful.status import reporting_part
-from brimful.trace import CUBLAS_WORKSPACE, Trace
+from brimful.trace import Trace
+from brimful.trace.gpu_sizes import is_sized_by_gpu
 from brimful.trace.units import find_units
 
 
@@ -367,8 +368,7 @@ def _small_trace(capture: CaptureOn, device: Device, base: Settings) -> Trace | 
 def _decide_alike(a: Trace, b: Trace) -> bool:
     """Whether two traces differ only in what `_on` sets for each GPU."""
     return a.has_same_shape_as(b) and all(
-        x.size_bytes == y.size_bytes or x.kernel is not None or x.label == CUBLAS_WORKSPACE
-        for x, y in zip(a.storages, b.storages, strict=True)
+        x.size_bytes == y.size_bytes or is_sized_by_gpu(x) for x, y in zip(a.storages, b.storages, strict=True)
     )
 
 

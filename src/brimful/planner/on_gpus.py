@@ -11,7 +11,8 @@ from msgspec import structs
 from brimful.devices import Device
 from brimful.memory import replay_allocations, rounding_bytes_of
 from brimful.quantities import round_up
-from brimful.trace import CUBLAS_WORKSPACE, EventKind, Storage, Trace
+from brimful.trace import EventKind, Storage, Trace
+from brimful.trace.gpu_sizes import DECIDING_PROPERTIES, is_sized_by_gpu, size_on
 
 
 class AllocationsOnGpus:
@@ -27,11 +28,7 @@ class AllocationsOnGpus:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._rounding_bytes = rounding_bytes_of(trace.device_kind)
-        self._of_the_card = [
-            index
-            for index, storage in enumerate(trace.storages)
-            if storage.kernel is not None or storage.label == CUBLAS_WORKSPACE
-        ]
+        self._of_the_card = [index for index, storage in enumerate(trace.storages) if is_sized_by_gpu(storage)]
         self._rounded_bytes = np.array([self._rounded(each) for each in trace.storages], dtype=np.int64)
         self._storage = np.array([event.storage for event in trace.events], dtype=np.int64)
         signs = [1 if event.kind is EventKind.ALLOCATE else -1 for event in trace.events]
@@ -66,18 +63,12 @@ class AllocationsOnGpus:
 
     def _storages_on(self, device: Device) -> Iterator[tuple[int, Storage]]:
         """The storages that depend on the card, as they are on a device."""
-        multiprocessors, threads = device.sm_count, device.threads_per_multiprocessor
-        assert multiprocessors is not None
-        assert threads is not None
         for index in self._of_the_card:
             storage = self._trace.storages[index]
-            if storage.kernel is None:
-                yield index, structs.replace(storage, size_bytes=device.cublas_workspace_bytes)
-                continue
-            kernel = storage.kernel.on_multiprocessors(multiprocessors, threads)
-            yield index, structs.replace(storage, size_bytes=kernel.size_bytes(), kernel=kernel)
+            size_bytes, kernel = size_on(storage, device)
+            yield index, structs.replace(storage, size_bytes=size_bytes, kernel=kernel)
 
 
 def _card(device: Device) -> tuple[int | None, ...]:
     """All that sizes depend on."""
-    return device.sm_count, device.threads_per_multiprocessor, device.cublas_workspace_bytes
+    return tuple(getattr(device, name) for name in DECIDING_PROPERTIES)
