@@ -1,0 +1,1 @@
+"""Programs whose answer was silently wrong, by the kind of the error."""

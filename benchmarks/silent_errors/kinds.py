@@ -1,0 +1,7 @@
+"""All programs, by kind."""
+
+from __future__ import annotations
+
+from silent_errors.case import Case
+
+CASES: tuple[Case, ...] = ()
