@@ -691,16 +691,16 @@ def plan_time_lines() -> Iterator[str]:
     result = load("plan_speed")
     yield f"*{stamp(result)}*"
     yield ""
-    yield "| command | before | after | before / after | asked again | aim, wall clock |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield "| command | before | after | before / after | aim, wall clock |"
+    yield "|---|--:|--:|--:|--:|"
     for row in result["rows"]:
-        before, again, aim = (
+        before, aim = (
             "" if row.get(name) is None else format_seconds(row[name])
-            for name in ("before_cpu_seconds", "again_cpu_seconds", "aim_wall_seconds")
+            for name in ("before_cpu_seconds", "aim_wall_seconds")
         )
         faster = f"{row['before_over_after']:.1f}" if before else ""
         after = f"{format_seconds(row['after_cpu_seconds'])} ({format_seconds(row['after_wall_seconds'])})"
-        yield f"| {row['name']} | {before} | {after} | {faster} | {again} | {aim} |"
+        yield f"| {row['name']} | {before} | {after} | {faster} | {aim} |"
 
 
 def fault_lines() -> Iterator[str]:

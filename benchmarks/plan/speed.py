@@ -4,7 +4,7 @@
     python benchmarks/plan/speed.py --before ../before --repeats 3
 
 Each command is a process of its own. Runs of both versions alternate, as other work on the machine slows both:
-compare ratios. The cache directory is empty, but for the line "again", which asks the same a second time.
+compare ratios. The cache directory has this machine's rates alone.
 Seconds are those of the processor; wall-clock seconds beside them include what others made a command wait. The
 aims are the project's own, in wall-clock seconds on 2 idle cores.
 """
@@ -64,7 +64,7 @@ def main() -> None:
 def row_of(name: str, asked: argparse.Namespace) -> dict[str, Any]:
     """The medians of one command."""
     aim, arguments = COMMANDS[name]
-    runs: dict[str, list[tuple[float, float]]] = {"before": [], "after": [], "again": []}
+    runs: dict[str, list[tuple[float, float]]] = {"before": [], "after": []}
     for _ in range(asked.repeats):
         with tempfile.TemporaryDirectory() as cache:
             measured = Path.home() / ".cache" / "brimful" / "cpu.json"
@@ -74,8 +74,6 @@ def row_of(name: str, asked: argparse.Namespace) -> dict[str, Any]:
             if asked.before is not None:
                 runs["before"].append(seconds_of(arguments, asked.before.resolve(), cache))
             runs["after"].append(seconds_of(arguments, ROOT, cache))
-            if arguments[0] == "plan":
-                runs["again"].append(seconds_of(arguments, ROOT, cache))
     row: dict[str, Any] = {"name": name, "command": " ".join(["brimful", *arguments]), "runs": asked.repeats}
     for version, of_version in runs.items():
         if of_version:

@@ -18,7 +18,6 @@ from msgspec import Meta
 
 import brimful
 import brimful.report.documents  # declares the form of what is only written
-from brimful.api.kept_plans import KeptRefusal
 from brimful.codec import UnboundedFloat, UnboundedNonNegativeFloat, from_json_document, to_json_document
 from brimful.devices import Dispatch, RateCurve
 from brimful.errors import FileFormatError
@@ -211,7 +210,7 @@ WRITTEN_AND_READ = (
     *(Plan, Alternative, BudgetPoint, JobSource, PlanOptions, Settings, UnitAction, ChunkedLoss),
     *(TrainingResult, StepRecord, ValidationRecord, Recovery, DataLoading, OpTemporary),
     *(SelfCorrection, BetterSettings, MeasuredChange, JobCalibration),
-    *(EquivalenceReport, Comparison, RunFile, Fallback, RecipeRun, KeptRefusal),
+    *(EquivalenceReport, Comparison, RunFile, Fallback, RecipeRun),
     *(Calibration, Dispatch, RateCurve, KeptContext),
 )
 WRITTEN_ALONE = (

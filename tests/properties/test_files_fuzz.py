@@ -34,12 +34,11 @@ import brimful as bf
 from attacks.inputs import TABLES
 from attacks.mutations import KINDS, Mutation, mutate_bytes, mutate_json, put
 from attacks.saves import EXECUTING, sign, sign_manifest
-from brimful.api.kept_plans import keep_refusal, kept_plan
 from brimful.devices import find_device
-from brimful.errors import BrimfulError, FileFormatError, InfeasibleError, UsageError
+from brimful.errors import BrimfulError, FileFormatError, UsageError
 from brimful.planner import prices_of
 from brimful.profiling import calibrate, with_kept_calibration
-from brimful.profiling.cache import write_kept
+from brimful.profiling.cache import keep
 from brimful.profiling.job_calibrations import JobKind, keep_job_calibration, kept_job_calibration
 from brimful.recipes import image_classification, language_model, text_classification, token_classification
 from brimful.recipes.pretrained import RecipeRun, read_recipe_run
@@ -355,9 +354,7 @@ def test_settings_of_a_launch_before_that_are_no_file_are_refused(place: Path, k
 def kept(monkeypatch: pytest.MonkeyPatch, place: Path) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(place))
     gpu = find_device("T4")
-    write_kept(
-        calibrate.GPU_CACHE_FILE, "gpus", {calibrate._cache_key(gpu): CALIBRATION}, what="a test's calibration"
-    )
+    keep(calibrate.GPU_CACHE_FILE, "gpus", calibrate._cache_key(gpu), CALIBRATION, what="a test's calibration")
     return place / "brimful" / calibrate.GPU_CACHE_FILE
 
 
@@ -378,18 +375,6 @@ def test_a_changed_calibration_is_used_or_measured_again(kept: Path, random: Ran
 def test_a_calibration_that_is_no_file_is_left_alone(kept: Path, kind: str) -> None:
     put(kind, kept)
     assert read(lambda: with_kept_calibration(find_device("T4"))) == find_device("T4")
-
-
-@fuzzed(60)
-@given(random=randoms)
-def test_a_changed_cached_answer_is_given_or_searched_again(
-    monkeypatch: pytest.MonkeyPatch, place: Path, random: Random
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(place))
-    keep_refusal("asked", InfeasibleError("nothing fits", budget_bytes=1, smallest_peak_bytes=2))
-    (kept,) = (place / "brimful" / "plans").iterdir()
-    kept.write_text(mutate_json(json.loads(kept.read_text()), random).text)
-    assert read(lambda: kept_plan("asked")) is None  # no other error than that nothing fits
 
 
 JOB = JobKind(

@@ -45,7 +45,6 @@ LAUNCH = "test_changed_settings_of_a_launch_before_are_read_or_refused"
 WEIGHTS = "test_changed_weights_are_read_or_refused"
 OTHERS_WEIGHTS = "test_weights_that_hold_code_are_refused"
 NAMES = "test_changed_names_of_tensors_are_read_or_refused"
-REFUSAL = "test_a_changed_cached_answer_is_given_or_searched_again"
 CALIBRATION = "test_a_changed_calibration_is_used_or_measured_again"
 TABLES = "test_damaged_tables_and_texts_are_read_or_refused"
 PRICES = "test_changed_prices_are_read_or_refused"
@@ -62,14 +61,18 @@ TRANSFORMERS = "by transformers, local and without remote code; benchmarks/attac
 
 READERS = {
     "models/resolve.py": {"read_text": "the file that the user names as the job"},
-    "api/kept_plans.py": {"read_regular_file": REFUSAL, "parse_json": REFUSAL},
     "cli/sources.py": {"parse_json": ARGUMENTS},
     "cli/streams.py": {"os.open": SYSTEM},
     "codec.py": {"os.open": PLAN, "fdopen": PLAN, "parse_json": PLAN},
     "files.py": {"os.open": LOCK},
     "devices/data_rows.py": {"read_text": SYSTEM, "DictReader": SYSTEM},
     "devices/this_machine.py": {"read_text": SYSTEM},
-    "profiling/cache.py": {"read_regular_file": CALIBRATION, "parse_json": CALIBRATION},
+    "profiling/cache.py": {
+        "read_regular_file": CALIBRATION,
+        "parse_json": CALIBRATION,
+        "os.open": LOCK,
+        "open": LOCK,
+    },
     "profiling/calibrate.py": {"read_text": SYSTEM},
     "profiling/cuda_context.py": {"decode_json": OWN},
     "profiling/rates.py": {"read_text": SYSTEM},

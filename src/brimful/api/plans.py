@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Unpack
 
-from brimful.api.kept_plans import fingerprint, keep_plan, keep_refusal, kept_plan
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
 from brimful.devices import Device
@@ -32,28 +30,6 @@ from brimful.requests import request_of, with_budget
 from brimful.results import JobCalibration
 from brimful.settings import Settings, check_count
 from brimful.status import busy
-
-
-def plan_once(job: Job, device: DeviceLike = "auto", **asked: Any) -> Plan:
-    """What `plan` returns, without a search if the same was asked before on this machine.
-
-    Args:
-        job: As for `plan`; the baseline of it is captured each time, to see whether it is the same.
-        device: As for `plan`.
-        **asked: As for `plan`.
-
-    Returns:
-        The plan.
-    """
-    token = _KEEPS_PLANS.set(True)
-    try:
-        return plan(job, device, **asked)
-    finally:
-        _KEEPS_PLANS.reset(token)
-
-
-_KEEPS_PLANS = ContextVar("_KEEPS_PLANS", default=False)
-"""Whether plans are kept on disk, and taken from there."""
 
 
 @busy("planning")
@@ -140,29 +116,13 @@ def _calibration(job: Job, request: Request, capture: CachedCapture) -> JobCalib
 
 
 def _searched(capture: CachedCapture, asked: Request, calibration: JobCalibration | None) -> Plan:
-    """The plan of a request, from the user's cache directory if it is used and has it."""
-    request = asked if calibration is None else request_calibrated(asked, calibration)
-
-    def found() -> Plan:
-        if calibration is None:
-            return search(capture, request)
-        try:
-            return plan_calibrated(search(capture, request), asked, calibration)
-        except InfeasibleError as error:
-            raise infeasible_calibrated(error, asked, calibration) from None
-
-    if not _KEEPS_PLANS.get() or not all(map(request.device.supports, request.permits.precisions)):
-        return found()
-    name = fingerprint(asked, capture(request.baseline_settings()), calibration)
-    plan = kept_plan(name)
-    if plan is None:
-        try:
-            plan = found()
-        except InfeasibleError as error:
-            keep_refusal(name, error)
-            raise
-        keep_plan(name, plan)
-    return plan
+    """The plan of a request, its predictions multiplied by what training measured."""
+    if calibration is None:
+        return search(capture, asked)
+    try:
+        return plan_calibrated(search(capture, request_calibrated(asked, calibration)), asked, calibration)
+    except InfeasibleError as error:
+        raise infeasible_calibrated(error, asked, calibration) from None
 
 
 @busy("checking the plan")

@@ -264,7 +264,6 @@ def plan(
     """Find the fastest way to train a global batch inside a memory budget."""
     with report_errors(as_json):
         from brimful import api
-        from brimful.api.plans import plan_once
         from brimful.cli.exports import export_files, write_exports
         from brimful.planner import Plan
 
@@ -287,7 +286,7 @@ def plan(
         if global_batch_size is None:
             raise UsageError("say --global-batch-size, the samples in an optimizer step.")
         with busy("planning"):
-            result = plan_once(
+            result = api.plan(
                 job,
                 device,
                 global_batch_size=global_batch_size,

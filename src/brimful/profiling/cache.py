@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +17,7 @@ from brimful.errors import FileFormatError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 
 
 def cache_directory() -> Path:
@@ -41,7 +42,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, Record]:
     """Measurements kept earlier; none if the file is missing or of another version.
 
-    What is damaged is a warning, and is not used.
+    What is damaged or altered is a warning, and is not used.
 
     Args:
         file_name: In the cache directory.
@@ -68,7 +69,7 @@ def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, R
         entries = from_builtins(document.get(section), dict[str, Any], where=f"{where}: field `{section}`")
         for key, values in entries.items():
             try:
-                kept[key] = from_json_document(values, record, where=f"{where}: {key[:_MOST_SHOWN]!r}")
+                kept[key] = _read_entry(key, values, record, where=f"{where}: {key[:_MOST_SHOWN]!r}")
             except FileFormatError as error:
                 damage.append(error)
     except FileFormatError as error:
@@ -78,25 +79,81 @@ def read_kept(file_name: str, section: str, record: type[Record]) -> dict[str, R
     return kept
 
 
-def write_kept(file_name: str, section: str, kept: Mapping[str, DataclassInstance], *, what: str) -> None:
-    """Keep measurements for later; where the file cannot be written, that is a warning.
+def keep(file_name: str, section: str, key: str, entry: Record, *, what: str, most: int | None = None) -> None:
+    """Keep a measurement for later beside the others; where the file cannot be written, that is a warning.
 
     Args:
         file_name: In the cache directory; is replaced as a whole.
-        section: The document's part that holds them.
-        kept: All records to be kept.
-        what: Names them in the warning.
+        section: The document's part that holds it.
+        key: Names what the measurement is valid for.
+        entry: The measurement.
+        what: Names it in the warning.
+        most: Entries to keep, the latest; None keeps all.
     """
-    document = {
-        "version": CACHE_VERSION,
-        section: {key: to_json_document(record) for key, record in kept.items()},
-    }
     try:
-        path = cache_directory() / file_name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may read meanwhile: it must see the old file or the new one.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-            json.dump(document, file, indent=2)
-        Path(file.name).replace(path)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
+        folder = cache_directory()
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            kept = read_kept(file_name, section, type(entry))
+            kept.pop(key, None)  # the latest is the last
+            entries = [_entry(*each) for each in (*kept.items(), (key, entry))]
+            document = {"version": CACHE_VERSION, section: dict(entries[-most:] if most else entries)}
+            _replace(folder / file_name, json.dumps(document, indent=2, allow_nan=False))
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home directory
         warnings.warn(f"{what} could not be kept: {error}", stacklevel=3)
+
+
+_DIGEST = "digest"
+"""Field of an entry beside those of its record."""
+
+
+def _entry(key: str, record: DataclassInstance) -> tuple[str, dict[str, Any]]:
+    values = to_json_document(record)
+    return key, values | {_DIGEST: _digest(key, values)}
+
+
+def _read_entry(key: str, values: Any, record: type[Record], *, where: str) -> Record:
+    own = (
+        {name: each for name, each in values.items() if name != _DIGEST} if isinstance(values, dict) else values
+    )
+    made = from_json_document(own, record, where=where)
+    if values.get(_DIGEST) != _digest(key, own):
+        raise FileFormatError(f"{where} was altered after it was measured.")
+    return made
+
+
+def _digest(key: str, values: Mapping[str, Any]) -> str:
+    written = json.dumps([key, values], sort_keys=True)
+    return hashlib.blake2b(written.encode(), digest_size=8).hexdigest()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process keeps something, which would be lost; where there are no such locks, go on."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write a whole file; another process that reads meanwhile sees the old one or the new one.
+
+    A process that is killed leaves one partial file, which the next writer replaces.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

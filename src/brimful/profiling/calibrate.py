@@ -15,10 +15,11 @@ from typing import Annotated
 import torch
 from msgspec import Meta
 
+from brimful import __version__
 from brimful.codec import NonNegativeFloat, PositiveFloat, PositiveInt
 from brimful.devices import MEASURED_BUSY, Device, Dispatch, RateCurve, find_device
 from brimful.execution.host_allocator import keep_freed_memory
-from brimful.profiling.cache import cache_directory, read_kept, write_kept
+from brimful.profiling.cache import cache_directory, keep, read_kept
 from brimful.profiling.dispatch import measure_dispatch
 from brimful.profiling.rates import (
     Progress,
@@ -42,21 +43,26 @@ _BUSY_FOR_SECONDS = 3600.0
 
 MEASURED = "measured on this machine"
 
+_Rate = Annotated[float, Meta(ge=1e6, le=1e18)]
+"""Bytes or FLOPs per second. A choice: bfloat16 emulated on a CPU makes 1e9, a B200 1e16 in its fastest format."""
+_OpSeconds = Annotated[float, Meta(ge=1e-9, le=1.0)]
+"""Of the smallest op. A choice: launches took 1e-6 to 1e-5 s."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
     """Measurements of one device; rates are achieved ones, at the largest size that was timed."""
 
-    fp32_flops_per_second: PositiveFloat
-    fp16_flops_per_second: PositiveFloat
-    bf16_flops_per_second: PositiveFloat
-    memory_bandwidth_bytes_per_second: PositiveFloat
-    launch_seconds: PositiveFloat
+    fp32_flops_per_second: _Rate
+    fp16_flops_per_second: _Rate
+    bf16_flops_per_second: _Rate
+    memory_bandwidth_bytes_per_second: _Rate
+    launch_seconds: _OpSeconds
     """One small elementwise op."""
-    to_device_bytes_per_second: PositiveFloat | None
+    to_device_bytes_per_second: _Rate | None
     """From pinned memory; None on a CPU."""
-    to_host_bytes_per_second: PositiveFloat | None
-    host_update_bytes_per_second: PositiveFloat | None = None
+    to_host_bytes_per_second: _Rate | None
+    host_update_bytes_per_second: _Rate | None = None
     """At which the host reads and writes memory in AdamW's update; None on a CPU, or where an earlier version
     measured."""
     dispatch: Dispatch
@@ -177,7 +183,8 @@ def with_kept_calibration(device: Device) -> Device:
 
 def kept_calibration(device: Device) -> Calibration | None:
     """Cached measurements of a device with this version of torch; None if there are none."""
-    return _read(device).get(_cache_key(device))
+    kept = read_kept(*_CACHES[device.kind], Calibration).get(_cache_key(device))
+    return kept if kept is None or device.kind == "cpu" or kept.has_link_rates else None
 
 
 def measure_device(
@@ -244,20 +251,13 @@ _CACHES = {"cpu": (CACHE_FILE, "cpus"), "cuda": (GPU_CACHE_FILE, "gpus")}
 def _calibrated(
     device: Device, where: torch.device, *, remeasure: bool, sweeps: int, progress: Progress | None
 ) -> Device:
-    key, kept = _cache_key(device), _read(device)
-    calibration = None if remeasure else kept.get(key)
+    calibration = None if remeasure else kept_calibration(device)
     is_asked_for = sweeps >= THOROUGH_SWEEPS  # a prediction makes do for an hour with what a busy machine gave
     if calibration is None or calibration.sweeps < sweeps or calibration.is_poor(at_best=is_asked_for):
         calibration = measure_device(device, where, sweeps=sweeps, progress=progress)
         file_name, section = _CACHES[device.kind]
-        write_kept(file_name, section, kept | {key: calibration}, what=f"the measured rates of {device.name}")
+        keep(file_name, section, _cache_key(device), calibration, what=f"the measured rates of {device.name}")
     return calibration.applied_to(device)
-
-
-def _read(device: Device) -> dict[str, Calibration]:
-    file_name, section = _CACHES[device.kind]
-    kept = read_kept(file_name, section, Calibration)
-    return {key: each for key, each in kept.items() if device.kind == "cpu" or each.has_link_rates}
 
 
 def _end_rate(curve: RateCurve) -> float:
@@ -266,9 +266,11 @@ def _end_rate(curve: RateCurve) -> float:
 
 
 def _cache_key(device: Device) -> str:
+    """What decides the measured times; of a GPU's, the host decides those of Python, launches and the link."""
+    used = f"torch {torch.__version__}; Python {platform.python_version()}; brimful {__version__}"
     if device.kind == "cuda":
-        return f"{device.name}; torch {torch.__version__}"
-    return f"{_cpu_model()}; torch {torch.__version__}; {torch.get_num_threads()} threads"
+        return f"{device.name}; {_cpu_model()}; {used}"
+    return f"{_cpu_model()}; {torch.get_num_threads()} threads; {used}"
 
 
 def _cpu_model() -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from brimful.codec import PositiveFloat, PositiveInt, decode_json
 from brimful.devices import CudaContext, Device, cuda_context, find_device
 from brimful.errors import FileFormatError, UsageError
-from brimful.profiling.cache import read_kept, write_kept
+from brimful.profiling.cache import keep, read_kept
 
 CACHE_FILE = "cuda_contexts.json"
 
@@ -96,8 +96,7 @@ def measure_context(device: torch.device | str | None = None) -> CudaContext:
         high_bytes=2 * reading.warm_bytes - reading.bare_bytes,
     )
     key = f"{measured.gpu_name}; driver {measured.driver_version}; torch {measured.torch_version}"
-    kept = read_kept(CACHE_FILE, "contexts", KeptContext)
-    write_kept(CACHE_FILE, "contexts", kept | {key: measured}, what="the measured CUDA context")
+    keep(CACHE_FILE, "contexts", key, measured, what="the measured CUDA context")
     return measured.context
 
 

@@ -16,7 +16,7 @@ from brimful import __version__
 from brimful.devices import Device
 from brimful.job import Job
 from brimful.optimizers import NamedOptimizer
-from brimful.profiling.cache import read_kept, write_kept
+from brimful.profiling.cache import keep, read_kept
 from brimful.results import JobCalibration
 from brimful.settings import Precision, Settings
 
@@ -112,11 +112,7 @@ def keep_job_calibration(kind: JobKind, calibration: JobCalibration) -> None:
         kind: The kind of job.
         calibration: What was measured.
     """
-    kept = read_kept(FILE, _SECTION, JobCalibration)
-    others = [(key, each) for key, each in kept.items() if key != kind.key]  # the latest is the last
-    write_kept(
-        FILE, _SECTION, dict([*others[1 - MOST_JOBS :], (kind.key, calibration)]), what="factors of predictions"
-    )
+    keep(FILE, _SECTION, kind.key, calibration, what="factors of predictions", most=MOST_JOBS)
 
 
 def _optimizer_name(job: Job, chosen: str | None) -> str:

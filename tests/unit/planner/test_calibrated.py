@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import brimful as bf
-from brimful.api import kept_plans, plans
 from brimful.planner import Plan
 from brimful.profiling import job_calibrations
+from brimful.profiling.cache import keep
 from brimful.profiling.timing import WaitsForCores
 from brimful.results import JobCalibration
 from helpers.wrong_plans import LENGTH, SAMPLES, gpt_job
@@ -32,8 +31,7 @@ def keep_factors(times: float, peaks: float | None) -> Plan:
         measured_steps=5,
         measured_on="2026-11-24",
     )
-    kept: dict[str, JobCalibration] = {plain.job_kind: found}
-    job_calibrations.write_kept(job_calibrations.FILE, "jobs", kept, what="a test's factors")
+    keep(job_calibrations.FILE, "jobs", plain.job_kind, found, what="a test's factors")
     return plain
 
 
@@ -102,16 +100,6 @@ def test_what_does_not_fit_is_refused_with_the_budget_as_it_was_asked() -> None:
     with pytest.raises(bf.InfeasibleError) as without:
         planned(budget="200KiB", job_calibration=False)
     assert failed.value.smallest_peak_bytes == pytest.approx(1.25 * without.value.smallest_peak_bytes, rel=1e-6)
-
-
-def test_a_kept_plan_answers_only_with_the_same_factors(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(kept_plans, "_folder", lambda: tmp_path)
-    first = plans.plan_once(gpt_job(), "cpu", global_batch_size=SAMPLES)
-    keep_factors(2.0, 1.25)
-    second = plans.plan_once(gpt_job(), "cpu", global_batch_size=SAMPLES)
-    assert second.predicted_step_seconds == pytest.approx(2 * first.predicted_step_seconds)
 
 
 def test_a_plan_is_checked_with_the_factors_that_it_was_made_with() -> None:

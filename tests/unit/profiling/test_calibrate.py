@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,13 @@ from brimful.codec import DOCUMENT_BYTES, from_builtins
 from brimful.cost.kinds import ARITHMETIC_KINDS, BYTE_KINDS
 from brimful.devices import Device, Dispatch, find_device
 from brimful.profiling import calibrate, probes, rates, timing, with_kept_calibration
+from brimful.profiling.cache import keep, read_kept
 from brimful.profiling.calibrate import (
     Calibration,
     cache_path,
     calibrate_cpu,
     calibrate_gpu,
+    kept_calibration,
     measure_device,
 )
 from brimful.profiling.dispatch import measure_dispatch
@@ -57,6 +60,14 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Calibratio
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(calibrate, "measure_device", measure)
     return made
+
+
+def keep_again(device: Device | None = None, **changes: object) -> None:
+    """Keep what is kept of a device, the CPU by default, with other figures."""
+    device = find_device("cpu") if device is None else device
+    kept = kept_calibration(device)
+    assert kept is not None
+    keep(*calibrate._CACHES[device.kind], calibrate._cache_key(device), replace(kept, **changes), what="it")
 
 
 def test_what_was_measured_replaces_the_defaults(measured: list[Calibration]) -> None:
@@ -114,10 +125,7 @@ def test_what_a_busy_machine_gave_is_measured_again_when_asked_and_else_made_do_
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     api.calibrate()
-    document = json.loads(cache_path().read_text())
-    for values in document["cpus"].values():
-        values |= {"disturbed_fraction": 0.9, "measured_at_seconds": time.time()}
-    cache_path().write_text(json.dumps(document))
+    keep_again(disturbed_fraction=0.9, measured_at_seconds=time.time())
     resolve_device("cpu")
     assert len(measured) == 1
     api.calibrate()
@@ -126,16 +134,10 @@ def test_what_a_busy_machine_gave_is_measured_again_when_asked_and_else_made_do_
 
 def test_what_a_busy_machine_gave_an_hour_ago_is_measured_again(measured: list[Calibration]) -> None:
     resolve_device("cpu")
-    document = json.loads(cache_path().read_text())
-    for values in document["cpus"].values():
-        values["disturbed_fraction"] = 0.9
-        values["measured_at_seconds"] = time.time() - 3000
-    cache_path().write_text(json.dumps(document))
+    keep_again(disturbed_fraction=0.9, measured_at_seconds=time.time() - 3000)
     assert resolve_device("cpu").was_measured_busy
     assert len(measured) == 1
-    for values in document["cpus"].values():
-        values["measured_at_seconds"] -= 1000
-    cache_path().write_text(json.dumps(document))
+    keep_again(measured_at_seconds=time.time() - 4000)
     resolve_device("cpu")
     assert len(measured) == 2
 
@@ -170,11 +172,18 @@ def test_the_key_names_cpu_torch_and_threads() -> None:
     assert "torch 2." in key
     assert "threads" in key
     assert not key.startswith(";")
-    assert calibrate._cache_key(find_device("T4")) == f"T4; torch {torch.__version__}"
+
+
+def test_the_key_of_a_gpu_names_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = find_device("T4")
+    before = calibrate._cache_key(gpu)
+    assert before.startswith("T4; ")
+    monkeypatch.setattr(calibrate, "_cpu_model", lambda: "another CPU")
+    assert calibrate._cache_key(gpu) != before
 
 
 RATES_OF_AN_OLDER_VERSION = (
-    '{"version": 4, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
+    '{"version": 5, "cpus": {"x": {"fp32_flops_per_second": 1e11, "fp16_flops_per_second": 1e9, '
     '"bf16_flops_per_second": 2e11, "memory_bandwidth_bytes_per_second": 8e9, "launch_seconds": 2e-6}}}'
 )
 
@@ -185,14 +194,14 @@ RATES_OF_AN_OLDER_VERSION = (
         "",
         "{",
         "[]",
-        '{"version": 4}',
-        '{"version": 4, "cpus": {"x": {"fp32": 1}}}',
-        '{"version": 4, "cpus": {"x": []}}',
-        '{"version": 4, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
+        '{"version": 5}',
+        '{"version": 5, "cpus": {"x": {"fp32": 1}}}',
+        '{"version": 5, "cpus": {"x": []}}',
+        '{"version": 5, "cpus": {"x": {"curves": [1], "dispatch": 3}}}',
         RATES_OF_AN_OLDER_VERSION,
         "\x00",
         "[" * 100_000,
-        '{"version": 4, "cpus": {"x": NaN}}',
+        '{"version": 5, "cpus": {"x": NaN}}',
     ],
 )
 def test_a_damaged_cache_is_named_in_a_warning_and_rewritten(
@@ -239,11 +248,7 @@ def test_a_cache_that_is_not_a_file_of_a_usual_size_is_not_waited_for(
 def test_the_kept_figures_of_a_gpu_have_those_of_its_link(measured: list[Calibration]) -> None:
     device = find_device("RTX 3090")
     calibrate_gpu(device, CPU)
-    path = cache_path("cuda")
-    document = json.loads(path.read_text())
-    for values in document["gpus"].values():
-        values["to_host_bytes_per_second"] = None
-    path.write_text(json.dumps(document))
+    keep_again(device, to_host_bytes_per_second=None)
     assert with_kept_calibration(device) == device
 
 
@@ -263,6 +268,9 @@ def test_a_calibration_is_read_back_as_it_was_written() -> None:
         ("sweeps", 1.5),
         ("took_seconds", "5"),
         ("launch_second", 1e-6),
+        ("launch_seconds", 60.0),
+        ("bf16_flops_per_second", 1e30),
+        ("memory_bandwidth_bytes_per_second", 1e-3),
     ],
 )
 def test_a_kept_figure_that_cannot_be_is_measured_anew(
@@ -276,6 +284,52 @@ def test_a_kept_figure_that_cannot_be_is_measured_anew(
     with pytest.warns(UserWarning, match=rf"field `{field}.*It is not used"):
         assert calibrate_cpu().curves == CALIBRATION.curves
     assert len(measured) == 2
+
+
+def test_an_altered_entry_is_measured_anew(measured: list[Calibration]) -> None:
+    calibrate_cpu()
+    text = cache_path().read_text()
+    cache_path().write_text(text.replace("100000000000.0", "200000000000.0"))
+    assert cache_path().read_text() != text
+    with pytest.warns(UserWarning, match=r"altered after it was measured\. It is not used"):
+        assert calibrate_cpu().curves == CALIBRATION.curves
+    assert len(measured) == 2
+
+
+def test_a_write_that_fails_leaves_nothing_behind(
+    measured: list[Calibration], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrate_cpu()
+    before = cache_path().read_text()
+
+    def full(*_args: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.warns(UserWarning, match="could not be kept: no space left"):
+        calibrate_cpu(remeasure=True)
+    assert [path.name for path in cache_path().parent.iterdir()] == ["cpu.json"]
+    assert cache_path().read_text() == before
+
+
+def test_only_files_of_its_own_are_replaced_or_deleted(measured: list[Calibration]) -> None:
+    calibrate_cpu()
+    folder = cache_path().parent
+    others = [folder / name for name in ("notes.json", "tmp1234", "cpu.json.partial")]
+    for other in others:
+        other.write_text("of another program")
+        os.utime(other, (0, 0))
+    (folder / ".cpu.json.partial").write_text("of a process that was killed")
+    calibrate_cpu(remeasure=True)
+    assert set(folder.iterdir()) == {cache_path(), *others}
+
+
+def test_what_several_threads_keep_at_a_time_is_all_kept(measured: list[Calibration]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        kept = [pool.submit(keep, "cpu.json", "cpus", str(key), CALIBRATION, what="it") for key in range(24)]
+        for each in kept:
+            each.result()
+    assert read_kept("cpu.json", "cpus", Calibration).keys() == {str(key) for key in range(24)}
 
 
 def test_a_cache_that_cannot_be_written_is_only_a_warning(

@@ -166,7 +166,7 @@ def test_best_context_refuses_what_is_no_version() -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    ["", "{", "[]", '{"version": 4}', '{"version": 4, "contexts": [1]}', "\x00"],
+    ["", "{", "[]", '{"version": 5}', '{"version": 5, "contexts": [1]}', "\x00"],
 )
 def test_a_damaged_cache_is_named_in_a_warning_and_rewritten(answers: Answers, broken: str) -> None:
     cache_directory().mkdir()

@@ -106,7 +106,7 @@ def test_an_implausible_entry_is_a_warning_that_names_the_file_and_is_not_used(
         assert kept_job_calibration(other) == measured(job="other")
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": 4, "jobs": 7}'])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": 5, "jobs": 7}'])
 def test_a_damaged_file_is_a_warning_and_is_replaced(content: bytes) -> None:
     file().write_bytes(content)
     with pytest.warns(UserWarning, match=str(file())):
@@ -114,6 +114,13 @@ def test_a_damaged_file_is_a_warning_and_is_replaced(content: bytes) -> None:
     with pytest.warns(UserWarning, match=str(file())):
         keep_job_calibration(KIND, measured())
     assert kept_job_calibration(KIND) == measured()
+
+
+def test_altered_factors_are_not_used() -> None:
+    keep_job_calibration(KIND, measured())
+    file().write_text(file().read_text().replace("1.25", "1.75"))
+    with pytest.warns(UserWarning, match="altered after it was measured"):
+        assert kept_job_calibration(KIND) is None
 
 
 def test_the_oldest_are_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
