@@ -129,7 +129,7 @@ def _digest(key: str, values: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Wait until no other process keeps something, which would be lost; where there are no such locks, go on."""
+    """Wait until no other process keeps something, which would be lost; go on where there are no such locks."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -44,7 +44,7 @@ _BUSY_FOR_SECONDS = 3600.0
 MEASURED = "measured on this machine"
 
 _Rate = Annotated[float, Meta(ge=1e6, le=1e18)]
-"""Bytes or FLOPs per second. A choice: bfloat16 emulated on a CPU makes 1e9, a B200 1e16 in its fastest format."""
+"""Bytes or FLOPs per second. A choice: bfloat16 emulated on a CPU makes 1e9, a B200 1e16 at its fastest."""
 _OpSeconds = Annotated[float, Meta(ge=1e-9, le=1.0)]
 """Of the smallest op. A choice: launches took 1e-6 to 1e-5 s."""
 
