@@ -2,6 +2,7 @@
 
 * BrimfulError
   + UsageError (also ValueError)       invalid input: exit status 2
+    - CallError (also TypeError)       a call with arguments that the function does not take
     - SizeError                        text that is not a valid size
     - UnknownNameError                 no such device, model, optimizer …; says the nearest
     - BatchError                       a batch that cannot be split or resized
@@ -48,6 +49,10 @@ def _restored(
 
 class UsageError(BrimfulError, ValueError):
     """An invalid argument."""
+
+
+class CallError(UsageError, TypeError):
+    """A call with arguments that the function does not take."""
 
 
 class SizeError(UsageError):

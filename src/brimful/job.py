@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from brimful.arguments import check_fields
 from brimful.errors import UsageError
 
 if TYPE_CHECKING:
@@ -163,18 +164,12 @@ class Job:
             part = getattr(self, name)
             if not callable(part) and (part is not None or name in _REQUIRED):
                 raise _wrong_part(name, part, f"a function, called as {call}")
-        for name in ("name", "counted"):
-            if not isinstance(getattr(self, name), str):
-                raise _wrong_part(name, getattr(self, name), "text")
         if not isinstance(self.optimizer, str) and not callable(self.optimizer):
             what = "a name, or a function that makes one: lambda parameters: torch.optim.AdamW(parameters)"
             raise _wrong_part("optimizer", self.optimizer, what)
         if self.data is not None and not isinstance(self.data, Data) and not callable(self.data):
             raise _wrong_part("data", self.data, "a function that returns a Data(train=…)")
-        if self.about is not None and not isinstance(self.about, Mapping):
-            raise _wrong_part("about", self.about, "a dict of plain containers")
-        if self.reduction not in ("mean", "sum"):
-            raise UsageError(f'Job(reduction=…) is {self.reduction!r}; it must be "mean" or "sum".')
+        check_fields(self, shown="Job({}=…)")
         if self.reduction == "sum" and (self.embed is not None or self.count is not None):
             other, why, unused = "count", "Sums are just added", "count"
             if self.embed is not None:
@@ -190,7 +185,7 @@ class Job:
                 "`collate(samples)` makes a batch of some of them. Give both."
             )
         if self.batch_dim is not None:
-            self._check_batch_dim()
+            self._check_batch_dim(self.batch_dim)
         if self.embed is not None and self.count is not None:
             raise UsageError(
                 f"{self.name!r} has both `embed` and `count`. A loss of all embeddings of the global batch is "
@@ -218,10 +213,8 @@ class Job:
                 f"and takes other arguments{_parameters_of(self.loss)}."
             )
 
-    def _check_batch_dim(self) -> None:
-        if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int):
-            raise _wrong_part("batch_dim", self.batch_dim, "an int: 0, 1, …")
-        if self.batch_dim < 0:
+    def _check_batch_dim(self, batch_dim: int) -> None:
+        if batch_dim < 0:
             raise UsageError(
                 f"Job(batch_dim=…) is {self.batch_dim}; it must be at least 0. Tensors of a batch may have "
                 "different numbers of dimensions, so it is counted from the first."

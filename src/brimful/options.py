@@ -7,15 +7,15 @@ docstring, its type below for type checkers (a test compares the two), and the c
 
 from __future__ import annotations
 
-import difflib
-import functools
 import inspect
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypedDict, TypeVar
 
+from brimful.arguments import check_fields, checks_arguments
 from brimful.codec import JsonForm, PositiveInt, json_form
 from brimful.field_docs import field_docstrings
 from brimful.quantities import parse_bytes
@@ -111,6 +111,9 @@ class PlanOptions:
     """On a device of this machine, multiply predictions by what an earlier training run of the same job
     measured there, with one precision and one optimizer; a note has the factors."""
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @classmethod
     def of(cls, given: PlanKeywords) -> Self:
         """The options as text, as the command line and a plan's file have them.
@@ -121,9 +124,6 @@ class PlanOptions:
 
         Returns:
             The record.
-
-        Raises:
-            TypeError: There is no option of that name.
         """
         return cls(**{name: _AS_TEXT.get(name, _same)(value) for name, value in given.items()})
 
@@ -260,7 +260,7 @@ Target = TypeVar("Target", bound=Callable[..., Any])
 def takes_options(record: type, keywords: type) -> Callable[[Target], Target]:
     """Show a record's fields in the signature and docstring of what takes them as `**options`; a decorator.
 
-    Any other name raises a TypeError that shows the nearest option.
+    Other names and types are refused by `checks_arguments`.
 
     Args:
         record: A dataclass with defaults and a docstring below each field.
@@ -284,28 +284,9 @@ def takes_options(record: type, keywords: type) -> Callable[[Target], Target]:
         target.__signature__ = inspect.Signature([*named, *shown])  # type: ignore[attr-defined]
         with suppress(OSError):  # there is no source to read
             target.__doc__ = _with_options(target.__doc__, f"**{options.name}:", field_docstrings(record))
-        names = [parameter.name for parameter in (*named, *shown)]
-        if not isinstance(target, type):
-            return _checking_names(target, target.__name__, names)
-        target.__init__ = _checking_names(target.__init__, target.__name__, names)  # type: ignore[misc]
-        return target
+        return checks_arguments(target, vars(sys.modules[keywords.__module__]))
 
     return decorate
-
-
-def _checking_names(function: Target, called: str, names: Sequence[str]) -> Target:
-    """The function, which refuses keywords other than `names`."""
-
-    @functools.wraps(function)
-    def checked(*args: Any, **given: Any) -> Any:
-        for name in given:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                known = f"did you mean {near[0]}?" if near else f"help(brimful.{called}) lists them."
-                raise TypeError(f"brimful.{called}() has no option {name!r}; {known}")
-        return function(*args, **given)
-
-    return checked  # type: ignore[return-value]
 
 
 def _with_options(docstring: str | None, entry: str, descriptions: dict[str, str]) -> str | None:

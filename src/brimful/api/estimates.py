@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from brimful.arguments import checks_arguments
 from brimful.batches import why_not_split
 from brimful.capture import capture_step
 from brimful.capture.cache import CapturesOnDevices
@@ -44,6 +45,7 @@ from brimful.trace import Guess, Trace, find_units
 
 
 @busy("estimating")
+@checks_arguments
 def estimate(
     job: Job,
     device: DeviceLike = "auto",
@@ -136,6 +138,7 @@ def estimate(
 
 
 @busy("estimating")
+@checks_arguments
 def estimator(
     job: Job,
     device: DeviceLike = "auto",
@@ -198,6 +201,7 @@ def estimator(
 
 
 @busy("comparing GPUs")
+@checks_arguments
 def gpus(
     job: Job,
     *,
@@ -271,7 +275,8 @@ def _resolved_gpus(devices: Sequence[DeviceLike]) -> list[Device]:
     return [resolve_device(device) for device in devices]
 
 
-def capture_trace(job: Job, settings: Settings, device: str | Device = "cpu") -> Trace:
+@checks_arguments
+def capture_trace(job: Job, settings: Settings, device: DeviceLike = "cpu") -> Trace:
     """Capture training steps as a record that can be saved, and read without torch.
 
     Args:
@@ -346,14 +351,14 @@ def _capacity_bytes(job: Job, device: DeviceLike, target: Device, budget: str | 
     Warns of what others hold, and of a GPU that no build of torch has kernels for.
     """
     if cannot_run_torch(target):
-        warnings.warn(f"{torch_builds_note(target)}", stacklevel=4)
+        warnings.warn(f"{torch_builds_note(target)}", stacklevel=5)
     if budget is not None:
         return parse_bytes(budget)
     memory = memory_here(job, device)
     if memory is None:
         return None
     if memory.is_worth_saying:
-        warnings.warn(memory.describe(), stacklevel=4)
+        warnings.warn(memory.describe(), stacklevel=5)
     return memory.available_bytes
 
 
@@ -376,7 +381,7 @@ def _fastest_format(
         try:
             traces.append(capture(replace(settings, memory_format=other)))
         except (CaptureError, UsageError) as error:
-            warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=4)
+            warnings.warn(f"the memory format {other} is not considered: {error}", stacklevel=5)
     return min(traces, key=lambda trace: step_seconds(trace, device).total_seconds)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from brimful.api.plans import check_plan
+from brimful.arguments import checks_arguments
 from brimful.capture.fakes.model import fake_model
 from brimful.distributed.fsdp import sharded_units
 from brimful.errors import UnknownNameError
@@ -17,6 +18,7 @@ from brimful.status import busy
 
 
 @busy("exporting")
+@checks_arguments
 def export(job: Job, plan: Plan, tool: str) -> Export:
     """A plan as the file that another training tool reads.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
+from brimful.arguments import checks_arguments
 from brimful.capture import CautiousCapture
 from brimful.capture.cache import CachedCapture
-from brimful.devices import Device
 from brimful.errors import InfeasibleError, UsageError
 from brimful.execution.setup import is_of_this_machine
 from brimful.job import Job
@@ -126,8 +126,9 @@ def _searched(capture: CachedCapture, asked: Request, calibration: JobCalibratio
 
 
 @busy("checking the plan")
+@checks_arguments
 def check_plan(
-    job: Job, plan: Plan, device: str | Device | None = None, *, budget: str | float | None = None
+    job: Job, plan: Plan, device: DeviceLike | None = None, *, budget: str | float | None = None
 ) -> PlanCheck:
     """Predict the settings of a plan again, to check whether the job has outgrown it.
 

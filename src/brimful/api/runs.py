@@ -12,10 +12,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from brimful import profiling
+from brimful.arguments import checks_arguments
 from brimful.distributed.ranks import current_rank
 from brimful.errors import InterruptedRunError, UsageError
 from brimful.execution.attached import copied_model
-from brimful.execution.in_force import Prepared
+from brimful.execution.in_force import HoldsOptimizer, Prepared
 from brimful.execution.planned_step import PlannedStep
 from brimful.execution.setup import choose_device
 from brimful.job import Job
@@ -40,7 +41,10 @@ from brimful.trainer.options import TrainKeywords, TrainOptions
 
 
 @busy("comparing with the baseline")
-def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> EquivalenceReport:
+@checks_arguments
+def verify(
+    job: Job, plan: Plan | Settings, device: str | int | torch.device | None = None, *, seed: int = 0
+) -> EquivalenceReport:
     """Compare one batch under a plan with the baseline, by running both on this machine.
 
     Args:
@@ -56,7 +60,7 @@ def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: 
     Raises:
         UsageError: This machine has no such device.
     """
-    settings = settings_of(plan, order="verify(job, plan)")
+    settings = settings_of(plan)
     is_stand_in = (
         device is None
         and isinstance(plan, Plan)
@@ -68,6 +72,7 @@ def verify(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: 
     return profiling.verify(job, settings, device=chosen, is_stand_in=is_stand_in, seed=seed)
 
 
+@checks_arguments
 def apply(
     plan: Plan | Settings,
     job: Job,
@@ -105,7 +110,7 @@ def apply(
         PartialUpdateError: Raised by a call of the step function: an update could be neither finished nor
             undone.
     """
-    settings = settings_of(plan, order="apply(plan, job, model, optimizer)")
+    settings = settings_of(plan)
     permits_layers = isinstance(plan, Plan) and plan.asked.split_batch_norm
     return PlannedStep(
         settings,
@@ -119,10 +124,11 @@ def apply(
     )
 
 
+@checks_arguments
 def prepare(
     plan: Plan | Settings,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | HoldsOptimizer | None = None,
     *,
     scaler: GradScaler | None = None,
 ) -> Prepared:
@@ -150,12 +156,15 @@ def prepare(
             host, or ZeRO, which only `apply` or `fit` carry out.
         UnknownNameError: The plan names a unit that the model does not have.
     """
-    settings = settings_of(plan, order="prepare(plan, model, optimizer)")
+    settings = settings_of(plan)
     return Prepared(settings, model, optimizer, scaler=scaler)
 
 
 @busy("measuring")
-def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed: int = 0) -> Measurement:
+@checks_arguments
+def measure(
+    job: Job, plan: Plan | Settings, device: str | int | torch.device | None = None, *, seed: int = 0
+) -> Measurement:
     """Run a few real steps and measure their memory and time.
 
     Args:
@@ -171,7 +180,7 @@ def measure(job: Job, plan: Plan | Settings, device: str | None = None, *, seed:
     Raises:
         UsageError: This machine has no such device.
     """
-    settings = settings_of(plan, order="measure(job, plan)")
+    settings = settings_of(plan)
     if not isinstance(plan, Plan):
         return measure_step(job, settings, device=choose_device(device, None), seed=seed)
     where = choose_device(device, plan.device_kind)
@@ -209,7 +218,6 @@ def fit(
         TrainingError: Training stopped; the message says where the last good weights are.
         InterruptedRunError: Training was stopped on request before the plan's own run.
     """
-    settings_of(plan, order="fit(job, plan)")  # refuses what is neither a plan nor settings
     if options.get("device") is None:  # the same for both runs
         options["device"] = choose_device(None, plan.device_kind if isinstance(plan, Plan) else None)
     trainer = Trainer(job, plan, **options)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from brimful.arguments import check_fields
 from brimful.codec import NonNegativeFloat
 from brimful.devices.rate_curves import RateCurve
 from brimful.errors import UsageError
@@ -194,6 +195,9 @@ class Device:
     rates_spread: float = 0.0
     """Standard deviation of the logarithm of its peak rates, where they are derived or depend on the laptop's
     power limit; it widens intervals of time."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def was_measured_busy(self) -> bool:

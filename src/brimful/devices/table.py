@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 
+from brimful.arguments import checks_arguments
 from brimful.devices.contexts import NEWEST_TORCH, context_rows, cuda_context, nearest_context, with_context
 from brimful.devices.data_rows import listed, read_rows
 from brimful.devices.device import Device, Dispatch
@@ -55,6 +56,7 @@ def known_devices() -> tuple[Device, ...]:
     return tuple(row.device for row in _table())
 
 
+@checks_arguments
 def find_device(name: str, *, capacity_bytes: int | None = None, torch_version: str | None = None) -> Device:
     """Find a device by name.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ class Prepared:
         self,
         settings: Settings,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | HoldsOptimizer | None = None,
         *,
         scaler: GradScaler | None = None,
         watches: bool = False,
@@ -165,7 +165,16 @@ def _is_one_of_several() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
+@runtime_checkable
+class HoldsOptimizer(Protocol):
+    """An optimizer in a wrapper of Accelerate or Lightning."""
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, or the next wrapper."""
+
+
+def unwrapped(optimizer: Optimizer | HoldsOptimizer) -> Optimizer:
     """The optimizer in the wrappers of Accelerate and Lightning."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from brimful.arguments import checks_arguments
 from brimful.errors import UnknownNameError, UsageError
 from brimful.files import is_file
 from brimful.job import DEFAULT_NAME, Job
@@ -35,6 +36,7 @@ def architecture_names() -> tuple[str, ...]:
     return tuple(_ARCHITECTURES)
 
 
+@checks_arguments
 def find_architecture(name: str, /, **options: Any) -> Job:
     """Find the job of a built-in architecture, with random weights and random samples.
 

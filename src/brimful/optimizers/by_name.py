@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from brimful.arguments import checks_arguments
 from brimful.errors import UnknownNameError, UsageError
 from brimful.job import Job
 from brimful.module_names import plain_namer
@@ -69,6 +70,7 @@ class NamedOptimizer:
         return optimizer
 
 
+@checks_arguments
 def named_optimizer(
     name: str, *, learning_rate: float | None = None, weight_decay: float | None = None
 ) -> NamedOptimizer:

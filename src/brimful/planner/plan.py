@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -213,24 +212,6 @@ class Plan(PrintedResult):
         return cls.from_json(parse_json(read_regular_file(path, what="plan"), where=where), where=where)
 
 
-def settings_of(plan: Plan | Settings, *, order: str) -> Settings:
-    """The settings of a plan, or the settings themselves.
-
-    Args:
-        plan: As the user gave it.
-        order: The call with its arguments, for errors: "fit(job, plan)".
-
-    Returns:
-        The settings.
-
-    Raises:
-        UsageError: It is neither, such as the path of a plan's file.
-    """
-    if isinstance(plan, Plan):
-        return plan.settings
-    if isinstance(plan, Settings):
-        return plan
-    kind = type(plan).__name__
-    if isinstance(plan, str | PathLike):
-        raise UsageError(f'plan is a {kind}; load it: bf.Plan.load("{plan}").')
-    raise UsageError(f"plan is a {kind}, neither a brimful.Plan nor brimful.Settings. The order is {order}.")
+def settings_of(plan: Plan | Settings) -> Settings:
+    """The settings of a plan, or the settings themselves."""
+    return plan.settings if isinstance(plan, Plan) else plan

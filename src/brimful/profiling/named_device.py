@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from brimful.arguments import checks_arguments
 from brimful.devices import Device, described_device, find_device, is_description, with_context
 from brimful.errors import UnknownNameError, UsageError
 from brimful.execution.setup import choose_device, is_of_this_machine
@@ -64,6 +65,7 @@ def with_best_context(device: Device) -> Device:
     return with_context(device, best_context(device))
 
 
+@checks_arguments
 def calibrate(*, remeasure: bool = False, progress: Progress | None = None) -> tuple[Device, ...]:
     """Measure this machine, for better predictions of time: its CPU and, if torch can use one, its GPU.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 from numbers import Integral
-from typing import TypeVar
 
 from brimful.errors import UsageError
 
@@ -136,15 +135,3 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
         raise UsageError(f"{name} is {value!r}, of type {type(value).__name__}; it must be a whole number.")
     if value < least:
         raise UsageError(f"{name} is {value}; it must be at least {least}.")
-
-
-_Kind = TypeVar("_Kind", bound=StrEnum)
-
-
-def member(kind: type[_Kind], name: str, value: str) -> _Kind:
-    """The enumeration member that a value names, as "bf16" and `torch.bfloat16` name a precision."""
-    try:
-        return kind(value)
-    except ValueError:
-        known = ", ".join(kind)
-        raise UsageError(f"{name} is {value!r}; it must be one of {known}.") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from brimful.arguments import check_fields
 from brimful.codec import ALWAYS_WRITTEN, PositiveInt
 from brimful.errors import UsageError
 from brimful.settings.choices import (
@@ -13,8 +14,6 @@ from brimful.settings.choices import (
     OptimizerImplementation,
     Parallelism,
     Precision,
-    check_counts,
-    member,
 )
 from brimful.settings.units import ChunkedLoss, UnitAction
 
@@ -87,15 +86,7 @@ class Settings:
     update them there; parameters are copied to the device to be gathered."""
 
     def __post_init__(self) -> None:
-        for name, kind in (("precision", Precision), ("parallelism", Parallelism)):
-            object.__setattr__(self, name, member(kind, name, getattr(self, name)))
-        if self.optimizer_implementation is not None:
-            way = member(OptimizerImplementation, "optimizer_implementation", self.optimizer_implementation)
-            object.__setattr__(self, "optimizer_implementation", way)
-        if self.memory_format is not None:
-            layout = member(MemoryFormat, "memory_format", self.memory_format)
-            object.__setattr__(self, "memory_format", layout)
-        check_counts(self, "micro_batch_size", "gradient_accumulation_steps", "world_size", "num_nodes")
+        check_fields(self)
         self._check_gathering()
         if self.world_size % self.num_nodes:
             raise UsageError(f"{self.world_size} ranks cannot be divided evenly among {self.num_nodes} nodes.")

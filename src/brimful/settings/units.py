@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from brimful.arguments import check_fields
 from brimful.codec import PositiveInt
 from brimful.errors import UsageError
 from brimful.settings.choices import Action
@@ -100,6 +101,7 @@ class UnitAction:
     """For an offloaded unit: the most bytes to offload per call, largest storages first. None offloads all."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if bool(self.saved) != (self.action is Action.SAVE):
             raise UsageError(
                 f"unit {self.fqn!r} has action {str(self.action)!r} and {len(self.saved)} saved ops; "
@@ -133,5 +135,6 @@ class ChunkedLoss:
     """Number of chunks that the tokens of a micro-batch are divided into, at least 2."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.chunks < 2:
             raise UsageError(f"the loss is to be computed in {self.chunks} chunks; it takes at least 2.")

@@ -9,11 +9,12 @@ from typing import Any, TypedDict
 
 import torch
 
+from brimful.arguments import check_fields
 from brimful.errors import UsageError
 from brimful.job import Data, Job
 from brimful.options import LARGEST_SEED, LoopOptions
 from brimful.planner import Plan
-from brimful.settings import Settings, check_count, check_counts
+from brimful.settings import Settings
 from brimful.trainer.monitor.callbacks import Callback, check_callbacks
 from brimful.trainer.step.schedules import MakeSchedule, Schedule
 
@@ -49,22 +50,19 @@ class TrainOptions(LoopOptions):
     """Show progress on standard error."""
 
     def __post_init__(self) -> None:
-        asked = [
-            name
-            for name in ("epochs", "steps", "save_every", "validate_every", "patience")
-            if getattr(self, name) is not None
-        ]
-        check_counts(self, "keep_saves", *asked)
-        check_count("seed", self.seed, least=0)
-        if self.seed > LARGEST_SEED:
-            raise UsageError(f"seed is {self.seed}; it must be at most {LARGEST_SEED}.")
+        check_fields(self)
+        if not 0 <= self.seed <= LARGEST_SEED:
+            least = self.seed < 0
+            raise UsageError(
+                f"seed is {self.seed}; it must be at {'least 0' if least else f'most {LARGEST_SEED}'}."
+            )
         for name, is_asked in (("resume", self.resume), ("save_every", self.save_every is not None)):
             if is_asked and self.run_dir is None:
                 raise UsageError(f"{name} needs a run_dir: checkpoints are written there.")
         if self.max_gradient_norm is not None and not self.max_gradient_norm > 0:
             raise UsageError(f"max_gradient_norm is {self.max_gradient_norm}; it must be positive.")
         decay = self.ema_decay
-        if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
+        if decay is not None and not 0 <= decay < 1:
             raise UsageError(f"ema_decay is {decay!r}; it must be at least 0 and less than 1, such as 0.999.")
         object.__setattr__(self, "callbacks", check_callbacks(self.callbacks))
 

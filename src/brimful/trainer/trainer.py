@@ -50,7 +50,7 @@ class Trainer:
     def __init__(self, job: Job, plan: Plan | Settings, **options: Unpack[TrainKeywords]) -> None:
         asked = TrainOptions(**options)
         made = plan if isinstance(plan, Plan) else None
-        settings = settings_of(plan, order="Trainer(job, plan)")
+        settings = settings_of(plan)
         about = _as_read_again(job)
         check_coupled(job, settings)
         if settings.optimizer_in_backward and asked.max_gradient_norm is not None:

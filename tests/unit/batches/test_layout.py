@@ -187,8 +187,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "collate alone": ({"collate": list}, "has `collate` and not `split`"),
     "both ways": ({"split": list, "collate": list, "batch_dim": 1}, "both `batch_dim` and `split`"),
     "a dimension from the end": ({"batch_dim": -1}, "it must be at least 0"),
-    "no number": ({"batch_dim": "1"}, "is of type str"),
-    "a truth value": ({"batch_dim": True}, "is of type bool"),
+    "no number": ({"batch_dim": "1"}, ", of type str"),
+    "a truth value": ({"batch_dim": True}, ", of type bool"),
 }
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
+from brimful.arguments import check_fields
 from brimful.errors import UnknownNameError, UsageError
 
 MakeSchedule = Callable[[Optimizer], LRScheduler]
@@ -34,6 +35,7 @@ class Schedule:
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.name not in _FALLS:
             raise UnknownNameError("schedule", self.name, _FALLS)
         if not 0 <= self.warmup < 1:

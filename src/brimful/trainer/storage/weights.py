@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from brimful.arguments import checks_arguments
 from brimful.codec import decode_json
 from brimful.errors import FileFormatError, UsageError
 from brimful.execution.attached import load_state
@@ -29,6 +30,7 @@ TIED = "tied"
 """Metadata key: JSON that maps the further names of tied weights to the name in the file."""
 
 
+@checks_arguments
 def load_weights(model: nn.Module, path: Path | str) -> Path:
     """Load the weights of a run into a model.
 
