@@ -283,6 +283,8 @@ def _same(value: Any) -> Any:
 def _bool(value: Any) -> bool:
     if isinstance(value, bool):
         return value
+    if type(value) is int and value in (0, 1):  # as options of a script often are
+        return bool(value)
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise _MisfitError("True or False")

@@ -103,7 +103,7 @@ ODD: dict[str, tuple[dict[str, Any], type[BrimfulError], str]] = {
         BatchError,
         "must be finite and at least 0",
     ),
-    "no optimizer": ({"optimizer": lambda parameters: None}, UsageError, "is of type NoneType"),
+    "no optimizer": ({"optimizer": lambda parameters: None}, UsageError, "of type NoneType"),
     "an optimizer of another model": (
         {"optimizer": elsewhere},
         UsageError,
