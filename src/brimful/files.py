@@ -11,22 +11,39 @@ from pathlib import Path
 from brimful.errors import SaveError
 
 
-def write_file(path: Path | str, content: str | bytes) -> None:
+def write_file(path: Path | str, content: str | bytes, *, follows_links: bool = True) -> None:
     """Write a whole file.
 
     Args:
         path: Is overwritten; its directory must exist.
         content: Text is written as UTF-8, in which bytes of a file's name that are not UTF-8 are escaped.
+        follows_links: Write to the file that a link points to; False replaces the link.
 
     Raises:
         SaveError: It cannot be written.
     """
     try:
-        Path(path).write_bytes(
+        (Path(path) if follows_links else fresh(Path(path))).write_bytes(
             content.encode(errors="backslashreplace") if isinstance(content, str) else content
         )
     except OSError as error:
         raise SaveError(f"{path} could not be written: {error.strerror or error}.") from error
+
+
+def fresh(path: Path) -> Path:
+    """A path to write a file anew: nothing has this name any more.
+
+    Args:
+        path: A file or a link there is deleted; writing to a link would change the file that it points to.
+
+    Returns:
+        The path.
+
+    Raises:
+        OSError: It is a directory, or cannot be deleted.
+    """
+    path.unlink(missing_ok=True)
+    return path
 
 
 def is_file(path: Path) -> bool:

@@ -276,7 +276,7 @@ def _train(
         )
     if ranks.is_first:
         text = training_text(result, plain)
-        write_file(where / "report.txt", f"{chosen}\n{text}\n")
+        write_file(where / "report.txt", f"{chosen}\n{text}\n", follows_links=False)
         if as_json:
             show(text, lambda: training_document(result, plain), as_json)
         else:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from brimful.batches import own_part
 from brimful.errors import SaveError
+from brimful.files import fresh
 from brimful.module_names import plain_namer
 
 
@@ -70,7 +71,7 @@ def _mapped(tensor: Tensor, path: Path) -> Tensor:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         # written, not filled through the map: there a full disk would end the process
-        tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tofile(path)
+        tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tofile(fresh(path))
         mapped = torch.from_file(str(path), shared=False, size=tensor.numel(), dtype=tensor.dtype)
     finally:
         path.unlink(missing_ok=True)

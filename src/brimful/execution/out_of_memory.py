@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, TypeVar
 
 import torch
 
-from brimful.errors import BrimfulError, OutOfMemoryError
+from brimful.errors import BrimfulError, OutOfMemoryError, PartialUpdateError
 
 _WORDS = (
     "out of memory",
     "ALLOC_FAILED",
     "ALLOCATION_FAILED",
+    "NOT_INITIALIZED when calling `cublasCreate",
+    "NOT_INITIALIZED when calling `cublasLtCreate",
+    "NOT_INITIALIZED when calling `cusolverDnCreate",
+    "NOT_INITIALIZED when calling `cusparseCreate",
+    "CUDNN_STATUS_NOT_INITIALIZED",
+    "Failed to CUDA calloc",
     "can't allocate memory",
     "not enough memory",
 )
 """What messages of a `RuntimeError` have in common where no memory could be had: "CUDA error: out of memory"
 and "CUDA driver error: out of memory" of calls past the allocator, the libraries' own (torch 2.13:
-aten/src/ATen/cuda/CUDABlas.cpp, Exceptions.cpp), and the CPU's allocator (c10/core/impl/alloc_cpu.cpp)."""
+aten/src/ATen/cuda/CUDABlas.cpp, Exceptions.cpp), and the CPU's allocator (c10/core/impl/alloc_cpu.cpp).
+NOT_INITIALIZED is what `cublasCreate` and its like return where their handle finds no memory, at the first
+product of a process (torch's forum and issues; a broken driver gives it too, and is then reported with the
+words of the library). torch makes every handle of cuDNN itself, so there the status alone says so. NCCL's own
+is "Failed to CUDA calloc"."""
 
 
 def out_of_memory(error: BaseException) -> str | None:
@@ -59,6 +69,8 @@ class RanOut:
     """Message of the error."""
     place: str = ""
     """Where it came from, outside of torch: a file, a line and a function."""
+    refused: str = ""
+    """The error that an attempt with less raised; "" where memory ran out in it."""
 
 
 def unless_out_of_memory(action: Callable[[], Result]) -> Result | RanOut:
@@ -98,25 +110,41 @@ def with_retries(
     attempt: Callable[[], Result],
     recover: Recover,
     device: torch.device,
+    *,
+    but: tuple[type[Exception], ...] = (),
 ) -> Result:
     """Run an attempt, and repeat it for as long as memory runs out in it.
+
+    Once an attempt takes less, its other errors are reasons to take still less too: a model may refuse some
+    numbers of samples, as BatchNorm refuses one.
 
     Args:
         attempt: Runs a step, or leaves everything as before.
         recover: Called after each attempt in which memory ran out, once what is cached has been released.
         device: Where memory runs out.
+        but: Errors that end the attempts.
 
     Returns:
         What the last attempt returned.
     """
-    is_retry = False
+    ran_out: RanOut | None = None
+    takes_less = False
     while True:
-        found = unless_out_of_memory(attempt)
+        try:
+            found = unless_out_of_memory(attempt)
+        except (PartialUpdateError, OSError, *but):  # a timeout is an OSError
+            raise
+        except Exception as error:
+            if not takes_less:
+                raise
+            assert ran_out is not None
+            found = replace(ran_out, refused=f"{type(error).__name__}: {error}")
         if not isinstance(found, RanOut):
             return found
         make_room(device)
-        recover(found, is_retry=is_retry)
-        is_retry = True
+        takes_less = ran_out is not None
+        recover(found, is_retry=takes_less)
+        ran_out = found
 
 
 def with_room(action: Callable[[], Result], *, during: str) -> Result:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch.distributed
 from torch import nn
@@ -37,6 +38,13 @@ CheckBatch = Callable[[Settings, Batch], None]
 """Checks a real batch before training on it under some settings; raises an error to refuse it."""
 
 
+class CheckSplit(Protocol):
+    """Checks that a batch may be divided further; raises an error to refuse it."""
+
+    def __call__(self, settings: Settings, global_batch: Batch, /, *, is_split: bool) -> None:
+        """Check a batch under smaller settings; `is_split`: training has it in micro-batches already."""
+
+
 class PlannedStep:
     """Runs optimizer steps under a plan's settings, on your own model and optimizer.
 
@@ -46,9 +54,10 @@ class PlannedStep:
 
     **Out of memory.** Where memory runs out, the step is undone, cached memory is released, and the step runs
     again: once as before, then with smaller and smaller micro-batches, which stay in use. `outcome.recoveries`
-    lists what happened. If the smallest does not fit either, or the batch cannot be split, the call raises an
-    error that is a `torch.OutOfMemoryError` as well. Under `torch.distributed` with several ranks nothing is
-    retried, because the other ranks would wait.
+    lists what happened. If the smallest does not fit either, or the batch cannot be split, or the model refuses
+    what is smaller (BatchNorm refuses one sample), the call raises an error that is a `torch.OutOfMemoryError`
+    as well, and the next call begins with the micro-batch of before. Under `torch.distributed` with several
+    ranks nothing is retried, because the other ranks would wait.
 
     **Errors.** A call that raises leaves everything as before it, except `PartialUpdateError`: parameters,
     buffers, gradients, the optimizer's state, the loss scaler's, and the random numbers of Python, NumPy, torch
@@ -74,7 +83,7 @@ class PlannedStep:
             such as fused, until `remove`.
         max_gradient_norm: Clip gradients to this norm; None does not clip.
         check: Called with the first global batch before it is trained on.
-        check_split: Called before a batch that was planned whole is split because memory ran out.
+        check_split: Called before a batch, or micro-batches, are divided because memory ran out.
         recover: Whether a step in which memory runs out is retried.
     """
 
@@ -87,7 +96,7 @@ class PlannedStep:
         *,
         max_gradient_norm: float | None = None,
         check: CheckBatch | None = None,
-        check_split: CheckBatch | None = None,
+        check_split: CheckSplit | None = None,
         recover: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module):
@@ -117,6 +126,8 @@ class PlannedStep:
         self._steps = 0
         self._began = 0.0
         """Start of the latest attempt."""
+        self._ran_out_with = ""
+        """The settings of the latest attempt in which memory ran out, in words."""
         self._transaction = StepTransaction(self._executor)
         set_up_allocator(settings, device)
         self._changes = put_in_force(settings, model, optimizer)
@@ -158,14 +169,24 @@ class PlannedStep:
         if self._check is not None:
             self._check(self._settings, global_batch)
             self._check = None
-        step = partial(self._attempt, global_batch)
+        step, before = partial(self._attempt, global_batch), self._settings
         recoveries: list[Recovery] = []
-        if self._recovers and not _are_several_ranks():
-            recover = partial(self._recover, global_batch, recoveries)
-            outcome = with_retries(step, recover, self._executor.device)
-        else:
-            outcome = step()
+        try:
+            if self._recovers and not _are_several_ranks():
+                recover = partial(self._recover, global_batch, recoveries)
+                outcome = with_retries(step, recover, self._executor.device)
+            else:
+                outcome = step()
+        except BaseException:
+            self._settings = before
+            raise
         self._steps += 1
+        if self._settings != before:
+            warnings.warn(
+                f"memory ran out again in a step: {recoveries[-1].message}. From now on batches are split into "
+                f"micro-batches of {self._settings.micro_batch_size} in place of {before.micro_batch_size}.",
+                stacklevel=2,
+            )
         return replace(outcome, recoveries=tuple(recoveries)) if recoveries else outcome
 
     def _attempt(self, global_batch: Batch) -> StepOutcome:
@@ -190,17 +211,17 @@ class PlannedStep:
     ) -> None:
         """Record that memory ran out; use a smaller micro-batch if it did so before."""
         before = self._settings
+        if not ran_out.refused:
+            self._ran_out_with = before.describe()
         if changed := self._executor.move.changed:
             raise self._out_of_memory(
                 ran_out, f"its loss has changed its batch in place ({', '.join(sorted(changed))})"
             )
         if is_retry:
             self._settings = self._with_less(global_batch, ran_out)
-            warnings.warn(
-                f"memory ran out again in a step: {ran_out.message}. From now on batches are split into "
-                f"micro-batches of {self._settings.micro_batch_size} in place of {before.micro_batch_size}.",
-                stacklevel=4,
-            )
+        if ran_out.refused:
+            recoveries[-1] = replace(recoveries[-1], after=self._settings.describe())
+            return
         recoveries.append(
             Recovery(
                 step=self._steps + 1,
@@ -221,11 +242,11 @@ class PlannedStep:
             raise self._out_of_memory(ran_out, "its micro-batch is one sample already")
         try:
             lowered = settings.with_micro_batch_size(smaller[-1])
-            if settings.gradient_accumulation_steps == 1:
-                if (reason := self._layout.why_whole(global_batch)) is not None:
-                    raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
-                if self._check_split is not None:
-                    self._check_split(lowered, global_batch)
+            is_split = settings.gradient_accumulation_steps > 1
+            if not is_split and (reason := self._layout.why_whole(global_batch)) is not None:
+                raise self._out_of_memory(ran_out, f"its batch cannot be split: {reason}")
+            if self._check_split is not None:
+                self._check_split(lowered, global_batch, is_split=is_split)
         except StepOutOfMemoryError:
             raise
         except BrimfulError as error:
@@ -233,10 +254,12 @@ class PlannedStep:
         return lowered
 
     def _out_of_memory(self, ran_out: RanOut, reason: str) -> StepOutOfMemoryError:
+        if ran_out.refused:
+            reason = f"with {self._settings.describe()} it raised {ran_out.refused}"
         return StepOutOfMemoryError(
-            f"memory ran out in a step with {self._settings.describe()}: {ran_out.message}. It cannot run with "
-            f"less, because {reason}.\n  Model and optimizer are as before the step. Plan for a smaller "
-            "budget, or skip the batch."
+            f"memory ran out in a step with {self._ran_out_with}: {ran_out.message}. It cannot run with less, "
+            f"because {reason}.\n  Model and optimizer are as before the step. Plan for a smaller budget, or "
+            "skip the batch."
         )
 
     def loading(self) -> AbstractContextManager[object]:

@@ -30,6 +30,10 @@ from brimful.execution.out_of_memory import RanOut, unless_out_of_memory
 from brimful.execution.replay import replay
 from brimful.execution.writes import Layout, StepWrites
 
+ATTEMPTS_OF_LEAST = 5
+"""How often the least that can be updated at once is tried. A choice: a try takes no longer than an update, and
+giving up loses the model, though memory that something else holds may be back at the next."""
+
 
 class AtomicUpdate:
     """An optimizer step that completes or ends the run.
@@ -92,6 +96,8 @@ class ResumableUpdate:
         self._layout: Layout | None = None
         self._usual: dict[int, tuple[int, ...]] = {}
         """Changes that a step makes to a parameter and its state, by id; empty until they are known."""
+        self._options: list[tuple[str, bool]] = []
+        """The options with which it makes them."""
 
     def run(self, step: Callable[[], object]) -> None:
         """Run one step.
@@ -106,6 +112,8 @@ class ResumableUpdate:
         """
         before = StepWrites(self._optimizer, self._layout)
         self._layout = before.layout
+        if self._options != (options := before.options_in_use()):
+            self._options, self._usual = options, {}
         is_known = all(id(parameter) in self._usual for parameter in before.parameters)
         copies = None if is_known else _Copies(self._optimizer, before)
         try:
@@ -153,12 +161,12 @@ class ResumableUpdate:
     def _retry(self, step: Callable[[], object], before: StepWrites, copies: _Copies) -> RanOut | None:
         """Run a step from its beginning, which is restored."""
 
-        def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
+        def again(some: Sequence[nn.Parameter]) -> None:
             copies.restore(some)
             before.restore_numbers()
-            return _whether_ran_out(step)
+            step()
 
-        return self._by_parts(before.parameters, attempt)
+        return self._by_parts(before.parameters, lambda some: _whether_ran_out(partial(again, some)))
 
     def _finish(self, step: Callable[[], object], before: StepWrites) -> RanOut | None:
         """Complete a step that memory ran out in."""
@@ -167,7 +175,7 @@ class ResumableUpdate:
 
         def attempt(some: Sequence[nn.Parameter]) -> RanOut | None:
             before.restore_numbers()
-            with before.counting():
+            with before.counting_replays():
                 return _whether_ran_out(partial(replay, step, before.changes(), self._optimizer, some))
 
         changes = before.changes_by_parameter()
@@ -182,12 +190,16 @@ class ResumableUpdate:
         pending = [parameters] if parameters else []
         while pending:
             some = pending.pop()
+            is_least = len(some) == 1 or not self._is_of_torch  # others may not treat parameters one by one
             with _only(self._optimizer, some):
-                ran_out = attempt(some)
+                for _ in range(ATTEMPTS_OF_LEAST if is_least else 1):
+                    ran_out = attempt(some)
+                    if ran_out is None:
+                        break
+                    self._make_room()
             if ran_out is None:
                 continue
-            self._make_room()
-            if len(some) == 1 or not self._is_of_torch:  # others may not treat parameters one by one
+            if is_least:
                 return ran_out
             middle = len(some) // 2
             pending += [some[middle:], some[:middle]]

@@ -1,14 +1,15 @@
 """How often each tensor of an optimizer was written to since a step began.
 
 torch counts writes by ops on single tensors (a tensor's version); a dispatch mode counts those by ops on lists
-of tensors (`foreach`, `fused`), which torch does not.
+of tensors (`foreach`, `fused`), which torch does not, and those of a replay, where a skipped write raises a
+version too.
 
-Private torch API used here: `OpOverload._schema`, `Tensor._version` (checked: torch 2.11 and 2.13).
+Private torch API used here: `OpOverload._schema`, `Tensor._version`, `_base` (checked: torch 2.11 and 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import islice
@@ -54,16 +55,27 @@ class StepWrites:
         self._gradients: list[Tensor] = [p.grad for p in self.parameters if p.grad is not None]
         takes_lists = any(map(_takes_lists, optimizer.param_groups))
         ids = (*self.layout.ids, *map(id, self._gradients))
-        self._counter = _WriteCounter(ids) if takes_lists else None
+        self._counter = _WriteCounter(dict.fromkeys(ids, 0)) if takes_lists else None
         versions = self._counter is None
         self._versions = [tensor._version for tensor in self.layout.all_tensors] if versions else []
         self._gradient_versions = [gradient._version for gradient in self._gradients] if versions else []
         holders = (*optimizer.param_groups, *self.layout.holders_of_numbers)
         self._numbers = [(holder, _numbers_in(holder)) for holder in holders]
 
+    def options_in_use(self) -> list[tuple[str, bool]]:
+        """Which options are not zero, such as weight decay: how often a step writes depends on it."""
+        groups = self._optimizer.param_groups
+        return [(name, bool(value)) for group in groups for name, value in _numbers_in(group).items()]
+
     def counting(self) -> AbstractContextManager[object]:
         """Within, changes are counted, if torch does not."""
         return nullcontext() if self._counter is None else self._counter
+
+    def counting_replays(self) -> AbstractContextManager[object]:
+        """Within, changes are counted by what is executed, not by versions."""
+        if self._counter is None:
+            self._counter = _WriteCounter({id(tensor): times for tensor, times in self._changes()})
+        return self._counter
 
     def has_seen_all(self) -> bool:
         """Whether the step made no state of which it was not known before."""
@@ -105,15 +117,15 @@ def _numbers_in(holder: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _WriteCounter(EagerDispatchMode):
-    """Counts the changes of tensors.
+    """Counts the changes of tensors; those of a view with those of the whole.
 
     Args:
-        ids: Of those to count, which live longer than this.
+        changes: How often each tensor was changed already, by the id of one that lives longer than this.
     """
 
-    def __init__(self, ids: Iterable[int]) -> None:
+    def __init__(self, changes: dict[int, int]) -> None:
         super().__init__()
-        self._changes = dict.fromkeys(ids, 0)
+        self._changes = changes
 
     def changes(self, tensor: Tensor) -> int:
         """How often a tensor was changed."""
@@ -128,7 +140,8 @@ class _WriteCounter(EagerDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         changes = self._changes
-        for key in map(id, written_by(func, args, kwargs or {})):
+        for tensor in written_by(func, args, kwargs or {}):
+            key = id(tensor) if id(tensor) in changes else id(tensor._base)
             if key in changes:
                 changes[key] += 1
         return result

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -152,8 +153,13 @@ class TrainerRecovery:
                 state.restore()  # metrics that were collected in the attempt before and in these again
             return run(inputs)
 
-        with self._within():
-            loss = with_retries(attempt, partial(self._recover, inputs, began), self._device)
+        size = self._size
+        try:
+            with self._within():
+                loss = with_retries(attempt, partial(self._recover, inputs, began), self._device)
+        except BaseException:
+            self._size = size
+            raise
         self._done += 1
         return loss
 
@@ -235,6 +241,10 @@ class TrainerRecovery:
         self._reruns = True
         if is_retry:
             self._size = self._smaller(inputs, ran_out)
+        if ran_out.refused:
+            self.recoveries[-1] = replace(self.recoveries[-1], after=f"micro-batch {self._size}")
+            return
+        if is_retry:
             warnings.warn(
                 f"memory ran out again in a step: {ran_out.message}. From now on it takes {self._size} samples "
                 f"at a time in place of {before}.",
@@ -276,6 +286,8 @@ class TrainerRecovery:
         return self._size // 2
 
     def _out_of_memory(self, ran_out: RanOut, reason: str) -> StepOutOfMemoryError:
+        if ran_out.refused:
+            reason = f"with less it raised {ran_out.refused}"
         return StepOutOfMemoryError(
             f"memory ran out in a training step of {self._size} samples at a time: {ran_out.message}. It "
             f"cannot run with less, because {reason}.\n  Model and optimizer are as before the step. Plan for "

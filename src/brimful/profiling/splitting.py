@@ -190,9 +190,15 @@ def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) 
 
 
 def check_may_split(
-    job: Job, model: nn.Module, settings: Settings, global_batch: Batch, *, permits_layers: bool = False
+    job: Job,
+    model: nn.Module,
+    settings: Settings,
+    global_batch: Batch,
+    *,
+    permits_layers: bool = False,
+    is_split: bool = False,
 ) -> None:
-    """Check that a batch that was planned as a whole may be split.
+    """Check that a batch may be split, or its micro-batches divided, where memory ran out.
 
     Args:
         job: Its loss and count are used.
@@ -200,12 +206,13 @@ def check_may_split(
         settings: Settings with the split batch.
         global_batch: The next batch of the run.
         permits_layers: Whether the user permits splitting although layers depend on the micro-batch.
+        is_split: Whether training splits batches already, after the warnings that this deserves.
 
     Raises:
         EquivalenceError: Splitting changes what is trained, or it is not known whether it does.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("error", SplitWarning)
+        warnings.simplefilter("ignore" if is_split else "error", SplitWarning)
         if permits_layers:
             warnings.simplefilter("ignore", LayerSplitWarning)
         try:

@@ -84,14 +84,22 @@ class BatchStream:
             is_stopped: Called after each read; True on any rank drops the batch and ends the iteration.
             on_out_of_memory: Called each time that memory ran out, with the message and the seconds lost.
 
-        Yields:
-            Global batches, on the host.
+        Returns:
+            An iterator over global batches, on the host. The data are open already, and a resumed run has its
+            random states back.
 
         Raises:
             DataError: A batch could not be read, on this rank or another.
             OutOfMemoryError: Memory ran out twice while the same batch was read.
         """
-        batches = self._opened()
+        return self._rest_of_epoch(self._opened(), is_stopped, on_out_of_memory)
+
+    def _rest_of_epoch(
+        self,
+        batches: Iterator[Batch],
+        is_stopped: Callable[[], bool],
+        on_out_of_memory: Callable[[str, float], None],
+    ) -> Iterator[tuple[Batch, float]]:
         while True:
             start = time.perf_counter()
             self._before_batch = self.randomness.state
@@ -107,6 +115,12 @@ class BatchStream:
                 return
             assert batch is not None
             yield batch, time.perf_counter() - start
+
+    def restore_random(self) -> None:
+        """Restore the random states of a resumed run, whose data are not opened."""
+        if self._resumed is not None:
+            self.randomness.state, restore = self._resumed
+            restore()
 
     def _first_of(self, epoch: int) -> DataPosition:
         return DataPosition(epoch=epoch, random=self.randomness.state)

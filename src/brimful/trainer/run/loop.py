@@ -141,7 +141,12 @@ class Run:
         if self._run.data.validation is not None:
             validator = Validator(self._config, self._state, self._run.data, self._logger)
         stopped_because = None
-        while not (self._config.length.has_enough(self._state.step) or length.is_past(stream.position.epoch)):
+        if length.has_enough(
+            self._state.step
+        ):  # a resumed run, which may have ended before its last validation
+            stream.restore_random()
+            stopped_because = self._validate(validator)
+        while not (length.has_enough(self._state.step) or length.is_past(stream.position.epoch)):
             stopped_because = self._run_epoch(validator)
             if stopped_because is not None:
                 break
@@ -155,7 +160,12 @@ class Run:
         ranks, stop = self._state.ranks, self._stop
         has_ended, stopped_because = False, None
         on_out_of_memory = self._runner.recovery.record_reading
-        for batch, data_seconds in self._state.stream.rest_of_epoch(stop.is_requested, on_out_of_memory):
+        rest = self._state.stream.rest_of_epoch(stop.is_requested, on_out_of_memory)
+        if self._state.step and self._is_validation_due():  # a resumed run, which ended before this one
+            stopped_because = self._validate(validator)
+            if stopped_because is not None:
+                return stopped_because
+        for batch, data_seconds in rest:
             self._take_step(batch, data_seconds)
             stopped_because = stop.synced(ranks)
             if stopped_because is None and self._is_validation_due():
@@ -178,11 +188,12 @@ class Run:
     def _validate(self, validator: Validator | None) -> StopReason | None:
         """Validate unless this step was; return why the run stops, if it does."""
         validations = self._logger.history.validations
-        if validator is None or (validations and validations[-1].step == self._state.step):
+        if validator is None:
             return None
-        record = validator.run(is_stopped=self._stop.is_requested)
-        if record is not None:
-            self._callbacks.on_validation(record)
+        if not validations or validations[-1].step != self._state.step:
+            record = validator.run(is_stopped=self._stop.is_requested)
+            if record is not None:
+                self._callbacks.on_validation(record)
         stopped_because = self._stop.synced(self._state.ranks)
         without = self._logger.history.validations_without_improvement
         if stopped_because is None and self._config.length.is_out_of_patience(without):

@@ -13,8 +13,7 @@ from brimful.trainer.monitor.logger import RunLogger
 from brimful.trainer.options import RunConfig
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.memory import MemoryMeter
-from brimful.trainer.step.not_finite import is_finite_on_all_ranks, step_not_finite
-from brimful.trainer.step.runner import NotFiniteStep
+from brimful.trainer.step.not_finite import NotFiniteStep, is_finite_on_all_ranks, step_not_finite
 
 
 class SaveOnError:

@@ -64,7 +64,7 @@ class MemoryFallback:
             except BrimfulError as error:
                 reasons.append(str(error))
         raise OutOfMemoryError(
-            f"memory ran out with {settings.describe()}, and nothing that takes less was found.\n"
+            f"memory ran out, and nothing that takes less than {settings.describe()} was found.\n"
             + "\n".join(f"  {reason}" for reason in reasons)
             + "\n  The model is as it was after the last step. Train with a smaller global batch or model, an "
             "optimizer with less state, or another precision."

@@ -16,6 +16,18 @@ from brimful.settings import Precision, Settings
 from brimful.wrapper_tensors import inner_tensors
 
 
+class NotFiniteStep(Exception):  # noqa: N818 - the trainer turns it into an error
+    """The loss or a gradient of a step is NaN or infinite; the step was undone.
+
+    Args:
+        record: The step.
+    """
+
+    def __init__(self, record: StepRecord) -> None:
+        super().__init__(record)
+        self.record = record
+
+
 def has_finite_parameters(model: nn.Module) -> bool:
     """Whether all parameters, or this rank's shards of them, are finite; needs next to no memory.
 

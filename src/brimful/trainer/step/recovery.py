@@ -22,6 +22,7 @@ from brimful.results import Recovery
 from brimful.settings import OptimizerImplementation, Settings
 from brimful.trainer.data.rng import random_state_now, restore_random_state
 from brimful.trainer.state import TrainState
+from brimful.trainer.step.not_finite import NotFiniteStep
 from brimful.transforms import apply_units
 from brimful.transforms.apply import Applied
 
@@ -82,7 +83,7 @@ class OomRecovery:
             OutOfMemoryError: No settings take less, or there are several ranks.
             PartialUpdateError: The step cannot be repeated.
         """
-        device = self._state.device
+        device, before = self._state.device, self._state.settings
         random = random_state_now(device)
         start = time.perf_counter()
 
@@ -95,10 +96,15 @@ class OomRecovery:
             self._check_batch_unchanged(ran_out)
             if self._state.ranks.is_distributed:
                 raise self._ended_on_one_rank(during, ran_out.message, start)
-            self._recover(during, ran_out.message, start, shrinks=is_retry)
+            self._recover(during, ran_out, start, shrinks=is_retry)
             restore_random_state(random, device)  # planning makes batches, which draws random numbers
 
-        return with_retries(timed, recover, device)
+        try:
+            return with_retries(timed, recover, device, but=(NotFiniteStep,))
+        except BaseException:
+            if self._state.settings != before:
+                self.change_settings(lambda _settings: before)
+            raise
 
     def shrink_if_thrashing(self) -> None:
         """Shrink the settings if the allocator had to search for memory in each of the last steps."""
@@ -114,7 +120,7 @@ class OomRecovery:
         make_room(device)
         what = f"the allocator gave back its cache to find memory in each of {THRASHING_STEPS} steps"
         with suppress(OutOfMemoryError):
-            self._recover("allocator", what, time.perf_counter(), shrinks=True)
+            self._recover("allocator", RanOut(what), time.perf_counter(), shrinks=True)
         restore_random_state(random, device)
 
     def change_settings(self, choose: Callable[[Settings], Settings]) -> None:
@@ -168,11 +174,18 @@ class OomRecovery:
             "update", message, replace(before, optimizer_implementation=for_loop)
         )
 
-    def _recover(self, during: str, message: str, since: float, *, shrinks: bool) -> None:
-        state = self._state
+    def _recover(self, during: str, ran_out: RanOut, since: float, *, shrinks: bool) -> None:
+        state, message = self._state, ran_out.message
         before = state.settings
+        if ran_out.refused:
+            message = f"{message}; with {before.describe()} the step raised {ran_out.refused}"
         if shrinks:
-            self.change_settings(self._shrink)
+            try:
+                self.change_settings(self._shrink)
+            except OutOfMemoryError as error:
+                if not ran_out.refused:
+                    raise
+                raise OutOfMemoryError(f"{message}.\n  {error}") from error
         self._on_recovery(self._record(during, message, before, state.settings, time.perf_counter() - since))
 
     def _record(self, during: str, message: str, before: Settings, after: Settings, seconds: float) -> Recovery:

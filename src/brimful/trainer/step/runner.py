@@ -28,24 +28,13 @@ from brimful.results import Recovery, StepRecord
 from brimful.trainer.state import TrainState
 from brimful.trainer.step.batch_norm import corrected_momentum
 from brimful.trainer.step.micro_batches import split_for_rank
+from brimful.trainer.step.not_finite import NotFiniteStep
 from brimful.trainer.step.recovery import OomRecovery, Shrink, StoreFallback
 from brimful.trainer.step.schedules import learning_rate
 from brimful.transforms import apply_units
 
 MOST_SKIPPED_STEPS = 32
 """Steps in a row that the loss scaler may skip. Each halves the scale, 2**16 at first: it is 2**-16 by then."""
-
-
-class NotFiniteStep(Exception):  # noqa: N818 - the trainer turns it into an error
-    """The loss or a gradient of a step is NaN or infinite; the step was undone.
-
-    Args:
-        record: The step.
-    """
-
-    def __init__(self, record: StepRecord) -> None:
-        super().__init__(record)
-        self.record = record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ def write_fallback(run_dir: Path, before: Settings, after: Settings, recovery: R
     """
     document = to_json_document(Fallback(before=before, after=after, recovery=recovery))
     partial = run_dir / f".{FALLBACK}.{os.getpid()}.partial"  # two ranks may run out together
-    write_file(partial, json.dumps(document, indent=2) + "\n")
+    write_file(partial, json.dumps(document, indent=2) + "\n", follows_links=False)
     partial.replace(run_dir / FALLBACK)
 
 

@@ -36,7 +36,7 @@ from torch import nn
 
 from brimful.errors import RunDirectoryError, SaveError
 from brimful.execution.out_of_memory import with_room
-from brimful.files import bring_to_disk, free_bytes
+from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.module_names import plain_state
 from brimful.quantities import format_bytes
 from brimful.trainer.storage.weights import AVERAGE, BEST, TIED, WEIGHTS, distinct_tensors, write_tensors
@@ -228,13 +228,14 @@ class RunDirectory:
         path, temporary = self.path / name, self.path / f".{name}.partial"
         is_new = not os.path.lexists(path)
         try:
-            write(temporary)
+            write(fresh(temporary))
             shutil.copymode(self.path / METRICS, temporary)  # safetensors makes its files private
             bring_to_disk(temporary)
             temporary.replace(path)
             bring_to_disk(self.path)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise self._save_error(name, size_bytes, error) from error
         if is_new:
             self._made.append(path)
@@ -375,13 +376,19 @@ def _check_is_no_directory(file: Path) -> None:
 
 def _unused(folder: Path, pattern: str) -> Path:
     number = 1
-    while (path := folder / pattern.format(number)).exists():
+    while os.path.lexists(path := folder / pattern.format(number)):
         number += 1
     return path
 
 
 def _open_metrics(path: Path, *, exclusive: bool) -> BinaryIO:
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if path.is_symlink():
+        raise RunDirectoryError(
+            f"{path} is a link to {path.readlink()}, and training writes to files of its run directory only. "
+            "Put the file in the place of the link, or choose another run directory."
+        )
+    system = (getattr(os, name, 0) for name in ("O_NONBLOCK", "O_BINARY", "O_NOFOLLOW"))
+    flags = os.O_RDWR | os.O_CREAT | sum(system)
     descriptor = os.open(path, flags | (os.O_EXCL if exclusive else 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

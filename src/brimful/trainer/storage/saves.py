@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from brimful.distributed.ranks import SINGLE, Ranks
 from brimful.errors import FileFormatError, SaveError, UsageError
 from brimful.execution.out_of_memory import with_room
-from brimful.files import bring_to_disk, free_bytes
+from brimful.files import bring_to_disk, free_bytes, fresh
 from brimful.quantities import format_bytes
 from brimful.trainer.storage.checkpoint import Checkpoint
 from brimful.trainer.storage.frozen import frozen_to_share, split_frozen, write_frozen
@@ -216,7 +217,7 @@ class Saves:
             if step_of(path) > step:
                 refused = path.with_name(f"refused-{path.name}")
                 number = 1
-                while refused.exists():
+                while os.path.lexists(refused):
                     number += 1
                     refused = path.with_name(f"refused-{path.name}-{number}")
                 path.rename(refused)
@@ -241,6 +242,8 @@ class Saves:
     def _begin(self, partial: Path, copies: _Copies) -> None:
         if self._ranks.is_first:
             shutil.rmtree(partial, ignore_errors=True)
+            if partial.is_symlink():
+                fresh(partial)
             (partial if copies.shards is None else partial / SHARDS).mkdir(parents=True)
 
     def _write_own(self, partial: Path, copies: _Copies) -> dict[str, dict[str, Any]]:
@@ -296,7 +299,7 @@ class Saves:
     def _delete_superseded(self) -> None:
         """Delete the oldest saves, and incomplete ones of a run that was killed."""
         for old in (*by_step(self._directory)[self._keep :], *self._directory.glob(f".*{PARTIAL}")):
-            shutil.rmtree(old, ignore_errors=True)
+            fresh(old) if old.is_symlink() else shutil.rmtree(old, ignore_errors=True)
 
 
 class _FailedSomewhereError(Exception):
