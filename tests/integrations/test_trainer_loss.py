@@ -95,7 +95,7 @@ def test_a_divided_batch_has_the_loss_of_the_whole_one(tmp_path: Path, kind: str
     assert_same(planned, alone, exactly=False)
 
 
-@pytest.mark.parametrize(("accumulation", "size", "planned_size"), [(2, 4, 8), (2, 4, 2), (4, 2, 8)])
+@pytest.mark.parametrize(("accumulation", "size", "planned_size"), [(2, 4, 2), (2, 4, 1), (4, 2, 1)])
 def test_the_sum_of_the_users_own_micro_batches_stays(
     tmp_path: Path, accumulation: int, size: int, planned_size: int
 ) -> None:
@@ -111,6 +111,16 @@ def test_the_sum_of_the_users_own_micro_batches_stays(
     assert losses(alone)[0] == pytest.approx(accumulation * losses(whole)[0], rel=1e-4)
     ended.remove()
     assert planned.loss_is_scaled_for_ga is None
+
+
+def test_batches_are_not_joined(tmp_path: Path) -> None:
+    """Means of batches with unequal numbers of labels are not that of their union, which is another loss."""
+    own = with_own_loss(tmp_path, gradient_accumulation_steps=4, per_device_train_batch_size=2)
+    with pytest.raises(UsageError, match="micro_batch_size=8 is larger than the trainer's batches of 2"):
+        bft.plan(own, "cpu", micro_batch_size=8)
+    plan = bft.plan(own, "cpu", budget="1GiB")
+    assert plan.settings.micro_batch_size == 2
+    assert any("set per_device_train_batch_size=8" in note for note in plan.notes)
 
 
 def test_parts_of_a_micro_batch_that_ran_out_of_memory_have_its_loss(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 
     plan = bfl.plan(module, loader, budget="11GiB")
     trainer = lightning.Trainer(**bfl.trainer_options(plan), callbacks=[bfl.PlanCallback(plan)])
-    trainer.fit(module, bfl.loader(plan, loader))
+    trainer.fit(module, loader)
 
 Private API of Lightning used here: `_AutomaticOptimization._make_closure`, whose closure runs a micro-batch
 (checked: lightning 2.6).
@@ -12,37 +12,48 @@ Private API of Lightning used here: `_AutomaticOptimization._make_closure`, whos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Unpack
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from brimful.api import plan as plan_job
-from brimful.errors import UsageError
+from brimful.batches import BatchLayout, layout_of
+from brimful.errors import EquivalenceError, UsageError
 from brimful.execution.in_force import Prepared
 from brimful.execution.random_state import RandomState
+from brimful.integrations.lightning_step import DividedBatches, unchanged
 from brimful.job import Batch, Job
 from brimful.options import PlanKeywords
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
+from brimful.profiling import check_split
 from brimful.profiling.named_device import DeviceLike
 from brimful.replaced import replace_attribute, replaced
 from brimful.results import Recovery
+from brimful.settings import Settings
 
 __all__ = ["PlanCallback", "job", "loader", "plan", "trainer_options"]
 
 _PRECISIONS = {"fp32": "32-true", "tf32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 """Lightning's names. TF32 is a setting of torch: `torch.set_float32_matmul_precision("high")`."""
+_EPOCHS = 1000
+"""Of a trainer without max_epochs. Source: lightning 2.6, `Trainer.__init__`."""
 
 
 _MEAN_NOTE = (
-    "Lightning averages the losses of micro-batches evenly: training_step's must be a mean over samples. For a "
-    "mean over something else, such as tokens that are not ignored, pass micro_batch_size={size} to plan()."
+    "Micro-batches weigh by their samples: training_step's loss must be a mean over samples, which PlanCallback "
+    "checks in the first step. For a mean over something else, such as tokens that are not ignored, pass "
+    "micro_batch_size={size} to plan()."
 )
 
 
@@ -65,18 +76,26 @@ def job(module: LightningModule, loader: DataLoader[Any]) -> Job:
             "to estimate it."
         )
 
+    return _job(module, _first_batch(loader), lambda: PlanningTrainer(loader))
+
+
+def _job(module: LightningModule, batch: Batch, trainer: Callable[[], Trainer]) -> Job:
+    """The job of a module; it has a trainer of its own where none trains it."""
+    takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    attached = cache(trainer)
+
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        with _without_logging(model):
-            found = model.training_step(batch, 0)  # type: ignore[operator]
+        assert isinstance(model, LightningModule)
+        with _attached(model, attached), _without_logging(model):
+            found: Any = model.training_step(batch, 0) if takes_index else model.training_step(batch)
         return found["loss"] if isinstance(found, dict) else found
 
-    return Job(
-        model=module,
-        loss=loss,
-        batch=_first_batch(loader),
-        optimizer=lambda model: _one_optimizer(model.configure_optimizers(), type(module).__name__),
-        name=type(module).__name__,
-    )
+    def optimizer(model: nn.Module) -> Optimizer:
+        assert isinstance(model, LightningModule)
+        with _attached(model, attached):
+            return _one_optimizer(model.configure_optimizers(), type(module).__name__)
+
+    return Job(model=module, loss=loss, batch=batch, optimizer=optimizer, name=type(module).__name__)
 
 
 def plan(
@@ -90,16 +109,19 @@ def plan(
 ) -> Plan:
     """Find the fastest way to run a module's steps inside a memory budget.
 
+    A plan divides each batch of the loader into micro-batches, and joins none.
+
     Args:
         module: As for `job`.
         loader: As for `job`.
         device: As for `brimful.plan`.
-        global_batch_size: Samples per optimizer step. Default: those of a batch of the loader in each process.
+        global_batch_size: Samples per optimizer step: of `accumulate_grad_batches` batches in each process.
+            Default: of one batch in each.
         world_size: Processes that train together with DDP: the trainer's devices × nodes.
         **options: As for `brimful.plan`.
 
     Returns:
-        The plan, for `trainer_options`, `loader` and `PlanCallback`.
+        The plan, for `trainer_options` and `PlanCallback`.
 
     Raises:
         UsageError: As `job`, or an option is not supported in Lightning.
@@ -109,99 +131,90 @@ def plan(
     for name in ("offload_optimizer", "optimizer_in_backward", "prefetch_inputs"):
         if options.get(name):
             raise UsageError(f"{name}={options[name]!r} is not supported in Lightning.")
-    if loader.batch_size is None and global_batch_size is None:
-        raise UsageError("the loader has no batch_size of its own. Pass global_batch_size=….")
-    size = global_batch_size or (loader.batch_size or 0) * world_size
+    own = job(module, loader)
+    of_batch = _batch_size(loader) or layout_of(own).count(own.batch)
+    size = global_batch_size or of_batch * world_size
+    if size % (of_batch * world_size):
+        raise UsageError(
+            f"global_batch_size={size} is no multiple of the loader's batches of {of_batch} samples in "
+            f"{world_size} processes, of which a step has accumulate_grad_batches."
+        )
+    if (options.get("micro_batch_size") or 0) > of_batch:
+        raise UsageError(
+            f"micro_batch_size={options['micro_batch_size']} is larger than the loader's batches of {of_batch}. A "
+            "plan divides them, and joins none. Give the loader a larger batch_size."
+        )
     asked: PlanKeywords = {**options, "offload_optimizer": False}
     if world_size > 1:
         asked["parallelism"] = "ddp"
+    make = partial(plan_job, own, device, global_batch_size=size, world_size=world_size)
     with RandomState.kept():
-        found = plan_job(job(module, loader), device, global_batch_size=size, world_size=world_size, **asked)
-    of_loss = _MEAN_NOTE.format(size=size // world_size)
+        found = make(**asked)
+        if found.settings.micro_batch_size > of_batch:
+            found = make(**{**asked, "micro_batch_size": of_batch})
+    of_loss = _MEAN_NOTE.format(size=of_batch)
     notes = (of_loss if note == MEAN_OVER_SAMPLES_NOTE else note for note in found.notes)
     return replace(found, notes=(*notes, *_notes_of_few_samples(loader, size)))
 
 
 def trainer_options(plan: Plan) -> dict[str, Any]:
-    """Keyword arguments of `lightning.Trainer` that carry out a plan: accumulation and precision."""
-    settings = plan.settings
-    return {
-        "accumulate_grad_batches": settings.gradient_accumulation_steps,
-        "precision": _PRECISIONS[settings.precision.value],
-    }
+    """Keyword arguments of `lightning.Trainer` that carry out a plan: its precision."""
+    return {"precision": _PRECISIONS[plan.settings.precision.value]}
 
 
 def loader(plan: Plan, loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader of the same samples in the same order, in the plan's micro-batches.
+    """The loader itself, whose batches `PlanCallback` divides where they are trained on.
 
     Args:
         plan: The plan.
-        loader: A loader with a batch size.
+        loader: The loader that was planned for.
 
     Returns:
-        A new loader with the sampler, the collate function and the workers of the given one.
+        The same loader: its sampler, batches, `drop_last` and length decide the steps with a plan as without.
     """
-    if not isinstance(loader.batch_sampler, BatchSampler):
-        raise UsageError("the loader has no batch_size of its own: make its micro-batches yourself.")
-    return DataLoader(
-        loader.dataset,
-        batch_size=plan.settings.micro_batch_size,
-        sampler=None if isinstance(loader.dataset, IterableDataset) else loader.sampler,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
-    )
+    return loader
 
 
 class PlanCallback(Callback):
-    """Puts a plan's unit actions, memory format and optimizer implementation in force while Lightning trains.
+    """Divides batches into a plan's micro-batches, and puts its unit actions, memory format and optimizer
+    implementation in force while Lightning trains.
+
+    A batch of the loader stays one batch for Lightning: `training_step` runs once for each micro-batch, with the
+    same `batch_idx`, and what it logs is logged once, as of the whole batch.
 
     Gradients are cleared before forward. Lightning clears them after it, when they would add to the peak.
 
     **Out of memory.** A step in which memory runs out is undone and taken again, once: with the same samples,
-    random numbers and buffers. `training_step` runs again for its micro-batches, and logs again. Nothing is
-    retried with fp16, with several processes, and in the update of LBFGS or of another library's optimizer,
+    random numbers and buffers. `training_step` runs again for its micro-batches. Nothing is retried with fp16, with several processes, and in the update of LBFGS or of another library's optimizer,
     which may call Lightning's closure several times.
 
     Args:
         plan: The plan.
         recover: Whether steps in which memory runs out are retried.
+        verify: If the plan divides batches, compare the loss of a few samples with that of their parts before
+            the first step: EquivalenceError if they differ, a warning if that cannot be checked.
     """
 
-    def __init__(self, plan: Plan, *, recover: bool = True) -> None:
+    def __init__(self, plan: Plan, *, recover: bool = True, verify: bool = True) -> None:
         self.plan = plan
         self.recoveries: tuple[Recovery, ...] = ()
         """Steps in which memory ran out and that were taken again."""
-        self._recovers = recover
+        self._recovers, self._verifies = recover, verify
         self._prepared: Prepared | None = None
         self._changes = ExitStack()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check the trainer, and apply the plan."""
-        wanted = self.plan.settings.gradient_accumulation_steps
-        if trainer.accumulate_grad_batches != wanted:
-            raise UsageError(
-                f"the plan accumulates {wanted} micro-batches, and the trainer "
-                f"{trainer.accumulate_grad_batches}. Pass lightning.Trainer(**trainer_options(plan))."
-            )
         if trainer.world_size != self.plan.settings.world_size:
             raise UsageError(
                 f"the plan is for {self.plan.settings.world_size} processes, and the trainer has "
                 f"{trainer.world_size}. Pass world_size={trainer.world_size} to plan()."
             )
-        _check_batch_size(self.plan, trainer.train_dataloader)
+        _check_samples(self.plan, trainer)
         optimizer = _one_optimizer(trainer.optimizers, type(pl_module).__name__)
         self._prepared = Prepared(self.plan.settings, pl_module, optimizer, watches=self._recovers)
         self._changes.callback(self._prepared.remove)
-        if self._recovers:
-            self._watch(trainer, self._prepared)
+        self._divide(trainer, pl_module, self._prepared)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, index: int
@@ -218,22 +231,34 @@ class PlanCallback(Callback):
         """Restore module and optimizer."""
         self._remove()
 
-    def _watch(self, trainer: Trainer, prepared: Prepared) -> None:
-        """Retry forward and backward of each micro-batch, and clipping."""
-        loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    def _divide(self, trainer: Trainer, module: LightningModule, prepared: Prepared) -> None:
+        """Run batches in micro-batches; retry forward and backward of each batch, and clipping."""
+        loop, settings = trainer.fit_loop.epoch_loop.automatic_optimization, self.plan.settings
+        whole = settings.rank_batch_size // trainer.accumulate_grad_batches
+        of_batch = replace(settings, gradient_accumulation_steps=-(-whole // settings.micro_batch_size))
+        batches = DividedBatches(
+            trainer,
+            module,
+            BatchLayout(),
+            size=settings.micro_batch_size,
+            whole=whole,
+            check=partial(_check_division, module, of_batch) if self._verifies else None,
+        )
         make_closure, precision = loop._make_closure, trainer.strategy.precision_plugin
         clip = precision.clip_gradients
 
-        def make_retried(*args: Any, **kwargs: Any) -> Any:
-            closure = make_closure(*args, **kwargs)
-            setattr(closure, "closure", partial(prepared.retry, closure.closure))  # noqa: B010  # a method
+        def make_divided(kwargs: Any, *args: Any) -> Any:
+            closure = make_closure(kwargs, *args)
+            run = partial(batches.run, closure, closure.closure, kwargs)
+            setattr(closure, "closure", partial(prepared.retry, run) if self._recovers else run)  # noqa: B010  # a method
             return closure
 
         def clip_retried(*args: Any, **kwargs: Any) -> None:
             prepared.retry(partial(clip, *args, **kwargs))
 
-        self._changes.callback(replace_attribute(loop, "_make_closure", make_retried))
-        self._changes.callback(replace_attribute(precision, "clip_gradients", clip_retried))
+        self._changes.callback(replace_attribute(loop, "_make_closure", make_divided))
+        if self._recovers:
+            self._changes.callback(replace_attribute(precision, "clip_gradients", clip_retried))
 
     def _remove(self) -> None:
         if self._prepared is not None:
@@ -242,14 +267,103 @@ class PlanCallback(Callback):
         self._changes.close()
 
 
-def _check_batch_size(plan: Plan, loader: Any) -> None:
-    """Refuse a loader of other batches than the plan's micro-batches."""
-    size, planned = getattr(loader, "batch_size", None), plan.settings.micro_batch_size
-    if isinstance(size, int) and size != planned:
-        raise UsageError(
-            f"the plan runs {planned} samples at a time, and the training loader has batches of {size}. Pass "
-            "trainer.fit(module, loader(plan, train_loader))."
-        )
+def _batch_size(loader: Any) -> int | None:
+    """Samples of a loader's batches; None if only they tell."""
+    size = getattr(loader, "batch_size", None) or getattr(
+        getattr(loader, "batch_sampler", None), "batch_size", None
+    )
+    return size if isinstance(size, int) else None
+
+
+def _check_samples(plan: Plan, trainer: Trainer) -> None:
+    """Refuse a trainer whose steps have other samples than were planned."""
+    size, planned = _batch_size(trainer.train_dataloader), plan.settings.global_batch_size
+    wanted, found = trainer.accumulate_grad_batches, (size or 0) * trainer.world_size
+    if size is None or found * wanted == planned:
+        return
+    accumulating, rest = divmod(planned, found)
+    way_out = "Plan again with this loader"
+    if accumulating and not rest:
+        way_out = f"Pass lightning.Trainer(accumulate_grad_batches={accumulating})"
+    raise UsageError(
+        f"the plan is for {planned} samples a step, and the trainer's steps have {found * wanted}: batches of "
+        f"{size} in {trainer.world_size} processes, accumulate_grad_batches={wanted}. {way_out}."
+    )
+
+
+def _check_division(module: LightningModule, settings: Settings, batch: Batch) -> None:
+    """Refuse a loss that is not the mean of those of the parts of a batch; see `check_split`."""
+    trained = _job(module, batch, lambda: module.trainer)
+    try:
+        with unchanged(module):
+            check_split(trained, module, settings, batch)
+    except EquivalenceError as error:
+        found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
+        raise EquivalenceError(
+            f"{found} To keep the loader's batches whole, pass micro_batch_size={settings.rank_batch_size} to plan()."
+        ) from None
+
+
+class PlanningTrainer(Trainer):
+    """Stands for the trainer of a module that is planned for: `configure_optimizers` may read how long it trains.
+
+    It trains for as many epochs as Lightning does by default. A plan does not depend on it.
+
+    Args:
+        loader: Of the training samples.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        said, before = logging.getLogger("lightning.pytorch"), logging.getLogger("lightning.pytorch").level
+        said.setLevel(logging.WARNING)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                super().__init__(
+                    max_epochs=_EPOCHS,
+                    accelerator="cpu",
+                    devices=1,
+                    logger=False,
+                    enable_checkpointing=False,
+                    enable_progress_bar=False,
+                    enable_model_summary=False,
+                )
+        finally:
+            said.setLevel(before)
+        self._loader = loader
+        self.datamodule = LightningDataModule()
+        self.datamodule.train_dataloader = lambda: loader  # type: ignore[method-assign]
+
+    @property
+    def train_dataloader(self) -> DataLoader[Any]:
+        """The loader."""
+        return self._loader
+
+    @property
+    def num_training_batches(self) -> int:
+        """Batches of an epoch; of a stream, which has no end, one."""
+        try:
+            return max(len(self._loader), 1)
+        except TypeError:
+            return 1
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        """Optimizer steps of all epochs."""
+        return self.num_training_batches * _EPOCHS
+
+
+@contextmanager
+def _attached(module: LightningModule, trainer: Callable[[], Trainer]) -> Iterator[None]:
+    """Within, a module that no trainer trains has one."""
+    if module._trainer is not None or module._fabric is not None:
+        yield
+        return
+    module.trainer = trainer()
+    try:
+        yield
+    finally:
+        module.trainer = None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The largest batches of a trainer, made of its longest samples, and how they are taken apart.
+"""The largest batches of a trainer, made of its longest samples and others, and how they are taken apart.
 
 Private API of transformers 5.23 used here: `_remove_unused_columns`, `_get_collator_with_removed_columns`,
 `_signature_columns` through both. Checked with trl 1.16 and sentence-transformers 6.2.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Trainer
 
-from brimful.batches import BatchLayout
+from brimful.batches import BatchLayout, named_tensors
 from brimful.errors import BatchError, UsageError
 from brimful.integrations.trainer_kinds import has_pairs, is_of_sentence_transformers
 from brimful.job import Batch
@@ -32,7 +32,11 @@ _Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
 def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int], Batch]:
-    """Makes batches of the longest samples, with the trainer's collator.
+    """Makes batches that are as large as those of the longest samples, with the trainer's collator.
+
+    The longest come first. The others are distinct samples, spread over the dataset: of a batch of equal samples
+    every loss is the mean of those of its parts. Where the collator makes no equally large batch of them, as
+    without padding, the longest are repeated.
 
     Args:
         trainer: With a `train_dataset`, of which at most `MOST_SAMPLES_READ` samples are read, evenly spaced;
@@ -47,13 +51,19 @@ def batches_of_longest(trainer: Trainer, longest: Any | None) -> Callable[[int],
     """
     sources, collate = _sources_and_collator(trainer)
     if longest is not None:
-        chosen = [longest]
+        source, chosen = sources[0], [longest]
     else:
-        found = [_longest(samples, collate, collates_all=has_pairs(trainer)) for samples in sources]
-        chosen = found[0] if len(found) == 1 else max(found, key=lambda samples: _elements(collate, samples))
+        found = [
+            (samples, _longest(samples, collate, collates_all=has_pairs(trainer))) for samples in sources
+        ]
+        source, chosen = max(found, key=lambda each: _elements(collate, each[1]) if len(found) > 1 else 0)
 
     def batch(n: int) -> Batch:
-        return dict(collate([chosen[index % len(chosen)] for index in range(n)]))
+        repeated = dict(collate([chosen[index % len(chosen)] for index in range(n)]))
+        if n <= len(chosen):
+            return repeated
+        distinct = dict(collate([*chosen, *_spread(source, n - len(chosen))]))
+        return distinct if _sizes(distinct) == _sizes(repeated) else repeated
 
     return batch
 
@@ -238,6 +248,17 @@ def _some_of(samples: Any) -> Iterator[Any]:
         step = max(len(samples) // MOST_SAMPLES_READ, 1)
         return (samples[index] for index in range(0, len(samples), step))
     return islice(iter(samples), MOST_SAMPLES_READ)
+
+
+def _spread(samples: Any, count: int) -> list[Any]:
+    """`count` samples spread over a dataset; the first ones of a stream, again from its start if it is shorter."""
+    if isinstance(samples, Sized) and hasattr(samples, "__getitem__"):
+        return [samples[index * len(samples) // count] for index in range(count)]
+    return list(islice(cycle(islice(iter(samples), count)), count))
+
+
+def _sizes(batch: Batch) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(path, tensor.shape, tensor.dtype) for path, tensor in named_tensors(batch)]
 
 
 def _lengths(sample: Any) -> dict[str, int]:

@@ -7,8 +7,10 @@ sentence-transformers 6.2.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,12 +21,14 @@ from transformers import Trainer
 
 from brimful.capture import capture_step
 from brimful.devices import find_device
-from brimful.errors import UsageError
+from brimful.errors import EquivalenceError, UsageError
 from brimful.integrations.trainer_batches import batches_of_longest, layout_of_trainer
 from brimful.integrations.trainer_kinds import check_kind
 from brimful.integrations.trainer_loss import (
+    adds_up,
     counted_labels,
     ignores_count,
+    items_counter,
     may_ignore_count,
     noticing_use,
     passes_count,
@@ -32,6 +36,8 @@ from brimful.integrations.trainer_loss import (
 from brimful.integrations.trainer_modules import StandIns, model_of, trained_module
 from brimful.integrations.trainer_sharding import check_parallelism, shard_of, shards
 from brimful.job import Batch, Job
+from brimful.profiling import check_split
+from brimful.replaced import replaced
 from brimful.settings import Settings
 
 
@@ -85,6 +91,55 @@ def find_use_of_count(trainer: Trainer) -> None:
     if may_ignore_count(trainer) and ignores_count(trainer) is None:
         any_gpu = find_device("T4")  # of the table, so that nothing is measured; the loss is the same on all
         capture_step(job_of_trainer(trainer), Settings(micro_batch_size=1), any_gpu, steps=1)
+
+
+def check_division(trainer: Trainer, settings: Settings, batch: Batch, items: Any) -> None:
+    """Check, on a few samples of a real batch, that the loss of a batch is made of those of its micro-batches.
+
+    Args:
+        trainer: Its model is in training; neither it nor random generators are changed.
+        settings: Of a plan that divides its batches.
+        batch: One of them.
+        items: The count of labels of the whole step, as `compute_loss` gets it.
+
+    Raises:
+        EquivalenceError: It is not.
+    """
+    stand_ins, layout, adds = StandIns(trainer), layout_of_trainer(trainer), adds_up(trainer, items)
+
+    def loss(module: nn.Module, part: Batch) -> Tensor:
+        own = stand_ins.with_module(module)
+        with _without_autocast(own.model):
+            found: Tensor = own.compute_loss(own.model, dict(part), **_items(own, items))
+        return found
+
+    job = Job(
+        model=trained_module(trainer),
+        loss=loss,
+        batch=batch,
+        split=layout.to_samples,
+        collate=layout.collate,
+        count=None if adds else items_counter(trainer, layout),
+        reduction="sum" if adds else "mean",  # each part is divided by the count of the whole step
+        name=type(trainer.model).__name__,
+    )
+    whole = int(trainer.args.train_batch_size)
+    of_batch = replace(settings, gradient_accumulation_steps=-(-whole // settings.micro_batch_size))
+    try:
+        check_split(job, trained_module(trainer), of_batch, batch)
+    except EquivalenceError as error:
+        found = re.sub(r': pass Job\(reduction="\w+"\)', "", str(error))
+        raise EquivalenceError(
+            f"{found} To keep the trainer's batches whole, pass micro_batch_size={whole} to plan()."
+        ) from None
+
+
+@contextmanager
+def _without_autocast(model: Any) -> Iterator[None]:
+    """Within, a model that Accelerate prepared for mixed precision has its own forward."""
+    own = getattr(model, "_original_forward", None)  # accelerate 1.15, `Accelerator.prepare_model`
+    with nullcontext() if own is None else replaced(model, "forward", own):
+        yield
 
 
 def _check_supported(trainer: Trainer) -> None:

@@ -1,37 +1,33 @@
-"""How the losses of a trainer's micro-batches add up to that of a step, whatever micro-batches a plan chooses.
+"""How the losses of a trainer's micro-batches add up to those of the batches that its loader gives.
 
-`Trainer.training_step` divides a loss by the number of micro-batches, unless `compute_loss` is given the count
-of labels of the whole step. Models that accept this count need not use it: classifiers, BERT and T5 return a
-mean over their own batch, so the trainer adds up means. The loss of a step then grows with the number of
-micro-batches, and a plan that divides the batch would multiply it.
-
-So each micro-batch gets the weight that it has in the user's own micro-batches. Where the loss is a mean over
-labels, that is by its number of labels, else of samples.
+A loss that is divided by the count of labels of the whole step, which `compute_loss` is given, is a sum: those
+of micro-batches are added. Models that accept this count need not use it: classifiers, BERT and T5 return a
+mean over their own batch. Then each micro-batch has a weight: its share of the labels if each token has one,
+else of the samples.
 
 Private API used here: `Trainer._loss_shifts_labels`. Checked with transformers 5.23, whose
-`current_gradient_accumulation_steps` and `loss_is_scaled_for_ga` are set.
+`loss_is_scaled_for_ga` is read.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import Trainer
 
 from brimful.batches import BatchLayout
+from brimful.errors import BatchError
 from brimful.integrations.trainer_modules import model_of
+from brimful.integrations.trainer_parts import IGNORED_LABEL, shares_of_loss
+from brimful.integrations.trainer_sharding import shards
 from brimful.planner import MEAN_OVER_SAMPLES_NOTE, Plan
-from brimful.replaced import replace_attribute
-
-IGNORED_LABEL = -100
-"""Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""
+from brimful.replaced import replaced
 
 _uses_count: WeakKeyDictionary[Trainer, bool] = WeakKeyDictionary()
 """Whether `compute_loss` reads the count of labels, for trainers whose loss ran."""
@@ -72,13 +68,15 @@ def notes_for_trainer(plan: Plan, trainer: Trainer) -> tuple[str, ...]:
     over samples or labels where a plan may divide their batches.
     """
     size = int(trainer.args.train_batch_size)
-    is_kept = plan.settings.micro_batch_size == size or not _loss_is_of_user(trainer)
+    others = [note for note in plan.notes if note != MEAN_OVER_SAMPLES_NOTE]
+    if plan.settings.micro_batch_size == size or not _loss_is_of_user(trainer):
+        return tuple(others)
     of_loss = (
         "Micro-batches weigh by their samples, or by their labels other than -100 where each token has one: "
-        f"the loss must be such a mean. For a mean over something else, pass micro_batch_size={size} to plan()."
+        "the loss must be such a mean, which `apply` checks in the first step. For a mean over something else, "
+        f"pass micro_batch_size={size} to plan()."
     )
-    others = [note for note in plan.notes if note != MEAN_OVER_SAMPLES_NOTE]
-    return (*others, *([] if is_kept or len(others) == len(plan.notes) else [of_loss]))
+    return (*others, of_loss)
 
 
 def _loss_is_of_user(trainer: Trainer) -> bool:
@@ -142,78 +140,95 @@ def items_counter(trainer: Trainer, layout: BatchLayout) -> Callable[[Any], floa
     return count
 
 
-class LossDivision:
-    """Weighs the losses of a trainer's micro-batches as in the micro-batches that its user set.
+class DividedLoss:
+    """Runs a trainer's batches in micro-batches, whose losses add up to those of the batches.
+
+    The trainer's loader, accumulation and counts stay as its user set them: a batch is divided inside
+    `training_step`, which runs once for each micro-batch.
 
     Args:
         trainer: Before a plan is in force.
         layout: Of its batches.
-        planned_size: The micro-batch of the plan.
+        check: Called once, with the first batch that is divided and the count of labels of its step.
     """
 
-    def __init__(self, trainer: Trainer, layout: BatchLayout, planned_size: int) -> None:
-        self._trainer, self._layout = trainer, layout
+    def __init__(
+        self, trainer: Trainer, layout: BatchLayout, check: Callable[[Any, Any], None] | None = None
+    ) -> None:
+        self._trainer, self._layout, self._check = trainer, layout, check
         self._count = items_counter(trainer, layout)
-        self._size, self._planned_size = int(trainer.args.train_batch_size), planned_size
-        self._batches: Sequence[Any] = ()
-        self._adds_means = may_ignore_count(trainer) and bool(ignores_count(trainer))
 
-    def begin(self) -> Callable[[], None]:
-        """Weigh losses from now on; returns what ends that."""
-        trainer, changes = self._trainer, ExitStack()
-        if self._adds_means:
-            changes.callback(replace_attribute(trainer, "loss_is_scaled_for_ga", False))
-        fetch, train = trainer.get_batch_samples, trainer.training_step
-        changes.callback(replace_attribute(trainer, "get_batch_samples", partial(self._fetch, fetch)))
-        changes.callback(replace_attribute(trainer, "training_step", partial(self._train, train)))
-        return changes.close
-
-    def weigh(self, batch: Any, items: Any) -> None:
-        """Have the trainer divide the next loss by the inverse of a micro-batch's weight.
+    def train(
+        self, size: int, own: Callable[..., Tensor], model: nn.Module, inputs: Any, *others: Any, **kwargs: Any
+    ) -> Tensor:
+        """Run `training_step` on the micro-batches of a batch.
 
         Args:
-            batch: A micro-batch of the step; of another one, such as a part, the divisor stays.
-            items: The count of labels that the trainer has for the whole step.
+            size: The most samples of a micro-batch.
+            own: The trainer's `training_step`.
+            model: Its model, perhaps in a wrapper.
+            inputs: The batch.
+            *others: Of `training_step`.
+            **kwargs: Of `training_step`.
+
+        Returns:
+            The loss of the batch.
+
+        Raises:
+            BatchError: The batch has to be divided and cannot be, or no label of it counts.
         """
-        place = next((i for i, each in enumerate(self._batches) if each is batch), None)
-        if place is None or self._is_weighed_by_trainer(items):
-            return
-        group, of_group = self._users_micro_batches(place)
-        divisor = sum(group) / self._counts[place] / of_group if self._counts[place] else math.inf
-        self._trainer.current_gradient_accumulation_steps = (
-            divisor if self._adds_means else divisor * self._of_user
-        )
+        if size >= self._trainer.args.train_batch_size:
+            return own(model, inputs, *others, **kwargs)
+        if (reason := self._layout.why_whole(inputs)) is not None:
+            raise BatchError(f"a batch is to be divided into micro-batches of {size}: {reason}")
+        parts = self._layout.split(inputs, size)
+        items = others[0] if others else kwargs.get("num_items_in_batch")
+        if self._check is not None and len(parts) > 1:
+            self._check(inputs, items)
+            self._check = None
+        if adds_up(self._trainer, items) or len(parts) == 1:
+            weights = [1.0] * len(parts)
+        else:
+            weights = shares_of_loss(parts, self._count)
+        counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+        losses = []
+        for number, (part, weight) in enumerate(counted, 1):
+            with self._synchronising(model, number == len(counted)), self._weighing(weight):
+                losses.append(own(model, part, *others, **kwargs))
+        return torch.stack(losses).sum()
 
-    def _is_weighed_by_trainer(self, items: Any) -> bool:
-        is_as_planned = self._planned_size == self._size or is_scaled_for_step(self._trainer, items)
-        return is_as_planned and not self._adds_means
+    @contextmanager
+    def _weighing(self, weight: float) -> Iterator[None]:
+        """Within, `compute_loss` returns a part's share of a batch's loss."""
+        compute = self._trainer.compute_loss
 
-    def _users_micro_batches(self, place: int) -> tuple[list[float], int]:
-        """Counts of the micro-batches with which one makes up the user's, and how many of those these are."""
-        together, rest = divmod(self._size, self._planned_size)
-        if rest or not together:
-            return self._counts, self._of_user
-        first = place - place % together
-        return self._counts[first : first + together], 1
+        def weighed(*args: Any, **kwargs: Any) -> Any:
+            found = compute(*args, **kwargs)
+            return (found[0] * weight, *found[1:]) if isinstance(found, tuple) else found * weight
 
-    @property
-    def _of_user(self) -> int:
-        """Micro-batches that the step has without a plan."""
-        return math.ceil(sum(map(self._layout.count, self._batches)) / self._size)
+        with replaced(self._trainer, "compute_loss", weighed) if weight != 1 else nullcontext():
+            yield
 
-    @cached_property
-    def _counts(self) -> list[float]:
-        return [self._count(batch) for batch in self._batches]
-
-    def _fetch(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = own(*args, **kwargs)
-        self._batches = found[0]
-        vars(self).pop("_counts", None)
+    def _synchronising(self, model: nn.Module, is_last: bool) -> AbstractContextManager[object]:
+        """Context of a micro-batch: DDP averages gradients once in a batch, FSDP2 in each micro-batch."""
+        if is_last or shards(self._trainer):
+            return nullcontext()
+        found: AbstractContextManager[object] = self._trainer.accelerator.no_sync(model)
         return found
 
-    def _train(self, own: Callable[..., Any], model: Any, inputs: Any, *others: Any, **kwargs: Any) -> Any:
-        self.weigh(inputs, others[0] if others else kwargs.get("num_items_in_batch"))
-        return own(model, inputs, *others, **kwargs)
+
+def adds_up(trainer: Trainer, items: Any) -> bool:
+    """Whether the losses of the parts of a batch add up to its own, each divided by the count of a whole step.
+
+    Args:
+        trainer: Whose loss ran.
+        items: The count of labels, as `training_step` gets it; None without one.
+
+    Returns:
+        Whether they do; otherwise its loss is a mean over its own batch.
+    """
+    ignores = may_ignore_count(trainer) and bool(ignores_count(trainer))
+    return is_scaled_for_step(trainer, items) and not ignores
 
 
 def is_scaled_for_step(trainer: Trainer, items: Any) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 from transformers.trainer_pt_utils import nested_concat
 
 from brimful.errors import BatchError
-from brimful.integrations.trainer_loss import IGNORED_LABEL
+
+IGNORED_LABEL = -100
+"""Labels that do not count. Source: transformers 5.23, `Trainer._get_num_items_in_batch`."""
 
 
 def shares_of_loss(parts: list[Any], count: Callable[[Any], float]) -> list[float]:

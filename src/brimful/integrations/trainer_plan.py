@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,19 @@ from brimful.errors import UsageError
 from brimful.execution.in_force import Prepared, unwrapped
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_job import effective_batch_size, find_use_of_count, precision_of
-from brimful.integrations.trainer_loss import LossDivision
+from brimful.integrations.trainer_job import (
+    check_division,
+    effective_batch_size,
+    find_use_of_count,
+    precision_of,
+)
+from brimful.integrations.trainer_loss import DividedLoss
 from brimful.integrations.trainer_modules import trained_module
 from brimful.integrations.trainer_recovery import TrainerRecovery
 from brimful.integrations.trainer_sharding import parallelism_of, reduce_each_micro_batch, shards
 from brimful.planner import Plan
 from brimful.quantities import format_bytes, format_seconds
+from brimful.replaced import replace_attribute
 from brimful.results import Recovery
 
 _WARM_STEPS = 2
@@ -34,7 +41,7 @@ _WARM_STEPS = 2
 class AppliedPlan:
     """A plan in force on a trainer; see `integrations.transformers.apply`."""
 
-    def __init__(self, plan: Plan, trainer: Trainer, *, recovers: bool, reports: bool) -> None:
+    def __init__(self, plan: Plan, trainer: Trainer, *, recovers: bool, reports: bool, verifies: bool) -> None:
         _check_for(plan, trainer)
         self.plan = plan
         self.step_seconds: list[float] = []
@@ -45,7 +52,8 @@ class AppliedPlan:
         self._reports = reports
         layout, size = layout_of_trainer(trainer), plan.settings.micro_batch_size
         find_use_of_count(trainer)
-        self._division = LossDivision(trainer, layout, size)
+        check = partial(check_division, trainer, plan.settings) if verifies and not shards(trainer) else None
+        self._division = DividedLoss(trainer, layout, check)
         self._recovery = (
             TrainerRecovery(trainer, size, self._division)
             if recovers and trainer.args.world_size == 1
@@ -54,8 +62,6 @@ class AppliedPlan:
         self._callback = _PlanCallback(self)
         self._changes = ExitStack()
         self._ends_evaluation = (lambda: None) if self._recovery is None else self._recovery.watch_evaluation()
-        self._before = (trainer.args.per_device_train_batch_size, trainer.args.gradient_accumulation_steps)
-        self._set_batch(plan.settings.micro_batch_size, plan.settings.gradient_accumulation_steps)
         self._ends_sharding = reduce_each_micro_batch(trainer)
         trainer.add_callback(self._callback)
 
@@ -72,9 +78,12 @@ class AppliedPlan:
         module = trained_module(self._trainer, model)
         with ExitStack() as changes:
             changes.callback(Prepared(settings, module, optimizer).remove)
-            changes.callback(self._division.begin())
             if self._recovery is not None:
                 changes.callback(self._recovery.begin(module, optimizer, wrapper))
+            else:
+                own = self._trainer.training_step
+                train = partial(self._division.train, settings.micro_batch_size, own)
+                changes.callback(replace_attribute(self._trainer, "training_step", train))
             self._changes = changes.pop_all()
 
     def end(self) -> None:
@@ -82,12 +91,11 @@ class AppliedPlan:
         self._changes.close()
 
     def remove(self) -> None:
-        """Restore the trainer's own batch size, accumulation and training loop."""
+        """Restore the trainer's own training loop."""
         self.end()
         self._ends_evaluation()
         self._ends_sharding()
         self._trainer.remove_callback(self._callback)
-        self._set_batch(*self._before)
 
     def report_text(self) -> str:
         """Predicted beside measured, in a few lines."""
@@ -113,12 +121,6 @@ class AppliedPlan:
         """Print it, if asked for, on the first process."""
         if self._reports and self._trainer.is_world_process_zero():
             print(self.report_text())
-
-    def _set_batch(self, micro_batch_size: int, accumulation: int) -> None:
-        args = self._trainer.args
-        args.per_device_train_batch_size = micro_batch_size
-        args.gradient_accumulation_steps = accumulation
-        self._trainer._train_batch_size = args.train_batch_size
 
 
 class _PlanCallback(TrainerCallback):
@@ -180,6 +182,11 @@ def _check_for(plan: Plan, trainer: Trainer) -> None:
         raise UsageError(
             f"the plan runs {settings.micro_batch_size} samples at a time, and the trainer has "
             f"per_device_train_batch_size={size}, which must stay: {reason} Plan again: `plan(trainer, …)`."
+        )
+    if settings.micro_batch_size > size:
+        raise UsageError(
+            f"the plan runs {settings.micro_batch_size} samples at a time, and the trainer's batches have {size}: "
+            "a plan divides them, and joins none. Plan again: `plan(trainer, …)`."
         )
     if settings.precision.value != precision_of(trainer):
         raise UsageError(

@@ -30,7 +30,7 @@ from brimful.execution.random_state import RandomState
 from brimful.execution.scaled_update import ScaledUpdates, enabled, replace_step
 from brimful.integrations.trainer_batches import layout_of_trainer
 from brimful.integrations.trainer_coupling import why_not_divided
-from brimful.integrations.trainer_loss import LossDivision, is_scaled_for_step, items_counter
+from brimful.integrations.trainer_loss import DividedLoss, items_counter
 from brimful.integrations.trainer_modules import TrainerState
 from brimful.integrations.trainer_parts import joined_results, shares_of_loss
 from brimful.replaced import replace_attribute
@@ -45,15 +45,14 @@ class TrainerRecovery:
     Args:
         trainer: In one process.
         micro_batch_size: The plan's.
-        division: Weighs its micro-batches.
+        division: Runs its batches in micro-batches.
     """
 
-    def __init__(self, trainer: Trainer, micro_batch_size: int, division: LossDivision) -> None:
+    def __init__(self, trainer: Trainer, micro_batch_size: int, division: DividedLoss) -> None:
         self.recoveries: list[Recovery] = []
         self._trainer = trainer
         self._device = torch.device(trainer.args.device)
         self._size = micro_batch_size
-        self._planned_size = micro_batch_size
         self._layout = layout_of_trainer(trainer)
         self._count, self._division = items_counter(trainer, self._layout), division
         self._module: nn.Module = trainer.model
@@ -139,10 +138,7 @@ class TrainerRecovery:
         state = TrainerState(self._trainer)
 
         def run(batch: Any) -> Tensor:
-            self._division.weigh(batch, others[0] if others else kwargs.get("num_items_in_batch"))
-            if self._size >= self._planned_size:
-                return own(model, batch, *others, **kwargs)
-            return self._in_parts(own, model, batch, *others, **kwargs)
+            return self._division.train(self._size, own, model, batch, *others, **kwargs)
 
         self._run_micro_batch = run
 
@@ -162,30 +158,6 @@ class TrainerRecovery:
             raise
         self._done += 1
         return loss
-
-    def _in_parts(
-        self, own: Callable[..., Tensor], model: nn.Module, inputs: Any, *others: Any, **kwargs: Any
-    ) -> Tensor:
-        """A micro-batch in smaller parts, whose losses add up to its own."""
-        trainer = self._trainer
-        parts = self._layout.split(inputs, self._size)
-        items = others[0] if others else kwargs.get("num_items_in_batch")
-        if is_scaled_for_step(
-            trainer, items
-        ):  # each part's loss is a sum divided by the count of the whole step
-            return torch.stack([own(model, part, *others, **kwargs) for part in parts]).sum()
-        weights = shares_of_loss(parts, self._count)
-        steps = trainer.current_gradient_accumulation_steps
-        losses = []
-        try:
-            for part, weight in zip(parts, weights, strict=True):
-                if not weight:
-                    continue
-                trainer.current_gradient_accumulation_steps = steps / weight  # a mean is divided by it
-                losses.append(own(model, part, *others, **kwargs))
-        finally:
-            trainer.current_gradient_accumulation_steps = steps
-        return torch.stack(losses).sum()
 
     def _clip_grad_norm(self, own: Callable[..., Any], model: nn.Module) -> Any:
         return self._run_after_backward(partial(own, model))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack, cast
 
 import torch
@@ -90,9 +91,9 @@ def plan(
 ) -> Plan:
     """Find the fastest way to run a trainer's steps inside a memory budget.
 
-    The effective batch stays that of the trainer's arguments: `per_device_train_batch_size` ×
-    `gradient_accumulation_steps` × the number of processes. So do precision and optimizer. Where the loss
-    compares the samples of a batch, as with in-batch negatives, the batch size per device stays too.
+    The trainer's batches, steps and learning rates stay: a plan divides each batch of
+    `per_device_train_batch_size` samples into micro-batches, and joins none. So do precision and optimizer.
+    Where the loss compares the samples of a batch, as with in-batch negatives, it is not divided.
 
     **Several processes.** Each calls this; the first plans, and all get its plan. DDP and FSDP2 are read from
     the trainer, and the prediction is for each process.
@@ -107,8 +108,8 @@ def plan(
         The plan, for `apply`.
 
     Raises:
-        UsageError: An option is the trainer's to decide, `micro_batch_size` would divide a batch whose samples
-            the loss compares, or as `job`.
+        UsageError: An option is the trainer's to decide, `micro_batch_size` is larger than the trainer's
+            batches or would divide one whose samples the loss compares, or as `job`.
         InfeasibleError: Nothing permitted fits.
         CaptureError: The step cannot be run on fake tensors.
     """
@@ -127,21 +128,28 @@ def plan(
     reason = why_not_divided(trainer)
     if reason is not None:
         asked["micro_batch_size"] = _undivided(trainer, options.get("micro_batch_size"), reason)
-    size = effective_batch_size(trainer)
+    else:
+        _check_joins_none(trainer, options.get("micro_batch_size"))
+    size, of_batch = effective_batch_size(trainer), int(trainer.args.train_batch_size)
     notes = (*reading_notes(trainer, longest), *few_samples_notes(trainer, size), *sharding_notes(trainer))
     if reason is not None:
         notes += (f"the batch is not divided: {reason}",)
 
     def planned() -> Plan:
         with permitted_in_process_group(), RandomState.kept():  # the trainer was seeded when it was made
-            found = plan_job(
+            make = partial(
+                plan_job,
                 job(trainer, longest=longest),
                 device,
                 global_batch_size=size,
                 world_size=trainer.args.world_size,
-                **asked,
             )
-        return replace(found, notes=(*notes_for_trainer(found, trainer), *notes, *division_notes(trainer)))
+            found = make(**asked)
+            joining = found.settings.micro_batch_size
+            if joining > of_batch:
+                found = make(**{**asked, "micro_batch_size": of_batch})
+        joined = _joining_notes(trainer, joining)
+        return replace(found, notes=(*notes_for_trainer(found, trainer), *notes, *division_notes(trainer), *joined))
 
     try:
         return _of_the_first_process(trainer, planned)
@@ -181,6 +189,29 @@ def _without_asked_size(message: str, options: PlanKeywords) -> str:
     return re.sub(r"(you asked for: [^\n]*?)(, )?micro-batches of \d+(?(2)|, )", r"\1", whole)
 
 
+def _check_joins_none(trainer: Trainer, asked: int | None) -> None:
+    size = int(trainer.args.train_batch_size)
+    if asked is not None and asked > size:
+        raise UsageError(
+            f"micro_batch_size={asked} is larger than the trainer's batches of {size}. A plan divides them, and "
+            f"joins none. Set per_device_train_batch_size={asked} in TrainingArguments, and fewer "
+            "gradient_accumulation_steps."
+        )
+
+
+def _joining_notes(trainer: Trainer, joining: int) -> tuple[str, ...]:
+    """That larger micro-batches than the trainer's batches would be faster, as the first search found."""
+    args = trainer.args
+    if joining <= args.train_batch_size:
+        return ()
+    return (
+        f"micro-batches of {joining} would be faster, and the trainer's batches have {args.train_batch_size}: a "
+        "plan divides them, and joins none. To let it choose, set "
+        f"per_device_train_batch_size={args.train_batch_size * args.gradient_accumulation_steps} and "
+        "gradient_accumulation_steps=1 in TrainingArguments",
+    )
+
+
 def _undivided(trainer: Trainer, asked: int | None, reason: str) -> int:
     """The micro-batch size of a trainer whose batch is not divided."""
     size = int(trainer.args.train_batch_size)
@@ -192,11 +223,14 @@ def _undivided(trainer: Trainer, asked: int | None, reason: str) -> int:
     return size
 
 
-def apply(plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = True) -> AppliedPlan:
+def apply(
+    plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = True, verify: bool = True
+) -> AppliedPlan:
     """Put a plan in force on a trainer.
 
-    It sets the trainer's batch size per device and its accumulation, and from `train()` on the plan's unit
-    actions, memory format, optimizer implementation and allocator settings. The effective batch stays.
+    From `train()` on, the trainer's batches are divided into the plan's micro-batches, and the plan's unit
+    actions, memory format, optimizer implementation and allocator settings are in force. The trainer's loader,
+    arguments and steps stay as they are.
 
     **Out of memory.** A training step in which memory runs out is undone and taken again: once unchanged, then
     with micro-batches of half the size, which stay in use. Samples, gradients, random numbers and buffers are
@@ -207,6 +241,9 @@ def apply(plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = 
         trainer: Before `train()`.
         recover: Whether steps in which memory runs out are retried.
         report: Print predicted beside measured at the end of training.
+        verify: If the plan divides batches, compare the loss of a few samples with that of their parts before
+            the first step: `train()` raises EquivalenceError if they differ, and warns if that cannot be
+            checked. Under FSDP2 it is not checked.
 
     Returns:
         What was applied: `remove()` undoes it, `recoveries` lists steps in which memory ran out.
@@ -215,4 +252,4 @@ def apply(plan: Plan, trainer: Trainer, *, recover: bool = True, report: bool = 
         UsageError: The plan is for another effective batch, number of processes or precision, or has settings
             that a trainer cannot carry out.
     """
-    return AppliedPlan(plan, trainer, recovers=recover, reports=report)
+    return AppliedPlan(plan, trainer, recovers=recover, reports=report, verifies=verify)
