@@ -102,9 +102,14 @@ def commit_of(folder: Path, *paths: str) -> str:
         folder: Any in the checkout.
         paths: Which files, from there; none means those in the folder.
     """
-    return _git(folder, "rev-parse", "HEAD") + (
+    return commit_at(folder) + (
         "+" if _git(folder, "status", "--porcelain", "-uno", *(paths or ["."])) else ""
     )
+
+
+def commit_at(folder: Path) -> str:
+    """The commit of a checkout, whatever files differ from it."""
+    return _git(folder, "rev-parse", "HEAD")
 
 
 def _git(folder: Path, *words: str) -> str:
