@@ -102,9 +102,7 @@ def commit_of(folder: Path, *paths: str) -> str:
         folder: Any in the checkout.
         paths: Which files, from there; none means those in the folder.
     """
-    return commit_at(folder) + (
-        "+" if _git(folder, "status", "--porcelain", "-uno", *(paths or ["."])) else ""
-    )
+    return commit_at(folder) + ("+" if _git(folder, "status", "--porcelain", "-uno", *(paths or ["."])) else "")
 
 
 def commit_at(folder: Path) -> str:

@@ -69,6 +69,7 @@ def script(
 
 def imported_from(entry: Script, checkouts: Path) -> None:
     """Let this process import the code of a checkout; another checkout's modules may have the same names."""
+    sys.argv = [entry.file]  # which some read when they are imported
     sys.path.insert(0, str(checkouts / entry.checkout / entry.folder))
     for name in entry.absent:
         module = ModuleType(name)

@@ -6,9 +6,11 @@ three steps by hand from the same weights, batches and random numbers.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 import warnings
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -98,7 +100,8 @@ def examined(name: str, checkouts: Path) -> dict[str, object]:
     """The row of the script of a name, whose code this process imports."""
     (entry,) = [entry for entry in SCRIPTS if entry.name == name]
     imported_from(entry, checkouts)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+    gc.freeze()  # memory is counted after collecting garbage, which goes through all that is imported else
+    with redirect_stdout(None), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         return asdict(_row(entry))
 
