@@ -9,27 +9,19 @@ one that ends the interpreter is a row like another. Names run some jobs alone a
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
-import signal
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict
-from functools import cache
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
-from pathlib import Path
 from typing import Any
 
 from brimful.quantities import format_bytes
 from job_zoo import JOBS, JobCase
 from job_zoo.examine import CLOSE_FRACTION, REFUSED, SUPPORTED, WARNED, WRONG, Row, examine
 from machine import Rows
+from own_process import EndedError, call_apart
 
 COMMAND = "python benchmarks/cpu_job_zoo.py"
 PACKAGES = ("transformers", "bitsandbytes", "peft", "diffusers", "accelerate", "lightning", "torch_geometric")
@@ -41,41 +33,22 @@ AT_ONCE = 2
 
 def examine_apart(case: JobCase) -> dict[str, Any]:
     """A job's row, from a process of its own."""
-    context = _forkserver()
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_examine_into, args=(sending, case.name))
     began = time.perf_counter()
-    process.start()
-    sending.close()
-    row = None
-    if receiving.poll(MOST_SECONDS):
-        with suppress(EOFError):  # it ended without a word
-            row = receiving.recv()
-    else:
-        process.kill()
-    process.join()
-    if row is None:
-        code = process.exitcode or 0
-        ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-        why = f"the interpreter is ended {ended}"
+    try:
+        row: dict[str, Any] = call_apart(
+            examined, case.name, seconds=MOST_SECONDS, preload=("job_zoo.examine", "transformers")
+        )
+    except EndedError as error:
+        why = f"the interpreter is ended {error}"
         lost = Row(name=case.name, kind=case.kind, samples=case.samples, status=WRONG, why=why, wrongs=[why])
         row = lost.to_json() | {"seconds": round(time.perf_counter() - began, 2)}
     return row
 
 
-@cache
-def _forkserver() -> ForkServerContext:
-    """Forks processes that have imported what takes long."""
-    here = str(Path(__file__).parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["job_zoo.examine", "transformers"])
-    return context
-
-
-def _examine_into(sending: Connection, name: str) -> None:
+def examined(name: str) -> dict[str, Any]:
+    """The row of the job of a name."""
     (case,) = [case for case in JOBS if case.name == name]
-    sending.send(asdict(examine(case)))
+    return examine(case).to_json()
 
 
 def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -102,9 +102,12 @@ def commit_of(folder: Path, *paths: str) -> str:
         folder: Any in the checkout.
         paths: Which files, from there; none means those in the folder.
     """
-    return _git(folder, "rev-parse", "HEAD") + (
-        "+" if _git(folder, "status", "--porcelain", "-uno", *(paths or ["."])) else ""
-    )
+    return commit_at(folder) + ("+" if _git(folder, "status", "--porcelain", "-uno", *(paths or ["."])) else "")
+
+
+def commit_at(folder: Path) -> str:
+    """The commit of a checkout, whatever files differ from it."""
+    return _git(folder, "rev-parse", "HEAD")
 
 
 def _git(folder: Path, *words: str) -> str:

@@ -190,7 +190,7 @@ def _carried_out(case: JobCase, row: Row, plan: bf.Plan, what: str) -> PlanRow |
     if true_bytes is None:
         return None
     found = PlanRow(
-        settings=_in_words(plan.settings),
+        settings=in_words(plan.settings),
         micro_batch_size=plan.settings.micro_batch_size,
         budget_bytes=plan.budget_bytes,
         predicted_bytes=plan.predicted_peak_device_bytes,
@@ -272,7 +272,8 @@ def _ratio(planned: Sequence[float], plain: Sequence[float]) -> float:
     return statistics.fmean(planned) / below if below else math.nan
 
 
-def _in_words(settings: bf.Settings) -> str:
+def in_words(settings: bf.Settings) -> str:
+    """What a plan does, in a line."""
     actions = [str(unit.action) for unit in settings.units if unit.fqn in settings.changed]
     said = [f"{settings.micro_batch_size} × {settings.gradient_accumulation_steps}"]
     said += [f"{actions.count(action)} {action}" for action in dict.fromkeys(actions)]

@@ -48,6 +48,18 @@ class Stepped:
     """Of the loss."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What some steps came to."""
+
+    losses: tuple[float, ...]
+    start: dict[str, dict[str, Tensor]]
+    """Before the first step: "weights" and "buffers", each by name."""
+    end: dict[str, dict[str, Tensor]]
+    draws: bool
+    """Whether random numbers were drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Ready:
     """A job about to be trained."""
@@ -82,6 +94,19 @@ def stepped(case: JobCase, plan: bf.Plan | bf.Settings | None, *, seed: int = 0)
     )
 
 
+def trained(case: JobCase, plan: bf.Plan | None, *, steps: int, seed: int = 0) -> Trained:
+    """Take some steps, each on its own batch, by hand if there is no plan, drawing from a seed."""
+    job = _job(case)
+    ready = _ready(case, plan, job)
+    batches = [ready.batch, *(_batch(job, case.samples) for _ in range(steps - 1))]
+    start = _state(ready.model)
+    seed_all(seed)
+    before = _generators()
+    losses = tuple(float(ready.step(batch)) for batch in batches)
+    draws = not _are_same(before, _generators())
+    return Trained(losses=losses, start=start, end=_state(ready.model), draws=draws)
+
+
 def plain_peak_bytes(case: JobCase) -> int:
     """The most that a steady step, or the job's own loop, holds; what was there before it does not count."""
     with all_bytes_counted():
@@ -111,6 +136,13 @@ def _loop_peak_bytes(case: JobCase, job: bf.Job) -> int:
     model = build_model(job).train()
     batches = (_batch(job, case.samples) for _ in range(LOOP_STEPS))
     return peak_bytes(partial(job.loop, model, batches))
+
+
+def _state(model: nn.Module) -> dict[str, dict[str, Tensor]]:
+    return {
+        "weights": {name: weight.detach().clone() for name, weight in model.named_parameters()},
+        "buffers": {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+    }
 
 
 def _job(case: JobCase) -> bf.Job:
