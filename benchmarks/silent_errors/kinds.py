@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from silent_errors import steps
+from silent_errors import losses, steps
 from silent_errors.case import Case
 
-CASES: tuple[Case, ...] = (*steps.CASES,)
+CASES: tuple[Case, ...] = (
+    *losses.CASES,
+    *steps.CASES,
+)

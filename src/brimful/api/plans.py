@@ -48,7 +48,7 @@ def plan(
 
     Options that are given are kept; the plan chooses the others. By default nothing is chosen that changes the
     mathematics: the precision and the optimizer are the job's, and a batch is not split where BatchNorm couples
-    its samples or a layer changes its buffers in each forward.
+    its samples or a forward changes what the next one finds, such as a teacher's weights.
 
     Args:
         job: The job to train.

@@ -1,22 +1,14 @@
-"""Layers because of which a split batch trains otherwise: BatchNorm, and those that keep a state.
-
-A state is what a forward changes: spectral norm's vectors, a codebook's averages, a teacher's centre. With k
-micro-batches it changes k times a step. A whole number alone is taken for a counter of forwards, which couples
-nothing.
-
-Private torch APIs used here: `Module._buffers`, `_BatchNorm`, `_NormBase`, `Tensor._version`
-(checked: torch 2.13).
-"""
+"""Layers and state because of which a split batch trains otherwise: BatchNorm, and what a forward carries on."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
+from typing import Any
 
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from brimful.capture.fakes.outside import OutsideTensors, is_state
+from brimful.capture.carried import CarriedState, running_statistics
+from brimful.capture.fakes.outside import OutsideTensors
 from brimful.module_names import plain_namer
 
 
@@ -25,28 +17,22 @@ class Coupling:
 
     Args:
         model: In training mode.
+        others: What the loss is computed with beside it, by name.
         outside: What the loss reads beside it.
     """
 
-    def __init__(self, model: nn.Module, outside: OutsideTensors) -> None:
+    def __init__(self, model: nn.Module, others: dict[str, Any], outside: OutsideTensors) -> None:
         self._model, self._outside = model, outside
         self._plain_name = plain_namer(model)
-        self._before: dict[tuple[str, str], tuple[weakref.ref[Tensor], int]] = {}
-        self._changed: dict[str, None] = {}
+        self.carried = CarriedState(model, others, outside.known_stand_in)
 
     def begin_forward(self) -> None:
-        """Note how the buffers are."""
-        self._before = {place: (weakref.ref(buffer), buffer._version) for place, buffer in self._buffers()}
-        self._outside.begin_forward()
+        """Note what is held."""
+        self.carried.begin()
 
     def end_forward(self) -> None:
-        """Find the buffers that are not as they were noted."""
-        self._outside.end_forward()
-        for place, buffer in self._buffers():
-            before, version = self._before.get(place, (None, 0))
-            is_same = before is not None and before() is buffer and version == buffer._version
-            if not is_same and is_state(buffer):
-                self._changed.setdefault(place[0])
+        """Find what is not as it was noted."""
+        self._outside.end_forward(self.carried.end())
 
     def batch_norms(self) -> tuple[str, ...]:
         """BatchNorm layers that normalise with the statistics of the batch itself."""
@@ -58,18 +44,6 @@ class Coupling:
         return (*map(self._plain_name, inside), *self._outside.batch_norms)
 
     def stateful(self) -> tuple[str, ...]:
-        """Others that change their buffers in forward, and what the loss changes outside of the model."""
-        inside = (*self._changed, *self._running_statistics())
-        return (*map(self._plain_name, inside), *self._outside.changed)
-
-    def _running_statistics(self) -> Iterator[str]:
-        """Per-sample norms that keep running statistics, whose tensor version does not change when they do."""
-        for path, module in self._model.named_modules():
-            is_other_norm = isinstance(module, _NormBase) and not isinstance(module, _BatchNorm)
-            if is_other_norm and module.training and module.running_mean is not None:
-                yield path
-
-    def _buffers(self) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        for path, module in self._model.named_modules():
-            if not isinstance(module, _NormBase):
-                yield from (((path, name), each) for name, each in module._buffers.items() if each is not None)
+        """What else a forward changes and the next one finds, by name."""
+        inside = map(self._plain_name, running_statistics(self._model))
+        return tuple(dict.fromkeys((*self.carried.changed, *inside, *self._outside.changed)))

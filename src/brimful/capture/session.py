@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -39,8 +42,9 @@ from brimful.capture.values.known import KnownValues
 from brimful.devices import Device
 from brimful.distributed.fsdp import Sharded
 from brimful.execution.attached import parameter_count
-from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
+from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of, loss_parts
 from brimful.execution.precision import autocast
+from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
 from brimful.settings import Settings
 from brimful.trace import Guess, Op, Phase, Trace
@@ -86,6 +90,7 @@ class CaptureSession:
         self._model = build_fake_model(job, mode, known)
         self._modules = ModuleCalls(self._model)
         self._outside = OutsideTensors(mode, known)
+        self._held = HeldValues(self._model, loss_parts(job)).outside_of(self._model)
         self._observers = StepObservers(
             recorder=Recorder(
                 self._modules,
@@ -96,10 +101,11 @@ class CaptureSession:
                 runs_own_loop=job.loop is not None,
             ),
             compiled=compiled,
-            coupling=Coupling(self._model, self._outside),
+            coupling=Coupling(self._model, loss_parts(job), self._outside),
             shortening=shortening,
             part=part,
         )
+        self._observers.recorder.carried = self._observers.coupling.carried
         self._format = AppliedFormat(self._model, None)
         self._captured: CapturedStep | None = None
         """Kept until the trace is made: what it holds is not freed by a step."""
@@ -122,6 +128,7 @@ class CaptureSession:
         with self._patched() as sharded:
             applied = apply_units(self._model, settings)
             with self._recording() as functions:
+                recorded: Recorded | None = None
                 if self._job.loop is not None:
                     steps, micro_batches = run_loop(
                         self._job,
@@ -138,8 +145,12 @@ class CaptureSession:
                     if evaluates:
                         observers.recorder.position.enter(Phase.EVALUATION, 0, steps)
                         _evaluate(self._job, settings, self._model, self._batch, observers.recorder)
-        trace = self._trace(settings, steps, micro_batches, recorded_by(self._observers.recorder))
+                    if not observers.coupling.carried.is_settled:
+                        recorded = self._settled()
+        recorded = recorded or recorded_by(observers.recorder)
+        trace = self._trace(settings, steps, micro_batches, recorded)
         applied.remove()
+        self._held.restore()
         return trace, written
 
     def run_part(self) -> RecordedPart | None:
@@ -151,8 +162,10 @@ class CaptureSession:
         step = self._captured
         assert step is not None
         is_unsure = written or (not self._observers.part.has_model and self._known.has_assumed)
+        is_unsure = is_unsure or not self._observers.coupling.carried.is_settled
         recorded = None if is_unsure else step.seams.recorded(step.optimizer, self._rules)
         applied.remove()
+        self._held.restore()
         return recorded
 
     def joined(self, settings: Settings, model: RecordedPart, update: RecordedPart) -> Trace:
@@ -233,6 +246,27 @@ class CaptureSession:
             _begin_step(self._rules)
             self._captured.run(step)
         return move.written
+
+    def _settled(self) -> Recorded:
+        """What was recorded, before other forwards show which of what a forward made the next one reads."""
+        recorder = self._observers.recorder
+        recorded, facts = recorded_by(recorder), copy.copy(recorder.facts)
+        noted = dict(facts.uncertain)
+        batch = input_mover(recorder, repeats=True)(self._batch)  # a model may hold the last one
+
+        def forward() -> None:
+            random.seed(0)
+            np.random.seed(0)
+            with autocast(self._model, self._settings.precision):
+                loss_of(self._job)(self._model, batch)
+
+        python, numpy = random.getstate(), np.random.get_state(legacy=False)
+        self._observers.coupling.carried.settle(forward)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for name in facts.__dataclass_fields__:
+            setattr(recorder.facts, name, noted if name == "uncertain" else getattr(facts, name))
+        return recorded
 
     def _trace(self, settings: Settings, steps: int, micro_batches: int, recorded: Recorded) -> Trace:
         recorder, coupling = self._observers.recorder, self._observers.coupling

@@ -10,6 +10,7 @@ from brimful.capture.compiled import CompiledCode
 from brimful.capture.corrections import Rule, rules_for
 from brimful.capture.libraries import meta_errors_unlogged
 from brimful.capture.loss_signature import signature_hint
+from brimful.capture.loss_terms import LossTerms
 from brimful.capture.missing_kernels import kernel_hint
 from brimful.capture.recording.lines import raising_line
 from brimful.capture.recording.update import Gradient, PartsDifferError, RecordedPart
@@ -100,6 +101,30 @@ def capture_short_step(
         session = CaptureSession(job, reduced, device, rules, guess, compiled, shortening)
         trace, written = session.run(1, evaluates=False, written_inputs=frozenset())
     return None if written else _whole(trace, settings, shortening, rules)
+
+
+def loss_terms(job: Job, samples: int, device: Device) -> tuple[str, ...]:
+    """What shows that a loss is a mean over something else than samples.
+
+    Args:
+        job: Its loss runs on fake tensors, with the labels of its batch.
+        samples: In the batch.
+        device: Of a plan.
+
+    Returns:
+        What the loss is, in words; empty if nothing speaks against a mean over samples.
+
+    Raises:
+        CaptureError: The step cannot be run on fake tensors.
+    """
+    settings = Settings(micro_batch_size=samples)
+    terms = LossTerms(device, settings)
+    with _capturing(job, settings) as compiled:
+        rules = [*rules_for(device, settings, ()), terms]
+        CaptureSession(replace(job, loop=None), settings, device, rules, Guess.EXPECTED, compiled).run(
+            1, evaluates=False, written_inputs=frozenset()
+        )
+    return terms.found()
 
 
 class CapturedModel:

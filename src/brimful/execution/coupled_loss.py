@@ -65,6 +65,11 @@ def loss_of(job: Job) -> Callable[[nn.Module, Batch], Tensor]:
     return job.loss if job.embed is None else CoupledLoss(job.embed, job.loss, layout_of(job))
 
 
+def loss_parts(job: Job) -> dict[str, Callable[..., Any]]:
+    """The functions that compute a job's loss, by name."""
+    return {"loss": job.loss} | ({} if job.embed is None else {"embed": job.embed})
+
+
 def embeds_twice(job: Job, micro_batches: Sequence[Batch]) -> bool:
     """Whether a step embeds each of its micro-batches twice: for the loss, and for its gradient."""
     return job.embed is not None and len(micro_batches) > 1

@@ -17,7 +17,7 @@ def why_kept_whole(baseline: Trace) -> str:
     if norms := baseline.batch_norm_modules:
         reasons.append(f"{len(norms)} BatchNorm layers (first: {norms[0]!r}) compute with the whole of it")
     if stateful := baseline.stateful_modules:
-        reasons.append(f"each forward changes buffers, which would change more often: {_listed(stateful)}")
+        reasons.append(f"each forward changes what the next one finds, which would change more often: {listed(stateful)}")
     return "; ".join(reasons)
 
 
@@ -26,7 +26,8 @@ def what_splitting_changes(
 ) -> Iterator[str]:
     """Changes by splitting the batch in such layers, as clauses.
 
-    `batch_norms` normalise with the statistics of the batch; `stateful` layers change their buffers in forward.
+    `batch_norms` normalise with the statistics of the batch; `stateful` is what a forward
+    changes and the next one finds.
     """
     steps = settings.gradient_accumulation_steps
     if batch_norms:
@@ -38,11 +39,12 @@ def what_splitting_changes(
         )
     if stateful:
         yield (
-            f"each forward changes buffers: {steps} times a step, and each micro-batch sees other values: "
-            f"{_listed(stateful)}"
+            f"each forward changes what the next one finds: {steps} times a step, and each micro-batch sees other values: "
+            f"{listed(stateful)}"
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few of some names, and how many others there are."""
     others = len(names) - _NAMED
     return ", ".join(map(repr, names[:_NAMED])) + (f" and {others} more" if others > 0 else "")

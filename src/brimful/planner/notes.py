@@ -10,7 +10,7 @@ from brimful.devices import Device, torch_builds_note
 from brimful.job import DEFAULT_OPTIMIZER_NOTE
 from brimful.planner.alternatives import least_device_bytes
 from brimful.planner.candidate_search import CandidateSearch
-from brimful.planner.coupling import what_splitting_changes, why_kept_whole
+from brimful.planner.coupling import listed, what_splitting_changes, why_kept_whole
 from brimful.planner.fastest import by_least_time
 from brimful.planner.headroom import exceedance_of
 from brimful.planner.request import Request
@@ -309,8 +309,8 @@ def _what_ranks_take(settings: Settings, baseline: Trace, request: Request) -> l
         notes.append("What DeepSpeed takes is computed by its rules, not captured, and is less exact.")
     if baseline.stateful_modules:
         notes.append(
-            f"{len(baseline.stateful_modules)} layers change their buffers in forward, each rank for itself; "
-            "those of the first are kept."
+            f"Each forward changes what the next one finds, {listed(baseline.stateful_modules)}, each rank for itself; "
+            "that of the first is kept."
         )
     if baseline.batch_norm_modules:
         notes.append(

@@ -5,23 +5,32 @@ Private torch APIs used here: `_BatchNorm` (checked: torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from brimful.batches import InputMover
-from brimful.capture.fakes.outside import is_state
+from brimful.batches import InputMover, tensors_in
+from brimful.capture.carried import CarriedState, running_statistics, storages_of
+from brimful.capture.values.writes import has_writes, written_tensors
+from brimful.dispatch_mode import EagerDispatchMode
 from brimful.execution.buffers import BufferSnapshot
-from brimful.execution.coupled_loss import loss_of
+from brimful.execution.coupled_loss import loss_of, loss_parts
 from brimful.execution.precision import device_of
 from brimful.execution.random_state import RandomState
+from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
 from brimful.planner import what_splitting_changes
 from brimful.settings import Settings
+from brimful.wrapper_tensors import calls_ops_on_parts
+
+Result = TypeVar("Result")
 
 NEEDS_GRADIENTS = "does not require grad"
 """What torch says of a gradient that is asked for where none is recorded (torch/csrc/autograd/engine.cpp)."""
@@ -34,33 +43,6 @@ def batch_norms(model: nn.Module) -> tuple[str, ...]:
         for name, module in model.named_modules()
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
     )
-
-
-def stateful_modules(model: nn.Module, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[str]:
-    """Modules other than BatchNorm with a buffer that a forward pass changed and that is more than a counter.
-
-    Args:
-        model: Has these modules.
-        before: Buffers by name, as they were before the forward pass.
-        after: The same after it.
-
-    Returns:
-        Names, each once.
-    """
-    found: dict[str, None] = {}
-    for name, buffer in after.items():
-        path = name.rpartition(".")[0]
-        is_changed = name not in before or not _are_equal(before[name].cpu(), buffer.cpu())
-        if is_changed and is_state(buffer) and not isinstance(model.get_submodule(path), _BatchNorm):
-            found.setdefault(path)
-    return list(found)
-
-
-def _are_equal(tensor: Tensor, other: Tensor) -> bool:
-    """Entry by entry; NaN is equal to NaN."""
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    return bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())
 
 
 def what_split_changes(job: Job, settings: Settings, model: nn.Module, part: Batch) -> Iterator[str]:
@@ -78,30 +60,125 @@ def what_split_changes(job: Job, settings: Settings, model: nn.Module, part: Bat
     Raises:
         Exception: Whatever the loss raises.
     """
-    yield from what_splitting_changes(batch_norms(model), _stateful_in(job, model, part), settings)
+    yield from what_splitting_changes(batch_norms(model), carried_state(job, model, part), settings)
 
 
-def _stateful_in(job: Job, model: nn.Module, part: Batch) -> list[str]:
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    if not any(map(is_state, before.values())):
-        return []
+def carried_state(job: Job, model: nn.Module, part: Batch) -> tuple[str, ...]:
+    """What a forward changes and the next one finds, by name, as `Trace.stateful_modules`.
+
+    Args:
+        job: Its loss is computed.
+        model: In training mode; it and all generators are left as they were.
+        part: A few samples.
+
+    Returns:
+        Names; BatchNorm's running statistics are not among them.
+
+    Raises:
+        Exception: Whatever the loss raises.
+    """
     device = device_of(model)
-    random_state, buffers = RandomState.now(device), BufferSnapshot(model)
+    random_state, carried = RandomState.now(device), CarriedState(model, loss_parts(job))
+
+    def forward() -> None:
+        random_state.restore(device)
+        loss_of(job)(model, InputMover.copying_to(device)(part))
+
+    with restoring_state(job, model, carried), without_gradients_if_it_can(model, forward) as compute:
+        carried.begin()
+        compute()
+        carried.end()
+        carried.settle(compute)
+    random_state.restore(device)
+    return (*carried.changed, *running_statistics(model))
+
+
+@contextmanager
+def restoring_state(job: Job, model: nn.Module, carried: CarriedState | None = None) -> Iterator[None]:
+    """Within, forwards may write to what they like; afterwards everything holds what it did.
+
+    Args:
+        job: Computes the loss.
+        model: Any.
+        carried: Is told of ops.
+    """
+    buffers, held, writes = BufferSnapshot(model), HeldValues(model, loss_parts(job)), _KeptStorages(carried)
     buffers.take()
     try:
-        compute = partial(loss_of(job), model, InputMover.copying_to(device)(part))
+        with writes:
+            yield
+    finally:
+        buffers.restore()
+        held.restore()
+        writes.restore()
+
+
+class _KeptStorages(EagerDispatchMode):
+    """Within, what is there already is copied to the host before an op writes to it.
+
+    Args:
+        carried: Is told of ops.
+    """
+
+    def __init__(self, carried: CarriedState | None) -> None:
+        super().__init__()
+        self._carried = carried
+        self._made: dict[int, weakref.ref[Any]] = {}
+        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an op."""
+        kwargs = kwargs or {}
+        if any(map(calls_ops_on_parts, types)):
+            return NotImplemented  # the ops on the parts come here again
+        if self._carried is not None and self._carried.use is not None:
+            self._carried.use.note(func, args, kwargs)
+        for tensor in written_tensors(func, args, kwargs) if has_writes(func) else ():
+            self._keep(tensor.untyped_storage())
+        out = func(*args, **kwargs)
+        there = {*chain.from_iterable(map(storages_of, tensors_in((args, kwargs))))}
+        for tensor in tensors_in(out):
+            if there.isdisjoint(storages_of(tensor)) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                address = storage._cdata
+                self._made[address] = weakref.ref(storage, partial(self._forget, address))
+        return out
+
+    def restore(self) -> None:
+        """Write back what was copied."""
+        for storage, values in self._kept.values():
+            storage.copy_(values)
+        self._kept.clear()
+
+    def _keep(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if address not in self._made and address not in self._kept:
+            self._kept[address] = storage, storage.clone() if storage.device.type == "cpu" else storage.cpu()
+
+    def _forget(self, address: int, _end: object) -> None:
+        self._made.pop(address, None)
+
+
+@contextmanager
+def without_gradients_if_it_can(
+    model: nn.Module, compute: Callable[[], Result]
+) -> Iterator[Callable[[], Result]]:
+    """Yields a function that computes without gradients, or with them where the loss needs some itself."""
+
+    def computed() -> Result:
         try:
             with torch.no_grad():
-                compute()
+                return compute()
         except RuntimeError as error:
             if NEEDS_GRADIENTS not in str(error):
                 raise
-            with restoring_gradients(model):
-                compute()
-        return stateful_modules(model, before, dict(model.named_buffers()))
-    finally:
-        buffers.restore()
-        random_state.restore(device)
+        with torch.enable_grad():
+            return compute()
+
+    with restoring_gradients(model):
+        yield computed
 
 
 @contextmanager

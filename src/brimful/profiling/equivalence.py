@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,18 +24,25 @@ from brimful.execution.losses import counting_parts, loss_weights
 from brimful.execution.out_of_memory import out_of_memory
 from brimful.execution.precision import device_of
 from brimful.execution.setup import build_model, choose_device, device_name
+from brimful.held_values import HeldValues
 from brimful.job import Batch, Job
 from brimful.optimizers import make_optimizer
 from brimful.planner import what_splitting_changes
 from brimful.profiling.aligned_draws import DrawWatch
-from brimful.profiling.coupled_layers import batch_norms, stateful_modules
+from brimful.profiling.coupled_layers import batch_norms, carried_state
 from brimful.profiling.splitting import ROUNDINGS, coarsest_dtype, compare_split_loss
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 from brimful.transforms import apply_memory_format, apply_units
 
 _GRADIENT = "the gradient of"
-_BUFFER = "the buffer"
+_BUFFER = "the state"
+_NUMBER = "the number"
+_STEPS = 2
+"""Steps that are compared: what the first wrote beside gradients shows in the second."""
+_MOVED = 0.01
+"""By which fraction trainable parameters move between them, at random. A choice: by the same in all that is
+compared, so that it shows whether what follows them followed alike."""
 _UNSTEADY = 4
 """By how much more than two runs of the baseline, and than one rounding, two runs of a step may differ whose
 kernels add in any order. A choice: on an H100 they differed by 1.02 roundings of bf16."""
@@ -142,8 +149,13 @@ def _verified(
 def _compared(
     job: Job, planned: Settings, settings: Settings, model: nn.Module, device: torch.device, seed: int
 ) -> EquivalenceReport:
-    batch = make_batch(job, settings.rank_batch_size)
-    compute = partial(_computed, job, model, batch, device, seed)
+    batches = [make_batch(job, settings.rank_batch_size) for _ in range(_STEPS)]
+    batch = batches[0]
+    few = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
+        batch, settings.micro_batch_size
+    )[0]
+    stateful = carried_state(job, model.to(device), few)
+    compute = partial(_computed, job, model, batches, device, seed, stateful)
     plain = replace(settings, units=(), optimizer_in_backward=False, prefetch_inputs=False)
     kept = compute(plain)
     comparisons = [_recomputing(settings, kept, compute)]
@@ -227,7 +239,7 @@ class _Computed:
     draws: bool
     """Whether random numbers were drawn."""
     stateful: tuple[str, ...]
-    """Modules whose buffers the step changed, except for BatchNorm."""
+    """What a forward changes and the next one finds."""
 
 
 def _recomputing(settings: Settings, kept: _Computed, compute: Callable[[Settings], _Computed]) -> Comparison:
@@ -303,39 +315,40 @@ def _splitting(
     if reason:
         return Comparison(name="splitting", why_not_compared=reason)
     whole = compute(replace(settings, units=()).with_micro_batch_size(settings.rank_batch_size))
+    whole, kept = (replace(each, values=_without_numbers(each.values)) for each in (whole, kept))
     return _comparison("splitting", whole, kept, bound=_rounding(settings.precision))
 
 
 def _computed(
     job: Job,
     model: nn.Module,
-    batch: Batch,
+    batches: Sequence[Batch],
     device: torch.device,
     seed: int,
+    stateful: tuple[str, ...],
     settings: Settings,
     *,
     in_float64: bool = False,
 ) -> _Computed:
-    """Loss, gradients and buffers after one step of a copy of the model."""
+    """Loss, gradients, buffers and state of two steps of a copy of the model."""
     copied = _copied(model).to(device)
+    numbers = {name for name, value in HeldValues(copied).values.items() if not isinstance(value, Tensor)}
     if in_float64:
-        copied, batch = copied.double(), map_tensors(batch, _in_float64)
+        copied, batches = copied.double(), [map_tensors(batch, _in_float64) for batch in batches]
     apply_memory_format(copied, settings)
     applied = apply_units(copied, settings)
-    parts = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size).split(
-        batch, settings.micro_batch_size
-    )
-    micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
+    layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     names = {id(parameter): name for name, parameter in copied.named_parameters()}
     values: dict[str, Tensor] = {}
+    when = ""
 
     def keep_gradient(parameter: nn.Parameter) -> AbstractContextManager[object]:
         if parameter.grad is not None:
-            values[f"{_GRADIENT} {names[id(parameter)]}"] = parameter.grad.cpu()
+            values[f"{_GRADIENT} {names[id(parameter)]}{when}"] = parameter.grad.cpu()
         return nullcontext()
 
     def keep(loss: Tensor, _norm: Tensor) -> bool:
-        values["the loss"] = loss.cpu()
+        values[f"the loss{when}"] = loss.cpu()
         for parameter in copied.parameters():
             keep_gradient(parameter)
         return settings.optimizer_in_backward  # before backward, which the executor runs without updates
@@ -348,15 +361,34 @@ def _computed(
         device=device,
         transfers=Transfers(move=InputMover.copying_to(device)),
     )
-    with _seeded(seed), DrawWatch(device) as watch:
-        hooks = StepHooks(before_update=keep, around_parameter_update=keep_gradient)
-        executor(micro_batches, weights, hooks=hooks, updates=not settings.optimizer_in_backward)
-        draws = watch.has_drawn
-    buffers = {name: buffer.detach().cpu() for name, buffer in copied.named_buffers()}
+    hooks = StepHooks(before_update=keep, around_parameter_update=keep_gradient)
+    for batch in batches:
+        parts = layout.split(batch, settings.micro_batch_size)
+        micro_batches, weights = counting_parts(parts, loss_weights(job, parts))
+        with _seeded(seed), DrawWatch(device) as watch:
+            executor(micro_batches, weights, hooks=hooks, updates=not settings.optimizer_in_backward)
+            draws = watch.has_drawn
+        copied.zero_grad()
+        executor.reset_scaler()  # there was no update
+        _move(copied)
+        when = " in a second step"
     applied.remove()
-    stateful = tuple(stateful_modules(model, dict(model.named_buffers()), buffers))
-    values |= {f"{_BUFFER} {name}": buffer for name, buffer in buffers.items()}
+    buffers = {name for name, _buffer in copied.named_buffers()}
+    for name, value in HeldValues(copied).values.items():
+        if name in buffers or name in stateful:
+            values[f"{_BUFFER} {name}"] = torch.as_tensor(value).detach().cpu()
+        elif name in numbers:
+            values[f"{_NUMBER} {name}"] = torch.tensor(value)
     return _Computed(values, draws, stateful)
+
+
+def _move(model: nn.Module) -> None:
+    """Change trainable parameters, by the same each time that this is called."""
+    generator = random.Random(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.mul_(1 + generator.random() * _MOVED)
 
 
 def _in_float64(tensor: Tensor) -> Tensor:
@@ -380,6 +412,11 @@ def _seeded(seed: int) -> Iterator[None]:
         np.random.seed(seed % 2**32)  # all that NumPy takes
         torch.manual_seed(seed)
         yield
+
+
+def _without_numbers(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Values without counts of forwards, of which a split batch has more."""
+    return {name: value for name, value in values.items() if not name.startswith(_NUMBER)}
 
 
 def _why_not_split(settings: Settings, model: nn.Module, kept: _Computed) -> str:

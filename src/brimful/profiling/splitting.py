@@ -19,14 +19,13 @@ from torch import nn
 
 from brimful.batches import BatchLayout, InputMover, layout_of
 from brimful.errors import EquivalenceError
-from brimful.execution.buffers import BufferSnapshot
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.losses import loss_counts, loss_weights
 from brimful.execution.precision import autocast, device_of, matmul_precision
 from brimful.execution.random_state import RandomState
 from brimful.job import Batch, Job
 from brimful.profiling.aligned_draws import AlignedDraws
-from brimful.profiling.coupled_layers import NEEDS_GRADIENTS, restoring_gradients, what_split_changes
+from brimful.profiling.coupled_layers import restoring_state, what_split_changes, without_gradients_if_it_can
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 
@@ -90,20 +89,14 @@ def compare_split_loss(
     """
     split = _SplitLoss(job, model, batch, layout_of(job, whole=samples, expected=samples), micro_batch_size)
     with (
-        _restoring_buffers(model),
+        restoring_state(job, model),
         evaluation_mode(model),
         matmul_precision(Precision.FP32),
         autocast(model, Precision.FP32),
     ):
         try:
-            try:
-                with torch.no_grad():
-                    return _compared_split(split, seed)
-            except RuntimeError as error:
-                if NEEDS_GRADIENTS not in str(error):
-                    raise
-                with restoring_gradients(model):
-                    return _compared_split(split, seed)
+            with without_gradients_if_it_can(model, partial(_compared_split, split, seed)) as compared:
+                return compared()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a model may have no loss in evaluation mode
@@ -371,17 +364,6 @@ def _compared(name: str, whole: float, parts: float, bound: float) -> Comparison
         where=f"the loss ({whole:.6g} of the batch, {parts:.6g} of its parts)" if difference else "",
         bound=bound,
     )
-
-
-@contextmanager
-def _restoring_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards, buffers have the values that they had before, whatever forward passes wrote."""
-    buffers = BufferSnapshot(model)
-    buffers.take()
-    try:
-        yield
-    finally:
-        buffers.restore()
 
 
 @contextmanager

@@ -46,7 +46,7 @@ class Comparison(PrintedResult):
     """Why the comparison was not made; empty if it was."""
     is_known_to_differ: bool = False
     """Whether the comparison was not made because the two are known to differ: BatchNorm over micro-batches, or
-    buffers that change in each forward."""
+    what a forward changes and the next one finds."""
 
     @property
     def holds(self) -> bool:

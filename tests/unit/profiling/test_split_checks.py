@@ -192,7 +192,7 @@ def spectral(width: int) -> nn.Module:
 
 COUPLED_LAYERS = {
     "BatchNorm": (nn.BatchNorm1d, "1 BatchNorm layer normalises over micro-batches of 2"),
-    "spectral norm": (spectral, "each forward changes buffers: 4 times a step"),
+    "spectral norm": (spectral, "each forward changes what the next one finds: 4 times a step"),
 }
 
 
@@ -244,7 +244,7 @@ def test_layers_with_a_state_are_found_with_a_loss_that_asks_for_gradients() -> 
     job = replace(job_of(gradient_penalty), model=lambda: nn.Sequential(nn.Linear(8, 8), spectral(8)))
     model = job.model()  # type: ignore[operator]
     step = bf.apply(SPLIT, job, model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.warns(UserWarning, match="each forward changes buffers"):
+    with pytest.warns(UserWarning, match="each forward changes what the next one finds"):
         step(torch.rand(8, 8))
     parameters = list(model.parameters())
     assert all(parameter.grad is None for parameter in parameters)

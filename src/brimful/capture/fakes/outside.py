@@ -4,13 +4,13 @@ They are real, while a capture computes nothing. So each op gets a fake tensor i
 storage with those of other views. The real ones keep their values, their gradients and their modules.
 
 Private torch APIs used here: `UntypedStorage._cdata`, `torch._C._DisableTorchDispatch`, `Module._buffers`,
-`_BatchNorm`, `Tensor._version`, `torch._subclasses.fake_tensor` (checked: torch 2.13).
+`_BatchNorm`, `torch._subclasses.fake_tensor` (checked: torch 2.13).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,11 +55,6 @@ def is_real(value: Any) -> bool:
     return value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized
 
 
-def is_state(tensor: Tensor) -> bool:
-    """Whether what a forward changes is more than a count of forwards."""
-    return tensor.numel() > 1 or tensor.is_floating_point() or tensor.is_complex()
-
-
 class OutsideTensors:
     """The real tensors that ops read, and the fake ones that take their place.
 
@@ -78,8 +73,6 @@ class OutsideTensors:
         """Those of real leaves, as they were."""
         self._attributes: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any]]] = {}
         """Tensors of modules outside of the model, as they were."""
-        self._versions: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """Of real tensors, at the beginning of a forward."""
         self.changed: dict[str, None] = {}
         """What forwards were seen to change, by a name for a reader."""
         self.batch_norms: dict[str, None] = {}
@@ -105,7 +98,6 @@ class OutsideTensors:
         with torch._C._DisableTorchDispatch():
             meta = torch.empty(0, dtype=real.dtype, device="meta")
             meta.set_(storage, real.storage_offset(), real.shape, real.stride())
-        self._versions[real] = 0 if real.is_inference() else real._version
         fake = self._fakes[real] = self._wrapper.fake(self._mode, meta, torch.device("cpu"))
         if not isinstance(real, nn.Parameter):  # as of the model's parameters, no values are known
             self._known.remember(fake, real)
@@ -118,15 +110,10 @@ class OutsideTensors:
         fake: Tensor | None = self._fakes.get(tensor) if is_real(tensor) else None
         return tensor if fake is None else fake
 
-    def begin_forward(self) -> None:
-        """Note how the tensors are."""
-        for real in [*self._versions]:
-            self._versions[real] = 0 if real.is_inference() else real._version
-
-    def end_forward(self) -> None:
-        """Find those that are not as they were noted."""
-        for real, version in [*self._versions.items()]:
-            if not real.is_inference() and real._version != version and is_state(real):
+    def end_forward(self, written: Container[int]) -> None:
+        """Find those that a forward changed, by the addresses of the storages that it wrote to."""
+        for real, fake in [*self._fakes.items()]:
+            if fake.untyped_storage()._cdata in written and is_state(real):
                 shape = "×".join(map(str, real.shape))
                 self.changed.setdefault(f"a tensor of {shape} outside of the model")
         for module, name, value in self._replaced():
@@ -182,6 +169,11 @@ class OutsideTensors:
                 if isinstance(getattr(module, name, None), FakeTensor):
                     assert module is not None
                     yield module, name, value
+
+
+def is_state(tensor: Tensor) -> bool:
+    """Whether what a forward changes is more than a count of forwards."""
+    return tensor.numel() > 1 or tensor.is_floating_point() or tensor.is_complex()
 
 
 def _has_real(values: Any) -> bool:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from brimful.batches import own_part, tensors_in
+from brimful.capture.carried import CarriedState
 from brimful.capture.corrections.rule import Rule
 from brimful.capture.fakes.cache import OpResult
 from brimful.capture.fakes.outside import OutsideTensors, is_real
@@ -74,6 +75,8 @@ class Recorder(TorchDispatchMode):
         self._rules = tuple(rules)
         self._infos: dict[Any, OpInfo] = {}
         self._is_paused = False
+        self.carried: CarriedState | None = None
+        """Finds what forwards write to."""
 
     @property
     def ops(self) -> list[Op]:
@@ -121,6 +124,8 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device  # asked often; through the fake mode the answer takes 30 times as long
         if info.is_metadata:
             return func(*args, **kwargs)
+        if self.carried is not None and self.carried.use is not None and not info.is_view:
+            self.carried.use.note(func, args, kwargs)
         if self._outside is not None and self._outside.are_read_by(func, args, kwargs):
             args, kwargs = tree_map_only(Tensor, self._stand_in, (args, kwargs))
         in_backward = self.position.phase is Phase.BACKWARD or torch._C._current_autograd_node() is not None

@@ -119,6 +119,6 @@ class MemoryFallback:
             if coupled:
                 raise OutOfMemoryError(
                     f"the batch was not split: {coupled[0]} computes with the whole of it, as BatchNorm does, "
-                    "or changes its buffers in each forward."
+                    "or each forward changes it for the next one."
                 )
         return settings.with_micro_batch_size(smaller[-1])

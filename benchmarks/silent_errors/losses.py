@@ -1,0 +1,298 @@
+"""What decides whether a batch may be split, and state that forwards write: compared with loops written by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import brimful as bf
+from silent_errors.case import Case, Verdict, WrongError
+
+WIDTH = 32
+SAMPLES = 512
+SPLIT = bf.Settings(micro_batch_size=SAMPLES // 4, gradient_accumulation_steps=4)
+TOLERANCE = 2e-5
+"""Of a loss after four steps: float32, added in another order."""
+
+Loss = Callable[[nn.Module, object], Tensor]
+
+
+def pairs(n: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, WIDTH), torch.randn(n, 8)
+
+
+def mean_square(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def losses_of(job: bf.Job, settings: bf.Plan | bf.Settings | None, batches: list[object]) -> list[float]:
+    """The losses of a few steps, with a plan or in a plain loop, from the same weights."""
+    torch.manual_seed(0)
+    model = job.model()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    found = []
+    if settings is not None:
+        step = bf.apply(settings, job, model, optimizer)
+        for batch in batches:
+            found.append(float(step(batch).loss.detach()))
+        return found
+    for batch in batches:
+        loss = job.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
+def differ(found: list[float], expected: list[float]) -> bool:
+    return any(abs(a - b) > TOLERANCE * max(abs(b), 0.1) for a, b in zip(found, expected, strict=True))
+
+
+def batches_of(job: bf.Job) -> list[object]:
+    torch.manual_seed(1)
+    return [job.batch(SAMPLES) for _ in range(4)]
+
+
+def compared(make: Callable[[], bf.Job], *, is_control: bool) -> Verdict:
+    """Plan, apply and verify a job; each must be right, refuse, or say what differs, and not so a control."""
+    job = make()
+    batches = batches_of(job)
+    expected = losses_of(make(), None, batches)
+    verdicts = [planned(job, make, batches, expected)]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        try:
+            is_wrong = differ(losses_of(make(), SPLIT, batches), expected)
+            verdicts.append(Verdict.RIGHT)
+        except bf.BrimfulError:
+            is_wrong, _ = True, verdicts.append(Verdict.REFUSED)
+    said = [str(each.message) for each in warned if "split" in str(each.message)]
+    if verdicts[-1] is Verdict.RIGHT and is_wrong:
+        if not said:
+            raise WrongError("apply splits and trains otherwise without a word")
+        verdicts[-1] = Verdict.STATED
+    if is_control and (said or is_wrong):
+        raise WrongError(f"a batch that may be split is not: {said or verdicts}")
+    if is_wrong:
+        report = bf.verify(make(), SPLIT, "cpu")
+        if report.holds and not report.known_differences:
+            raise WrongError("verify calls another training the same")
+    if is_control and verdicts[0] is not Verdict.RIGHT:
+        raise WrongError("no plan splits a batch that may be split")
+    return next((v for v in (Verdict.REFUSED, Verdict.STATED) if v in verdicts), Verdict.RIGHT)
+
+
+def planned(job: bf.Job, make: Callable[[], bf.Job], batches: list[object], expected: list[float]) -> Verdict:
+    """A plan that has to split the batch."""
+    try:
+        plan = bf.plan(job, "cpu", global_batch_size=SAMPLES, micro_batch_size=None, budget="45%", recompute="none")
+    except bf.BrimfulError:
+        return Verdict.REFUSED
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if differ(losses_of(make(), plan, batches), expected):
+            raise WrongError(f"the plan ({plan.settings.describe()}) trains otherwise; notes: {plan.notes}")
+    return Verdict.RIGHT
+
+
+class Student(nn.Module):
+    """Two layers with room for a state; wide, so that activations decide the peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 512), nn.ReLU(), nn.Linear(512, 8))
+        self.set_up()
+
+    def set_up(self) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Moco(Student):
+    def set_up(self) -> None:
+        self.teacher = copy.deepcopy(self.inner).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, followed in zip(self.teacher.parameters(), self.inner.parameters(), strict=True):
+                own.mul_(0.9).add_(followed, alpha=0.1)
+            kept = self.teacher(x)
+        return self.inner(x) - 0.5 * kept
+
+
+class MocoByData(Student):
+    """The teacher is written through `.data`, which raises no version."""
+
+    def set_up(self) -> None:
+        self.teacher = copy.deepcopy(self.inner).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for own, followed in zip(self.teacher.parameters(), self.inner.parameters(), strict=True):
+            own.data = own.data * 0.9 + followed.data * 0.1
+        return self.inner(x) - 0.5 * self.teacher(x).detach()
+
+
+class Centre(Student):
+    """DINO's centre as a plain attribute."""
+
+    def set_up(self) -> None:
+        self.centre = torch.zeros(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        centred = found - self.centre
+        self.centre = 0.5 * self.centre + 0.5 * found.detach().mean(0)
+        return centred
+
+
+class Lazy(Student):
+    """The state is made by the first forward."""
+
+    def set_up(self) -> None:
+        self.mean = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().square().mean(0)
+        self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
+        return self.inner(x / (1 + self.mean))
+
+
+class Queue(Student):
+    def set_up(self) -> None:
+        self.queue: deque[Tensor] = deque(maxlen=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        self.queue.append(found.detach().mean(0))
+        return found - torch.stack(tuple(self.queue)).mean(0)
+
+
+class InDict(Student):
+    def set_up(self) -> None:
+        self.memory = {"scale": torch.ones(1)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.memory["scale"].mul_(0.9).add_(x.abs().mean(), alpha=0.1)
+        return self.inner(x) * self.memory["scale"]
+
+
+class Tempered(Student):
+    def set_up(self) -> None:
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * (1 + math.exp(-self.calls))
+
+
+class EveryThird(Student):
+    """Forwards are counted, and every third one is another."""
+
+    def set_up(self) -> None:
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x) * (2.0 if self.calls % 3 == 0 else 1.0)
+
+
+class Hooked(Student):
+    def set_up(self) -> None:
+        kept = {"mean": torch.zeros(WIDTH)}
+
+        def centre(_module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+            kept["mean"] = 0.5 * kept["mean"] + 0.5 * args[0].detach().square().mean(0)
+            return (args[0] - kept["mean"],)
+
+        self.inner.register_forward_pre_hook(centre)
+
+
+class Counted(Student):
+    """A control: what is counted and kept for a log is read by no forward."""
+
+    def set_up(self) -> None:
+        self.calls, self.log, self.features = 0, [], None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.features = self.inner[0](x)
+        found = self.inner[2](self.inner[1](self.features))
+        self.log.append(found.detach().mean())
+        return found
+
+
+class Frozen(Student):
+    """A control: a teacher that stays as it is."""
+
+    def set_up(self) -> None:
+        self.teacher = copy.deepcopy(self.inner).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) - 0.5 * self.teacher(x)
+
+
+class Renormed(Student):
+    """A control: rows that are normalised again are the same."""
+
+    def set_up(self) -> None:
+        self.table = nn.Embedding(16, WIDTH, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x + self.table((x[:, 0].abs() * 4).long().clamp(max=15)))
+
+
+def averaged_outside() -> bf.Job:
+    average = torch.zeros(8)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        nonlocal average
+        found = model(batch[0])
+        average = 0.5 * average + 0.5 * found.detach().mean(0)
+        return F.mse_loss(found - average, batch[1])
+
+    return bf.Job(model=Student, loss=loss, batch=pairs, optimizer="sgd", name="average")
+
+
+def job_of(model: Callable[[], nn.Module]) -> bf.Job:
+    return bf.Job(model=model, loss=mean_square, batch=pairs, optimizer="sgd", name=model.__name__)
+
+
+STATE = "state written by forward"
+STATEFUL: dict[str, Callable[[], bf.Job]] = {
+    "a momentum teacher in the model": lambda: job_of(Moco),
+    "a teacher written through .data": lambda: job_of(MocoByData),
+    "a centre that is an attribute": lambda: job_of(Centre),
+    "a mean made by the first forward": lambda: job_of(Lazy),
+    "a queue in a deque": lambda: job_of(Queue),
+    "a scale in a dict": lambda: job_of(InDict),
+    "a temperature that falls with each call": lambda: job_of(Tempered),
+    "every third forward is another": lambda: job_of(EveryThird),
+    "a mean kept by a hook": lambda: job_of(Hooked),
+    "an average in the loss's closure": averaged_outside,
+}
+STATELESS: dict[str, Callable[[], bf.Job]] = {
+    "control: counts and logs": lambda: job_of(Counted),
+    "control: a frozen teacher": lambda: job_of(Frozen),
+    "control: rows of bounded norm": lambda: job_of(Renormed),
+}
+
+
+def case(kind: str, name: str, make: Callable[[], bf.Job], *, is_control: bool = False) -> Case:
+    return Case(kind, name, lambda: compared(make, is_control=is_control))
+
+
+CASES = (
+    *(case(STATE, name, make) for name, make in STATEFUL.items()),
+    *(case(STATE, name, make, is_control=True) for name, make in STATELESS.items()),
+)

@@ -1,0 +1,176 @@
+"""What a loss averages over, as its ops show it: evidence that it is not a mean over samples.
+
+A few samples say little: if one label in a hundred is ignored, the loss of four samples is mostly the mean of
+those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch is a
+mean over something else, however often that shows. Fixed divisors and weights of single samples are none.
+
+Private torch API used here: the order of `nll_loss_forward`'s arguments (checked: torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from brimful.batches import tensors_in
+from brimful.capture.corrections import Rule
+from brimful.capture.recording.lines import calling_line
+from brimful.capture.values.known import NotKnownError
+from brimful.trace import Category, Phase
+
+aten = torch.ops.aten
+
+_MEAN = 1
+"""Among ATen's reductions (Reduction.h)."""
+_DEFAULT_IGNORED = -100
+"""What torch ignores unless it is told otherwise; evidence only if a label has it."""
+_OF_SHAPES = frozenset(
+    {"empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full"}
+)
+_OF_FIRST = frozenset(
+    {"index_put", "index_put_", "index_add", "index_add_", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+    | {"masked_scatter", "masked_scatter_", "index_copy", "index_copy_", "copy_"}
+)
+"""Ops that put entries of their other arguments back where they were chosen from."""
+_MEANS = frozenset({"mean", "var", "std"})
+
+
+class LossTerms(Rule):
+    """Watches the forward of a step for a mean over something else than samples."""
+
+    name = "loss_terms"
+    source = "torch.nn.functional"
+    device_kinds = ("cuda", "cpu")
+
+    def __init__(self, *about: Any) -> None:
+        super().__init__(*about)
+        self._found: Counter[str] = Counter()
+        """What the loss is, in words, and how often that was seen."""
+        self._depth = 0
+        self._numbers: set[float] = set()
+        """Numbers that the code read of what it computed from the batch."""
+        self._extents: set[int] = set()
+        """How many entries were chosen of tensors."""
+
+    def found(self) -> tuple[str, ...]:
+        """What the loss is; what is found for each sample by itself is a mean over them all the same."""
+        samples = self.settings.micro_batch_size
+        return tuple(what for what, times in self._found.items() if times < samples)
+
+    def functions(self) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+        """A loss of torch chooses entries itself under label smoothing, all of them if no label is ignored."""
+        return {F.cross_entropy: self._cross_entropy}
+
+    def _cross_entropy(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._depth += 1
+        try:
+            return F.cross_entropy(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def after_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
+        """Follow what is of the batch, and what was chosen from it."""
+        if self.recorder.position.phase is not Phase.FORWARD:
+            return
+        name = func._schema.name.partition("::")[2]
+        inputs = list(tensors_in((args, kwargs)))
+        if func is aten._local_scalar_dense.default:
+            if self._is_of_batch(args[0]):
+                with suppress(NotKnownError):
+                    self._numbers.add(float(self.recorder.values.known.number_of(args[0])))
+            return
+        of_batch = name not in _OF_SHAPES and any(map(self._is_of_batch, inputs))
+        followed = inputs[:1] if name in _OF_FIRST else inputs
+        chosen = self._chooses(func, args) or any(getattr(tensor, _CHOSEN, False) for tensor in followed)
+        if self._chooses(func, args):
+            self._extents.update(tensor.shape[0] for tensor in outputs if tensor.dim())
+        for tensor in outputs:
+            if of_batch:
+                setattr(tensor, _OF_BATCH, True)
+            if chosen and name not in _OF_SHAPES:
+                setattr(tensor, _CHOSEN, True)
+        if self._depth == 0 and chosen and self._averages(func, name, args, kwargs):
+            self._find("a mean over entries that are chosen from the batch, as by a mask")
+        if name in ("nll_loss_forward", "nll_loss2d_forward"):
+            self._find_in_nll(*args)
+        if name in ("div", "div_", "mul", "mul_") and self._depth == 0:
+            self._find_in_quotient(name, args, chosen)
+
+    def _find_in_nll(self, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> None:
+        if reduction != _MEAN:
+            return
+        if weight is not None:
+            self._find("a mean over labels by the weight of their class")
+        if ignored != _DEFAULT_IGNORED or self._are_uneven(labels, ignored):
+            self._find(f"a mean over labels other than {ignored}")
+
+    def _are_uneven(self, labels: Tensor, ignored: int) -> bool:
+        """Whether the labels of some samples are ignored more often than those of others.
+
+        Of each text the last token has no label, which leaves a mean over tokens one over samples.
+        """
+        try:
+            values = self.recorder.values.known.of(labels)
+        except NotKnownError:
+            return False
+        samples = self.settings.micro_batch_size
+        if values.numel() % samples:
+            return bool((values == ignored).any())
+        counts = (values == ignored).reshape(samples, -1).sum(1)
+        return bool((counts != counts[0]).any())
+
+    def _find_in_quotient(self, name: str, args: tuple[Any, ...], chosen: bool) -> None:
+        if len(args) < 2:
+            return
+        upper, lower = args[0], args[1]
+        if isinstance(lower, Tensor):
+            is_count = name in ("div", "div_") and lower.numel() == 1 and self._is_of_batch(lower)
+        elif upper.numel() != 1:
+            is_count = False
+        else:
+            divisor = lower if name in ("div", "div_") else 1 / lower if lower else 0
+            counts = self._numbers | (self._extents if chosen else set())
+            is_count = divisor != 1 and any(abs(divisor - count) <= 1e-9 * abs(count) for count in counts)
+        if is_count:
+            self._find("divided by a number that is computed from the batch, as a count of what is not masked")
+
+    def _averages(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if name in _MEANS:
+            return True
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
+        reduction = given.get("reduction", defaults.get("reduction"))
+        return type(reduction) is int and reduction == _MEAN
+
+    def _chooses(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Whether an op returns as many entries of a tensor as values of the batch say."""
+        if func in (aten.nonzero.default, aten.masked_select.default):
+            return self._is_of_batch(args[-1])
+        if func is aten.index.Tensor:
+            given = [index for index in args[1] if index is not None]
+            return any(index.dtype in (torch.bool, torch.uint8) and self._is_of_batch(index) for index in given)
+        return False
+
+    def _is_of_batch(self, value: Any) -> bool:
+        """Whether a tensor is of the batch or computed with it."""
+        if not isinstance(value, Tensor):
+            return False
+        if getattr(value, _OF_BATCH, False):
+            return True
+        ledger = self.recorder.ledger
+        block = ledger.index_of(value) if value.layout is torch.strided else None
+        return block is not None and ledger.blocks[block].category is Category.INPUTS
+
+    def _find(self, what: str) -> None:
+        line = calling_line()
+        self._found[f"{what}{f' ({line})' if line else ''}"] += 1
+
+
+_OF_BATCH = "_brimful_of_batch"
+_CHOSEN = "_brimful_chosen"

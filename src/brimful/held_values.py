@@ -1,0 +1,165 @@
+"""What a model and its loss hold from one forward to the next: tensors and numbers, each by its name.
+
+Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and the
+closures and global names of functions. Objects and functions of libraries are taken to hold nothing.
+
+Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked: 2.13).
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+_OF_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning"}) - {
+    "__main__"
+}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", *_HOOKS}
+_MOST_ENTRIES = 4096
+"""Longer lists are data, such as a vocabulary; nothing in them is looked at. A choice."""
+
+
+class HeldValues:
+    """The values that are held now.
+
+    Args:
+        model: Its values have the names that `state_dict` has.
+        others: Functions or objects beside it, such as its loss, by a name for what they hold.
+    """
+
+    def __init__(self, model: nn.Module, others: dict[str, Any] | None = None) -> None:
+        self.values: dict[str, Any] = {}
+        """Tensors and numbers."""
+        self.puts: dict[str, Callable[[Any], object]] = {}
+        """Functions that put another value in the place of a name, where there is one."""
+        self._containers: list[tuple[Any, Any]] = []
+        """Dicts and lists, and closures' cells, with copies of what is in them."""
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._seen: set[int] = set()
+        for path, module in model.named_modules():
+            self._add_module(path, module)
+        for name, other in (others or {}).items():
+            self._add(name, other)
+
+    def restore(self) -> None:
+        """Hold what was held then; tensors keep the numbers that were written to them."""
+        for container, content in self._containers:
+            if isinstance(container, dict):
+                for key in container.keys() - content.keys():
+                    del container[key]
+                container.update((key, value) for key, value in content.items() if container.get(key) is not value)
+            elif isinstance(container, list | deque):
+                if len(container) != len(content) or any(map(_are_two, container, content)):
+                    container.clear()
+                    container.extend(content)
+            elif container.cell_contents is not content:
+                container.cell_contents = content
+        for names, name, value in self._globals:
+            names[name] = value
+
+    def outside_of(self, model: nn.Module) -> HeldValues:
+        """What is held, without what a model's own modules hold: a copy of a model shares the closures of hooks."""
+        own = {id(held) for each in model.modules() for held in (vars(each), each._parameters, each._buffers)}
+        self._containers = [each for each in self._containers if id(each[0]) not in own]
+        self.values, self.puts = {}, {}
+        return self
+
+    def _add_module(self, path: str, module: nn.Module) -> None:
+        if id(module) in self._seen:
+            return
+        self._seen.add(id(module))
+        attributes = vars(module)
+        own = {name: value for name, value in attributes.items() if name not in _OF_MODULES}
+        self._containers.append((attributes, attributes.copy()))
+        for name, value in own.items():
+            if name in ("_parameters", "_buffers"):
+                self._add(path, value)
+            elif name in _HOOKS:
+                for hook in value.values():
+                    self._add(_joined(path, "hook"), hook)
+            else:
+                self._add(_joined(path, name), value, partial(operator.setitem, attributes, name))
+        self._add(path, getattr(type(module), "forward", None))
+
+    def _add(self, name: str, value: Any, put: Callable[[Any], object] | None = None) -> None:
+        kind = type(value)
+        if kind is str or value is None:
+            return
+        if isinstance(value, Tensor | int | float):
+            self.values.setdefault(name, value)
+            if put is not None:
+                self.puts.setdefault(name, put)
+            return
+        if id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module):
+            for path, module in value.named_modules():
+                self._add_module(_joined(name, path), module)
+        elif isinstance(value, dict | list | tuple | deque):
+            if len(value) > _MOST_ENTRIES:
+                return
+            self._seen.add(id(value))
+            can_put = not isinstance(value, tuple)
+            if can_put:
+                self._containers.append((value, value.copy()))
+            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                put = partial(operator.setitem, value, key) if can_put else None
+                self._add(_joined(name, str(key)), each, put)
+        elif kind is MethodType:
+            self._add(name, value.__self__)
+            self._add(name, value.__func__)
+        elif kind is partial:
+            self._add(name, (value.func, value.args, value.keywords))
+        elif kind is FunctionType:
+            self._add_function(name, value)
+        elif hasattr(value, "__dict__") and not isinstance(value, type) and not _is_of_library(kind):
+            self._seen.add(id(value))
+            self._add(name, vars(value))
+            self._add(name, getattr(kind, "__call__", None))
+
+    def _add_function(self, name: str, function: FunctionType) -> None:
+        if _is_of_library(function):
+            return
+        self._seen.add(id(function))
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if variable != "__class__" and id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self._containers.append((cell, content))
+                self._add(_joined(name, variable), content, partial(setattr, cell, "cell_contents"))
+        self._add(name, (function.__defaults__, function.__kwdefaults__))
+        for variable in _names_in(function.__code__):
+            if variable in (names := function.__globals__):
+                self._globals.append((names, variable, names[variable]))
+                self._add(_joined(name, variable), names[variable], partial(operator.setitem, names, variable))
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    """Global names that a function uses, and those of functions that are defined in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if hasattr(constant, "co_names"):
+            yield from _names_in(constant)
+
+
+def _is_of_library(thing: Any) -> bool:
+    return (getattr(thing, "__module__", None) or "builtins").partition(".")[0] in _OF_LIBRARIES
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
+
+
+def _are_two(one: Any, other: Any) -> bool:
+    return one is not other
