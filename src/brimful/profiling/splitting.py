@@ -17,17 +17,21 @@ import numpy as np
 import torch
 from torch import nn
 
-from brimful.batches import BatchLayout, InputMover, layout_of
-from brimful.errors import EquivalenceError
+from brimful.batches import BatchLayout, InputMover, layout_of, make_batch
+from brimful.capture import loss_terms
+from brimful.devices import find_device
+from brimful.errors import BrimfulError, EquivalenceError
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
 from brimful.execution.losses import loss_counts, loss_weights
 from brimful.execution.precision import autocast, device_of, matmul_precision
 from brimful.execution.random_state import RandomState
+from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import restoring_state, what_split_changes, without_gradients_if_it_can
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
+from brimful.trace import Phase, Trace
 
 IN_EVALUATION = "splitting, in evaluation mode"
 WITH_SAME_DRAWS = "splitting, with the same random numbers for each sample"
@@ -143,6 +147,9 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     samples = layout.count(global_batch)
     if settings.gradient_accumulation_steps == 1 or samples <= size:
         return
+    device = device_of(model)
+    if (terms := terms_of_loss(replace(job, batch=global_batch), samples)) is not None:
+        raise not_the_same(job, terms, samples, device.type)
     few = _few_samples(job, layout, global_batch, min(2 * size, samples))
     _warn_of_layers(job, settings, model, few)
     if job.embed is not None:
@@ -160,13 +167,92 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     if comparison.why_not_compared:
         warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
-        report = EquivalenceReport(
-            job=job.name,
-            device=device_of(model).type,
-            samples=layout.count(few),
-            comparisons=(comparison,),
-        )
-        raise EquivalenceError(f"{report}\nNothing was trained. If the difference is meant, pass verify=False.")
+        raise not_the_same(job, comparison, layout.count(few), device.type)
+
+
+def terms_of_loss(job: Job, samples: int) -> Comparison | None:
+    """What the loss averages over, if it shows that this is something else than samples.
+
+    The loss runs on fake tensors, which takes no memory; the values of labels are known.
+
+    Args:
+        job: Its batch has the labels.
+        samples: In the batch.
+
+    Returns:
+        A comparison that does not hold; None if nothing shows, or `job` says what the loss averages over.
+    """
+    if job.count is not None or job.embed is not None or job.reduction == "sum":
+        return None
+    try:
+        with RandomState.kept():
+            found = loss_terms(job, samples, find_device("cpu"))
+    except BrimfulError:  # other checks run the loss for real
+        return None
+    return Comparison(name="splitting", evidence="; ".join(found)) if found else None
+
+
+def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
+    """Check before training what `check_split` checks in the first step, if a plan splits the batch.
+
+    The losses of few samples are computed on the host, with weights as the model is built, if that takes no
+    longer than planning does.
+
+    Args:
+        job: The job that was planned.
+        settings: Of the plan.
+        baseline: Training without a plan.
+
+    Returns:
+        Whether the batch is known to be what its parts are.
+
+    Raises:
+        EquivalenceError: It is not.
+    """
+    if settings.gradient_accumulation_steps == 1 or job.embed is not None:
+        return True
+    if (terms := terms_of_loss(job, settings.rank_batch_size)) is not None:
+        raise not_the_same(job, terms, settings.rank_batch_size, "cpu")
+    size = min(settings.micro_batch_size, CHECKED_SAMPLES)
+    samples = 2 * size
+    flops = sum(op.flops for op in baseline.ops if op.phase is Phase.FORWARD)
+    if baseline.parameter_count > _PLANNED_PARAMETERS or (
+        2 * samples * flops > _PLANNED_FLOPS * baseline.settings.micro_batch_size
+    ):
+        return False
+    try:
+        with RandomState.kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = build_model(job, is_copied=True).train()
+            batch = make_batch(job, samples)
+            comparison = compare_split_loss(job, model, batch, samples=samples, micro_batch_size=size)
+    except Exception:  # whatever code of the job raises that needs more than a host and few samples
+        return False
+    if not comparison.holds:
+        raise not_the_same(job, comparison, samples, "cpu")
+    return not comparison.why_not_compared
+
+
+_PLANNED_PARAMETERS = 2**27
+"""In a model of more, no loss is computed to plan: 512 MiB of float32. A choice."""
+_PLANNED_FLOPS = 2e10
+"""The same for the work of it: about a second on one core. A choice, as planning itself takes seconds."""
+
+
+def not_the_same(job: Job, comparison: Comparison, samples: int, device: str) -> EquivalenceError:
+    """The error for a batch that is not what its parts are.
+
+    Args:
+        job: Has the name.
+        comparison: Does not hold.
+        samples: That were compared.
+        device: Where they were.
+
+    Returns:
+        What to raise.
+    """
+    report = EquivalenceReport(job=job.name, device=device, samples=samples, comparisons=(comparison,))
+    return EquivalenceError(f"{report}\nNothing was trained. If the difference is meant, pass verify=False.")
 
 
 def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
