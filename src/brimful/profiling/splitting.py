@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from brimful.batches import BatchLayout, InputMover, layout_of, make_batch
-from brimful.capture import loss_terms
+from brimful.capture import capture_step, loss_terms
 from brimful.devices import find_device
 from brimful.errors import BrimfulError, EquivalenceError
 from brimful.execution.coupled_loss import CoupledLoss, gather_embeddings, loss_of
@@ -27,8 +27,10 @@ from brimful.execution.precision import autocast, device_of, matmul_precision
 from brimful.execution.random_state import RandomState
 from brimful.execution.setup import build_model
 from brimful.job import Batch, Job
+from brimful.memory import live_profile, predict_memory, rounding_bytes_of
 from brimful.profiling.aligned_draws import AlignedDraws
 from brimful.profiling.coupled_layers import restoring_state, what_split_changes, without_gradients_if_it_can
+from brimful.quantities import format_bytes
 from brimful.results import Comparison, EquivalenceReport
 from brimful.settings import Precision, Settings
 from brimful.trace import Phase, Trace
@@ -131,7 +133,8 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
 def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
-    The forward pass of at most four samples runs twice, in evaluation mode.
+    The forward pass of at most four samples runs twice, in evaluation mode; of no more than a micro-batch, or of
+    two samples where that takes no more memory than the step does.
 
     Args:
         job: Its loss and count are used.
@@ -142,7 +145,7 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     Raises:
         EquivalenceError: The loss of the batch is not the mean of those of its parts.
     """
-    size = min(settings.micro_batch_size, CHECKED_SAMPLES)
+    size = max(min(settings.micro_batch_size // 2, CHECKED_SAMPLES), 1)
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     samples = layout.count(global_batch)
     if settings.gradient_accumulation_steps == 1 or samples <= size:
@@ -151,8 +154,12 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     if (terms := terms_of_loss(replace(job, batch=global_batch), samples)) is not None:
         raise not_the_same(job, terms, samples, device.type)
     few = _few_samples(job, layout, global_batch, min(2 * size, samples))
-    _warn_of_layers(job, settings, model, few)
+    are_many = layout.count(few) > settings.micro_batch_size
+    _warn_of_layers(job, settings, model, layout.split(few, 1)[0] if are_many else few)
     if job.embed is not None:
+        return
+    if are_many and (reason := _why_too_many(job, settings, few)):
+        warnings.warn(split_not_compared(settings, reason), SplitWarning, stacklevel=3)
         return
     try:
         comparison = compare_split_loss(
@@ -168,6 +175,33 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
         warnings.warn(split_not_compared(settings, comparison.why_not_compared), SplitWarning, stacklevel=3)
     elif not comparison.holds:
         raise not_the_same(job, comparison, layout.count(few), device.type)
+
+
+def _why_too_many(job: Job, settings: Settings, few: Batch) -> str:
+    """Why a few samples are not computed together where a micro-batch has fewer; empty if they may be."""
+    alone = replace(job, batch=few)
+    samples = layout_of(alone).count(few)
+    together = Settings(micro_batch_size=samples)
+    device = find_device("cpu")
+    try:
+        with RandomState.kept():
+            trace = capture_step(alone, together, device, steps=1, evaluates=True)
+            taken = live_profile(trace, rounding_bytes_of(trace.device_kind)).live_bytes
+            needed_bytes = max(
+                held
+                for event, held in zip(trace.events, taken.tolist(), strict=True)
+                if trace.ops[event.op].phase is Phase.EVALUATION
+            )
+            planned = replace(settings, offload_optimizer=False, expandable_segments=False)
+            step_bytes = predict_memory(capture_step(alone, planned, device, steps=1)).peak_allocated_bytes
+    except BrimfulError as error:
+        return f"it is not known what {samples} samples together take: {error}"
+    if needed_bytes <= step_bytes:
+        return ""
+    return (
+        f"{samples} samples together take {format_bytes(needed_bytes)}, more than the step with its "
+        f"{format_bytes(step_bytes)}"
+    )
 
 
 def terms_of_loss(job: Job, samples: int) -> Comparison | None:
