@@ -16,7 +16,10 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from brimful.wrapper_tensors import is_wrapper_tensor
 
 _OF_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning"}) - {
     "__main__"
@@ -163,3 +166,70 @@ def _joined(path: str, name: str) -> str:
 
 def _are_two(one: Any, other: Any) -> bool:
     return one is not other
+
+
+class HeldSnapshot:
+    """Attributes of a model's modules as they are now, with copies of plain tensors among them.
+
+    Frozen parameters are copied too, if they take no more than the others: their gradients will take as much, and
+    a momentum teacher is as large as what it follows.
+
+    Args:
+        model: Buffers and trained parameters are not copied.
+        device: Of the copies; None is each tensor's own.
+    """
+
+    def __init__(self, model: nn.Module, device: str | None = None) -> None:
+        self._model = model
+        self._held = held = HeldValues(model)
+        self._others = others = {id(tensor) for tensor in (*_not_copied(model), *model.buffers())}
+        self._copies = {
+            name: value.detach().to(device or value.device, copy=True)
+            for name, value in held.values.items()
+            if isinstance(value, Tensor) and id(value) not in others and not value.requires_grad
+        }
+        self._marks = {name: _mark(value) for name, value in held.values.items() if id(value) not in others}
+
+    def changed(self) -> set[str]:
+        """Names of what is not as it was."""
+        now = HeldValues(self._model)
+        marks = {name: _mark(value) for name, value in now.values.items() if id(value) not in self._others}
+        return {name for name in marks.keys() | self._marks.keys() if marks.get(name) != self._marks.get(name)}
+
+    def has_copy(self, name: str) -> bool:
+        """Whether a tensor can be given the numbers that it had."""
+        return name in self._copies
+
+    def restore(self) -> None:
+        """Give everything back, with the numbers that it had."""
+        self._held.restore()
+        for name, copy in self._copies.items():
+            self._held.values[name].copy_(copy)
+
+    def stand_in(self) -> None:
+        """Put everything back, with copies in the place of tensors, which may be written to."""
+        self._held.restore()
+        for name, copy in self._copies.items():
+            if name in self._held.puts:
+                self._held.puts[name](copy.clone())
+
+
+def is_mostly_frozen(model: nn.Module) -> bool:
+    """Whether frozen parameters take more than the others, as those under adapters do."""
+    sizes = {True: 0, False: 0}
+    for parameter in model.parameters():
+        sizes[parameter.requires_grad] += parameter.nbytes
+    return sizes[False] > sizes[True]
+
+
+def _not_copied(model: nn.Module) -> list[nn.Parameter]:
+    has_frozen = is_mostly_frozen(model)
+    return [each for each in model.parameters() if each.requires_grad or has_frozen]
+
+
+def _mark(value: Any) -> Any:
+    """What changes where a tensor is replaced or written to, or a number is another."""
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage()._cdata if value.layout is torch.strided and not is_wrapper_tensor(value) else 0
+    return id(value), 0 if value.is_inference() else value._version, storage

@@ -133,8 +133,8 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
 def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
-    The forward pass of at most four samples runs twice, in evaluation mode; of no more than a micro-batch, or of
-    two samples where that takes no more memory than the step does.
+    The forward pass of at most four samples runs twice, in evaluation mode: of no more than a micro-batch, unless
+    they take no more memory than the step does.
 
     Args:
         job: Its loss and count are used.
@@ -145,20 +145,24 @@ def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Ba
     Raises:
         EquivalenceError: The loss of the batch is not the mean of those of its parts.
     """
-    size = max(min(settings.micro_batch_size // 2, CHECKED_SAMPLES), 1)
+    micro = settings.micro_batch_size
     layout = layout_of(job, whole=settings.rank_batch_size, expected=settings.rank_batch_size)
     samples = layout.count(global_batch)
-    if settings.gradient_accumulation_steps == 1 or samples <= size:
+    if settings.gradient_accumulation_steps == 1 or samples <= min(micro, CHECKED_SAMPLES):
         return
     device = device_of(model)
     if (terms := terms_of_loss(replace(job, batch=global_batch), samples)) is not None:
         raise not_the_same(job, terms, samples, device.type)
-    few = _few_samples(job, layout, global_batch, min(2 * size, samples))
-    are_many = layout.count(few) > settings.micro_batch_size
-    _warn_of_layers(job, settings, model, layout.split(few, 1)[0] if are_many else few)
+    reason = ""
+    for size in dict.fromkeys((min(micro, CHECKED_SAMPLES), max(micro // 2, 1))):
+        few = _few_samples(job, layout, global_batch, min(2 * size, samples))
+        reason = _why_too_many(job, settings, few) if layout.count(few) > micro else ""
+        if not reason:
+            break
+    _warn_of_layers(job, settings, model, layout.split(few, micro)[0])
     if job.embed is not None:
         return
-    if are_many and (reason := _why_too_many(job, settings, few)):
+    if reason:
         warnings.warn(split_not_compared(settings, reason), SplitWarning, stacklevel=3)
         return
     try:
@@ -246,7 +250,7 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
     if settings.gradient_accumulation_steps == 1 or job.embed is not None:
         return True
     if (terms := terms_of_loss(job, settings.rank_batch_size)) is not None:
-        raise not_the_same(job, terms, settings.rank_batch_size, "cpu")
+        raise not_the_same(job, terms, settings.rank_batch_size, "cpu", end=_NOT_PLANNED)
     size = min(settings.micro_batch_size, CHECKED_SAMPLES)
     samples = 2 * size
     flops = sum(op.flops for op in baseline.ops if op.phase is Phase.FORWARD)
@@ -263,7 +267,7 @@ def check_planned_split(job: Job, settings: Settings, baseline: Trace) -> bool:
     except Exception:  # whatever code of the job raises that needs more than a host and few samples
         return False
     if not comparison.holds:
-        raise not_the_same(job, comparison, samples, "cpu")
+        raise not_the_same(job, comparison, samples, "cpu", end=_NOT_PLANNED)
     return not comparison.why_not_compared
 
 
@@ -273,7 +277,13 @@ _PLANNED_FLOPS = 2e10
 """The same for the work of it: about a second on one core. A choice, as planning itself takes seconds."""
 
 
-def not_the_same(job: Job, comparison: Comparison, samples: int, device: str) -> EquivalenceError:
+_NOT_TRAINED = "Nothing was trained. If the difference is meant, pass verify=False."
+_NOT_PLANNED = "Nothing was planned. If the difference is meant, Job(count=lambda batch: 1) weighs micro-batches alike."
+
+
+def not_the_same(
+    job: Job, comparison: Comparison, samples: int, device: str, *, end: str = _NOT_TRAINED
+) -> EquivalenceError:
     """The error for a batch that is not what its parts are.
 
     Args:
@@ -281,12 +291,13 @@ def not_the_same(job: Job, comparison: Comparison, samples: int, device: str) ->
         comparison: Does not hold.
         samples: That were compared.
         device: Where they were.
+        end: The last sentences.
 
     Returns:
         What to raise.
     """
     report = EquivalenceReport(job=job.name, device=device, samples=samples, comparisons=(comparison,))
-    return EquivalenceError(f"{report}\nNothing was trained. If the difference is meant, pass verify=False.")
+    return EquivalenceError(f"{report}\n{end}")
 
 
 def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) -> None:
