@@ -1,4 +1,4 @@
-"""What decides whether a batch may be split, and state that forwards write: compared with loops written by hand."""
+"""What decides whether a batch may be split, and state that forwards write: compared with plain loops."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def compared(make: Callable[[], bf.Job], *, is_control: bool) -> Verdict:
 def planned(job: bf.Job, make: Callable[[], bf.Job], batches: list[object], expected: list[float]) -> Verdict:
     """A plan that has to split the batch."""
     try:
-        plan = bf.plan(job, "cpu", global_batch_size=SAMPLES, micro_batch_size=None, budget="45%", recompute="none")
+        plan = bf.plan(
+            job, "cpu", global_batch_size=SAMPLES, micro_batch_size=None, budget="45%", recompute="none"
+        )
     except bf.BrimfulError:
         return Verdict.REFUSED
     with warnings.catch_warnings():
@@ -303,7 +305,9 @@ def tokens(n: int, *, ignored: float = 0.02, value: int = IGNORED, length: int =
 
 
 def reader() -> nn.Module:
-    return nn.Sequential(nn.Embedding(VOCABULARY, 64), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, VOCABULARY))
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, 64), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, VOCABULARY)
+    )
 
 
 def of_tokens(batch: dict[str, Tensor], model: nn.Module) -> tuple[Tensor, Tensor]:
@@ -340,7 +344,9 @@ def focal(scores: Tensor, labels: Tensor) -> Tensor:
 
 def per_text(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """A control: a mean over each text's own tokens, then over texts."""
-    losses = F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["y"], reduction="none", ignore_index=IGNORED)
+    losses = F.cross_entropy(
+        model(batch["x"]).transpose(1, 2), batch["y"], reduction="none", ignore_index=IGNORED
+    )
     mask = batch["y"] != IGNORED
     return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
 
@@ -400,7 +406,9 @@ PLAIN_MEANS: dict[str, Callable[[], bf.Job]] = {
         ignored=0,
     ),
     "control: a mean of each text's": lambda: replace(text_job(F.cross_entropy), loss=per_text),
-    "control: no label after the last token": lambda: replace(text_job(F.cross_entropy, ignored=0), loss=shifted),
+    "control: no label after the last token": lambda: replace(
+        text_job(F.cross_entropy, ignored=0), loss=shifted
+    ),
     "control: counted": lambda: replace(
         text_job(F.cross_entropy), count=lambda batch: (batch["y"] != IGNORED).sum()
     ),

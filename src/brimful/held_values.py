@@ -1,9 +1,10 @@
 """What a model and its loss hold from one forward to the next: tensors and numbers, each by its name.
 
-Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and the
-closures and global names of functions. Objects and functions of libraries are taken to hold nothing.
+Held is what parameters, buffers and attributes of modules lead to, through lists, dicts, objects, hooks, and
+the closures and global names of functions. Objects and functions of libraries are taken to hold nothing.
 
-Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked: 2.13).
+Private torch APIs used here: `Module._parameters`, `_buffers`, `_modules`, and the names of hooks (checked:
+2.13).
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from torch import Tensor, nn
 
 from brimful.wrapper_tensors import is_wrapper_tensor
 
-_OF_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning"}) - {
-    "__main__"
-}
+_OF_LIBRARIES = frozenset(
+    {*sys.stdlib_module_names, "torch", "numpy", "brimful", "transformers", "lightning"}
+) - {"__main__"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_MODULES = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", *_HOOKS}
 _MOST_ENTRIES = 4096
@@ -58,7 +59,9 @@ class HeldValues:
             if isinstance(container, dict):
                 for key in container.keys() - content.keys():
                     del container[key]
-                container.update((key, value) for key, value in content.items() if container.get(key) is not value)
+                container.update(
+                    (key, value) for key, value in content.items() if container.get(key) is not value
+                )
             elif isinstance(container, list | deque):
                 if len(container) != len(content) or any(map(_are_two, container, content)):
                     container.clear()
@@ -69,7 +72,7 @@ class HeldValues:
             names[name] = value
 
     def outside_of(self, model: nn.Module) -> HeldValues:
-        """What is held, without what a model's own modules hold: a copy of a model shares the closures of hooks."""
+        """What is held beside a model's own modules, such as by closures of hooks, which its copies share."""
         own = {id(held) for each in model.modules() for held in (vars(each), each._parameters, each._buffers)}
         self._containers = [each for each in self._containers if id(each[0]) not in own]
         self.values, self.puts = {}, {}
@@ -126,7 +129,7 @@ class HeldValues:
         elif hasattr(value, "__dict__") and not isinstance(value, type) and not _is_of_library(kind):
             self._seen.add(id(value))
             self._add(name, vars(value))
-            self._add(name, getattr(kind, "__call__", None))
+            self._add(name, vars(kind).get("__call__"))
 
     def _add_function(self, name: str, function: FunctionType) -> None:
         if _is_of_library(function):
@@ -171,8 +174,8 @@ def _are_two(one: Any, other: Any) -> bool:
 class HeldSnapshot:
     """Attributes of a model's modules as they are now, with copies of plain tensors among them.
 
-    Frozen parameters are copied too, if they take no more than the others: their gradients will take as much, and
-    a momentum teacher is as large as what it follows.
+    Frozen parameters are copied too, if they take no more than the others: their gradients will take as much,
+    and a momentum teacher is as large as what it follows.
 
     Args:
         model: Buffers and trained parameters are not copied.
@@ -231,5 +234,7 @@ def _mark(value: Any) -> Any:
     """What changes where a tensor is replaced or written to, or a number is another."""
     if not isinstance(value, Tensor):
         return value
-    storage = value.untyped_storage()._cdata if value.layout is torch.strided and not is_wrapper_tensor(value) else 0
+    storage = (
+        value.untyped_storage()._cdata if value.layout is torch.strided and not is_wrapper_tensor(value) else 0
+    )
     return id(value), 0 if value.is_inference() else value._version, storage

@@ -32,7 +32,9 @@ from brimful.wrapper_tensors import inner_tensors
 
 aten = torch.ops.aten
 
-_IDEMPOTENT = frozenset({aten.embedding_renorm_.default, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default})
+_IDEMPOTENT = frozenset(
+    {aten.embedding_renorm_.default, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default}
+)
 """Ops that change nothing if they are done twice."""
 _OVERWRITE = frozenset({aten.copy_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor})
 """Ops that do not read what they write to."""
@@ -49,7 +51,9 @@ class OpUse:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note an op and its arguments."""
-        written = list(written_tensors(func, args, kwargs)) if has_writes(func) and func not in _IDEMPOTENT else []
+        written = (
+            list(written_tensors(func, args, kwargs)) if has_writes(func) and func not in _IDEMPOTENT else []
+        )
         for tensor in written:
             self.written.update(storages_of(tensor))
         for tensor in tensors_in((args, kwargs)):
@@ -113,7 +117,9 @@ class CarriedState:
         """Note what is held before a forward."""
         self.use = OpUse()
         held = self._held().values
-        self._tensors = {name: _Before(each, self.use) for name, each in held.items() if isinstance(each, Tensor)}
+        self._tensors = {
+            name: _Before(each, self.use) for name, each in held.items() if isinstance(each, Tensor)
+        }
         self._numbers = {name: each for name, each in held.items() if not isinstance(each, Tensor)}
 
     def end(self) -> set[int]:
@@ -141,7 +147,9 @@ class CarriedState:
         if not self._new:
             return
         used: dict[str, None] = {}
-        tensors = {name: self._storages(value) for name, value in self._new.items() if isinstance(value, Tensor)}
+        tensors = {
+            name: self._storages(value) for name, value in self._new.items() if isinstance(value, Tensor)
+        }
         numbers = [name for name in self._new if name not in tensors]
         held = self._held()
         for name in numbers:

@@ -1,10 +1,11 @@
 """What a loss averages over, as its ops show it: evidence that it is not a mean over samples.
 
 A few samples say little: if one label in a hundred is ignored, the loss of four samples is mostly the mean of
-those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch is a
-mean over something else, however often that shows. Fixed divisors and weights of single samples are none.
+those of its halves. But a loss that ignores labels, weighs classes or divides by what it counted in the batch
+is a mean over something else, however often that shows. Fixed divisors and weights of single samples are none.
 
-Private torch APIs used here: `torch.utils._python_dispatch`, the order of `nll_loss_forward`'s arguments (checked: torch 2.13).
+Private torch APIs used here: `torch.utils._python_dispatch`, the order of `nll_loss_forward`'s arguments
+(checked: torch 2.13).
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class LossTerms(Rule):
         if name in ("div", "div_", "mul", "mul_") and self._depth == 0:
             self._find_in_quotient(name, args, chosen)
 
-    def _find_in_nll(self, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> None:
+    def _find_in_nll(
+        self, _scores: Tensor, labels: Tensor, weight: Tensor | None, reduction: int, ignored: int
+    ) -> None:
         if reduction != _MEAN:
             return
         if weight is not None:
@@ -146,12 +149,16 @@ class LossTerms(Rule):
             counts = self._numbers | (self._extents if chosen else set())
             is_count = divisor != 1 and any(abs(divisor - count) <= 1e-9 * abs(count) for count in counts)
         if is_count:
-            self._find("a sum over a number that is computed from the batch, such as how many entries are not masked")
+            self._find(
+                "a sum over a number that is computed from the batch, such as how many entries are not masked"
+            )
 
     def _averages(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if name in _MEANS:
             return True
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = {
+            argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs
         defaults = {argument.name: argument.default_value for argument in func._schema.arguments}
         reduction = given.get("reduction", defaults.get("reduction"))
         return type(reduction) is int and reduction == _MEAN

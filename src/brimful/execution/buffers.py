@@ -98,8 +98,8 @@ class BufferSnapshot:
         if lost:
             module, name = lost[0]
             raise PartialUpdateError(
-                f"the buffer or frozen parameter {name!r} of {type(module).__name__} changed for the first time in "
-                "a step that has to be undone, and has no copy. Resume from the last checkpoint."
+                f"the buffer or frozen parameter {name!r} of {type(module).__name__} changed for the first "
+                "time in a step that has to be undone, and has no copy. Resume from the last checkpoint."
             )
 
     def _copy(self, place: _Place, buffer: Tensor) -> Tensor | None:
@@ -108,7 +108,6 @@ class BufferSnapshot:
         if self._changing is None:
             return buffer.detach().to("cpu", copy=True)  # of all, once: no plan counts that on a GPU
         return buffer.detach().clone() if place in self._changing else None
-
 
     def _state(self, modules: Sequence[nn.Module]) -> Iterator[tuple[_Place, Tensor | None]]:
         yield from _buffers(modules)

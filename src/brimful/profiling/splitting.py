@@ -133,8 +133,8 @@ def coarsest_dtype(model: nn.Module) -> torch.dtype | None:
 def check_split(job: Job, model: nn.Module, settings: Settings, global_batch: Batch) -> None:
     """Check, on a few samples of a real batch, that splitting it leaves the loss as it is.
 
-    The forward pass of at most four samples runs twice, in evaluation mode: of no more than a micro-batch, unless
-    they take no more memory than the step does.
+    The forward pass of at most four samples runs twice, in evaluation mode: of no more than a micro-batch,
+    unless they take no more memory than the step does.
 
     Args:
         job: Its loss and count are used.
@@ -278,7 +278,9 @@ _PLANNED_FLOPS = 2e10
 
 
 _NOT_TRAINED = "Nothing was trained. If the difference is meant, pass verify=False."
-_NOT_PLANNED = "Nothing was planned. If the difference is meant, Job(count=lambda batch: 1) weighs micro-batches alike."
+_NOT_PLANNED = (
+    "Nothing was planned. If the difference is meant, Job(count=lambda batch: 1) weighs micro-batches alike."
+)
 
 
 def not_the_same(
@@ -307,6 +309,7 @@ def _warn_of_layers(job: Job, settings: Settings, model: nn.Module, few: Batch) 
         reason = (
             f"the layers that depend on it are not known, as the forward pass raised {type(error).__name__}"
         )
+        reason = "memory ran out" if isinstance(error, torch.OutOfMemoryError) else reason
         warnings.warn(split_not_compared(settings, f"{reason}: {error}"), SplitWarning, stacklevel=4)
         return
     if changes:

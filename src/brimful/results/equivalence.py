@@ -45,7 +45,7 @@ class Comparison(PrintedResult):
     why_not_compared: str = ""
     """Why the comparison was not made; empty if it was."""
     evidence: str = ""
-    """What the loss is that shows by itself that the two differ, whatever a few samples say; empty if nothing."""
+    """What the loss is, if that alone shows that the two differ; else empty."""
     is_known_to_differ: bool = False
     """Whether the comparison was not made because the two are known to differ: BatchNorm over micro-batches, or
     what a forward changes and the next one finds."""

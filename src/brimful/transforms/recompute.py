@@ -376,9 +376,9 @@ class _ForwardAttributes:
         for name, parameter in self._module.named_parameters():
             if stamps.get(name, _stamp(parameter)) != _stamp(parameter):
                 raise UsageError(
-                    f"a unit that is to be recomputed writes to its parameter {name.partition('.')[2]!r} in its "
-                    "forward, and would do so again in backward. Plan with recompute='none' (--recompute none), "
-                    "or move the write out of the unit."
+                    f"a unit that is to be recomputed writes to its parameter {name.partition('.')[2]!r} in "
+                    "its forward, and would do so again in backward. Plan with recompute='none' (--recompute "
+                    "none), or move the write out of the unit."
                 )
         self._change = bool(snapshot.changed())
         if self._change:
