@@ -114,7 +114,7 @@ class HeldValues:
                 return
             self._seen.add(id(value))
             can_put = not isinstance(value, tuple)
-            if can_put:
+            if not isinstance(value, tuple):
                 self._containers.append((value, value.copy()))
             for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 put = partial(operator.setitem, value, key) if can_put else None

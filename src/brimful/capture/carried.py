@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,8 +154,12 @@ class CarriedState:
         numbers = [name for name in self._new if name not in tensors]
         held = self._held()
         for name in numbers:
-            put = held.puts.get(name, lambda _value, name=name: used.setdefault(name))
-            put(_watched(self._new[name], lambda name=name: used.setdefault(name)))
+            note = partial(used.setdefault, name)
+            put = held.puts.get(name)
+            if put is None:
+                note()
+            else:
+                put(_watched(self._new[name], note))
         try:
             with _Arguments():
                 first = self._use_of(forward)
@@ -260,7 +265,7 @@ def _watch(kind: type, base: type) -> None:
         for method in (f"__{name}__" for name in names):
             if method in vars(base):
                 setattr(kind, method, define(getattr(base, method)))
-    kind.__hash__ = base.__hash__  # type: ignore[method-assign, assignment]
+    kind.__hash__ = base.__hash__  # type: ignore[method-assign]
 
 
 _watch(_WatchedInt, int)
